@@ -1,0 +1,217 @@
+"""Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpexp.accounting.ledger import LedgerWriter
+from dpexp.errors import ConfigError
+from dpexp.privacy.engine.capture import Capture, collector
+from dpexp.privacy.engine.rules import Dense, Use
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import Group, PrivacyPlan
+
+# A record is clipped to S less this much, relatively, so that its true norm is at most S although the norm was
+# computed with rounding errors.
+MARGIN = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}
+
+
+class Engine:
+    """Carries out a plan's mechanisms on a module's gradients.
+
+    Per sample: `start`, then `accumulate` for each chunk, then `release`.
+
+    Args:
+        observe: keep each chunk's per-record norms and losses in `observations`. They are private.
+
+    Raises:
+        ConfigError: the plan was made for other parameters than the module's trainable ones.
+    """
+
+    def __init__(
+        self, plan: PrivacyPlan, module: nn.Module, noise: GaussianNoise, observe: bool = False
+    ) -> None:
+        self.plan = plan
+        self._noise = noise
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        planned = {name for g in plan.groups for v in g.vectors for name in v.parameters}
+        if planned != set(trainable):
+            odd = sorted(planned.symmetric_difference(trainable))
+            raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
+        self._parameters = trainable
+        self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        self._sums: dict[str, Tensor] = {}
+        self._slow = False
+        self.observe = observe
+        self.observations: list[dict[str, Tensor]] = []
+
+    def start(self) -> None:
+        """Begins a sample: all sums are zero."""
+        self._sums = {
+            name: torch.zeros_like(p, dtype=torch.promote_types(torch.float32, p.dtype))
+            for name, p in self._parameters.items()
+        }
+        self.observations = []
+
+    def accumulate(self, loss_of: Callable[[Any], Tensor], batch: Any, size: int, empty: bool = False) -> None:
+        """Adds one chunk's clipped vectors to the sums.
+
+        Args:
+            loss_of: the loss of a batch of one record, as a scalar.
+            batch: tensors, in any nesting of tuples, lists and dicts, whose first dimension is `size`.
+            empty: the chunk stands for an empty sample and contributes nothing.
+
+        Raises:
+            ConfigError: the batch cannot be split into records, or a buffer changed.
+        """
+        versions = {name: b._version for name, b in self._buffers.items()}
+        if self._slow:
+            self._accumulate_singly(loss_of, batch, size, empty)
+        else:
+            try:
+                self._accumulate_together(loss_of, batch, size, empty)
+            except (torch.OutOfMemoryError, ConfigError, KeyboardInterrupt):
+                raise
+            except Exception as reason:
+                self._accumulate_singly(loss_of, batch, size, empty)
+                self._slow = True
+                warnings.warn(
+                    "this model's records are processed one at a time, which is right but slow, because they "
+                    f"cannot be processed together: {str(reason).splitlines()[0]}"
+                )
+        for name, buffer in self._buffers.items():
+            if buffer._version != versions[name]:
+                raise ConfigError(
+                    f"model: the buffer {name} changed during training_step, so data would reach it without "
+                    "noise; remove what updates it, or freeze it with eval()."
+                )
+
+    def release(self, ledger: LedgerWriter) -> dict[str, Tensor]:
+        """Writes the sum query events, and only then returns v̂ for each parameter:
+        (Σ_i c_i v^i + α N(0, σ̃²)) / qn."""
+        for group in self.plan.groups:
+            ledger.query(group.query())
+        ledger.commit()
+        qn = self.plan.sampling.q * self.plan.n
+        released = {}
+        for group, alpha, name in _by_parameter(self.plan.groups):
+            total = self._sums[name]
+            released[name] = (total + alpha * group.sigma * self._noise(total)) / qn
+        return released
+
+    def _accumulate_together(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:
+        leaves, structure = records(batch, size)
+        uses = collector()
+        device = next(iter(self._parameters.values())).device
+        anchor = torch.zeros(size, device=device, requires_grad=True)
+
+        def loss_of_one(anchor: Tensor, *leaves: Tensor) -> Tensor:
+            with Capture(self._parameters.values(), anchor, uses):
+                return loss_of(tree_unflatten(list(leaves), structure))
+
+        in_dims = (0, *(None if leaf is None else 0 for leaf in leaves))
+        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(
+            anchor, *(leaf if leaf is None else leaf.unsqueeze(1) for leaf in leaves)
+        )
+        if losses.dim() != 1:
+            raise ConfigError(f"training_step must return one loss; it has shape {tuple(losses.shape[1:])}.")
+        total = losses.sum()
+        with _full_precision(device), torch.no_grad():
+            if total.requires_grad:
+                total.backward()
+            self._clip_and_add(
+                {name: _merge(uses[id(p)]) for name, p in self._parameters.items() if uses.get(id(p))},
+                losses.detach(),
+                empty,
+            )
+
+    def _accumulate_singly(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:
+        leaves, structure = records(batch, size)
+        for i in range(size):
+            loss = loss_of(
+                tree_unflatten([leaf if leaf is None else leaf[i : i + 1] for leaf in leaves], structure)
+            )
+            if loss.dim():
+                raise ConfigError(f"training_step must return one loss; it has shape {tuple(loss.shape)}.")
+            with _full_precision(loss.device):
+                gradients = (
+                    torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+                    if loss.requires_grad
+                    else ()
+                )
+            with _full_precision(loss.device), torch.no_grad():
+                self._clip_and_add(
+                    {
+                        name: Dense(g[None].to(self._sums[name].dtype))
+                        for name, g in zip(self._parameters, gradients, strict=False)
+                        if g is not None
+                    },
+                    loss.detach()[None],
+                    empty,
+                )
+
+    def _clip_and_add(self, uses: dict[str, Use], losses: Tensor, empty: bool) -> None:
+        observation = {"loss": losses}
+        for group in self.plan.groups:
+            members = [(alpha, name) for g, alpha, name in _by_parameter([group]) if name in uses]
+            if not members:
+                continue
+            norms = sum(uses[name].squared_norms() / alpha**2 for alpha, name in members).sqrt()  # type: ignore[union-attr]
+            finite = torch.isfinite(norms)
+            c = torch.where(finite, clip_factors(norms, group.S), 0)
+            observation[f"norm/{group.name}"] = norms
+            for _, name in members:
+                if norms.is_cuda or not finite.all():
+                    uses[name].zero(~finite)
+                if not empty:
+                    self._sums[name] += uses.pop(name).weighted_sum(c)
+        if self.observe and not empty:
+            self.observations.append(observation)
+
+
+def clip_factors(norms: Tensor, S: float) -> Tensor:
+    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016), with S less the rounding margin."""
+    return (S * (1 - MARGIN[norms.dtype]) / norms).clamp(max=1)
+
+
+def records(batch: Any, size: int) -> tuple[list[Tensor | None], Any]:
+    """A batch's tensors, each with the records along its first dimension, and its structure."""
+    leaves, structure = tree_flatten(batch)
+    for leaf in leaves:
+        if leaf is None:
+            continue
+        if not isinstance(leaf, Tensor):
+            raise ConfigError(
+                f"data: a training batch holds a {type(leaf).__name__}, which cannot be split into records; "
+                "make it tensors in tuples, lists or dicts."
+            )
+        if leaf.dim() == 0 or len(leaf) != size:
+            raise ConfigError(
+                f"data: a training batch of {size} records holds a tensor of shape {tuple(leaf.shape)}; "
+                "its first dimension must run over the records."
+            )
+    return leaves, structure
+
+
+def _merge(uses: list[Use]) -> Use:
+    """A parameter's uses as one: their per-record gradients add up, cross terms and all."""
+    return uses[0] if len(uses) == 1 else Dense(sum(use.dense() for use in uses))  # type: ignore[arg-type]
+
+
+def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:
+    for group in groups:
+        for vector, alpha in zip(group.vectors, group.alphas, strict=True):
+            for name in vector.parameters:
+                yield group, alpha, name
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Norms, sums and noise are never computed in the autocast type."""
+    with torch.autocast(device.type, enabled=False):
+        yield

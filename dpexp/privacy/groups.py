@@ -1,0 +1,141 @@
+"""Which vectors a model releases, and how they are grouped (paper, section 2).
+
+A vector is one layer's gradient, weight and bias together, as in the paper; with `vectors="parameter"` each
+tensor is one. A layer is the module that owns the parameter directly. A tied parameter belongs to the layer
+that names it first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from torch import nn
+
+from dpexp.errors import ConfigError
+
+VECTORS = ("layer", "parameter")
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A named list of parameters whose gradients, concatenated, are one vector in R^d."""
+
+    name: str
+    parameters: tuple[str, ...]
+    d: int
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which parameters a group takes: by name (glob), by the type of the owning layer, or the rest.
+
+    Args:
+        parameters: globs over `named_parameters()`, such as `*.embed.*`.
+        layers: class names of the owning module or of one of its bases, such as `Linear` or `LayerNorm`.
+        rest: whatever no other group takes; may be empty.
+    """
+
+    parameters: Sequence[str] = field(default_factory=tuple)
+    layers: Sequence[str] = field(default_factory=tuple)
+    rest: bool = False
+
+    def takes(self, name: str, layer: nn.Module) -> bool:
+        types = {base.__name__ for base in type(layer).__mro__}
+        return any(fnmatchcase(name, glob) for glob in self.parameters) or not types.isdisjoint(self.layers)
+
+
+class Grouping(Protocol):
+    """Sorts a module's trainable parameters: group name -> parameter names."""
+
+    def __call__(self, module: nn.Module) -> dict[str, list[str]]: ...
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups spelled out: each trainable parameter must fall in exactly one.
+
+    Raises (when called):
+        ConfigError: a parameter in no group or in two, or a group that matches nothing.
+    """
+
+    groups: Mapping[str, Match]
+
+    def __call__(self, module: nn.Module) -> dict[str, list[str]]:
+        matches = {name: Match(**dict(match)) if isinstance(match, Mapping) else match  # type: ignore[arg-type]
+                   for name, match in self.groups.items()}  # fmt: skip
+        rest = [name for name, match in matches.items() if match.rest]
+        if len(rest) > 1:
+            raise ConfigError(f"group: {' and '.join(rest)} both claim the rest; only one group may.")
+        layers = owners(module)
+        members: dict[str, list[str]] = {name: [] for name in matches}
+        for parameter, layer in layers.items():
+            found = [name for name, match in matches.items() if match.takes(parameter, layer)] or rest
+            if len(found) > 1:
+                raise ConfigError(f"group: parameter {parameter} falls in both {' and '.join(found)}.")
+            if not found:
+                raise ConfigError(
+                    f"group: parameter {parameter} falls in no group; match it or add a group with rest: true."
+                )
+            members[found[0]].append(parameter)
+        for name, parameters in members.items():
+            if not parameters and name not in rest:
+                raise ConfigError(
+                    f"group: {name} ({matches[name]}) matches none of the parameters {', '.join(layers)}."
+                )
+        return {name: parameters for name, parameters in members.items() if parameters}
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """One group for each layer, named after it."""
+
+    def __call__(self, module: nn.Module) -> dict[str, list[str]]:
+        members: dict[str, list[str]] = {}
+        for parameter in owners(module):
+            members.setdefault(layer_name(parameter), []).append(parameter)
+        return members
+
+
+def flat() -> Groups:
+    """One group of everything."""
+    return Groups({"all": Match(parameters=("*",))})
+
+
+def per_layer() -> PerLayer:
+    return PerLayer()
+
+
+def conv_fc() -> Groups:
+    """Convolutional layers, fully connected layers, and the rest (paper, section 1)."""
+    return Groups(
+        {"conv": Match(layers=("_ConvNd",)), "fc": Match(layers=("Linear",)), "rest": Match(rest=True)}
+    )
+
+
+def owners(module: nn.Module) -> dict[str, nn.Module]:
+    """Each trainable parameter's name (once, if tied) and the layer that owns it."""
+    modules = dict(module.named_modules())
+    return {
+        name: modules[name.rpartition(".")[0]]
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def layer_name(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or "(root)"
+
+
+def vectors(module: nn.Module, members: Sequence[str], by: str = "layer") -> tuple[Vector, ...]:
+    """The vectors that a group's parameters make up, in the model's order."""
+    if by not in VECTORS:
+        raise ConfigError(f"vectors={by} is unknown; choose one of {', '.join(VECTORS)}.")
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    parts: dict[str, list[str]] = {}
+    for name in members:
+        parts.setdefault(layer_name(name) if by == "layer" else name, []).append(name)
+    return tuple(
+        Vector(name, tuple(parameters), sum(sizes[parameter] for parameter in parameters))
+        for name, parameters in parts.items()
+    )
