@@ -1,6 +1,5 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,20 +10,23 @@ from torch.overrides import TorchFunctionMode
 from dpexp.privacy.engine.rules import RULES, Call, Dense, Use
 
 
+Record = Callable[[Tensor, Use], None]
+
+
 class Capture(TorchFunctionMode):
-    """While active, gradients reach no parameter; `uses` collects each parameter's per-record gradients during
-    the backward pass instead, keyed by the parameter's id.
+    """While active, gradients reach no parameter; during the backward pass `record` is told of each parameter's
+    per-record gradients instead.
 
     Args:
         anchor: [B] zeros that require gradients, batched by vmap: it marks every intercepted output as one
             that belongs to a record and that gradients must flow back to.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, uses: dict[int, list[Use]]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, record: Record) -> None:
         super().__init__()
         self._trainable = {id(parameter) for parameter in parameters}
         self._anchor = anchor
-        self._uses = uses
+        self._record = record
         self._copies: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -34,7 +36,7 @@ class Capture(TorchFunctionMode):
         if func in RULES:
             call = RULES[func](*args, **kwargs)
             if call is not None and self._fits(call):
-                return _Captured.apply(self._anchor, call.x, call, self._uses)
+                return _Captured.apply(self._anchor, call.x, call, self._record)
         return func(*self._with_copies(args), **self._with_copies(kwargs))
 
     def _fits(self, call: Call) -> bool:
@@ -52,17 +54,13 @@ class Capture(TorchFunctionMode):
             if id(value) not in self._trainable:
                 return value
             if id(value) not in self._copies:
-                self._copies[id(value)] = _Copied.apply(self._anchor, value, self._uses)
+                self._copies[id(value)] = _Copied.apply(self._anchor, value, self._record)
             return self._copies[id(value)]
         if type(value) in (list, tuple):
             return type(value)(map(self._with_copies, value))
         if type(value) is dict:
             return {key: self._with_copies(item) for key, item in value.items()}
         return value
-
-
-def collector() -> dict[int, list[Use]]:
-    return defaultdict(list)
 
 
 class _OnRecords(torch.autograd.Function):
@@ -80,21 +78,21 @@ class _Captured(_OnRecords):
     """The call of a rule, on the whole chunk at once."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, anchor: Tensor, x: Tensor, call: Call, uses: dict) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, anchor: Tensor, x: Tensor, call: Call, record: Record) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
         x = x.expand(info.batch_size, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
         frozen = {role: p.detach() for role, p in call.parameters.items() if p is not None}
-        return _Tap.apply(anchor, call.run(x, **frozen), x, call, uses), 0
+        return _Tap.apply(anchor, call.run(x, **frozen), x, call, record), 0
 
 
 class _Tap(torch.autograd.Function):
     """Passes an output through and, on the way back, hands its gradient to the call's rule."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, y: Tensor, x: Tensor, call: Call, uses: dict) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, y: Tensor, x: Tensor, call: Call, record: Record) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.call, ctx.uses = call, uses
+        ctx.call, ctx.record = call, record
         ctx.mark_dirty(y)
         return y
 
@@ -106,7 +104,7 @@ class _Tap(torch.autograd.Function):
         x = x.to(dtype) if x.is_floating_point() else x
         for role, use in ctx.call.uses(x, g.to(dtype)).items():
             if role in roles:
-                ctx.uses[id(roles[role])].append(use)
+                ctx.record(roles[role], use)
         return None, g, None, None, None
 
 
@@ -114,20 +112,20 @@ class _Copied(_OnRecords):
     """A copy of a parameter for each record, whose gradients are the per-record gradients."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, anchor: Tensor, parameter: Tensor, uses: dict) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, anchor: Tensor, parameter: Tensor, record: Record) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        return _CopyTap.apply(anchor, parameter, info.batch_size, uses), 0
+        return _CopyTap.apply(anchor, parameter, info.batch_size, record), 0
 
 
 class _CopyTap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, parameter: Tensor, size: int, uses: dict) -> Tensor:
-        ctx.parameter, ctx.uses = parameter, uses
+    def forward(ctx: Any, anchor: Tensor, parameter: Tensor, size: int, record: Record) -> Tensor:
+        ctx.parameter, ctx.record = parameter, record
         return parameter.detach().expand(size, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
         dtype = torch.promote_types(torch.float32, ctx.parameter.dtype)
-        ctx.uses[id(ctx.parameter)].append(Dense(g.to(dtype)))
+        ctx.record(ctx.parameter, Dense(g.to(dtype)))
         return None, None, None, None

@@ -1,6 +1,7 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.capture import Capture, collector
+from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.rules import Dense, Use
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import Group, PrivacyPlan
@@ -106,12 +107,16 @@ class Engine:
 
     def _accumulate_together(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:
         leaves, structure = records(batch, size)
-        uses = collector()
+        uses: dict[int, list[Use]] = defaultdict(list)
+
+        def record(parameter: Tensor, use: Use) -> None:
+            uses[id(parameter)].append(use)
+
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(size, device=device, requires_grad=True)
 
         def loss_of_one(anchor: Tensor, *leaves: Tensor) -> Tensor:
-            with Capture(self._parameters.values(), anchor, uses):
+            with Capture(self._parameters.values(), anchor, record):
                 return loss_of(tree_unflatten(list(leaves), structure))
 
         in_dims = (0, *(None if leaf is None else 0 for leaf in leaves))
@@ -125,7 +130,7 @@ class Engine:
             if total.requires_grad:
                 total.backward()
             self._clip_and_add(
-                {name: _merge(uses[id(p)]) for name, p in self._parameters.items() if uses.get(id(p))},
+                {name: _merge(uses[id(p)]) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),
                 empty,
             )
