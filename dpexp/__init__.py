@@ -1,0 +1,25 @@
+"""dpexp: differentially private training, declared and accounted.
+
+As a library: `make_plan` for a module, `PrivacyCallback` for a Lightning Trainer, `read_ledger` and `epsilon`
+for what it cost.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "make_plan": "dpexp.privacy.plan",
+    "PrivacyPlan": "dpexp.privacy.plan",
+    "PrivacyCallback": "dpexp.privacy.callback",
+    "read_ledger": "dpexp.accounting.ledger",
+    "epsilon": "dpexp.accounting.accountants",
+    "ConfigError": "dpexp.errors",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch and Lightning only when they are needed."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dpexp' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

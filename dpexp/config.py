@@ -1,0 +1,103 @@
+"""The typed schema of a configuration, and the functions its YAML may call. Imports neither torch nor mlflow."""
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+CONF = _CHECKOUT / "conf" if (_CHECKOUT / "pyproject.toml").exists() else Path(__file__).parent / "conf"
+
+
+@dataclass
+class Data:
+    """`n` is a published constant. `module` is a LightningDataModule's `_target_` with its arguments."""
+
+    n: int = MISSING
+    shape: list[int] | None = None
+    classes: int | None = None
+    root: str | None = None
+    module: dict[str, Any] = MISSING
+
+
+@dataclass
+class Privacy:
+    enabled: bool = True
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = MISSING
+    noise_seed: int | None = None
+
+
+@dataclass
+class Sampling:
+    q: float | None = None
+    expected_batch_size: float | None = None
+    steps: int | None = None
+    epochs: float | None = None
+
+
+@dataclass
+class Accountant:
+    names: list[str] = MISSING
+
+
+@dataclass
+class Trainer:
+    accelerator: str = "cpu"
+    precision: str = "32-true"
+    physical_batch: int = 512
+    workers: int = 0
+    evaluations: int = 10
+
+
+@dataclass
+class Tracking:
+    uri: str | None = None
+    artifacts: str | None = None
+    experiment: str = "dpexp"
+    run_name: str | None = None
+
+
+@dataclass
+class Config:
+    """What `_target_` sections (model, optimizer, …) may hold is checked by what they name."""
+
+    data: Data = field(default_factory=Data)
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    group: Any = None
+    bound: Any = None
+    mechanism: Any = None
+    allocation: Any = None
+    sampling: Sampling = field(default_factory=Sampling)
+    accountant: Accountant = field(default_factory=Accountant)
+    trainer: Trainer = field(default_factory=Trainer)
+    tracking: Tracking = field(default_factory=Tracking)
+    privacy: Privacy = field(default_factory=Privacy)
+    seed: int = 0
+    vectors: str = "layer"
+    diagnostics: str = "none"
+
+
+def register() -> None:
+    """Makes the schema and the YAML functions known to Hydra."""
+    ConfigStore.instance().store("base_config", Config)
+    OmegaConf.register_new_resolver("unless", _unless, replace=True)
+    OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
+    OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
+
+
+def _unless(given: Any, default: Any) -> Any:
+    """The default of one of two alternatives: null as soon as the other is given."""
+    return default if given is None else None
+
+
+def _power_of_ten_below(n: int) -> float:
+    """The largest power of ten below 1/n."""
+    return float(f"1e-{math.floor(math.log10(n)) + 1}")

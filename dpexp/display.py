@@ -1,0 +1,120 @@
+"""What the user sees in the terminal: the plan, the progress, the result."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.plan import PrivacyPlan
+
+console = Console()
+
+
+def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
+    """Prints the plan as a table."""
+    if plan is None:
+        console.print("[bold]Not private:[/] privacy.enabled=false.")
+        return
+    console.print(
+        f"[bold]Plan[/]: {plan.rounds} rounds of Poisson samples at q = {plan.sampling.q:.5g} of n = {plan.n} "
+        f"(about {plan.sampling.q * plan.n:.0f} records), z = {plan.noise_multiplier:.4g}"
+    )
+    console.print(plan_table(plan))
+    if cfg.privacy.noise_seed is not None:
+        console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
+    if cfg.diagnostics == "unsafe":
+        console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
+
+
+def plan_table(plan: PrivacyPlan) -> Table:
+    """One line a group; the noise is that of one coordinate of the released average (α_j σ̃_g / qn)."""
+    table = Table("group", "vectors", "d_g", "S_g", "σ̃_g", "share", "noise per coordinate")
+    for group in plan.groups:
+        noises = [alpha * group.sigma / (plan.sampling.q * plan.n) for alpha in group.alphas]
+        low, high = f"{min(noises):.3g}", f"{max(noises):.3g}"
+        table.add_row(
+            group.name,
+            str(len(group.vectors)),
+            f"{group.d:,}",
+            f"{group.S:.4g}",
+            f"{group.sigma:.4g}",
+            f"{group.share:.3f}",
+            low if low == high else f"{low} – {high}",
+        )
+    return table
+
+
+class RoundBar(pl.callbacks.ProgressBar):
+    """Rounds done, ε so far, rounds a second."""
+
+    def __init__(self, rounds: int, privacy: PrivacyCallback | None) -> None:
+        super().__init__()
+        self._rounds = rounds
+        self._privacy = privacy
+        self._progress: Progress | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._progress = Progress(
+            TextColumn("round {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.fields[epsilon]}"),
+            TextColumn("{task.speed:.1f} rounds/s" if False else "{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("training", total=self._rounds, epsilon="", rate="")
+        self._progress.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self._progress is None:
+            return
+        task = self._progress.tasks[0]
+        spent = f"ε = {self._privacy.epsilon:.3f}" if self._privacy else "not private"
+        self._progress.update(
+            self._task,
+            completed=trainer.global_step,
+            epsilon=spent,
+            rate=f"{task.speed:.1f} rounds/s" if task.speed else "",
+        )
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:
+    """Prints what came out, and where to look at it."""
+    metrics = result["metrics"]
+    if "test_accuracy" in metrics:
+        console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
+    if "epsilon" in result:
+        spent = ", ".join(f"{value:.4g} by {name}" for name, value in result["epsilon"].items())
+        console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {result['delta']:g}, for adding or removing one record")
+        if not result["private"]:
+            console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
+    console.print(f"Ledger and result: {output}", soft_wrap=True)
+    if cfg.tracking.uri:
+        console.print(f"Compare runs: mlflow ui --backend-store-uri {cfg.tracking.uri}", soft_wrap=True)
+
+
+def plan_json(plan: PrivacyPlan) -> str:
+    """The plan as JSON, z included."""
+    z = plan.noise_multiplier
+    return json.dumps(asdict(plan) | {"noise_multiplier": z if math.isfinite(z) else None}, indent=2)

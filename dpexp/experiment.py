@@ -1,0 +1,226 @@
+"""One experiment, from a composed configuration to a trained, accounted and tracked model."""
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpexp import display
+from dpexp.accounting.accountants import NAMES, check_delta, epsilon
+from dpexp.accounting.ledger import read_ledger
+from dpexp.errors import ConfigError
+from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.plan import PrivacyPlan, make_plan
+from dpexp.privacy.refusals import refuse_mixing_layers
+from dpexp.privacy.sampling import Poisson
+from dpexp.tracking import track
+from dpexp.training.classifier import Classifier
+
+DIAGNOSTICS = ("none", "unsafe")
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Runs the experiment and returns its test accuracy (None if the model reports none).
+
+    The output directory gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration, and `result.json`.
+
+    Raises:
+        ConfigError: before training, for any choice that cannot be honoured.
+    """
+    _quieten()
+    _check(cfg)
+    output = Path(HydraConfig.get().runtime.output_dir)
+    pl.seed_everything(cfg.seed, verbose=False)
+    data = _make("data.module", cfg.data.module)
+    module = _module(cfg)
+    plan = plan_for(cfg, module) if cfg.privacy.enabled else None
+    display.announce(cfg, plan)
+    with track(cfg, plan, output) as tracker:
+        started = time.monotonic()
+        callback = plan and PrivacyCallback(
+            plan,
+            output / "ledger.jsonl",
+            delta=cfg.privacy.delta,
+            accountant=cfg.accountant.names[0],
+            physical_batch=cfg.trainer.physical_batch,
+            noise_seed=cfg.privacy.noise_seed,
+            unsafe_diagnostics=cfg.diagnostics == "unsafe",
+        )
+        trainer = _trainer(cfg, plan, callback, tracker.logger, output)
+        if not cfg.privacy.enabled and hasattr(data, "batch_size"):
+            data.batch_size = round(_policy(cfg).q * cfg.data.n)
+        trainer.fit(module, datamodule=data)
+        seconds = time.monotonic() - started
+        tested = trainer.test(module, datamodule=data, verbose=False)
+        metrics = {name: value for part in tested for name, value in part.items()}
+        result = _result(cfg, plan, trainer.global_step, metrics, seconds, output, tracker.run_id)
+        (output / "result.json").write_text(json.dumps(result, indent=2))
+        tracker.finish(result, output)
+    display.conclude(result, cfg, output)
+    return metrics.get("test_accuracy")
+
+
+def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
+    """The privacy plan that a configuration asks for."""
+    sampling = cfg.sampling
+    group, bound, mechanism, allocation = (
+        _make(section, cfg[section]) for section in ("group", "bound", "mechanism", "allocation")
+    )
+    return make_plan(
+        module,
+        n=cfg.data.n,
+        q=sampling.q,
+        expected_batch_size=sampling.expected_batch_size,
+        steps=sampling.steps,
+        epochs=sampling.epochs,
+        epsilon=cfg.privacy.epsilon,
+        noise_multiplier=cfg.privacy.noise_multiplier,
+        delta=cfg.privacy.delta,
+        group=group,
+        vectors_by=cfg.vectors,
+        bound=bound,
+        mechanism=mechanism,
+        allocation=allocation,
+        accountant=cfg.accountant.names[0],
+    )
+
+
+def _check(cfg: DictConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given.")
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    if cfg.diagnostics not in DIAGNOSTICS:
+        raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
+    unknown = [name for name in cfg.accountant.names if name not in NAMES]
+    if unknown or not cfg.accountant.names:
+        raise ConfigError(f"accountant.names={list(cfg.accountant.names)} must be among {', '.join(NAMES)}.")
+    check_delta(cfg.privacy.delta)
+    if cfg.trainer.evaluations < 0:
+        raise ConfigError(f"trainer.evaluations={cfg.trainer.evaluations} must be at least 0.")
+
+
+def _make(section: str, node: Any) -> Any:
+    """Instantiates a `_target_` section; a mistake in it becomes a sentence."""
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        cause = error.__cause__ or str(error).splitlines()[0]
+        target = node.get("_target_") if node else None
+        raise ConfigError(f"{section}: {target} cannot be made: {cause}.") from error
+
+
+def _module(cfg: DictConfig) -> pl.LightningModule:
+    model = _make("model", cfg.model)
+    refuse_mixing_layers(model) if cfg.privacy.enabled else None
+    if isinstance(model, pl.LightningModule):
+        return model
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
+    module = Classifier(
+        model,
+        _make("optimizer", OmegaConf.merge(cfg.optimizer, {"_partial_": True})),
+        _make("scheduler", OmegaConf.merge(cfg.scheduler, {"_partial_": True})) if cfg.scheduler else None,
+    )
+    try:
+        module.configure_optimizers()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer or scheduler: {error}.") from error
+    return module
+
+
+def _trainer(
+    cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, logger: Any, output: Path
+) -> pl.Trainer:
+    q = _policy(cfg).q
+    rounds = plan.rounds if plan else _rounds(cfg)
+    per_epoch = max(1, round(1 / q))
+    bar = display.RoundBar(rounds, callback)
+    try:
+        return pl.Trainer(
+            accelerator=cfg.trainer.accelerator,
+            devices=1,
+            precision=cfg.trainer.precision,
+            max_epochs=-1,
+            max_steps=rounds,
+            check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.evaluations))),
+            limit_val_batches=1.0 if cfg.trainer.evaluations else 0,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            logger=logger,
+            callbacks=[callback, bar] if callback else [bar],
+            default_root_dir=output,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+    except Exception as error:  # Lightning raises many types for what is always a wrong value
+        raise ConfigError(f"trainer: {error}") from error
+
+
+def _policy(cfg: DictConfig) -> Poisson:
+    sampling = cfg.sampling
+    return Poisson(sampling.q if sampling.q is not None else sampling.expected_batch_size / cfg.data.n)
+
+
+def _rounds(cfg: DictConfig) -> int:
+    return cfg.sampling.steps or _policy(cfg).rounds(cfg.sampling.epochs)
+
+
+def _result(
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    rounds: int,
+    metrics: dict[str, float],
+    seconds: float,
+    output: Path,
+    run_id: str | None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "private": is_private(cfg),
+        "rounds": rounds,
+        "metrics": metrics,
+        "seconds": round(seconds, 3),
+        "mlflow_run_id": run_id,
+    }
+    if plan is not None:
+        ledger = read_ledger(output / "ledger.jsonl")
+        result |= {
+            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in cfg.accountant.names},
+            "delta": cfg.privacy.delta,
+            "noise_multiplier": plan.noise_multiplier,
+            "q": plan.sampling.q,
+            "n": plan.n,
+            "groups": {
+                group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups
+            },
+        }
+    return result
+
+
+def is_private(cfg: DictConfig) -> bool:
+    """Whether everything that the run shows is covered by its (ε, δ)."""
+    return cfg.privacy.enabled and cfg.diagnostics == "none" and cfg.privacy.noise_seed is None
+
+
+def _quieten() -> None:
+    """Lightning's advice is for those who write the training loop."""
+    import logging
+
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*GPU available but not used.*"):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,218 @@
+"""MLflow: the only place that knows it."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dpexp.accounting.ledger import read_ledger
+from dpexp.display import plan_json
+from dpexp.figures import epsilon_over_rounds
+from dpexp.privacy.plan import PrivacyPlan
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+_PARAM_LIMIT = 6000
+
+
+class Tracker:
+    """One MLflow run, or nothing where `tracking.uri` is null."""
+
+    run_id: str | None = None
+    logger: Any = False
+
+    def finish(self, result: dict[str, Any], output: Path) -> None:
+        """Logs what is known at the end."""
+
+
+class MlflowTracker(Tracker):
+    def __init__(self, cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> None:
+        from filelock import FileLock
+        from mlflow import MlflowClient
+        from pytorch_lightning.loggers import MLFlowLogger
+
+        self._cfg = cfg
+        self._output = output
+        uri = cfg.tracking.uri
+        lock = Path(output.anchor or ".") / os.devnull
+        if uri.startswith("sqlite:///"):
+            database = Path(uri.removeprefix("sqlite:///"))
+            database.parent.mkdir(parents=True, exist_ok=True)
+            lock = database.with_suffix(".lock")
+        # Several processes that create the same SQLite store at once would break each other.
+        with FileLock(lock) if uri.startswith("sqlite:///") else suppress():
+            self._client = MlflowClient(tracking_uri=uri)
+            experiment = self._client.get_experiment_by_name(cfg.tracking.experiment)
+            if experiment is None:
+                experiment_id = self._client.create_experiment(
+                    cfg.tracking.experiment, artifact_location=cfg.tracking.artifacts
+                )
+            else:
+                experiment_id = experiment.experiment_id
+        self._end_dead_runs(experiment_id)
+        run = self._client.create_run(experiment_id, tags=_tags(cfg, plan), run_name=_run_name(cfg))
+        self.run_id = run.info.run_id
+        self.logger = MLFlowLogger(
+            experiment_name=cfg.tracking.experiment, tracking_uri=uri, run_id=self.run_id
+        )
+        self.logger.log_hyperparams = lambda *args, **kwargs: None  # the configuration is logged below, whole
+        self._log_start(cfg, plan)
+
+    def _log_start(self, cfg: DictConfig, plan: PrivacyPlan | None) -> None:
+        from mlflow.data.meta_dataset import MetaDataset
+        from mlflow.data.code_dataset_source import CodeDatasetSource
+        from mlflow.entities import DatasetInput, InputTag, Metric, Param
+
+        flat = _flatten(OmegaConf.to_container(cfg, resolve=True))
+        params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in flat.items()]
+        metrics = []
+        if plan is not None:
+            values = {"noise_multiplier": plan.noise_multiplier, "q": plan.sampling.q}
+            for group in plan.groups:
+                name = _metric_name(group.name)
+                values |= {f"S/{name}": group.S, f"sigma/{name}": group.sigma, f"share/{name}": group.share}
+            metrics = [Metric(key, value, 0, 0) for key, value in values.items()]
+        for start in range(0, len(params), 100):
+            self._client.log_batch(self.run_id, params=params[start : start + 100])
+        self._client.log_batch(self.run_id, metrics=metrics)
+        name = cfg.data.module.get("_target_", "data").rpartition(".")[2]
+        dataset = MetaDataset(CodeDatasetSource({"module": cfg.data.module.get("_target_", "")}), name=name)
+        self._client.log_inputs(
+            self.run_id, [DatasetInput(dataset._to_mlflow_entity(), [InputTag("mlflow.data.context", "training")])]
+        )
+        hydra = self._output / ".hydra"
+        for file in ("config.yaml", "overrides.yaml"):
+            if (hydra / file).exists() and file == "overrides.yaml":
+                self._client.log_artifact(self.run_id, str(hydra / file))
+        self._client.log_text(self.run_id, OmegaConf.to_yaml(cfg, resolve=True), "config.yaml")
+        if plan is not None:
+            (self._output / "plan.json").write_text(plan_json(plan))
+            self._client.log_artifact(self.run_id, str(self._output / "plan.json"))
+
+    def finish(self, result: dict[str, Any], output: Path) -> None:
+        from mlflow.entities import Metric
+
+        for key, value in result.get("epsilon", {}).items():
+            self._client.log_batch(self.run_id, metrics=[Metric(f"epsilon_{key}", value, 0, result["rounds"])])
+        self._client.log_artifact(self.run_id, str(output / "result.json"))
+
+    def log_ledger(self) -> None:
+        """The ledger up to the last release and its figure, however the run ended."""
+        ledger_path = self._output / "ledger.jsonl"
+        if not ledger_path.exists():
+            return
+        self._client.log_artifact(self.run_id, str(ledger_path))
+        figure = epsilon_over_rounds(
+            read_ledger(ledger_path), self._cfg.privacy.delta, self._cfg.accountant.names
+        )
+        figure.savefig(self._output / "epsilon.png", dpi=150)
+        self._client.log_artifact(self.run_id, str(self._output / "epsilon.png"))
+
+    def end(self, status: str) -> None:
+        self._client.set_terminated(self.run_id, status)
+
+    def _end_dead_runs(self, experiment_id: str) -> None:
+        """A run killed outright stays RUNNING for ever; ends those whose process on this machine is gone."""
+        running = self._client.search_runs(
+            [experiment_id],
+            f"attributes.status = 'RUNNING' and tags.`dpexp.host` = '{socket.gethostname()}'",
+        )
+        for run in running:
+            if not _alive(int(run.data.tags.get("dpexp.pid", "0"))):
+                self._client.set_terminated(run.info.run_id, "KILLED")
+
+
+@contextmanager
+def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[Tracker]:
+    """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED."""
+    if cfg.tracking.uri is None:
+        yield Tracker()
+        return
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="mlflow")
+    tracker = MlflowTracker(cfg, plan, output)
+    status = "FAILED"
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield tracker
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        try:
+            tracker.log_ledger()
+        finally:
+            tracker.end(status)
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
+    from hydra.core.hydra_config import HydraConfig
+
+    choices = HydraConfig.get().runtime.choices
+    tags = {
+        f"dpexp.{name}": str(choices.get(name))
+        for name in ("data", "model", "group", "bound", "mechanism", "allocation", "sampling")
+    }
+    private = "yes"
+    if plan is None:
+        private = "no: trained without privacy"
+    elif cfg.diagnostics == "unsafe":
+        private = "no: unsafe diagnostics"
+    elif cfg.privacy.noise_seed is not None:
+        private = "no: the noise seed is known"
+    return tags | {
+        "dpexp.private": private,
+        "dpexp.pid": str(os.getpid()),
+        "dpexp.host": socket.gethostname(),
+    }
+
+
+def _run_name(cfg: DictConfig) -> str:
+    from hydra.core.hydra_config import HydraConfig
+
+    if cfg.tracking.run_name:
+        return cfg.tracking.run_name
+    choices = HydraConfig.get().runtime.choices
+    if not cfg.privacy.enabled:
+        return f"{choices.get('data')} non-private"
+    return f"{choices.get('data')} {choices.get('group')} {choices.get('mechanism')}"
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict) or not node:
+        return {prefix: json.dumps(node) if isinstance(node, list | dict) else node}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in _flatten(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
+def _metric_name(group: str) -> str:
+    return group.replace("(", "").replace(")", "")
+
+
+def _alive(pid: int) -> bool:
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,38 @@
+"""A data module over tensors in memory."""
+
+import pytorch_lightning as pl
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class TensorData(pl.LightningDataModule):
+    """Training and test sets of (x, y) tensors.
+
+    Args:
+        train, test: (x [N, ...], y [N]).
+        batch_size: of the loaders. Private training draws its own samples from the training loader's data set.
+        workers: loader processes.
+    """
+
+    def __init__(
+        self,
+        train: tuple[Tensor, Tensor],
+        test: tuple[Tensor, Tensor],
+        batch_size: int = 256,
+        workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.train = TensorDataset(*train)
+        self.test = TensorDataset(*test)
+        self.batch_size = batch_size
+        self.workers = workers
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.workers)
+
+    def val_dataloader(self) -> DataLoader:
+        """The test set: it is taken as public, so it may be looked at during training."""
+        return self.test_dataloader()
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.test, 1000)

@@ -1,0 +1,57 @@
+"""The models that ship with dpexp. None has a layer that mixes records."""
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from dpexp.errors import ConfigError
+
+
+def logistic(shape: Sequence[int], classes: int) -> nn.Module:
+    """Logistic regression: one linear layer on the flattened record."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
+
+
+def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> nn.Module:
+    """Fully connected tanh layers of the given widths."""
+    widths = [math.prod(shape), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for d, p in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(d, p), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
+
+
+def cnn(shape: Sequence[int], classes: int) -> nn.Module:
+    """The tanh CNNs of Papernot et al. 2021 ("Tempered sigmoid activations for deep learning with differential
+    privacy", tables 1 and 2) for 28×28 and 32×32 images, and a small one for 8×8.
+
+    Raises:
+        ConfigError: images of another size.
+    """
+    channels, side = shape[0], tuple(shape[1:])
+    if side == (8, 8):
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, classes),
+        )  # fmt: skip
+    if side == (28, 28):
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, stride=1),
+            nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
+            nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, classes),
+        )  # fmt: skip
+    if side == (32, 32):
+        widths = [channels, 32, 32, 64, 64, 128, 128]
+        layers: list[nn.Module] = []
+        for i, (d, p) in enumerate(zip(widths, widths[1:], strict=False)):
+            layers += [nn.Conv2d(d, p, 3, padding=1), nn.Tanh()]
+            if i % 2:
+                layers.append(nn.MaxPool2d(2))
+        return nn.Sequential(
+            *layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, classes)
+        )
+    raise ConfigError(
+        f"model=cnn takes images of 8×8, 28×28 or 32×32; data.shape={list(shape)}. Use model=mlp or your own."
+    )
