@@ -66,7 +66,7 @@ class RoundBar(pl.callbacks.ProgressBar):
             TextColumn("round {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[epsilon]}"),
-            TextColumn("{task.speed:.1f} rounds/s" if False else "{task.fields[rate]}"),
+            TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             console=console,
         )
@@ -88,9 +88,7 @@ class RoundBar(pl.callbacks.ProgressBar):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -44,27 +44,20 @@ def run(cfg: DictConfig) -> float | None:
     module = _module(cfg)
     plan = plan_for(cfg, module) if cfg.privacy.enabled else None
     display.announce(cfg, plan)
-    with track(cfg, plan, output) as tracker:
+    with track(cfg, plan, output) as tracked:
         started = time.monotonic()
-        callback = plan and PrivacyCallback(
-            plan,
-            output / "ledger.jsonl",
-            delta=cfg.privacy.delta,
-            accountant=cfg.accountant.names[0],
-            physical_batch=cfg.trainer.physical_batch,
-            noise_seed=cfg.privacy.noise_seed,
-            unsafe_diagnostics=cfg.diagnostics == "unsafe",
-        )
-        trainer = _trainer(cfg, plan, callback, tracker.logger, output)
+        callback = _callback(cfg, plan, output) if plan else None
+        trainer = _trainer(cfg, plan, callback, tracked.logger if tracked else False, output)
         if not cfg.privacy.enabled and hasattr(data, "batch_size"):
             data.batch_size = round(_policy(cfg).q * cfg.data.n)
         trainer.fit(module, datamodule=data)
         seconds = time.monotonic() - started
         tested = trainer.test(module, datamodule=data, verbose=False)
         metrics = {name: value for part in tested for name, value in part.items()}
-        result = _result(cfg, plan, trainer.global_step, metrics, seconds, output, tracker.run_id)
+        result = _result(cfg, plan, trainer.global_step, metrics, seconds, output, tracked.run_id if tracked else None)
         (output / "result.json").write_text(json.dumps(result, indent=2))
-        tracker.finish(result, output)
+        if tracked:
+            tracked.finish(result, output)
     display.conclude(result, cfg, output)
     return metrics.get("test_accuracy")
 
@@ -112,10 +105,10 @@ def _check(cfg: DictConfig) -> None:
         raise ConfigError(f"trainer.evaluations={cfg.trainer.evaluations} must be at least 0.")
 
 
-def _make(section: str, node: Any) -> Any:
+def _make(section: str, node: Any, **arguments: Any) -> Any:
     """Instantiates a `_target_` section; a mistake in it becomes a sentence."""
     try:
-        return instantiate(node, _convert_="all")
+        return instantiate(node, _convert_="all", **arguments)
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
@@ -133,14 +126,26 @@ def _module(cfg: DictConfig) -> pl.LightningModule:
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
     module = Classifier(
         model,
-        _make("optimizer", OmegaConf.merge(cfg.optimizer, {"_partial_": True})),
-        _make("scheduler", OmegaConf.merge(cfg.scheduler, {"_partial_": True})) if cfg.scheduler else None,
+        _make("optimizer", cfg.optimizer, _partial_=True),
+        _make("scheduler", cfg.scheduler, _partial_=True) if cfg.scheduler else None,
     )
     try:
         module.configure_optimizers()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer or scheduler: {error}.") from error
     return module
+
+
+def _callback(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallback:
+    return PrivacyCallback(
+        plan,
+        output / "ledger.jsonl",
+        delta=cfg.privacy.delta,
+        accountant=cfg.accountant.names[0],
+        physical_batch=cfg.trainer.physical_batch,
+        noise_seed=cfg.privacy.noise_seed,
+        unsafe_diagnostics=cfg.diagnostics == "unsafe",
+    )
 
 
 def _trainer(
@@ -204,9 +209,7 @@ def _result(
             "noise_multiplier": plan.noise_multiplier,
             "q": plan.sampling.q,
             "n": plan.n,
-            "groups": {
-                group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups
-            },
+            "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
         }
     return result
 

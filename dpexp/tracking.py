@@ -7,11 +7,16 @@ import signal
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+from hydra.core.hydra_config import HydraConfig
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.loggers import MLFlowLogger
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.display import plan_json
@@ -22,54 +27,29 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 _PARAM_LIMIT = 6000
 
 
-class Tracker:
-    """One MLflow run, or nothing where `tracking.uri` is null."""
+class Run:
+    """One MLflow run."""
 
-    run_id: str | None = None
-    logger: Any = False
-
-    def finish(self, result: dict[str, Any], output: Path) -> None:
-        """Logs what is known at the end."""
-
-
-class MlflowTracker(Tracker):
     def __init__(self, cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> None:
-        from filelock import FileLock
-        from mlflow import MlflowClient
-        from pytorch_lightning.loggers import MLFlowLogger
-
         self._cfg = cfg
         self._output = output
         uri = cfg.tracking.uri
-        lock = Path(output.anchor or ".") / os.devnull
-        if uri.startswith("sqlite:///"):
-            database = Path(uri.removeprefix("sqlite:///"))
-            database.parent.mkdir(parents=True, exist_ok=True)
-            lock = database.with_suffix(".lock")
-        # Several processes that create the same SQLite store at once would break each other.
-        with FileLock(lock) if uri.startswith("sqlite:///") else suppress():
+        with _first_use(uri):
             self._client = MlflowClient(tracking_uri=uri)
             experiment = self._client.get_experiment_by_name(cfg.tracking.experiment)
-            if experiment is None:
-                experiment_id = self._client.create_experiment(
-                    cfg.tracking.experiment, artifact_location=cfg.tracking.artifacts
-                )
-            else:
-                experiment_id = experiment.experiment_id
+            experiment_id = (
+                experiment.experiment_id
+                if experiment
+                else self._client.create_experiment(cfg.tracking.experiment, artifact_location=cfg.tracking.artifacts)
+            )
         self._end_dead_runs(experiment_id)
         run = self._client.create_run(experiment_id, tags=_tags(cfg, plan), run_name=_run_name(cfg))
-        self.run_id = run.info.run_id
-        self.logger = MLFlowLogger(
-            experiment_name=cfg.tracking.experiment, tracking_uri=uri, run_id=self.run_id
-        )
-        self.logger.log_hyperparams = lambda *args, **kwargs: None  # the configuration is logged below, whole
+        self.run_id: str = run.info.run_id
+        self.logger = MLFlowLogger(experiment_name=cfg.tracking.experiment, tracking_uri=uri, run_id=self.run_id)
+        self.logger.log_hyperparams = lambda *args, **kwargs: None  # type: ignore[method-assign] # the configuration is logged below, whole
         self._log_start(cfg, plan)
 
     def _log_start(self, cfg: DictConfig, plan: PrivacyPlan | None) -> None:
-        from mlflow.data.meta_dataset import MetaDataset
-        from mlflow.data.code_dataset_source import CodeDatasetSource
-        from mlflow.entities import DatasetInput, InputTag, Metric, Param
-
         flat = _flatten(OmegaConf.to_container(cfg, resolve=True))
         params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in flat.items()]
         metrics = []
@@ -82,23 +62,19 @@ class MlflowTracker(Tracker):
         for start in range(0, len(params), 100):
             self._client.log_batch(self.run_id, params=params[start : start + 100])
         self._client.log_batch(self.run_id, metrics=metrics)
-        name = cfg.data.module.get("_target_", "data").rpartition(".")[2]
-        dataset = MetaDataset(CodeDatasetSource({"module": cfg.data.module.get("_target_", "")}), name=name)
-        self._client.log_inputs(
-            self.run_id, [DatasetInput(dataset._to_mlflow_entity(), [InputTag("mlflow.data.context", "training")])]
-        )
-        hydra = self._output / ".hydra"
-        for file in ("config.yaml", "overrides.yaml"):
-            if (hydra / file).exists() and file == "overrides.yaml":
-                self._client.log_artifact(self.run_id, str(hydra / file))
+        source = json.dumps({"module": cfg.data.module.get("_target_")})
+        facts = json.dumps({"n": cfg.data.n})
+        name = _choices().get("data", "data")
+        dataset = Dataset(name, f"n={cfg.data.n}", "code", source, profile=facts)
+        self._client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+        self._client.log_text(self.run_id, OmegaConf.to_yaml(HydraConfig.get().overrides.task), "overrides.yaml")
         self._client.log_text(self.run_id, OmegaConf.to_yaml(cfg, resolve=True), "config.yaml")
         if plan is not None:
             (self._output / "plan.json").write_text(plan_json(plan))
             self._client.log_artifact(self.run_id, str(self._output / "plan.json"))
 
     def finish(self, result: dict[str, Any], output: Path) -> None:
-        from mlflow.entities import Metric
-
+        """Logs what is known at the end."""
         for key, value in result.get("epsilon", {}).items():
             self._client.log_batch(self.run_id, metrics=[Metric(f"epsilon_{key}", value, 0, result["rounds"])])
         self._client.log_artifact(self.run_id, str(output / "result.json"))
@@ -109,9 +85,7 @@ class MlflowTracker(Tracker):
         if not ledger_path.exists():
             return
         self._client.log_artifact(self.run_id, str(ledger_path))
-        figure = epsilon_over_rounds(
-            read_ledger(ledger_path), self._cfg.privacy.delta, self._cfg.accountant.names
-        )
+        figure = epsilon_over_rounds(read_ledger(ledger_path), self._cfg.privacy.delta, self._cfg.accountant.names)
         figure.savefig(self._output / "epsilon.png", dpi=150)
         self._client.log_artifact(self.run_id, str(self._output / "epsilon.png"))
 
@@ -130,19 +104,19 @@ class MlflowTracker(Tracker):
 
 
 @contextmanager
-def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[Tracker]:
+def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[Run | None]:
     """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED."""
     if cfg.tracking.uri is None:
-        yield Tracker()
+        yield None
         return
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")
-    tracker = MlflowTracker(cfg, plan, output)
+    run = Run(cfg, plan, output)
     status = "FAILED"
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        yield tracker
+        yield run
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
         status = "KILLED"
@@ -150,9 +124,9 @@ def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[T
     finally:
         signal.signal(signal.SIGTERM, before)
         try:
-            tracker.log_ledger()
+            run.log_ledger()
         finally:
-            tracker.end(status)
+            run.end(status)
 
 
 def _interrupt(signum: int, frame: Any) -> None:
@@ -160,9 +134,7 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 
 def _tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
-    from hydra.core.hydra_config import HydraConfig
-
-    choices = HydraConfig.get().runtime.choices
+    choices = _choices()
     tags = {
         f"dpexp.{name}": str(choices.get(name))
         for name in ("data", "model", "group", "bound", "mechanism", "allocation", "sampling")
@@ -182,14 +154,29 @@ def _tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
 
 
 def _run_name(cfg: DictConfig) -> str:
-    from hydra.core.hydra_config import HydraConfig
-
     if cfg.tracking.run_name:
         return cfg.tracking.run_name
-    choices = HydraConfig.get().runtime.choices
+    choices = _choices()
     if not cfg.privacy.enabled:
         return f"{choices.get('data')} non-private"
     return f"{choices.get('data')} {choices.get('group')} {choices.get('mechanism')}"
+
+
+def _choices() -> dict[str, str]:
+    """Which option of each configuration group was chosen."""
+    return dict(HydraConfig.get().runtime.choices)
+
+
+@contextmanager
+def _first_use(uri: str) -> Iterator[None]:
+    """Several processes that create the same SQLite store at once would break each other."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    database = Path(uri.removeprefix("sqlite:///"))
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(database.with_suffix(".lock")):
+        yield
 
 
 def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,7 +3,8 @@
 The file is append-only and readable without this package:
 
     {"dpexp_ledger": 1, "adjacency": "add_remove"}
-    {"spec": 0, "sampling": {"policy": "poisson", "q": 0.01, "n": 60000}, "queries": [{"group": "all", "S": 1.0, "sigma": 4.0}]}
+    {"spec": 0, "sampling": {"policy": "poisson", "q": 0.01, "n": 60000},
+     "queries": [{"group": "all", "S": 1.0, "sigma": 4.0}]}
     {"round": 0}
     {"round": 0}
 

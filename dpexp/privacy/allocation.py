@@ -18,18 +18,14 @@ from dpexp.privacy.mechanisms import Clipping
 class Allocation(Protocol):
     """Gives each group's share of the budget, by name."""
 
-    def shares(
-        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]
-    ) -> dict[str, float]: ...
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
 class Proportional:
     """w_g = 1/G, so that σ̃_g = z √G S_g."""
 
-    def shares(
-        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]
-    ) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
         return {name: 1 / len(groups) for name in groups}
 
 
@@ -37,9 +33,7 @@ class Proportional:
 class DimensionAdjusted:
     """w_g = d_g/D, so that σ̃_g = z √(D/d_g) S_g."""
 
-    def shares(
-        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]
-    ) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
         return _normalised({name: sum(v.d for v in vectors) for name, vectors in groups.items()})
 
 
@@ -51,9 +45,7 @@ class MinVariance:
     minimising Σ_g A_g z² S_g² / w_g subject to Σ w_g = 1 gives w_g ∝ S_g √A_g.
     """
 
-    def shares(
-        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]
-    ) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
         return _normalised(
             {
                 name: clipping[name].S
@@ -69,9 +61,7 @@ class Weighted:
 
     weights: Mapping[str, float]
 
-    def shares(
-        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]
-    ) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
         _check_names("allocation.weights", self.weights, groups)
         weights = {name: positive(f"allocation.weights.{name}", self.weights[name]) for name in groups}
         if not math.isclose(sum(weights.values()), 1, rel_tol=1e-9):
@@ -93,15 +83,12 @@ class Explicit:
         _check_names("allocation.sigma", self.sigma, clipping)
         return sum(self._squares(clipping).values()) ** -0.5
 
-    def shares(
-        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]
-    ) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
         return _normalised(self._squares(clipping))
 
     def _squares(self, clipping: Mapping[str, Clipping]) -> dict[str, float]:
         return {
-            name: (c.S / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2
-            for name, c in clipping.items()
+            name: (c.S / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2 for name, c in clipping.items()
         }
 
 

@@ -84,18 +84,14 @@ class PrivacyCallback(pl.Callback):
             sampler_generator.seed()
         else:
             sampler_generator.manual_seed(self._noise_seed + 1)
-        self._engine = Engine(
-            self.plan, pl_module, GaussianNoise(self._noise_seed), observe=self.unsafe_diagnostics
-        )
+        self._engine = Engine(self.plan, pl_module, GaussianNoise(self._noise_seed), observe=self.unsafe_diagnostics)
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
         self._sampler = _sampler_for(loader, self.plan, self.physical_batch, sampler_generator)
         self._sampler.completed = self.completed
         source.instance, source.name = _with_sampler(loader, self._sampler), ""
-        self._ledger = LedgerWriter(
-            self.ledger_path, self.plan.adjacency, resume=trainer.ckpt_path is not None
-        )
+        self._ledger = LedgerWriter(self.ledger_path, self.plan.adjacency, resume=trainer.ckpt_path is not None)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _refuse_optimizers(trainer)
@@ -147,9 +143,7 @@ class PrivacyCallback(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close(trainer, pl_module)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,9 +216,7 @@ def _log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
     pl_module.log_dict(values, on_step=True, on_epoch=False)
 
 
-def _sampler_for(
-    loader: Any, plan: PrivacyPlan, physical_batch: int, generator: torch.Generator
-) -> RoundSampler:
+def _sampler_for(loader: Any, plan: PrivacyPlan, physical_batch: int, generator: torch.Generator) -> RoundSampler:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"data: the training loader is a {type(loader).__name__}; Poisson sampling needs one DataLoader over "
@@ -256,7 +248,9 @@ def _refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None
             "cannot be tied to one release; use automatic optimization."
         )
     if trainer.world_size > 1:
-        raise ConfigError(f"trainer.devices={trainer.world_size}: private training on several devices is not supported; use 1.")
+        raise ConfigError(
+            f"trainer.devices={trainer.world_size}: private training on several devices is not supported; use 1."
+        )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: a sample is taken "
@@ -264,9 +258,10 @@ def _refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None
         )
     if trainer.precision == "16-mixed":
         raise ConfigError("trainer.precision=16-mixed scales gradients by the data; use bf16-mixed or 32-true.")
-    if trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches or trainer.fast_dev_run:
+    if trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
-            "limit_train_batches, overfit_batches and fast_dev_run would cut samples short; give sampling.steps instead."
+            "limit_train_batches, overfit_batches and fast_dev_run would cut samples short; "
+            "give sampling.steps instead."
         )
 
 

@@ -108,9 +108,7 @@ def per_layer() -> PerLayer:
 
 def conv_fc() -> Groups:
     """Convolutional layers, fully connected layers, and the rest (paper, section 1)."""
-    return Groups(
-        {"conv": Match(layers=("_ConvNd",)), "fc": Match(layers=("Linear",)), "rest": Match(rest=True)}
-    )
+    return Groups({"conv": Match(layers=("_ConvNd",)), "fc": Match(layers=("Linear",)), "rest": Match(rest=True)})
 
 
 def owners(module: nn.Module) -> dict[str, nn.Module]:

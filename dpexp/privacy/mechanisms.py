@@ -37,8 +37,7 @@ class Separate:
         sizes = [sum(vector.d for vector in vectors) for vectors in groups.values()]
         bounds = bound(list(groups), sizes)
         return {
-            name: Clipping((1.0,) * len(vectors), S)
-            for (name, vectors), S in zip(groups.items(), bounds, strict=True)
+            name: Clipping((1.0,) * len(vectors), S) for (name, vectors), S in zip(groups.items(), bounds, strict=True)
         }
 
 

@@ -109,7 +109,9 @@ def make_plan(
         raise ConfigError(f"data.n={n} must be a whole number of at least 1.")
     _exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
     _exactly_one("sampling", steps=steps, epochs=epochs)
-    sampling = Poisson(q if q is not None else _rate(positive("sampling.expected_batch_size", expected_batch_size or 0), n))
+    sampling = Poisson(
+        q if q is not None else _rate(positive("sampling.expected_batch_size", expected_batch_size or 0), n)
+    )
     rounds = sampling.rounds(epochs) if epochs is not None else steps
     if rounds is None or rounds < 1:
         raise ConfigError(f"sampling.steps={rounds} must be at least 1.")
@@ -146,9 +148,7 @@ def make_plan(
     if delta is None:
         raise ConfigError("privacy.delta must be given with privacy.epsilon.")
     check_delta(delta)
-    return plan_at(
-        solve_noise_multiplier(lambda z: plan_at(z).ledger(), float(epsilon or 0), delta, accountant)
-    )
+    return plan_at(solve_noise_multiplier(lambda z: plan_at(z).ledger(), float(epsilon or 0), delta, accountant))
 
 
 def _rate(expected_batch_size: float, n: int) -> float:

@@ -72,15 +72,14 @@ class RoundSampler(Sampler[list[int]]):
         self.pending: deque[Chunk] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.pending = pending = deque()
+        pending: deque[Chunk] = deque()
+        self.pending = pending
         for _ in range(self._epoch_end() - self.completed):
             sample = self.policy.draw(self.size, self.generator)
             rows = sample or [0]
             for start in range(0, len(rows), self.physical_batch):
                 chunk = rows[start : start + self.physical_batch]
-                pending.append(
-                    Chunk(len(chunk), start == 0, start + self.physical_batch >= len(rows), not sample)
-                )
+                pending.append(Chunk(len(chunk), start == 0, start + self.physical_batch >= len(rows), not sample))
                 yield chunk
 
     def _epoch_end(self) -> int:

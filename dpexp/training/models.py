@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -17,7 +18,7 @@ def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> n
     """Fully connected tanh layers of the given widths."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for d, p in zip(widths, widths[1:], strict=False):
+    for d, p in pairwise(widths):
         layers += [nn.Linear(d, p), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
@@ -45,13 +46,11 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
     if side == (32, 32):
         widths = [channels, 32, 32, 64, 64, 128, 128]
         layers: list[nn.Module] = []
-        for i, (d, p) in enumerate(zip(widths, widths[1:], strict=False)):
+        for i, (d, p) in enumerate(pairwise(widths)):
             layers += [nn.Conv2d(d, p, 3, padding=1), nn.Tanh()]
             if i % 2:
                 layers.append(nn.MaxPool2d(2))
-        return nn.Sequential(
-            *layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, classes)
-        )
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, classes))
     raise ConfigError(
         f"model=cnn takes images of 8×8, 28×28 or 32×32; data.shape={list(shape)}. Use model=mlp or your own."
     )

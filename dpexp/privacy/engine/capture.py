@@ -9,7 +9,6 @@ from torch.overrides import TorchFunctionMode
 
 from dpexp.privacy.engine.rules import RULES, Call, Dense, Use
 
-
 Record = Callable[[Tensor, Use], None]
 
 
@@ -44,7 +43,7 @@ class Capture(TorchFunctionMode):
         given = [p for p in call.parameters.values() if p is not None]
         return (
             any(id(p) in self._trainable for p in given)
-            and all(id(p) in self._trainable or p.is_leaf and not p.requires_grad for p in given)
+            and all(id(p) in self._trainable or (p.is_leaf and not p.requires_grad) for p in given)
             and not any(torch._C._functorch.is_batchedtensor(p) for p in given)
             and id(call.x) not in self._trainable
         )

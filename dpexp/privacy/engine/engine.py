@@ -34,9 +34,7 @@ class Engine:
         ConfigError: the plan was made for other parameters than the module's trainable ones.
     """
 
-    def __init__(
-        self, plan: PrivacyPlan, module: nn.Module, noise: GaussianNoise, observe: bool = False
-    ) -> None:
+    def __init__(self, plan: PrivacyPlan, module: nn.Module, noise: GaussianNoise, observe: bool = False) -> None:
         self.plan = plan
         self._noise = noise
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -121,7 +119,8 @@ class Engine:
 
         in_dims = (0, *(None if leaf is None else 0 for leaf in leaves))
         losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(
-            anchor, *(leaf if leaf is None else leaf.unsqueeze(1) for leaf in leaves)
+            anchor,
+            *(leaf if leaf is None else leaf.unsqueeze(1) for leaf in leaves),  # type: ignore[arg-type]
         )
         if losses.dim() != 1:
             raise ConfigError(f"training_step must return one loss; it has shape {tuple(losses.shape[1:])}.")
@@ -138,9 +137,7 @@ class Engine:
     def _accumulate_singly(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:
         leaves, structure = records(batch, size)
         for i in range(size):
-            loss = loss_of(
-                tree_unflatten([leaf if leaf is None else leaf[i : i + 1] for leaf in leaves], structure)
-            )
+            loss = loss_of(tree_unflatten([leaf if leaf is None else leaf[i : i + 1] for leaf in leaves], structure))
             if loss.dim():
                 raise ConfigError(f"training_step must return one loss; it has shape {tuple(loss.shape)}.")
             with _full_precision(loss.device):

@@ -2,6 +2,7 @@
 
 import gzip
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ class _IdxImages(TensorData):
     """60 000 training and 10 000 test images [1, 28, 28] in [-1, 1]."""
 
     mirror: str
-    md5: dict[str, str]
+    md5: ClassVar[dict[str, str]]
 
     def __init__(self, root: str, batch_size: int = 512, workers: int = 0) -> None:
         super().__init__(self._read(root, "train"), self._read(root, "t10k"), batch_size, workers)
@@ -31,7 +32,7 @@ class _IdxImages(TensorData):
 class Mnist(_IdxImages):
     __doc__ = _IdxImages.__doc__
     mirror = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-    md5 = {
+    md5: ClassVar = {
         "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
         "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
         "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
@@ -42,7 +43,7 @@ class Mnist(_IdxImages):
 class FashionMnist(_IdxImages):
     __doc__ = _IdxImages.__doc__
     mirror = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-    md5 = {
+    md5: ClassVar = {
         "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
         "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
         "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
