@@ -11,15 +11,16 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from dpexp.accounting.accountants import check_delta, epsilon
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.engine import Engine, records
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.refusals import refuse_mixing_layers
+from dpexp.privacy.refusals import refuse_mixing_layers, refuse_mixing_modules
 from dpexp.privacy.sampling import Chunk, RoundSampler
 
 _NEVER = sys.maxsize
@@ -70,6 +71,8 @@ class PrivacyCallback(pl.Callback):
         self._noise_seed = noise_seed
         self._reading_every = math.ceil(plan.rounds / EPSILON_READINGS)
         self._chunk: Chunk | None = None
+        self._unprocessed: Chunk | None = None
+        self._mixing_tried = False
         self._sampler: RoundSampler | None = None
         self._ledger: LedgerWriter | None = None
         self._engine: Engine | None = None
@@ -107,7 +110,7 @@ class PrivacyCallback(pl.Callback):
             raise ConfigError(f"the plan's {self.plan.rounds} rounds are spent; training beyond them is refused.")
         if not self._sampler.pending:
             raise ConfigError("the training batch did not come from the plan's sampler.")
-        self._chunk = self._sampler.pending.popleft()
+        self._chunk = self._unprocessed = self._sampler.pending.popleft()
         if self._chunk.first:
             self._ledger.sample(self.plan.sampling.event(self.plan.n))
             self._engine.start()
@@ -159,23 +162,23 @@ class PrivacyCallback(pl.Callback):
 
         @wraps(training_step)
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-            chunk = self._chunk
-            if chunk is None or chunk is stepped[0]:
+            chunk, self._unprocessed = self._unprocessed, None
+            if chunk is None:
                 raise ConfigError(
                     "the optimizer evaluates training_step more than once a step, and each time would be another "
                     "release; choose one that does not, unlike LBFGS."
                 )
-            stepped[0] = chunk
+            leaves, structure = records(batch, chunk.size)
             with _nothing_logged(pl_module):
+                if chunk.size > 1 and not self._mixing_tried:
+                    self._mixing_tried = True
+                    two = tree_unflatten([leaf if leaf is None else leaf[:2] for leaf in leaves], structure)
+                    refuse_mixing_modules(pl_module, lambda part: training_step(part, *args, **kwargs), two)
                 engine.accumulate(
-                    lambda record: _loss(training_step(record, *args, **kwargs)),
-                    batch,
-                    chunk.size,
-                    chunk.empty,
+                    lambda record: _loss(training_step(record, *args, **kwargs)), batch, chunk.size, chunk.empty
                 )
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
-        stepped: list[Chunk | None] = [None]
         pl_module.training_step = private_step  # type: ignore[method-assign]
 
     def _close(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -45,13 +45,16 @@ class Dense(Use):
         return self._gradients
 
     def squared_norms(self) -> Tensor:
-        return self._gradients.flatten(1).square().sum(1)
+        return self._flat().square().sum(1)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return (c @ self._gradients.flatten(1)).reshape(self._gradients.shape[1:])
+        return (c @ self._flat()).reshape(self._gradients.shape[1:])
 
     def zero(self, records: Tensor) -> None:
         self._gradients = _zeroed(self._gradients, records)
+
+    def _flat(self) -> Tensor:
+        return self._gradients.reshape(len(self._gradients), -1)
 
 
 class OuterProducts(Use):

@@ -1,0 +1,41 @@
+"""The mechanisms the slow, obvious way: one record at a time, straight from the paper."""
+
+import math
+
+import torch
+
+from dpexp.privacy.engine.engine import MARGIN
+
+
+def record(batch, i):
+    """The batch of record i alone."""
+    if isinstance(batch, dict):
+        return {key: record(value, i) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(record(value, i) for value in batch)
+    return batch[i : i + 1]
+
+
+def clipped_sums(plan, module, loss_of, batch, size):
+    """Σ_i c_i v^i for each parameter, with c_i = min(1, S / sqrt(Σ_j ‖v_j^i‖²/α_j²))."""
+    parameters = dict(module.named_parameters())
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items() if p.requires_grad}
+    for i in range(size):
+        loss = loss_of(record(batch, i))
+        gradients = dict(
+            zip(sums, torch.autograd.grad(loss, [parameters[n] for n in sums], allow_unused=True), strict=True)
+        )
+        for group in plan.groups:
+            square = 0.0
+            for vector, alpha in zip(group.vectors, group.alphas, strict=True):
+                for name in vector.parameters:
+                    if gradients[name] is not None:
+                        square += gradients[name].double().square().sum().item() / alpha**2
+            norm = math.sqrt(square)
+            bound = group.S * (1 - MARGIN[torch.promote_types(next(iter(sums.values())).dtype, torch.float32)])
+            c = min(1.0, bound / norm) if norm else 1.0
+            for vector in group.vectors:
+                for name in vector.parameters:
+                    if gradients[name] is not None:
+                        sums[name] += c * gradients[name]
+    return sums

@@ -1,0 +1,299 @@
+"""The callback in a real Lightning Trainer, against the same training done by hand."""
+
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from reference import clipped_sums
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+from dpexp.errors import ConfigError
+from dpexp.privacy import bounds, groups, mechanisms
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.sampling import Poisson
+
+N, Q, T, SEED = 40, 0.15, 12, 5
+
+
+class Model(pl.LightningModule):
+    """A LightningModule as a user writes it: logs its loss, has a scheduler and momentum."""
+
+    def __init__(self, net=None, optimizer=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = net or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        self._optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self._optimizer(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (N,), generator=generator))
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, workers=0):
+        super().__init__()
+        self.workers = workers
+
+    def setup(self, stage):
+        self.train = dataset()
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=3, shuffle=True, num_workers=self.workers)
+
+
+def plan_for(module, **choices):
+    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "bound": bounds.Fixed(0.4)}
+    return dpexp.make_plan(module, **defaults | choices)
+
+
+def trainer(*callbacks, **options):
+    defaults = {
+        "accelerator": "cpu", "max_epochs": -1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    return pl.Trainer(callbacks=list(callbacks), **defaults | options)
+
+
+def fit(tmp_path, module=None, data=None, plan=None, ledger="l.jsonl", options=None, **callback):
+    module = module or Model()
+    callback = {"physical_batch": 4, "noise_seed": SEED} | callback
+    privacy = dpexp.PrivacyCallback(plan or plan_for(module), tmp_path / ledger, **callback)
+    run = trainer(privacy, **options or {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.fit(module, Data() if data is None else data)
+    return module, run, privacy
+
+
+def by_hand(plan, rounds=T):
+    """DP-SGD with momentum and a decaying rate, record by record, on the same samples and noise."""
+    module = Model()
+    x, y = dataset().tensors
+    sampler, noise = torch.Generator().manual_seed(SEED + 1), GaussianNoise(SEED)
+    velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    rate, sizes = 0.5, []
+    for _ in range(rounds):
+        rows = Poisson(Q).draw(N, sampler)
+        sizes.append(len(rows))
+        sums = clipped_sums(
+            plan, module, lambda one: F.cross_entropy(module.net(one[0]), one[1]), (x[rows], y[rows]), len(rows)
+        )
+        with torch.no_grad():
+            for group in plan.groups:
+                for vector, alpha in zip(group.vectors, group.alphas, strict=True):
+                    for name in vector.parameters:
+                        p = module.get_parameter(name)
+                        average = (sums[name] + alpha * group.sigma * noise(sums[name])) / (Q * 37)
+                        velocity[name] = 0.9 * velocity[name] + average
+                        p -= rate * velocity[name]
+        rate *= 0.9
+    return module, sizes
+
+
+def assert_same(module, other):
+    for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("mechanism", [mechanisms.Separate(), mechanisms.Joint(alpha=[0.2, 0.5])])
+@pytest.mark.parametrize("grouping", [groups.flat(), groups.per_layer()])
+def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
+    """Traps 3 and 5: empty samples step like others, and chunks are neither re-noised nor clipped as means."""
+    plan = plan_for(Model(), group=grouping, mechanism=mechanism)
+    module, run, _ = fit(tmp_path, plan=plan)
+    reference, sizes = by_hand(plan)
+    assert 0 in sizes or min(sizes) < 4 < max(sizes), "some samples must span chunks"
+    assert_same(module, reference)
+    assert run.global_step == T
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert ledger == plan.ledger()
+
+
+def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):
+    """Trap 3."""
+    module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    before = [p.clone() for p in module.parameters()]
+    plan = plan_for(module, q=1e-9, steps=3)
+    _, run, privacy = fit(tmp_path, module, plan=plan)
+    assert run.global_step == 3 and len(read_ledger(tmp_path / "l.jsonl")) == 3
+    assert all((p != b).all() for p, b in zip(module.parameters(), before, strict=True)), "noise reached every weight"
+
+
+@pytest.mark.parametrize("callback", [{"physical_batch": 1}, {"physical_batch": 1000}])
+def test_physical_batches_change_nothing(tmp_path, callback):
+    module, _, _ = fit(tmp_path, **callback)
+    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+
+
+def test_loader_workers_change_nothing(tmp_path):
+    module, _, _ = fit(tmp_path, data=Data(workers=2))
+    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+
+
+def test_a_loader_given_to_fit_is_sampled_too(tmp_path):
+    module, _, _ = fit(tmp_path, data=DataLoader(dataset(), batch_size=2))
+    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+
+
+def test_without_a_seed_no_two_runs_are_alike(tmp_path):
+    first, _, _ = fit(tmp_path, noise_seed=None)
+    second, _, _ = fit(tmp_path, ledger="other.jsonl", noise_seed=None)
+    assert not torch.equal(first.net[0].weight, second.net[0].weight)
+
+
+def test_the_denominator_is_the_plans_n(tmp_path):
+    """Not the size of the data set at hand: deriving it from the data is a leak."""
+    module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    start = [p.clone() for p in module.parameters()]
+    fit(tmp_path, module, plan=plan_for(module, steps=1))
+    other = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    fit(tmp_path, other, plan=plan_for(other, steps=1, n=74), ledger="other.jsonl")
+    for p, q, s in zip(module.parameters(), other.parameters(), start, strict=True):
+        assert torch.allclose(p - s, 2 * (q - s), rtol=1e-9)
+
+
+def test_adam_and_clipping_by_the_trainer_are_post_processing(tmp_path):
+    module = Model(optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
+    _, run, _ = fit(tmp_path, module, options={"gradient_clip_val": 0.1})
+    assert run.global_step == T and read_ledger(tmp_path / "l.jsonl") == plan_for(Model()).ledger()
+
+
+def test_epsilon_comes_from_the_ledger(tmp_path):
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            seen.append(trainer.callback_metrics.get("epsilon"))
+
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", delta=1e-3, noise_seed=0)
+    trainer(privacy, Watch()).fit(module, Data())
+    spent = dpexp.epsilon(read_ledger(tmp_path / "l.jsonl"), 1e-3)
+    assert privacy.epsilon == spent
+    assert float(seen[-1]) == pytest.approx(spent)
+    assert len({float(e) for e in seen if e is not None}) == T, "it grew every round"
+
+
+def test_what_training_step_logs_is_dropped(tmp_path):
+    _, run, _ = fit(tmp_path)
+    assert "train_loss" not in run.callback_metrics | run.logged_metrics
+    _, run, _ = fit(tmp_path, ledger="other.jsonl", unsafe_diagnostics=True)
+    assert {"unsafe/sample_size", "unsafe/train_loss", "unsafe/clip_fraction/all"} <= set(run.logged_metrics)
+
+
+def test_the_module_is_as_before_afterwards(tmp_path):
+    module, run, _ = fit(tmp_path)
+    assert "training_step" not in module.__dict__ and "log" not in module.__dict__
+    assert run.accumulate_grad_batches == 1
+
+
+def test_a_crash_leaves_a_valid_ledger(tmp_path):
+    class Crash(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                raise RuntimeError("crash")
+
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", noise_seed=0)
+    with pytest.raises(RuntimeError, match="crash"):
+        trainer(privacy, Crash()).fit(module, Data())
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
+    assert "training_step" not in module.__dict__
+
+
+def test_resuming_continues_the_ledger_and_stops_at_the_plans_rounds(tmp_path):
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
+    rest = trainer(privacy)
+    rest.fit(module, Data(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert rest.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+# Refusals, before anything is released
+
+
+class BatchMean(nn.Module):
+    """Mixes records although no known layer does."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from dataset()
+
+
+def refused(tmp_path, match, module=None, data=None, options=None, **callback):
+    with pytest.raises(ConfigError, match=match):
+        fit(tmp_path, module, data, options=options, **callback)
+    ledger = tmp_path / "l.jsonl"
+    assert not ledger.exists() or len(read_ledger(ledger)) == 0
+
+
+def test_a_module_that_mixes_records_is_refused_by_name(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), BatchMean(), nn.Linear(5, 3))
+    refused(tmp_path, r"module net\.2 \(BatchMean\) mixes", Model(net))
+
+
+def test_modules_with_their_own_randomness_are_not_mistaken_for_mixing(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.RReLU(), nn.LayerNorm(5), nn.Linear(5, 3))
+    fit(tmp_path, Model(net))
+    assert len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+def test_batchnorm_is_refused_by_name(tmp_path):
+    """Trap 10. It is caught although it was added after the plan was made."""
+    module = Model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False).eval()))
+    plan = plan_for(module)
+    module.net[1].train()
+    with pytest.raises(ConfigError, match=r"net\.1 \(BatchNorm1d\) mixes"):
+        fit(tmp_path, module, plan=plan)
+
+
+def test_lbfgs_is_refused(tmp_path):
+    refused(tmp_path, "LBFGS", Model(optimizer=lambda p: torch.optim.LBFGS(p)))
+
+
+def test_settings_that_would_cut_a_sample_are_refused(tmp_path):
+    refused(tmp_path, "accumulate_grad_batches", options={"accumulate_grad_batches": 2})
+    refused(tmp_path, "cut samples short", options={"limit_train_batches": 3})
+    refused(tmp_path, "cut samples short", options={"fast_dev_run": True})
+
+
+def test_manual_optimization_is_refused(tmp_path):
+    module = Model()
+    module.automatic_optimization = False
+    refused(tmp_path, "by hand", module)
+
+
+def test_a_stream_cannot_be_sampled(tmp_path):
+    refused(tmp_path, "can be indexed", data=DataLoader(Stream()))
+
+
+def test_no_round_beyond_the_plan(tmp_path):
+    """Not even if the Trainer insists on more."""
+    _, run, _ = fit(tmp_path, options={"min_epochs": 100, "max_epochs": 100})
+    assert run.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T

@@ -1,0 +1,365 @@
+"""The engine against the reference that takes one record at a time, for every kind of module."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from reference import clipped_sums
+from torch import nn
+from torch.nn import functional as F
+
+from dpexp.errors import ConfigError
+from dpexp.privacy import bounds, groups, mechanisms
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+
+B = 6
+
+
+class Twice(nn.Module):
+    """One layer used twice, the second time on its own output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.first(torch.tanh(self.first(x)))))
+
+
+class TiedLanguageModel(nn.Module):
+    """The embedding table is also the output layer, used functionally; positions are a raw parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(torch.randn(5, 8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return F.linear(self.block(self.embed(x) + self.positions), self.embed.weight)
+
+
+class RawParameters(nn.Module):
+    """A class token, a scale, and a matrix that no layer owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.matrix = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) * self.scale
+        return (x.mean(1) @ self.matrix).softmax(-1)
+
+
+class FrozenAndUnused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.half_frozen = nn.Linear(8, 8)
+        self.half_frozen.weight.requires_grad_(False)
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.half_frozen(self.frozen(x))))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, padding_idx=0)
+        self.dense = nn.Linear(8, 4)
+        self.mix = nn.Bilinear(4, 4, 3)
+
+    def forward(self, inputs):
+        return self.mix(self.embed(inputs["words"]).sum(1), self.dense(inputs["numbers"]))
+
+
+class Recurrent(nn.Module):
+    """No batching rule exists for the recurrent layers: the slow path."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(4, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+class Branching(nn.Module):
+    """Control flow that depends on the data: the slow path."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Linear(8, 3)
+        self.right = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.left(x) if x.sum() > 0 else self.right(x)
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding="same", dilation=2), nn.Tanh(), nn.Conv2d(4, 6, (3, 2), stride=2, groups=2),
+        nn.ReLU(inplace=True), nn.Conv2d(6, 4, 2, padding=1, padding_mode="circular"), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def norms():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False), nn.GroupNorm(2, 4), nn.ReLU(), nn.InstanceNorm2d(4, affine=True),
+        nn.Flatten(), nn.LayerNorm(144), nn.Linear(144, 3),
+    )  # fmt: skip
+
+
+def transposed():
+    return nn.Sequential(nn.ConvTranspose2d(2, 3, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 17 * 17, 3))
+
+
+def one_and_three_dimensions():
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 2), nn.Unflatten(1, (1, 1, 3)), nn.Conv3d(1, 2, (1, 2, 2)),
+        nn.Flatten(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def weight_normed():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 5)), nn.Tanh(), nn.Linear(5, 3))
+
+
+def images():
+    return torch.randn(B, 2, 8, 8), torch.randint(3, (B,))
+
+
+def rows():
+    return torch.randn(B, 8), torch.randint(3, (B,))
+
+
+def sequences():
+    return torch.randn(B, 5, 4), torch.randint(3, (B,))
+
+
+def tokens():
+    return torch.randint(11, (B, 5)), torch.randint(11, (B, 5))
+
+
+def mixed_inputs():
+    return {"words": torch.randint(7, (B, 3)), "numbers": torch.randn(B, 8)}, torch.randint(3, (B,))
+
+
+def cross_entropy(scores, y):
+    return F.cross_entropy(scores.flatten(0, -2), y.flatten())
+
+
+def summed(scores, y):
+    return F.cross_entropy(scores.flatten(0, -2), y.flatten(), reduction="sum")
+
+
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)), rows),
+    "convolutions": (convolutions, images),
+    "transposed": (transposed, images),
+    "one_and_three_dimensions": (one_and_three_dimensions, rows),
+    "norms": (norms, images),
+    "weight_normed": (weight_normed, rows),
+    "twice": (Twice, rows),
+    "tied": (TiedLanguageModel, tokens),
+    "raw": (RawParameters, sequences),
+    "frozen_and_unused": (FrozenAndUnused, rows),
+    "two_inputs": (TwoInputs, mixed_inputs),
+    "recurrent": (Recurrent, sequences),
+    "branching": (Branching, rows),
+}
+SLOW = {"recurrent", "branching"}
+MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
+
+
+def case(name, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    build, data = MODELS[name]
+    x, y = data()
+    convert = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+    x = {key: convert(value) for key, value in x.items()} if isinstance(x, dict) else convert(x)
+    return build().to(dtype), (x, y)
+
+
+def sums_of(engine, loss_of, batch, size=B, chunk=B):
+    engine.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for start in range(0, size, chunk):
+            part = _slice(batch, start, start + chunk)
+            engine.accumulate(loss_of, part, min(chunk, size - start))
+    return engine._sums
+
+
+def _slice(batch, start, end):
+    if isinstance(batch, dict):
+        return {key: _slice(value, start, end) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_slice(value, start, end) for value in batch)
+    return batch[start:end]
+
+
+def relative_error(sums, reference):
+    distance = math.sqrt(sum((sums[n].double() - reference[n].double()).square().sum().item() for n in reference))
+    return distance / math.sqrt(sum(r.double().square().sum().item() for r in reference.values()))
+
+
+@pytest.mark.parametrize("grouping", ["flat", "per_layer"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
+    module, batch = case(name)
+    plan = make_plan(
+        module,
+        n=20, q=0.3, steps=1, noise_multiplier=1.0,
+        group=getattr(groups, grouping)(), bound=bounds.Dimension(0.3), mechanism=MECHANISMS[mechanism],
+    )  # fmt: skip
+    engine = Engine(plan, module, GaussianNoise(0), observe=True)
+    for loss in (cross_entropy, summed):
+
+        def loss_of(one, loss=loss):
+            return loss(module(one[0]), one[1])
+
+        sums = sums_of(engine, loss_of, batch)
+        clipped = torch.cat([o[f"norm/{g.name}"] > g.S for o in engine.observations for g in plan.groups
+                             if f"norm/{g.name}" in o])  # fmt: skip
+        assert clipped.any(), "the test must clip something to mean anything"
+        assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
+    assert engine._slow == (name in SLOW)
+
+
+@pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "recurrent"])
+def test_float32_equals_one_record_at_a_time(name):
+    module, batch = case(name, torch.float32)
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
+    sums = sums_of(Engine(plan, module, GaussianNoise(0)), loss_of, batch)
+    assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["convolutions", "tied", "mlp"])
+def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
+    module, batch = case(name, torch.float32)
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+
+    def loss_of(one):
+        return cross_entropy(module(one[0]), one[1])
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums = sums_of(Engine(plan, module, GaussianNoise(0)), loss_of, batch)
+        reference = clipped_sums(plan, module, loss_of, batch, B)
+    assert all(total.dtype == torch.float32 for total in sums.values())
+    assert relative_error(sums, reference) < 3e-2
+    norm = math.sqrt(sum(total.square().sum().item() for total in sums.values()))
+    assert norm <= B * 0.1 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_chunks_change_nothing(chunk):
+    module, batch = case("convolutions")
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    engine = Engine(plan, module, GaussianNoise(0))
+    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
+    whole = dict(sums_of(engine, loss_of, batch))
+    assert relative_error(sums_of(engine, loss_of, batch, chunk=chunk), whole) < 1e-12
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "recurrent"])
+def test_a_non_finite_record_contributes_nothing(name, bad):
+    """Trap 1. The other records' sum must come out as if the bad one were not there."""
+    module, (x, y) = case(name, torch.float32)
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
+    engine = Engine(plan, module, GaussianNoise(0))
+    x[2].view(-1)[0] = bad
+    sums = dict(sums_of(engine, loss_of, (x, y)))
+    assert all(torch.isfinite(total).all() for total in sums.values())
+    others = [i for i in range(B) if i != 2]
+    without = clipped_sums(plan, module, loss_of, (x[others], y[others]), B - 1)
+    if math.isfinite(bad):
+        distance = math.sqrt(sum((sums[n] - without[n]).square().sum().item() for n in sums))
+        assert distance <= 0.1 * (1 + 1e-5)
+    else:
+        assert relative_error(sums, without) < 1e-5
+
+
+def test_every_record_stays_within_the_bound_in_float32():
+    """The true norm (float64) of what one record adds must not exceed S, rounding included."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
+    S = 0.37
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    engine = Engine(plan, module, GaussianNoise(0))
+    for _ in range(50):
+        batch = (torch.randn(1, 300) * 10 ** torch.empty(1).uniform_(-2, 4), torch.randint(3, (1,)))
+        sums = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch, 1, 1)
+        assert math.sqrt(sum(total.double().square().sum().item() for total in sums.values())) <= S
+
+
+def test_an_empty_sample_contributes_nothing():
+    module, batch = case("mlp")
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    engine = Engine(plan, module, GaussianNoise(0))
+    engine.start()
+    engine.accumulate(lambda one: cross_entropy(module(one[0]), one[1]), _slice(batch, 0, 1), 1, empty=True)
+    assert all((total == 0).all() for total in engine._sums.values())
+
+
+def test_dropout_differs_between_records():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double()
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    engine = Engine(plan, module, GaussianNoise(0), observe=True)
+    x = torch.randn(1, 8).double().expand(B, 8)
+    sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x, torch.zeros(B, dtype=torch.long)))
+    assert len(set(engine.observations[0]["loss"].tolist())) == B
+
+
+class RunningMean(nn.Module):
+    """Stores a statistic of the data, as BatchNorm does, under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.head(x - self.mean)
+
+
+def test_a_buffer_that_learns_from_data_is_refused_by_name():
+    torch.manual_seed(0)
+    module, batch = RunningMean(), rows()
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    with pytest.raises(ConfigError, match="buffer mean changed"):
+        sums_of(Engine(plan, module, GaussianNoise(0)), lambda one: cross_entropy(module(one[0]), one[1]), batch)
+
+
+def test_a_batch_that_cannot_be_split_is_refused():
+    module, (x, y) = case("mlp")
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    engine = Engine(plan, module, GaussianNoise(0))
+    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
+    engine.start()
+    with pytest.raises(ConfigError, match=r"shape \(8, 6\).*first dimension"):
+        engine.accumulate(loss_of, (x.T, y), B)
+    with pytest.raises(ConfigError, match="holds a str"):
+        engine.accumulate(loss_of, (x, y, "name"), B)
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = make_plan(nn.Linear(2, 2), n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    with pytest.raises(ConfigError, match="another model"):
+        Engine(plan, nn.Sequential(nn.Linear(2, 2)), GaussianNoise(0))

@@ -1,0 +1,141 @@
+import json
+import math
+
+import pytest
+
+from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.errors import ConfigError
+
+SAMPLING = SamplingEvent("poisson", 0.01, 60_000)
+
+
+ALL = (SumQueryEvent("all", 1.0, 4.0),)
+
+
+def write(path, rounds, queries=ALL):
+    writer = LedgerWriter(path)
+    for _ in range(rounds):
+        writer.sample(SAMPLING)
+        for query in queries:
+            writer.query(query)
+        writer.commit()
+    return writer
+
+
+def test_what_was_written_is_read(tmp_path):
+    two = (SumQueryEvent("conv", 1.0, 4.0), SumQueryEvent("fc", 2.0, 3.0))
+    writer = write(tmp_path / "l.jsonl", 3, two)
+    writer.sample(SAMPLING)
+    writer.query(two[0])
+    writer.commit()
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert ledger == writer.ledger
+    assert ledger.rounds == {Round(SAMPLING, two): 3, Round(SAMPLING, two[:1]): 1}
+    assert len(ledger) == 4 and not ledger.truncated
+
+
+def test_the_file_is_plain_json_lines(tmp_path):
+    write(tmp_path / "l.jsonl", 2)
+    lines = [json.loads(line) for line in (tmp_path / "l.jsonl").read_text().splitlines()]
+    assert lines[0] == {"dpexp_ledger": 1, "adjacency": "add_remove"}
+    assert lines[1]["queries"] == [{"group": "all", "S": 1.0, "sigma": 4.0}]
+    assert lines[2:] == [{"round": 0}, {"round": 0}]
+
+
+def test_a_round_is_on_disk_when_commit_returns(tmp_path):
+    writer = write(tmp_path / "l.jsonl", 5)
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5, "before close, and before anything is released"
+    writer.close()
+
+
+def test_a_sample_that_was_never_released_costs_nothing(tmp_path):
+    writer = write(tmp_path / "l.jsonl", 1)
+    writer.sample(SAMPLING)
+    writer.sample(SAMPLING)
+    writer.query(SumQueryEvent("all", 1.0, 4.0))
+    writer.commit()
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 2
+
+
+def test_a_half_written_last_line_is_dropped_and_said(tmp_path):
+    path = tmp_path / "l.jsonl"
+    write(path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    ledger = read_ledger(path)
+    assert len(ledger) == 2 and ledger.truncated
+
+
+def test_resuming_continues_the_same_ledger(tmp_path):
+    path = tmp_path / "l.jsonl"
+    write(path, 3).close()
+    path.write_bytes(path.read_bytes() + b'{"rou')
+    writer = LedgerWriter(path, resume=True)
+    writer.sample(SAMPLING)
+    writer.query(SumQueryEvent("all", 1.0, 4.0))
+    writer.commit()
+    assert len(writer.ledger) == 4
+    assert read_ledger(path) == writer.ledger
+    assert path.read_text().count('"spec"') == 1
+
+
+def test_two_runs_never_share_a_ledger(tmp_path):
+    write(tmp_path / "l.jsonl", 1)
+    with pytest.raises(ConfigError, match="already holds"):
+        LedgerWriter(tmp_path / "l.jsonl")
+    with pytest.raises(ConfigError, match="does not exist"):
+        LedgerWriter(tmp_path / "other.jsonl", resume=True)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("nonsense", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"round": 7}', "never defines"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1}, "queries": []}', "not understood"),
+        ('{"spec": 1, "sampling": {"policy": "shuffle", "q": 0.1, "n": 5}, "queries": []}', "shuffle"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, '
+         '"queries": [{"group": "a", "S": NaN, "sigma": 1.0}]}', "S=nan"),
+    ],
+)  # fmt: skip
+def test_a_line_that_makes_no_sense_is_refused(tmp_path, line, message):
+    path = tmp_path / "l.jsonl"
+    write(path, 1).close()
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_ledger(path)
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    (tmp_path / "l.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="not a dpexp ledger"):
+        read_ledger(tmp_path / "l.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_ledger(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize("S, sigma", [(0, 1), (-1, 1), (1, 0), (math.inf, 1), (1, math.nan)])
+def test_a_query_needs_sensible_numbers(S, sigma):
+    with pytest.raises(ConfigError, match="all"):
+        SumQueryEvent("all", S, sigma)
+
+
+def test_equation_1_collapses_a_round():
+    round_ = Round(SAMPLING, (SumQueryEvent("a", 3.0, 6.0), SumQueryEvent("b", 1.0, 1.0)))
+    assert round_.noise_multiplier == pytest.approx((0.25 + 1) ** -0.5, rel=1e-15)
+
+
+def test_a_million_rounds_are_small(tmp_path):
+    path = tmp_path / "l.jsonl"
+    four = tuple(SumQueryEvent(f"group{i}", 1.0, 4.0) for i in range(4))
+    write(path, 1, four).close()
+    with path.open("a") as file:
+        file.writelines(['{"round": 0}\n'] * 999_999)
+    assert path.stat().st_size <= 20_000_000
+    assert len(read_ledger(path)) == 1_000_000
+
+
+def test_an_empty_ledger_has_no_rounds(tmp_path):
+    LedgerWriter(tmp_path / "l.jsonl").close()
+    assert read_ledger(tmp_path / "l.jsonl") == Ledger("add_remove", {})

@@ -1,0 +1,272 @@
+"""Groups, bounds, mechanisms, allocations: the paper's formulas and worked numbers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.errors import ConfigError
+from dpexp.privacy.allocation import DimensionAdjusted, Explicit, MinVariance, Proportional, Weighted
+from dpexp.privacy.bounds import Dimension, Fixed, Uniform
+from dpexp.privacy.groups import Groups, Match, Vector, conv_fc, flat, per_layer
+from dpexp.privacy.mechanisms import Clipping, Joint, Separate
+from dpexp.privacy.plan import make_plan
+from dpexp.privacy.sampling import Poisson
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(72, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
+
+
+def plan(module=None, **choices):
+    defaults = {"n": 1000, "q": 0.1, "steps": 10, "noise_multiplier": 1.5}
+    return make_plan(module or cnn(), **defaults | choices)
+
+
+def names(plan):
+    return {group.name: [vector.name for vector in group.vectors] for group in plan.groups}
+
+
+# Groups and vectors
+
+
+def test_the_ready_groupings():
+    assert names(plan(group=flat())) == {"all": ["0", "1", "3", "5"]}
+    assert names(plan(group=per_layer())) == {"0": ["0"], "1": ["1"], "3": ["3"], "5": ["5"]}
+    assert names(plan(group=conv_fc())) == {"conv": ["0"], "fc": ["3", "5"], "rest": ["1"]}
+
+
+def test_a_vector_is_a_layer_or_a_parameter():
+    by_layer, by_parameter = plan(), plan(vectors_by="parameter")
+    assert [v.d for v in by_layer.groups[0].vectors] == [20, 4, 365, 18]
+    assert [v.name for v in by_parameter.groups[0].vectors][:2] == ["0.weight", "0.bias"]
+    assert by_layer.groups[0].d == by_parameter.groups[0].d == 407
+
+
+def test_custom_groups_match_by_glob_and_type():
+    grouping = Groups(
+        {"biases": Match(parameters=["*.bias"]), "norms": Match(layers=["GroupNorm"]), "rest": Match(rest=True)}
+    )
+    with pytest.raises(ConfigError, match=r"parameter 1\.bias falls in both biases and norms"):
+        plan(group=grouping)
+    grouping = Groups({"late": {"parameters": ["3.*", "5.*"]}, "early": {"layers": ["Module"]}})
+    with pytest.raises(ConfigError, match="falls in both"):
+        plan(group=grouping)
+    grouping = Groups({"late": {"parameters": ["3.*", "5.*"]}, "early": {"rest": True}})
+    assert names(plan(group=grouping)) == {"late": ["3", "5"], "early": ["0", "1"]}
+
+
+def test_no_parameter_is_left_out_and_no_group_is_empty():
+    with pytest.raises(ConfigError, match=r"parameter 0\.weight falls in no group"):
+        plan(group=Groups({"fc": Match(layers=["Linear"])}))
+    with pytest.raises(ConfigError, match=r"rnn .*matches none"):
+        plan(group=Groups({"rnn": Match(layers=["LSTM"]), "rest": Match(rest=True)}))
+
+
+def test_frozen_parameters_are_not_released_and_tied_ones_once():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    module[1].bias.requires_grad_(False)
+    (group,) = plan(module).groups
+    assert [v.parameters for v in group.vectors] == [("0.weight", "0.bias")] and group.d == 20
+
+
+# Bounds
+
+SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
+
+
+@given(sizes=SIZES, total=st.floats(1e-3, 1e3))
+def test_uniform_and_dimension_bounds_add_up_to_the_total(sizes, total):
+    """With the paper's misprint S*/√(d/D) they would not."""
+    groups = [f"g{i}" for i in range(len(sizes))]
+    for bound in (Uniform(total), Dimension(total)):
+        assert math.sqrt(sum(S**2 for S in bound(groups, sizes))) == pytest.approx(total, rel=1e-12)
+
+
+def test_fixed_bounds():
+    assert [g.S for g in plan(group=conv_fc(), bound=Fixed(0.3)).groups] == [0.3] * 3
+    given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
+    assert [g.S for g in plan(group=conv_fc(), bound=Fixed(given)).groups] == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"names the groups conv; the model has conv, fc, rest"):
+        plan(group=conv_fc(), bound=Fixed({"conv": 1.0}))
+
+
+# Mechanisms
+
+
+def test_section_2s_example():
+    """v_1, v_2 with norms up to 1 and 100, tolerable noise 0.01 and 1, one of them always zero: joint clipping
+    reaches z = 0.01·qn, separate clipping at the same noise 0.00707·qn."""
+    n, q = 1000, 0.1
+    module = nn.ModuleList([nn.Linear(3, 1), nn.Linear(2, 1)])
+    common = {"n": n, "q": q, "steps": 1, "noise_multiplier": None}
+    joint = plan(
+        module, mechanism=Joint(alpha=[1.0, 100.0], S=1.0), allocation=Explicit({"all": 0.01 * q * n}), **common
+    )
+    assert joint.noise_multiplier == pytest.approx(0.01 * q * n, rel=1e-12)
+    noises = [alpha * joint.groups[0].sigma / (q * n) for alpha in joint.groups[0].alphas]
+    assert noises == pytest.approx([0.01, 1.0])
+    separate = plan(
+        module,
+        group=per_layer(),
+        bound=Fixed({"0": 1.0, "1": 100.0}),
+        allocation=Explicit({"0": 0.01 * q * n, "1": 1.0 * q * n}),
+        **common,
+    )
+    assert separate.noise_multiplier == pytest.approx(0.01 / math.sqrt(2) * q * n, rel=1e-12)
+    assert separate.noise_multiplier / (q * n) == pytest.approx(0.00707, abs=1e-5)
+
+
+def test_joint_bound_lies_in_zero_to_root_k():
+    assert plan(mechanism=Joint()).groups[0].S == 2.0
+    assert plan(mechanism=Joint(S=2.0)).groups[0].S == 2.0
+    for S in (2.0001, 0.0, -1.0):
+        with pytest.raises(ConfigError, match=r"mechanism\.S"):
+            plan(mechanism=Joint(S=S))
+    with pytest.raises(ConfigError, match=r"mechanism\.S.*group conv"):
+        plan(group=conv_fc(), mechanism=Joint(S=[1.1, 1.0, 1.0]))
+
+
+def test_joint_scales_come_from_a_number_a_list_or_the_bound():
+    assert plan(mechanism=Joint(alpha=0.5)).groups[0].alphas == (0.5,) * 4
+    assert plan(mechanism=Joint(alpha=[1, 2, 3, 4])).groups[0].alphas == (1, 2, 3, 4)
+    derived = plan(mechanism=Joint(), bound=Dimension(2.0)).groups[0]
+    assert derived.alphas == pytest.approx([2 * math.sqrt(v.d / 407) for v in derived.vectors])
+    with pytest.raises(ConfigError, match="lists 2 numbers for 4 vectors"):
+        plan(mechanism=Joint(alpha=[1, 2]))
+    with pytest.raises(ConfigError, match=r"mechanism\.alpha\[1\]=-2"):
+        plan(mechanism=Joint(alpha=[1, -2, 3, 4]))
+
+
+# Allocation
+
+ALLOCATIONS = {
+    "proportional": Proportional(),
+    "dimension_adjusted": DimensionAdjusted(),
+    "min_variance": MinVariance(),
+    "weighted": Weighted({"a": 0.2, "b": 0.5, "c": 0.3}),
+}
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS.values(), ids=ALLOCATIONS)
+@given(
+    sizes=st.tuples(*[st.integers(1, 10**6)] * 3),
+    bounds=st.tuples(*[st.floats(1e-3, 1e3)] * 3),
+    z=st.floats(1e-2, 1e3),
+)
+def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, bounds, z):
+    grouped = {name: (Vector(name, (name,), d),) for name, d in zip("abc", sizes, strict=True)}
+    clipping = {name: Clipping((1.0,), S) for name, S in zip("abc", bounds, strict=True)}
+    shares = allocation.shares(grouped, clipping)
+    assert sum(shares.values()) == pytest.approx(1, rel=1e-12)
+    sigmas = {name: z * clipping[name].S / math.sqrt(w) for name, w in shares.items()}
+    assert sum((clipping[n].S / sigmas[n]) ** 2 for n in shares) == pytest.approx(z**-2, rel=1e-9)
+
+
+def test_the_papers_two_allocations():
+    """Section 4: σ̃_g = z √G S_g and σ̃_g = z √(D/d_g) S_g."""
+    given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
+    for group in plan(group=conv_fc(), bound=Fixed(given)).groups:
+        assert group.sigma == pytest.approx(1.5 * math.sqrt(3) * group.S)
+    for group in plan(group=conv_fc(), bound=Fixed(given), allocation=DimensionAdjusted()).groups:
+        assert group.sigma == pytest.approx(1.5 * math.sqrt(407 / group.d) * group.S)
+
+
+@pytest.mark.parametrize("mechanism", [Separate(), Joint(alpha=[0.5, 2.0, 1.0, 3.0])])
+def test_min_variance_has_the_least_noise(mechanism):
+    def variance(allocation):
+        groups = plan(group=conv_fc(), bound=Fixed(0.7), mechanism=mechanism, allocation=allocation).groups
+        return sum(g.sigma**2 * sum(a**2 * v.d for a, v in zip(g.alphas, g.vectors, strict=True)) for g in groups)
+
+    least = variance(MinVariance())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        weights = torch.rand(3, generator=generator, dtype=torch.float64) + 1e-3
+        weights = (weights / weights.sum()).tolist()
+        assert variance(Weighted(dict(zip(("conv", "fc", "rest"), weights, strict=True)))) >= least * (1 - 1e-12)
+    assert variance(Proportional()) > least
+
+
+def test_weights_must_add_up_to_one():
+    with pytest.raises(ConfigError, match=r"add up to 0\.9; they must add up to 1"):
+        plan(group=conv_fc(), allocation=Weighted({"conv": 0.3, "fc": 0.3, "rest": 0.3}))
+    with pytest.raises(ConfigError, match="names the groups conv"):
+        plan(group=conv_fc(), allocation=Weighted({"conv": 1.0}))
+
+
+def test_explicit_noise_contradicts_a_target():
+    with pytest.raises(ConfigError, match="allocation=explicit fixes the noise"):
+        plan(allocation=Explicit({"all": 1.0}))
+
+
+# The whole plan
+
+
+def test_the_noise_is_solved_for_a_target():
+    made = plan(noise_multiplier=None, epsilon=2.0, delta=1e-5, group=conv_fc())
+    assert 2.0 * (1 - 2e-3) <= epsilon(made.ledger(), 1e-5) <= 2.0
+    assert len(made.ledger()) == 10
+
+
+def test_rounds_from_epochs_lose_no_step():
+    """Trap 4: int(1/q) steps an epoch would lose one for 312 of these lengths."""
+    lost = [n for n in range(1, 5000) if int(1 / (1 / n)) != n]
+    assert len(lost) == 312 and lost[:3] == [93, 99, 105]
+    for n in range(1, 5000):
+        assert [Poisson(1 / n).rounds(epochs) for epochs in (1, 3)] == [n, 3 * n]
+    assert Poisson(512 / 1437).rounds(40) == math.ceil(40 * 1437 / 512) == 113
+    assert Poisson(1 / 3).rounds(0.5) == 2
+
+
+@pytest.mark.parametrize(
+    "choices, message",
+    [
+        ({"q": 1.5}, r"sampling\.q=1\.5"),
+        ({"q": 0.0}, r"sampling\.q=0"),
+        ({"q": None, "expected_batch_size": 2000}, "exceeds data.n=1000"),
+        ({"q": None}, "exactly one of"),
+        ({"expected_batch_size": 10}, "exactly one of"),
+        ({"steps": 0}, r"sampling\.steps=0"),
+        ({"steps": None, "epochs": -1.0}, r"sampling\.epochs=-1"),
+        ({"epsilon": 1.0}, "exactly one of privacy.epsilon or privacy.noise_multiplier"),
+        ({"noise_multiplier": -1.0}, r"privacy\.noise_multiplier=-1"),
+        ({"noise_multiplier": None, "epsilon": 0.0, "delta": 1e-5}, r"privacy\.epsilon=0"),
+        ({"noise_multiplier": None, "epsilon": 1.0, "delta": 1.0}, r"privacy\.delta=1"),
+        ({"noise_multiplier": None, "epsilon": 1.0}, "privacy.delta must be given"),
+        ({"n": 0}, r"data\.n=0"),
+        ({"vectors_by": "neuron"}, "vectors=neuron"),
+        ({"bound": Fixed(math.inf)}, "bound.value=inf"),
+        ({"bound": Fixed(-1.0)}, "bound.value=-1"),
+        ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(choices, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(**choices)
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (nn.BatchNorm2d(2), r"layer 1 \(BatchNorm2d\) mixes .* use GroupNorm"),
+        (nn.SyncBatchNorm(2), r"layer 1 \(SyncBatchNorm\)"),
+        (nn.InstanceNorm2d(2, track_running_stats=True), "track_running_stats=False"),
+        (nn.LazyLinear(3), "no sizes yet"),
+    ],
+)
+def test_layers_that_mix_records_are_refused_by_name(layer, message):
+    """Trap 10."""
+    with pytest.raises(ConfigError, match=message):
+        plan(nn.Sequential(nn.Conv2d(1, 2, 3), layer))
+
+
+def test_a_frozen_batchnorm_is_fine():
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).eval())
+    assert plan(module).groups[0].d == 12
