@@ -1,15 +1,18 @@
 """`python -m dpexp`: compose the configuration, run one experiment (or, with -m, several)."""
 
+import os
 import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import config
 from dpexp.errors import ConfigError
-from dpexp.overrides import check
+from dpexp.overrides import check, sentence
 
 config.register()
 
@@ -27,13 +30,16 @@ def job(cfg: DictConfig) -> float | None:
 
 
 def main() -> None:
-    try:
-        check(sys.argv[1:])
-    except ConfigError as error:
-        sys.exit(f"dpexp: {error}")
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
-    job()
+    try:
+        check(sys.argv[1:])
+        job()
+    except ConfigError as error:
+        sys.exit(f"dpexp: {error}")
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"dpexp: {sentence(error)}")
 
 
 if __name__ == "__main__":

@@ -100,4 +100,4 @@ def _unless(given: Any, default: Any) -> Any:
 
 def _power_of_ten_below(n: int) -> float:
     """The largest power of ten below 1/n."""
-    return float(f"1e-{math.floor(math.log10(n)) + 1}")
+    return float(f"1e-{math.floor(math.log10(max(n, 1))) + 1}")

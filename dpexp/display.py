@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 
@@ -95,6 +97,20 @@ class RoundBar(pl.callbacks.ProgressBar):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant: str) -> None:
+    """Says how far a run came that was stopped, and what it has cost."""
+    path = output / "ledger.jsonl"
+    if plan is None or not path.exists():
+        console.print("[bold]Interrupted.[/]")
+        return
+    ledger = read_ledger(path)
+    console.print(
+        f"[bold]Interrupted[/] after {len(ledger)} of {plan.rounds} rounds: "
+        f"ε = {epsilon(ledger, delta, accountant):.4g} at δ = {delta:g} is spent."
+    )
+    console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
 
 
 def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:

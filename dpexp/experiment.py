@@ -43,14 +43,19 @@ def run(cfg: DictConfig) -> float | None:
     data = _make("data.module", cfg.data.module)
     module = _module(cfg)
     plan = plan_for(cfg, module) if cfg.privacy.enabled else None
+    callback = _callback(cfg, plan, output) if plan else None
+    trainer = _trainer(cfg, plan, callback, output)
+    if plan is None and hasattr(data, "batch_size"):
+        data.batch_size = round(_policy(cfg).q * cfg.data.n)
     display.announce(cfg, plan)
     with track(cfg, plan, output) as tracked:
+        trainer.logger = tracked.logger if tracked else None
         started = time.monotonic()
-        callback = _callback(cfg, plan, output) if plan else None
-        trainer = _trainer(cfg, plan, callback, tracked.logger if tracked else False, output)
-        if not cfg.privacy.enabled and hasattr(data, "batch_size"):
-            data.batch_size = round(_policy(cfg).q * cfg.data.n)
-        trainer.fit(module, datamodule=data)
+        try:
+            trainer.fit(module, datamodule=data)
+        except (KeyboardInterrupt, SystemExit):
+            display.interrupted(plan, output, cfg.privacy.delta, cfg.accountant.names[0])
+            raise
         seconds = time.monotonic() - started
         tested = trainer.test(module, datamodule=data, verbose=False)
         metrics = {name: value for part in tested for name, value in part.items()}
@@ -88,19 +93,21 @@ def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
 
 
 def _check(cfg: DictConfig) -> None:
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ConfigError(f"{missing[0]} must be given.")
     try:
         OmegaConf.to_container(cfg, resolve=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given.")
     if cfg.diagnostics not in DIAGNOSTICS:
         raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
     unknown = [name for name in cfg.accountant.names if name not in NAMES]
     if unknown or not cfg.accountant.names:
         raise ConfigError(f"accountant.names={list(cfg.accountant.names)} must be among {', '.join(NAMES)}.")
     check_delta(cfg.privacy.delta)
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
     if cfg.trainer.evaluations < 0:
         raise ConfigError(f"trainer.evaluations={cfg.trainer.evaluations} must be at least 0.")
 
@@ -114,7 +121,7 @@ def _make(section: str, node: Any, **arguments: Any) -> Any:
             raise error.__cause__ from None
         cause = error.__cause__ or str(error).splitlines()[0]
         target = node.get("_target_") if node else None
-        raise ConfigError(f"{section}: {target} cannot be made: {cause}.") from error
+        raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
 
 
 def _module(cfg: DictConfig) -> pl.LightningModule:
@@ -149,7 +156,7 @@ def _callback(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallba
 
 
 def _trainer(
-    cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, logger: Any, output: Path
+    cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, output: Path
 ) -> pl.Trainer:
     q = _policy(cfg).q
     rounds = plan.rounds if plan else _rounds(cfg)
@@ -166,7 +173,7 @@ def _trainer(
             limit_val_batches=1.0 if cfg.trainer.evaluations else 0,
             num_sanity_val_steps=0,
             log_every_n_steps=1,
-            logger=logger,
+            logger=False,
             callbacks=[callback, bar] if callback else [bar],
             default_root_dir=output,
             enable_checkpointing=False,

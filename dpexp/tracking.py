@@ -15,16 +15,24 @@ from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import MLFlowLogger
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.display import plan_json
+from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds
 from dpexp.privacy.plan import PrivacyPlan
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 _PARAM_LIMIT = 6000
+
+
+class _MetricsLogger(MLFlowLogger):
+    """Leaves parameters alone: the whole configuration is logged as such."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Run:
@@ -45,8 +53,7 @@ class Run:
         self._end_dead_runs(experiment_id)
         run = self._client.create_run(experiment_id, tags=_tags(cfg, plan), run_name=_run_name(cfg))
         self.run_id: str = run.info.run_id
-        self.logger = MLFlowLogger(experiment_name=cfg.tracking.experiment, tracking_uri=uri, run_id=self.run_id)
-        self.logger.log_hyperparams = lambda *args, **kwargs: None  # type: ignore[method-assign] # the configuration is logged below, whole
+        self.logger = _MetricsLogger(experiment_name=cfg.tracking.experiment, tracking_uri=uri, run_id=self.run_id)
         self._log_start(cfg, plan)
 
     def _log_start(self, cfg: DictConfig, plan: PrivacyPlan | None) -> None:
@@ -112,7 +119,11 @@ def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[R
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")
-    run = Run(cfg, plan, output)
+    try:
+        run = Run(cfg, plan, output)
+    except (MlflowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"tracking.uri={cfg.tracking.uri} cannot be used: {reason}") from error
     status = "FAILED"
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
