@@ -126,11 +126,12 @@ def _make(section: str, node: Any, **arguments: Any) -> Any:
 
 def _module(cfg: DictConfig) -> pl.LightningModule:
     model = _make("model", cfg.model)
-    refuse_mixing_layers(model) if cfg.privacy.enabled else None
-    if isinstance(model, pl.LightningModule):
-        return model
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
+    if cfg.privacy.enabled:
+        refuse_mixing_layers(model)
+    if isinstance(model, pl.LightningModule):
+        return model
     module = Classifier(
         model,
         _make("optimizer", cfg.optimizer, _partial_=True),

@@ -56,7 +56,8 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
     if isinstance(cause, ConfigKeyError | AttributeError) and isinstance(cause.parent_node, DictConfig):
         section = str(cause.full_key).rpartition(".")[0]
         known = [str(key) for key in cause.parent_node]
-        return f"{cause.full_key}: {section} has no key {cause.key!r}{_nearest(str(cause.key), known)}"
+        advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
+        return f"{cause.full_key}: {section} has no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
     override = str(error).splitlines()[0].removeprefix("Error merging override ")
     if isinstance(cause, OmegaConfBaseException):
         return f"{cause.full_key if cause is error else override}: {str(cause).splitlines()[0]}."

@@ -1,0 +1,30 @@
+"""What every test may use."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpexp.__main__ import main
+
+
+@pytest.fixture
+def dpexp_job(tmp_path, monkeypatch):
+    """Runs `python -m dpexp` with the given arguments in this process and an empty folder; returns the output
+    directory of the job."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+    def run(*arguments: str) -> Path:
+        monkeypatch.setattr(sys, "argv", ["dpexp", *arguments])
+        main()
+        return max((tmp_path / "outputs").glob("*/*"), key=lambda path: path.stat().st_mtime)
+
+    return run
+
+
+@pytest.fixture
+def read_lines():
+    """A ledger's lines, read without dpexp."""
+    return lambda path: [json.loads(line) for line in Path(path).read_text().splitlines()]
