@@ -1,12 +1,16 @@
-"""From a ledger to (ε, δ), by Google's dp-accounting. Reads nothing but the ledger."""
+"""From a ledger to (ε, δ), by Google's dp-accounting. Reads nothing but the ledger.
+
+Each round is collapsed to one Gaussian sum query first (paper, equation 1).
+"""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import dp_accounting
 from absl import logging as absl_logging
-from dp_accounting import NeighboringRelation, PrivacyAccountant, pld, rdp
+from dp_accounting import NeighboringRelation, pld, rdp
 
 from dpexp.accounting.ledger import Ledger
 from dpexp.errors import ConfigError
@@ -16,26 +20,34 @@ RDP_ORDERS = sorted(
     {1 + k / 10 for k in range(1, 100)} | set(range(11, 64)) | {round(2 ** (k / 4)) for k in range(24, 57)}
 )
 _RELATIONS = {"add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE}
-_ACCOUNTANTS: dict[str, Callable[[NeighboringRelation], PrivacyAccountant]] = {
-    "pld": lambda relation: pld.PLDAccountant(relation),
-    "rdp": lambda relation: rdp.RdpAccountant(RDP_ORDERS, relation),
-}
-NAMES = tuple(_ACCOUNTANTS)
 
 
-def event(ledger: Ledger) -> dp_accounting.DpEvent:
-    """The ledger as a dp-accounting event, each round collapsed to one Gaussian first (paper, equation 1)."""
-    return dp_accounting.ComposedDpEvent(
-        [
-            dp_accounting.SelfComposedDpEvent(
-                dp_accounting.PoissonSampledDpEvent(
-                    round_.sampling.q, dp_accounting.GaussianDpEvent(round_.noise_multiplier)
-                ),
-                count,
-            )
-            for round_, count in ledger.rounds.items()
-        ]
+def _by_pld(ledger: Ledger, delta: float) -> float:
+    composed = None
+    for round_, count in ledger.rounds.items():
+        part = _round_pld(round_.noise_multiplier, round_.sampling.q, ledger.adjacency).self_compose(count)
+        composed = part if composed is None else composed.compose(part)
+    return float(composed.get_epsilon_for_delta(delta))  # type: ignore[union-attr]
+
+
+@lru_cache(maxsize=64)
+def _round_pld(z: float, q: float, adjacency: str) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
+    return pld.privacy_loss_distribution.from_gaussian_mechanism(
+        z, sampling_prob=q, use_connect_dots=True, neighboring_relation=_RELATIONS[adjacency]
     )
+
+
+def _by_rdp(ledger: Ledger, delta: float) -> float:
+    accountant = rdp.RdpAccountant(RDP_ORDERS, _RELATIONS[ledger.adjacency])
+    for round_, count in ledger.rounds.items():
+        noise = dp_accounting.GaussianDpEvent(round_.noise_multiplier)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(round_.sampling.q, noise), count)
+    with _quiet():
+        return float(accountant.get_epsilon(delta))
+
+
+_ACCOUNTANTS: dict[str, Callable[[Ledger, float], float]] = {"pld": _by_pld, "rdp": _by_rdp}
+NAMES = tuple(_ACCOUNTANTS)
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
@@ -52,10 +64,7 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
         raise ConfigError(f"accountant={accountant} is unknown; known: {', '.join(NAMES)}.")
     if not ledger.rounds:
         return 0.0
-    with _quiet():
-        ledger_accountant = _ACCOUNTANTS[accountant](_RELATIONS[ledger.adjacency])
-        ledger_accountant.compose(event(ledger))
-        return float(ledger_accountant.get_epsilon(delta))
+    return _ACCOUNTANTS[accountant](ledger, delta)
 
 
 def check_delta(delta: float) -> None:

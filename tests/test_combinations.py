@@ -1,0 +1,54 @@
+"""Every combination of group, mechanism and allocation, from YAML to ε, judged from the ledger file alone."""
+
+import json
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import pld
+
+Z, Q, ROUNDS = 1.3, 0.05, 3
+NAMES = {
+    "flat": ["all"],
+    "per_layer": ["model.0", "model.3", "model.7", "model.9"],
+    "conv_fc": ["conv", "fc"],
+}
+
+
+def by_name(names, total):
+    """{name: number} for the command line: 7/10 of the total for the first group, the rest for the others."""
+    others = len(names) - 1
+    numbers = [0.7 * total, *[0.3 * total / others] * others] if others else [total]
+    return "{" + ",".join(f"{name}:{number:.15g}" for name, number in zip(names, numbers, strict=True)) + "}"
+
+
+@pytest.mark.parametrize("allocation", ["proportional", "dimension_adjusted", "min_variance", "weighted", "explicit"])
+@pytest.mark.parametrize("mechanism", ["separate", "joint"])
+@pytest.mark.parametrize("group", NAMES)
+def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_job, read_lines):
+    noise = [f"privacy.noise_multiplier={Z}"]
+    if allocation == "weighted":
+        noise.append(f"allocation.weights={by_name(NAMES[group], 1)}")
+    if allocation == "explicit":
+        noise = ["privacy.epsilon=null", f"allocation.sigma={by_name(NAMES[group], 20)}"]
+    output = dpexp_job(
+        "tracking=none", "trainer.evaluations=0", "bound=dimension", "bound.total=0.6",
+        f"sampling.q={Q}", f"sampling.steps={ROUNDS}",
+        f"group={group}", f"mechanism={mechanism}", f"allocation={allocation}", *noise,
+    )  # fmt: skip
+
+    header, spec, *rounds = read_lines(output / "ledger.jsonl")
+    assert header == {"dpexp_ledger": 1, "adjacency": "add_remove"}
+    assert spec["sampling"] == {"policy": "poisson", "q": Q, "n": 1437}
+    assert rounds == [{"round": 0}] * ROUNDS
+    assert [query["group"] for query in spec["queries"]] == NAMES[group]
+    inverse_square = sum((query["S"] / query["sigma"]) ** 2 for query in spec["queries"])
+    result = json.loads((output / "result.json").read_text())
+    if allocation != "explicit":
+        assert inverse_square == pytest.approx(1 / Z**2, rel=1e-12)
+    assert result["noise_multiplier"] == pytest.approx(1 / math.sqrt(inverse_square), rel=1e-12)
+
+    directly = pld.PLDAccountant()
+    one_round = dp_accounting.PoissonSampledDpEvent(Q, dp_accounting.GaussianDpEvent(inverse_square**-0.5))
+    directly.compose(one_round, ROUNDS)
+    assert result["epsilon"]["pld"] == pytest.approx(directly.get_epsilon(1e-4), rel=1e-9)

@@ -1,0 +1,94 @@
+"""The data sets and their standard file formats, on small files made here."""
+
+import gzip
+import hashlib
+import io
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+from dpexp.errors import ConfigError
+from dpexp.training.data import Cifar10, Digits, Mnist, Synthetic
+from dpexp.training.data.files import standard_file
+from dpexp.training.data.idx import read_idx
+
+
+def idx(values):
+    header = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}i", *values.shape)
+    return gzip.compress(header + values.astype(np.uint8).tobytes())
+
+
+def test_digits_are_the_real_ones_split_once_and_for_all():
+    data, again = Digits(), Digits()
+    x, y = data.train.tensors
+    assert x.shape == (1437, 1, 8, 8) and len(data.test) == 360
+    assert x.min() == -1 and x.max() == 1 and set(y.tolist()) == set(range(10))
+    assert torch.equal(x, again.train.tensors[0])
+    rows = {tuple(record.flatten().tolist()) for record in x}
+    assert len(rows) > 1400, "real images, not one repeated"
+
+
+def test_synthetic_data_is_reproducible_and_learnable():
+    data, again = (Synthetic(n=200, shape=[2, 3], classes=4, separation=3.0) for _ in range(2))
+    (x, y), (test_x, test_y) = data.train.tensors, data.test.tensors
+    assert x.shape == (200, 2, 3) and len(data.test) == 50 and torch.equal(x, again.train.tensors[0])
+    means = torch.stack([x[y == c].mean(0) for c in range(4)])
+    nearest = (test_x[:, None] - means).flatten(2).norm(dim=2).argmin(1)
+    assert (nearest == test_y).float().mean() > 0.9
+
+
+def test_idx_files_are_read(tmp_path):
+    values = np.arange(2 * 3 * 4).reshape(2, 3, 4)
+    (tmp_path / "a.gz").write_bytes(idx(values))
+    assert torch.equal(read_idx(tmp_path / "a.gz"), torch.from_numpy(values).byte())
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"\x00\x00\x0d\x01rest"))
+    with pytest.raises(ValueError, match="not an idx file"):
+        read_idx(tmp_path / "b.gz")
+
+
+def test_mnist_is_scaled_by_constants(tmp_path, monkeypatch):
+    images, labels = np.zeros((5, 28, 28)), np.arange(5)
+    images[0, 0, 0], images[1, 0, 0] = 255, 51
+    md5 = {}
+    for name in Mnist.md5:
+        content = idx(images if "images" in name else labels)
+        (tmp_path / name).write_bytes(content)
+        md5[name] = hashlib.md5(content).hexdigest()
+    monkeypatch.setattr(Mnist, "md5", md5)
+    x, y = Mnist(str(tmp_path)).train.tensors
+    assert x.shape == (5, 1, 28, 28) and y.tolist() == [0, 1, 2, 3, 4]
+    assert x[:3, 0, 0, 0].tolist() == pytest.approx([1.0, -0.6, -1.0])
+
+
+def test_cifar10_is_read_from_its_binary_files(tmp_path):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        planes = np.repeat([0, 51, 255], 1024)
+        (folder / f"{name}.bin").write_bytes(bytes([i]) + planes.astype(np.uint8).tobytes())
+    data = Cifar10(str(tmp_path))
+    x, y = data.train.tensors
+    assert x.shape == (5, 3, 32, 32) and y.tolist() == [0, 1, 2, 3, 4] and data.test.tensors[1].tolist() == [5]
+    assert x[0, :, 3, 7].tolist() == pytest.approx([-1, -0.6, 1])
+
+
+def test_cifar10s_archive_is_checked_and_unpacked(tmp_path, monkeypatch):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            info.size = 3073
+            archive.addfile(info, io.BytesIO(bytes(3073)))
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(packed.getvalue())
+    monkeypatch.setattr("dpexp.training.data.cifar10._MD5", hashlib.md5(packed.getvalue()).hexdigest())
+    assert len(Cifar10(str(tmp_path)).train) == 5
+
+
+def test_a_file_with_another_checksum_is_not_taken(tmp_path, monkeypatch):
+    """It is fetched anew; where that fails, the message says what belongs where."""
+    (tmp_path / "x.gz").write_bytes(b"not what it should be")
+    with pytest.raises(ConfigError, match=r"lacks x\.gz \(md5 0123\).*put the file into that folder"):
+        standard_file(str(tmp_path), "http://127.0.0.1:9/x.gz", "0123")
