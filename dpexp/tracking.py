@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,12 @@ _PARAM_LIMIT = 6000
 
 
 class _MetricsLogger(MLFlowLogger):
-    """Leaves parameters alone: the whole configuration is logged as such."""
+    """Metrics only, since the whole configuration is logged as such; and not Lightning's count of epochs."""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
 
 class Run:

@@ -39,10 +39,10 @@ def _round_pld(z: float, q: float, adjacency: str) -> pld.privacy_loss_distribut
 
 def _by_rdp(ledger: Ledger, delta: float) -> float:
     accountant = rdp.RdpAccountant(RDP_ORDERS, _RELATIONS[ledger.adjacency])
-    for round_, count in ledger.rounds.items():
-        noise = dp_accounting.GaussianDpEvent(round_.noise_multiplier)
-        accountant.compose(dp_accounting.PoissonSampledDpEvent(round_.sampling.q, noise), count)
     with _quiet():
+        for round_, count in ledger.rounds.items():
+            noise = dp_accounting.GaussianDpEvent(round_.noise_multiplier)
+            accountant.compose(dp_accounting.PoissonSampledDpEvent(round_.sampling.q, noise), count)
         return float(accountant.get_epsilon(delta))
 
 

@@ -70,6 +70,7 @@ class PrivacyCallback(pl.Callback):
         self.completed = 0
         self._noise_seed = noise_seed
         self._reading_every = math.ceil(plan.rounds / EPSILON_READINGS)
+        self._read_at = 0
         self._chunk: Chunk | None = None
         self._unprocessed: Chunk | None = None
         self._mixing_tried = False
@@ -135,11 +136,23 @@ class PrivacyCallback(pl.Callback):
         self.completed = self._sampler.completed = self.completed + 1
         done = self.completed >= self.plan.rounds
         if self.delta is not None and (self.completed % self._reading_every == 0 or done):
-            self.epsilon = epsilon(self._ledger.ledger, self.delta, self.accountant)
-            pl_module.log("epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True)
+            self._read_epsilon(trainer)
+            pl_module.log("epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
             _log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """ε is logged at the same steps as validation metrics, so that a chart can have it as its x axis."""
+        if self.delta is not None and self.completed != self._read_at:
+            self._read_epsilon(trainer)
+
+    def _read_epsilon(self, trainer: pl.Trainer) -> None:
+        assert self._ledger and self.delta is not None
+        self._read_at = self.completed
+        self.epsilon = epsilon(self._ledger.ledger, self.delta, self.accountant)
+        for logger in trainer.loggers:
+            logger.log_metrics({"epsilon": self.epsilon}, step=self.completed)
 
     # Afterwards
 

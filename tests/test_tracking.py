@@ -1,0 +1,145 @@
+"""What a run leaves in MLflow, however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from mlflow import MlflowClient
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+
+QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=2", "model=logistic")
+
+
+def client(folder):
+    return MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
+
+
+def only_run(folder):
+    (run,) = client(folder).search_runs(["1"])
+    return run
+
+
+def artifacts(folder, run):
+    return {item.path for item in client(folder).list_artifacts(run.info.run_id)}
+
+
+def test_a_finished_run(dpexp_job, tmp_path):
+    output = dpexp_job("group=conv_fc", "model=cnn", *QUICK[:-1], "mechanism=joint", "accountant=all")
+    run = only_run(tmp_path)
+    assert run.info.status == "FINISHED"
+    params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
+    assert params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.privacy.groups.conv_fc"
+    assert {"epsilon", "test_accuracy", "test_loss", "noise_multiplier", "S/conv", "sigma/conv", "share/fc"} <= set(metrics)
+    result = json.loads((output / "result.json").read_text())
+    assert result["mlflow_run_id"] == run.info.run_id
+    assert metrics["epsilon"] == pytest.approx(dpexp.epsilon(read_ledger(output / "ledger.jsonl"), 1e-4))
+    assert metrics["epsilon_rdp"] == pytest.approx(result["epsilon"]["rdp"])
+    assert metrics["test_accuracy"] == pytest.approx(result["metrics"]["test_accuracy"])
+    assert tags["dpexp.private"] == "yes" and tags["dpexp.group"] == "conv_fc" and tags["dpexp.mechanism"] == "joint"
+    wanted = {"ledger.jsonl", "config.yaml", "overrides.yaml", "plan.json", "epsilon.png", "result.json"}
+    assert wanted <= artifacts(tmp_path, run)
+    (data,) = run.inputs.dataset_inputs
+    assert data.dataset.name == "digits" and json.loads(data.dataset.profile) == {"n": 1437}
+    history = client(tmp_path).get_metric_history(run.info.run_id, "epsilon")
+    assert [point.step for point in history] == [1, 2, 3, 4]
+    assert sorted(point.value for point in history) == [point.value for point in history]
+    accuracies = client(tmp_path).get_metric_history(run.info.run_id, "test_accuracy")
+    assert len(accuracies) >= 2 and {point.step for point in accuracies} <= {1, 2, 3, 4}
+
+
+def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
+    dpexp_job(*QUICK)
+    run = only_run(tmp_path)
+    public = {"epsilon", "epsilon_pld", "test_accuracy", "test_loss", "noise_multiplier", "q", "S/all", "sigma/all",
+              "share/all"}  # fmt: skip
+    assert set(run.data.metrics) == public
+
+
+def test_unsafe_diagnostics_are_tagged(dpexp_job, tmp_path):
+    output = dpexp_job(*QUICK, "diagnostics=unsafe")
+    run = only_run(tmp_path)
+    assert {"unsafe/train_loss", "unsafe/sample_size", "unsafe/clip_fraction/all"} <= set(run.data.metrics)
+    assert run.data.tags["dpexp.private"].startswith("no")
+    assert json.loads((output / "result.json").read_text())["private"] is False
+
+
+def test_the_non_private_twin_is_tagged(dpexp_job, tmp_path):
+    dpexp_job(*QUICK, "privacy.enabled=false")
+    run = only_run(tmp_path)
+    assert run.data.tags["dpexp.private"].startswith("no") and "test_accuracy" in run.data.metrics
+    assert "epsilon" not in run.data.metrics
+
+
+def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch):
+    from dpexp.privacy.engine.engine import Engine
+
+    release = Engine.release
+    rounds = []
+
+    def breaking(self, ledger):
+        rounds.append(release(self, ledger))
+        if len(rounds) == 3:
+            raise OSError("No space left on device")
+        return rounds[-1]
+
+    monkeypatch.setattr(Engine, "release", breaking)
+    with pytest.raises(OSError, match="No space left"):
+        dpexp_job(*QUICK)
+    run = only_run(tmp_path)
+    assert run.info.status == "FAILED"
+    assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path, run)
+    (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
+    assert len(read_ledger(ledger)) == 3
+
+
+def start(folder, *arguments):
+    """A job in a process of its own that would go on for minutes."""
+    folder.mkdir()
+    endless = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.evaluations=0")
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpexp", *endless, *arguments],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"},
+    )  # fmt: skip
+
+
+def wait_for_rounds(folder):
+    for _ in range(900):
+        ledgers = list(folder.glob("outputs/*/*/ledger.jsonl"))
+        if ledgers and ledgers[0].read_bytes().count(b"\n") > 20:
+            return ledgers[0]
+        time.sleep(0.1)
+    raise AssertionError("training did not start")
+
+
+def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatch):
+    """Ctrl-C, SIGTERM, and SIGKILL, of which only the next run in the same store can tell."""
+    signals = {"int": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
+    jobs = {name: start(tmp_path / name) for name in signals}
+    for name, sent in signals.items():
+        ledger = wait_for_rounds(tmp_path / name)
+        jobs[name].send_signal(sent)
+        printed, _ = jobs[name].communicate(timeout=60)
+        assert jobs[name].returncode != 0
+        rounds = len(read_ledger(ledger))
+        assert rounds >= 19
+        if name == "kill":
+            assert only_run(tmp_path / name).info.status == "RUNNING"
+            continue
+        run = only_run(tmp_path / name)
+        assert run.info.status == "KILLED"
+        assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path / name, run)
+        assert f"Interrupted after {rounds} of 1000000 rounds: ε =" in printed and "Traceback" not in printed
+    from dpexp.__main__ import main
+
+    monkeypatch.chdir(tmp_path / "kill")
+    monkeypatch.setattr(sys, "argv", ["dpexp", *QUICK])
+    main()
+    runs = client(tmp_path / "kill").search_runs(["1"])
+    assert sorted(run.info.status for run in runs) == ["FINISHED", "KILLED"]
