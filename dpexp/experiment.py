@@ -156,9 +156,7 @@ def _callback(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallba
     )
 
 
-def _trainer(
-    cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, output: Path
-) -> pl.Trainer:
+def _trainer(cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, output: Path) -> pl.Trainer:
     q = _policy(cfg).q
     rounds = plan.rounds if plan else _rounds(cfg)
     per_epoch = max(1, round(1 / q))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
@@ -36,9 +36,7 @@ def check(arguments: Sequence[str]) -> None:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.split(","):
                 if option not in {*options, "null"} and option.replace("_", "").isalnum():
-                    raise ConfigError(
-                        f"{argument}: {key} has no option {option!r}{_nearest(option, options)}"
-                    )
+                    raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
 
 
 def _config_dirs(arguments: Sequence[str]) -> list[Path]:
@@ -53,7 +51,7 @@ def _config_dirs(arguments: Sequence[str]) -> list[Path]:
 def sentence(error: HydraException | OmegaConfBaseException) -> str:
     """What Hydra or OmegaConf refused, and what they would accept."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if isinstance(cause, ConfigKeyError | AttributeError) and isinstance(cause.parent_node, DictConfig):
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         section = str(cause.full_key).rpartition(".")[0]
         known = [str(key) for key in cause.parent_node]
         advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""

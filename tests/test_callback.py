@@ -133,7 +133,7 @@ def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):
     module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
     before = [p.clone() for p in module.parameters()]
     plan = plan_for(module, q=1e-9, steps=3)
-    _, run, privacy = fit(tmp_path, module, plan=plan)
+    _, run, _ = fit(tmp_path, module, plan=plan)
     assert run.global_step == 3 and len(read_ledger(tmp_path / "l.jsonl")) == 3
     assert all((p != b).all() for p, b in zip(module.parameters(), before, strict=True)), "noise reached every weight"
 

@@ -75,10 +75,7 @@ def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my" / "group").mkdir(parents=True)
     (tmp_path / "my" / "group" / "early_late.yaml").write_text(
-        "_target_: dpexp.privacy.groups.Groups\n"
-        "groups:\n"
-        "  early: {parameters: ['*.1.*']}\n"
-        "  late: {rest: true}\n"
+        "_target_: dpexp.privacy.groups.Groups\ngroups:\n  early: {parameters: ['*.1.*']}\n  late: {rest: true}\n"
     )
     own = ("--config-dir", "my", *QUICK, "group=early_late", "+model.width=7", "~model.shape", "~model.classes")
     scheduler = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 0.9}"
@@ -127,7 +124,8 @@ BAD = {
     "group=custom group.groups={fc:{layers:[Linear]}}":
         "group: parameter model.0.weight falls in no group",
     "group._target_=nowhere.f": "group: nowhere.f cannot be made",
-    "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes": "the layer (root) (BatchNorm1d) mixes the records",
+    "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
+        "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives a dict, not a torch.nn.Module",
     "optimizer.lr=-1": "Invalid learning rate: -1",
     "vectors=neuron": "vectors=neuron is unknown; choose one of layer, parameter",
@@ -170,7 +168,11 @@ def test_a_mistake_ends_the_process_with_one_line_and_an_error_code(tmp_path):
 
 def test_help_lists_the_groups_and_cfg_shows_the_resolved_configuration(tmp_path):
     shown = command("--help", cwd=tmp_path).stdout
-    for line in ("group: conv_fc, custom, flat, per_layer", "mechanism: joint, separate", "bound: dimension, fixed, uniform"):
+    for line in (
+        "group: conv_fc, custom, flat, per_layer",
+        "mechanism: joint, separate",
+        "bound: dimension, fixed, uniform",
+    ):
         assert line in shown
     shown = command("--cfg", "job", "mechanism=joint", cwd=tmp_path).stdout
     assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.mechanisms.Joint" in shown and "${" not in shown
@@ -193,6 +195,8 @@ def test_configuration_files_ship_with_the_package():
     declared = tomllib.loads((top / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert declared["package-dir"]["dpexp.conf"] == "conf" and declared["package-dir"]["dpexp.conf.sweep"] == "sweeps"
     packages = {
-        ".".join(path.parent.relative_to(top).parts) for path in (top / "dpexp").rglob("*.py") if "conf" not in path.parts
+        ".".join(path.parent.relative_to(top).parts)
+        for path in (top / "dpexp").rglob("*.py")
+        if "conf" not in path.parts
     }
     assert packages <= set(declared["packages"])

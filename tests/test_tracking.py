@@ -35,7 +35,9 @@ def test_a_finished_run(dpexp_job, tmp_path):
     assert run.info.status == "FINISHED"
     params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
     assert params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.privacy.groups.conv_fc"
-    assert {"epsilon", "test_accuracy", "test_loss", "noise_multiplier", "S/conv", "sigma/conv", "share/fc"} <= set(metrics)
+    assert {"epsilon", "test_accuracy", "test_loss", "noise_multiplier", "S/conv", "sigma/conv", "share/fc"} <= set(
+        metrics
+    )
     result = json.loads((output / "result.json").read_text())
     assert result["mlflow_run_id"] == run.info.run_id
     assert metrics["epsilon"] == pytest.approx(dpexp.epsilon(read_ledger(output / "ledger.jsonl"), 1e-4))

@@ -1,0 +1,60 @@
+"""Prints README's table of test accuracies on the digits from MLflow, and draws it. Run first:
+
+python -m dpexp -m sweep=digits
+python -m dpexp -m privacy.enabled=false 'seed=range(3)'
+python benchmarks/digits_table.py
+"""
+
+from pathlib import Path
+
+import mlflow
+from matplotlib.figure import Figure
+
+GROUPS = ("flat", "per_layer", "conv_fc")
+BOUNDS = ("uniform", "dimension")
+MECHANISMS = ("separate", "joint")
+TARGETS = ("2.0", "8.0")
+
+
+def main() -> None:
+    mlflow.set_tracking_uri(f"sqlite:///{Path.cwd()}/outputs/mlflow.db")
+    runs = mlflow.search_runs(
+        experiment_names=["dpexp"], filter_string="attributes.status = 'FINISHED' and tags.dpexp.data = 'digits'"
+    )
+    accuracy = runs["metrics.test_accuracy"]
+    twin = accuracy[runs["params.privacy.enabled"] == "False"]
+    print(f"Non-private: {twin.mean():.1%} ± {twin.std():.1%} ({len(twin)} seeds)\n")
+    columns = [(target, bound, mechanism) for target in TARGETS for bound in BOUNDS for mechanism in MECHANISMS]
+    print("| group | " + " | ".join(f"ε={float(t):g} {b} {m}" for t, b, m in columns) + " |")
+    print("|---|" + "---|" * len(columns))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(TARGETS), sharey=True)
+    for i, group in enumerate(GROUPS):
+        cells = []
+        for target, bound, mechanism in columns:
+            chosen = accuracy[
+                (runs["tags.dpexp.group"] == group)
+                & (runs["tags.dpexp.bound"] == bound)
+                & (runs["tags.dpexp.mechanism"] == mechanism)
+                & (runs["params.privacy.epsilon"] == target)
+                & (runs["params.privacy.enabled"] == "True")
+            ]
+            cells.append(f"{chosen.mean():.1%} ± {chosen.std():.1%}")
+            style = BOUNDS.index(bound) * 2 + MECHANISMS.index(mechanism)
+            panels[TARGETS.index(target)].bar(
+                i + (style - 1.5) / 5, chosen.mean(), 0.18, yerr=chosen.std(), color=f"C{style}",
+                label=f"{mechanism}, {bound} bounds" if i == 0 else None,
+            )  # fmt: skip
+        print(f"| `{group}` | " + " | ".join(cells) + " |")
+    for target, axes in zip(TARGETS, panels, strict=True):
+        axes.axhline(twin.mean(), color="black", linestyle=":", label="without privacy")
+        axes.set(title=f"ε = {float(target):g}, δ = 1e-4", xticks=range(len(GROUPS)), xticklabels=GROUPS, ylim=(0.6, 1))
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel("test accuracy on digits")
+    panels[-1].legend(loc="lower right", fontsize="small")
+    Path("docs").mkdir(exist_ok=True)
+    figure.savefig("docs/digits.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""README's Python example runs as printed."""
+
+import re
+from pathlib import Path
+
+from dpexp.accounting.ledger import read_ledger
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_library_example_runs(tmp_path, monkeypatch, capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(example.splitlines()) < 20
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {})
+    assert len(read_ledger("ledger.jsonl")) == 50
+    assert 2.99 < float(capsys.readouterr().out.splitlines()[-1]) <= 3.0
+
+
+def test_the_table_names_every_option():
+    conf = Path(__file__).parent.parent / "conf"
+    for folder in sorted(path for path in conf.iterdir() if path.is_dir()):
+        (row,) = re.findall(rf"^\| `{folder.name}` \| (.*?) \|", README, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", row)) == {path.stem for path in folder.glob("*.yaml")}, folder.name
