@@ -149,10 +149,8 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 def _tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     choices = _choices()
-    tags = {
-        f"dpexp.{name}": str(choices.get(name))
-        for name in ("data", "model", "group", "bound", "mechanism", "allocation", "sampling")
-    }
+    privacy = ("group", "bound", "mechanism", "allocation", "sampling") if plan else ()
+    tags = {f"dpexp.{name}": str(choices.get(name)) for name in ("data", "model", *privacy)}
     private = "yes"
     if plan is None:
         private = "no: trained without privacy"

@@ -38,7 +38,8 @@ class PrivacyCallback(pl.Callback):
     Args:
         plan: made by `make_plan` for this module.
         ledger: path of the ledger file; must not exist, unless the fit resumes from a checkpoint.
-        delta: with it, `epsilon` spent so far is logged (and shown in the progress bar) about 20 times a run.
+        delta: with it, `epsilon` spent so far is logged (and shown in the progress bar)
+            after 1, 2, 4, 8, … rounds and about 20 times a run.
         accountant: which one computes it.
         physical_batch: records processed at once. Memory and speed only; changes nothing that is computed.
         noise_seed: makes sampling and noise reproducible, which voids privacy towards whoever knows the seed.
@@ -135,7 +136,8 @@ class PrivacyCallback(pl.Callback):
             return
         self.completed = self._sampler.completed = self.completed + 1
         done = self.completed >= self.plan.rounds
-        if self.delta is not None and (self.completed % self._reading_every == 0 or done):
+        early = self.completed.bit_count() == 1
+        if self.delta is not None and (early or done or self.completed % self._reading_every == 0):
             self._read_epsilon(trainer)
             pl_module.log("epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
