@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ class WideResNet(nn.Module):
         widths = [16, 64, 64, 128, 128, 256, 256]
         self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.blocks = nn.Sequential(
-            *(Residual(a, b, 2 if i in (2, 4) else 1) for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)))
+            *(Residual(a, b, 2 if i in (2, 4) else 1) for i, (a, b) in enumerate(pairwise(widths)))
         )
         self.norm = nn.GroupNorm(16, 256)
         self.head = nn.Linear(256, 10)
