@@ -52,7 +52,7 @@ def main() -> None:
         axes.set(title=f"ε = {float(target):g}, δ = 1e-4", xticks=range(len(GROUPS)), xticklabels=GROUPS, ylim=(0.6, 1))
         axes.grid(axis="y", alpha=0.3)
     panels[0].set_ylabel("test accuracy on digits")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     Path("docs").mkdir(exist_ok=True)
     figure.savefig("docs/digits.png", dpi=110)
 
