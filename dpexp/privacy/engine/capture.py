@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dpexp.privacy.engine.rules import RULES, Call, Dense, Use
+from dpexp.privacy.engine.rules import RULES, Call
+from dpexp.privacy.engine.uses import Dense, Use
 
 Record = Callable[[Tensor, Use], None]
 
@@ -36,7 +38,10 @@ class Capture(TorchFunctionMode):
             call = RULES[func](*args, **kwargs)
             if call is not None and self._fits(call):
                 return _Captured.apply(self._anchor, call.x, call, self._record)
-        return func(*self._with_copies(args), **self._with_copies(kwargs))
+        args, kwargs = self._with_copies(args), self._with_copies(kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _fits(self, call: Call) -> bool:
         """A rule serves unbatched parameters, at least one of them trainable, that meet data."""
@@ -62,6 +67,15 @@ class Capture(TorchFunctionMode):
         return value
 
 
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kw: Any
+) -> Tensor:
+    """One record is often a batch of one; without that dimension vmap's own rule would go record by record."""
+    if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == 1:
+        return _Attention.apply(query[0], key[0], value[0], (None, *args), kw)[None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kw)
+
+
 class _OnRecords(torch.autograd.Function):
     """A function that only exists under vmap."""
 
@@ -81,30 +95,54 @@ class _Captured(_OnRecords):
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
         x = x.expand(info.batch_size, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
-        frozen = {role: p.detach() for role, p in call.parameters.items() if p is not None}
-        return _Tap.apply(anchor, call.run(x, **frozen), x, call, record), 0
+        y = call.run(x, **{role: p.detach() for role, p in call.parameters.items() if p is not None})
+        roles = {role: p for role, p in call.parameters.items() if p is not None and p.requires_grad}
+        dtype = torch.promote_types(torch.float32, next(iter(roles.values())).dtype)
+        held = [x.detach()]
+
+        def on_gradient(g: Tensor) -> None:
+            saved = held.pop()
+            with torch.autocast(g.device.type, enabled=False), torch.no_grad():
+                saved = saved.to(dtype) if saved.is_floating_point() else saved
+                for role, use in call.uses(saved, g.reshape(y_shape).to(dtype)).items():
+                    if role in roles:
+                        record(roles[role], use)
+
+        if not y.requires_grad:
+            y = _Anchored.apply(anchor, y.detach())
+        y_shape = y.shape
+        if y._is_view() and not (y.is_contiguous() and y._base.is_contiguous() and y.numel() == y._base.numel()):
+            y = y.clone()
+        # A hook on a view would be lost if the view were written to, as nn.ReLU(inplace=True) does.
+        (y._base if y._is_view() else y).register_hook(on_gradient)
+        return y, 0
 
 
-class _Tap(torch.autograd.Function):
-    """Passes an output through and, on the way back, hands its gradient to the call's rule."""
+class _Anchored(torch.autograd.Function):
+    """Makes an output one that gradients flow back to."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, y: Tensor, x: Tensor, call: Call, record: Record) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.call, ctx.record = call, record
+    def forward(ctx: Any, anchor: Tensor, y: Tensor) -> Tensor:
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        roles = {role: p for role, p in ctx.call.parameters.items() if p is not None and p.requires_grad}
-        dtype = torch.promote_types(torch.float32, next(iter(roles.values())).dtype)
-        x = x.to(dtype) if x.is_floating_point() else x
-        for role, use in ctx.call.uses(x, g.to(dtype)).items():
-            if role in roles:
-                ctx.record(roles[role], use)
-        return None, g, None, None, None
+        return None, None
+
+
+class _Attention(_OnRecords):
+    """Attention of [heads, positions, d] without a mask, on the whole chunk at once."""
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, args: tuple, kw: dict
+    ) -> tuple[Tensor, int]:
+        q, k, v = (
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip((query, key, value), in_dims, strict=False)
+        )
+        return F.scaled_dot_product_attention(q, k, v, *args, **kw), 0
 
 
 class _Copied(_OnRecords):

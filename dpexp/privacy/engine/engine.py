@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
-from dpexp.privacy.engine.rules import Dense, Use
+from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import Group, PrivacyPlan
 
@@ -100,7 +100,8 @@ class Engine:
         released = {}
         for group, alpha, name in _by_parameter(self.plan.groups):
             total = self._sums[name]
-            released[name] = (total + alpha * group.sigma * self._noise(total)) / qn
+            released[name] = total.add_(self._noise(total), alpha=alpha * group.sigma).div_(qn)
+        self._sums = {}
         return released
 
     def _accumulate_together(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:
@@ -129,7 +130,7 @@ class Engine:
             if total.requires_grad:
                 total.backward()
             self._clip_and_add(
-                {name: _merge(uses[id(p)]) for name, p in self._parameters.items() if id(p) in uses},
+                {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),
                 empty,
             )
@@ -171,7 +172,7 @@ class Engine:
                 if norms.is_cuda or not finite.all():
                     uses[name].zero(~finite)
                 if not empty:
-                    self._sums[name] += uses.pop(name).weighted_sum(c)
+                    uses.pop(name).add_weighted_sum(c, self._sums[name])
         if self.observe and not empty:
             self.observations.append(observation)
 
@@ -198,11 +199,6 @@ def records(batch: Any, size: int) -> tuple[list[Tensor | None], Any]:
                 "its first dimension must run over the records."
             )
     return leaves, structure
-
-
-def _merge(uses: list[Use]) -> Use:
-    """A parameter's uses as one: their per-record gradients add up, cross terms and all."""
-    return uses[0] if len(uses) == 1 else Dense(sum(use.dense() for use in uses))  # type: ignore[arg-type]
 
 
 def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:

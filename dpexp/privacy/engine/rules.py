@@ -1,12 +1,11 @@
-"""Per-record gradients of a parameter, from one operation's saved input and output gradient.
+"""Which uses of its parameters a call of a torch function makes.
 
-`Use` is the contract: how one use of a parameter answers the two operations. A rule turns a call of a torch
-function into the `Use`s of its parameters; `rule` registers one.
+A rule takes the arguments of one record's call and returns a `Call`: how to run it on the whole chunk, and how the
+parameters' `Use`s follow from its input and output gradients. `rule` registers one for your own functions too.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,107 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-class Use(ABC):
-    """The gradients of B records with respect to one parameter, through one use of it."""
-
-    @abstractmethod
-    def dense(self) -> Tensor:
-        """[B, *parameter.shape]."""
-
-    @abstractmethod
-    def squared_norms(self) -> Tensor:
-        """[B]: ‖v^i‖²."""
-
-    @abstractmethod
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        """Σ_i c_i v^i in the parameter's shape, for c [B]."""
-
-    @abstractmethod
-    def zero(self, records: Tensor) -> None:
-        """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
-
-
-class Dense(Use):
-    """Gradients held as they are, [B, *shape]."""
-
-    def __init__(self, gradients: Tensor) -> None:
-        self._gradients = gradients
-
-    def dense(self) -> Tensor:
-        return self._gradients
-
-    def squared_norms(self) -> Tensor:
-        return self._flat().square().sum(1)
-
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        return (c @ self._flat()).reshape(self._gradients.shape[1:])
-
-    def zero(self, records: Tensor) -> None:
-        self._gradients = _zeroed(self._gradients, records)
-
-    def _flat(self) -> Tensor:
-        return self._gradients.reshape(len(self._gradients), -1)
-
-
-class OuterProducts(Use):
-    """v^i = Σ_t g_t^i ⊗ x_t^i over T positions: a matrix that acts on x. x is [B, T, d], g is [B, T, p]."""
-
-    def __init__(self, x: Tensor, g: Tensor) -> None:
-        self._x = x
-        self._g = g
-        self._gradients: Tensor | None = None
-
-    def dense(self) -> Tensor:
-        if self._gradients is None:
-            self._gradients = torch.bmm(self._g.transpose(1, 2), self._x)
-        return self._gradients
-
-    def squared_norms(self) -> Tensor:
-        positions, d, p = self._x.shape[1], self._x.shape[2], self._g.shape[2]
-        if positions == 1:
-            return self._x.square().sum((1, 2)) * self._g.square().sum((1, 2))
-        if 2 * positions**2 < d * p:
-            gram_x = torch.bmm(self._x, self._x.transpose(1, 2))
-            gram_g = torch.bmm(self._g, self._g.transpose(1, 2))
-            return (gram_x * gram_g).sum((1, 2)).clamp(min=0)
-        return self.dense().square().sum((1, 2))
-
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        if self._gradients is not None:
-            return Dense(self._gradients).weighted_sum(c)
-        weighted = self._g * c[:, None, None]
-        return weighted.flatten(0, 1).T @ self._x.flatten(0, 1)
-
-    def zero(self, records: Tensor) -> None:
-        self._x = _zeroed(self._x, records)
-        self._g = _zeroed(self._g, records)
-        self._gradients = None
-
-
-class Rows(Use):
-    """An embedding table's gradients: row index_t^i receives g_t^i. index is [B, T], g is [B, T, d]."""
-
-    def __init__(self, index: Tensor, g: Tensor, rows: int) -> None:
-        self._index = index
-        self._g = g
-        self._rows = rows
-
-    def dense(self) -> Tensor:
-        table = self._g.new_zeros(len(self._g), self._rows, self._g.shape[2])
-        return table.scatter_add_(1, self._index[..., None].expand_as(self._g), self._g)
-
-    def squared_norms(self) -> Tensor:
-        same_row = self._index[:, :, None] == self._index[:, None, :]
-        gram = torch.bmm(self._g, self._g.transpose(1, 2))
-        return torch.where(same_row, gram, 0).sum((1, 2)).clamp(min=0)
-
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        table = self._g.new_zeros(self._rows, self._g.shape[2])
-        return table.index_add_(0, self._index.flatten(), (self._g * c[:, None, None]).flatten(0, 1))
-
-    def zero(self, records: Tensor) -> None:
-        self._g = _zeroed(self._g, records)
+from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, Use
 
 
 @dataclass(frozen=True)
@@ -172,11 +71,121 @@ def embedding(
 
     def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
         index, g = x.reshape(len(x), -1), _positions(g)
-        if padding_idx is not None:
-            g = torch.where((index == padding_idx % len(weight))[..., None], 0, g)
-        return {"weight": Rows(index, g, len(weight))}
+        return {"weight": Rows(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
 
     return Call(input, {"weight": weight}, lambda x, weight: F.embedding(x, weight), uses)
+
+
+@rule(F.embedding_bag)
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Call | None:
+    """Bags of equal length, [bags, length]."""
+    if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or mode == "max":
+        return None
+    if offsets is not None or per_sample_weights is not None:
+        return None
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        bags = F.embedding_bag(x.flatten(0, 1), weight, mode=mode, padding_idx=padding_idx)
+        return bags.unflatten(0, x.shape[:2])
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        if mode == "mean":
+            kept = torch.ones_like(x) if padding_idx is None else x != padding_idx % len(weight)
+            g = g / kept.sum(-1, keepdim=True).clamp(min=1)
+        index = x.flatten(1)
+        g = g[:, :, None].expand(*x.shape, -1).flatten(1, 2)
+        return {"weight": Rows(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
+
+    return Call(input, {"weight": weight}, run, uses)
+
+
+@rule(F.layer_norm)
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Call:
+    shape = tuple(normalized_shape)
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
+        return {"weight": Dense((F.layer_norm(x, shape, eps=eps) * g).sum(1)), "bias": Dense(g.sum(1))}
+
+    def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    return Call(input, {"weight": weight, "bias": bias}, run, uses)
+
+
+@rule(F.rms_norm)
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Call:
+    shape = tuple(normalized_shape)
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
+        return {"weight": Dense((F.rms_norm(x, shape, eps=eps) * g).sum(1))}
+
+    return Call(input, {"weight": weight}, lambda x, weight=None: F.rms_norm(x, shape, weight, eps), uses)
+
+
+@rule(F.group_norm)
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Call:
+    def normalise(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return F.group_norm(x.flatten(0, 1), num_groups, weight, bias, eps).view(x.shape)
+
+    return _per_channel(input, weight, bias, normalise)
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Call | None:
+    if not use_input_stats or running_mean is not None:
+        return None
+
+    def normalise(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return F.instance_norm(x.flatten(0, 1), None, None, weight, bias, True, momentum, eps).view(x.shape)
+
+    return _per_channel(input, weight, bias, normalise)
+
+
+def _per_channel(input: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Callable[..., Tensor]) -> Call:
+    """A normalisation of [B, N, C, *space] whose weight and bias are one number a channel."""
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        others = (1, *range(3, g.dim()))
+        return {"weight": Dense((normalise(x) * g).sum(others)), "bias": Dense(g.sum(others))}
+
+    return Call(input, {"weight": weight, "bias": bias}, normalise, uses)
 
 
 @rule(F.conv1d, F.conv2d, F.conv3d)
@@ -190,14 +199,36 @@ def convolution(
     groups: int = 1,
 ) -> Call | None:
     space = weight.dim() - 2
-    stride, dilation = _tuple(stride, space), _tuple(dilation, space)
+    dilation = _tuple(dilation, space)
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         if any(r % 2 for r in reach):
             return None
         padding = tuple(r // 2 for r in reach)
     padding = (0,) * space if isinstance(padding, str) else _tuple(padding, space)
-    geometry = (stride, padding, dilation, False, (0,) * space, groups)
+    geometry = (_tuple(stride, space), padding, dilation, False, (0,) * space, groups)
+    return _convolution(input, weight, bias, geometry)
+
+
+@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+) -> Call:
+    space = weight.dim() - 2
+    stride, padding, dilation, more = (_tuple(v, space) for v in (stride, padding, dilation, output_padding))
+    return _convolution(input, weight, bias, (stride, padding, dilation, True, more, groups))
+
+
+def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple) -> Call:
+    space = weight.dim() - 2
+    stride, padding, dilation, transposed, _, groups = geometry
 
     def images(x: Tensor) -> Tensor:
         """[B, N, C, *space], with the N images that one record may hold."""
@@ -207,15 +238,27 @@ def convolution(
         y = torch.convolution(images(x).flatten(0, 1), weight, bias, *geometry)
         return y.unflatten(0, images(x).shape[:2]).reshape(*x.shape[: x.dim() - space - 1], *y.shape[1:])
 
+    def weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+        shape = weight.detach().to(x.dtype)
+        return torch.ops.aten.convolution_backward(g, x, shape, None, *geometry, (False, True, False))[1]
+
+    def unfold(x: Tensor) -> Tensor:
+        flat = F.unfold(x.flatten(0, 1), weight.shape[2:], dilation, padding, stride)
+        return flat.transpose(1, 2).unflatten(0, x.shape[:2]).flatten(1, 2)
+
     def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
-        empty = weight.detach().to(x.dtype)
-
-        def of_one(x: Tensor, g: Tensor) -> Tensor:
-            return torch.ops.aten.convolution_backward(g, x, empty, None, *geometry, (False, True, False))[1]
-
         x, g = images(x), images(g)
-        sums = g.sum((1, *range(3, g.dim())))
-        return {"weight": Dense(torch.func.vmap(of_one)(x, g)), "bias": Dense(sums)}
+        sums = Dense(g.sum((1, *range(3, g.dim()))))
+        positions, p, d = g.shape[1] * math.prod(g.shape[3:]), len(weight), weight[0].numel()
+        # Measured: a grouped convolution gives the gradients of all records at about the price of their sum, unless
+        # the weight is large against the positions; then Gram matrices are 2 to 8 times faster. Keeping them for the
+        # weighted sum pays only if there are many positions to sum over a second time.
+        gram = space == 2 and groups == 1 and not transposed and 2 * positions * (d + p) < d * p
+        if gram or positions < 64:
+            weights: Use = Convolved(x, g, weight_gradient, unfold if gram else None, weight.numel())
+        else:
+            weights = Dense(torch.func.vmap(weight_gradient)(x, g))
+        return {"weight": weights, "bias": sums}
 
     return Call(input, {"weight": weight, "bias": bias}, run, uses)
 
@@ -225,10 +268,11 @@ def _positions(x: Tensor) -> Tensor:
     return x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
 
 
-def _tuple(value: int | tuple[int, ...], length: int) -> tuple[int, ...]:
+def _padded(g: Tensor, index: Tensor, padding_idx: int | None, rows: int) -> Tensor:
+    """A padding row receives no gradient."""
+    return g if padding_idx is None else torch.where((index == padding_idx % rows)[..., None], 0, g)
+
+
+def _tuple(value: int | Sequence[int], length: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * length if len(values) == 1 else values
-
-
-def _zeroed(x: Tensor, records: Tensor) -> Tensor:
-    return torch.where(records.reshape(-1, *(1,) * (x.dim() - 1)), 0, x)

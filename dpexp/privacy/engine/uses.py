@@ -1,0 +1,213 @@
+"""How one use of a parameter answers the two operations that a mechanism needs, for a chunk of B records at once.
+
+A parameter used several times (a layer called twice, tied weights, recurrence) has several uses; `merged` makes
+them one, whose norms include every cross term.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Use(ABC):
+    """The gradients v^i of B records with respect to one parameter, through one use of it."""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """[B]: ‖v^i‖²."""
+
+    @abstractmethod
+    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        """Adds Σ_i c_i v^i, for c [B], to `total`, which has the parameter's shape."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """[B, *parameter.shape]."""
+
+    @abstractmethod
+    def zero(self, records: Tensor) -> None:
+        """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
+
+
+class Dense(Use):
+    """Gradients held as they are, [B, *shape]."""
+
+    def __init__(self, gradients: Tensor) -> None:
+        self._gradients = gradients
+
+    def squared_norms(self) -> Tensor:
+        return torch.linalg.vector_norm(self._flat(), dim=1).square()
+
+    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        total.view(-1).addmv_(self._flat().T, c)
+
+    def dense(self) -> Tensor:
+        return self._gradients
+
+    def zero(self, records: Tensor) -> None:
+        self._gradients = _zeroed(self._gradients, records)
+
+    def _flat(self) -> Tensor:
+        return self._gradients.reshape(len(self._gradients), -1)
+
+
+class OuterProducts(Use):
+    """v^i = Σ_t g_t^i ⊗ x_t^i over T positions, the gradient of a matrix [p, d]. x is [B, T, d], g is [B, T, p].
+
+    Norms, by the fewest multiplications: at T = 1, ‖g‖²‖x‖²; from Gram matrices Σ_ts (x_t·x_s)(g_t·g_s) while
+    T (d + p) < d p; otherwise from the products themselves, which are then smaller than x and g and serve the
+    weighted sum too (Bu et al. 2023, "Differentially private optimization on large model at small cost").
+    """
+
+    def __init__(self, x: Tensor, g: Tensor) -> None:
+        self.x = x
+        self.g = g
+        _, T, d = x.shape
+        p = g.shape[2]
+        self._products: Tensor | None = None
+        if T > 1 and T * (d + p) >= d * p:
+            self._products = self.dense()
+
+    def squared_norms(self) -> Tensor:
+        if self._products is not None:
+            return Dense(self._products).squared_norms()
+        if self.x.shape[1] == 1:
+            return (
+                torch.linalg.vector_norm(self.x, dim=(1, 2)) * torch.linalg.vector_norm(self.g, dim=(1, 2))
+            ).square()
+        return gram_product(self.x, self.g)
+
+    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        if self._products is not None:
+            return Dense(self._products).add_weighted_sum(c, total)
+        x, g = self.x, self.g
+        if x.shape[2] < g.shape[2]:
+            x = x * c[:, None, None]
+        else:
+            g = g * c[:, None, None]
+        total.addmm_(g.flatten(0, 1).T, x.flatten(0, 1))
+
+    def dense(self) -> Tensor:
+        return self._products if self._products is not None else torch.bmm(self.g.transpose(1, 2), self.x)
+
+    def zero(self, records: Tensor) -> None:
+        self.x, self.g = _zeroed(self.x, records), _zeroed(self.g, records)
+        if self._products is not None:
+            self._products = _zeroed(self._products, records)
+
+
+class Rows(Use):
+    """An embedding table's gradients: row index_t^i receives g_t^i. index is [B, T], g is [B, T, d]."""
+
+    def __init__(self, index: Tensor, g: Tensor, rows: int) -> None:
+        self.index = index
+        self.g = g
+        self.rows = rows
+
+    def squared_norms(self) -> Tensor:
+        same_row = self.index[:, :, None] == self.index[:, None, :]
+        gram = torch.bmm(self.g, self.g.transpose(1, 2))
+        return torch.where(same_row, gram, 0).sum((1, 2)).clamp(min=0)
+
+    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
+
+    def dense(self) -> Tensor:
+        table = self.g.new_zeros(len(self.g), self.rows, self.g.shape[2])
+        return table.scatter_add_(1, self.index[..., None].expand_as(self.g), self.g)
+
+    def outer_products(self) -> OuterProducts:
+        chosen = torch.nn.functional.one_hot(self.index, self.rows)
+        return OuterProducts(self.g, chosen.to(self.g.dtype))
+
+    def zero(self, records: Tensor) -> None:
+        self.g = _zeroed(self.g, records)
+
+
+class Convolved(Use):
+    """A convolution's weight gradients, never held for all records at once.
+
+    Norms come from Gram matrices of the unfolded input where that takes fewer multiplications, else from the
+    gradients themselves, a few records at a time. The weighted sum is the gradient of the weighted chunk.
+
+    Args:
+        images, g: [B, N, d, *space] and [B, N, p, *space], with the N images that one record may hold.
+        weight_gradient: images [N, …] and output gradients [N, …] -> the weight's gradient summed over them.
+        unfold: images -> [B, T, d·k], the inputs of each of the T output positions; None forbids Gram matrices.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        g: Tensor,
+        weight_gradient: Callable[[Tensor, Tensor], Tensor],
+        unfold: Callable[[Tensor], Tensor] | None,
+        size: int,
+    ) -> None:
+        self._images = images
+        self._g = g
+        self._weight_gradient = weight_gradient
+        self._unfold = unfold
+        self._size = size
+
+    def squared_norms(self) -> Tensor:
+        if self._unfold is not None:
+            return gram_product(self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2))
+        records = max(1, _HELD // self._size)
+        parts = zip(self._images.split(records), self._g.split(records), strict=True)
+        return torch.cat([Dense(self._gradients(x, g)).squared_norms() for x, g in parts])
+
+    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        weighted = self._g * c.reshape(-1, *(1,) * (self._g.dim() - 1))
+        total += self._weight_gradient(self._images.flatten(0, 1), weighted.flatten(0, 1))
+
+    def dense(self) -> Tensor:
+        return self._gradients(self._images, self._g)
+
+    def zero(self, records: Tensor) -> None:
+        self._images, self._g = _zeroed(self._images, records), _zeroed(self._g, records)
+
+    def _gradients(self, images: Tensor, g: Tensor) -> Tensor:
+        return torch.func.vmap(self._weight_gradient)(images, g)
+
+
+def merged(uses: Sequence[Use]) -> Use:
+    """A parameter's uses as one: their per-record gradients add up."""
+    if len(uses) == 1:
+        return uses[0]
+    if all(isinstance(use, Rows) for use in uses):
+        rows: Sequence[Rows] = uses  # type: ignore[assignment]
+        return Rows(torch.cat([use.index for use in rows], 1), torch.cat([use.g for use in rows], 1), rows[0].rows)
+    if all(isinstance(use, Rows | OuterProducts) for use in uses):
+        products = [use.outer_products() if isinstance(use, Rows) else use for use in uses]
+        return OuterProducts(
+            torch.cat([use.x for use in products], 1),  # type: ignore[attr-defined]
+            torch.cat([use.g for use in products], 1),  # type: ignore[attr-defined]
+        )
+    return Dense(sum(use.dense() for use in uses))  # type: ignore[arg-type]
+
+
+_HELD = 2**19  # numbers
+STRIP = 32  # positions; shorter strips save multiplications but run slower (measured)
+
+
+def gram_product(x: Tensor, g: Tensor) -> Tensor:
+    """[B]: Σ_ts (x_t·x_s)(g_t·g_s) = ‖Σ_t g_t ⊗ x_t‖², in strips, since both Gram matrices are symmetric."""
+    T = x.shape[1]
+    strip = max(STRIP, math.ceil(T / 4))
+    total = x.new_zeros(len(x))
+    for start in range(0, T, strip):
+        end = min(start + strip, T)
+        product = torch.bmm(x[:, start:end], x[:, :end].transpose(1, 2))
+        product *= torch.bmm(g[:, start:end], g[:, :end].transpose(1, 2))
+        total += product[:, :, start:].sum((1, 2))
+        if start:
+            total += 2 * product[:, :, :start].sum((1, 2))
+    return total.clamp(min=0)
+
+
+def _zeroed(x: Tensor, records: Tensor) -> Tensor:
+    return torch.where(records.reshape(-1, *(1,) * (x.dim() - 1)), 0, x)
