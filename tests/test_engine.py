@@ -82,15 +82,33 @@ class TwoInputs(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """No batching rule exists for the recurrent layers: the slow path."""
+    """Reads the outputs and the last states."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = kind(4, 5, batch_first=True, **options)
+        self.head = nn.LazyLinear(3)
+        self(torch.randn(1, 5, 4))
+
+    def forward(self, x):
+        outputs, states = self.rnn(x)
+        parts = [
+            outputs.mean(1),
+            *(s.transpose(0, 1).flatten(1) for s in (states if type(states) is tuple else [states])),
+        ]
+        return self.head(torch.cat(parts, 1))
+
+
+class Packed(nn.Module):
+    """Packed sequences have no batching rule: the slow path."""
 
     def __init__(self):
         super().__init__()
-        self.rnn = nn.LSTM(4, 5, num_layers=2, batch_first=True)
-        self.head = nn.Linear(5, 3)
+        self.rnn = nn.LSTM(4, 3, batch_first=True)
 
     def forward(self, x):
-        return self.head(self.rnn(x)[0][:, -1])
+        packed = nn.utils.rnn.pack_padded_sequence(x, [x.shape[1]] * len(x), batch_first=True)
+        return self.rnn(packed)[1][0][0]
 
 
 class Branching(nn.Module):
@@ -175,10 +193,16 @@ MODELS = {
     "raw": (RawParameters, sequences),
     "frozen_and_unused": (FrozenAndUnused, rows),
     "two_inputs": (TwoInputs, mixed_inputs),
-    "recurrent": (Recurrent, sequences),
+    "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), sequences),
+    "lstm_both_ways": (lambda: Recurrent(nn.LSTM, bidirectional=True, bias=False), sequences),
+    "gru": (lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True), sequences),
+    "rnn": (lambda: Recurrent(nn.RNN), sequences),
+    "rnn_relu": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), sequences),
+    "projected": (lambda: Recurrent(nn.LSTM, proj_size=2), sequences),
+    "packed": (Packed, sequences),
     "branching": (Branching, rows),
 }
-SLOW = {"recurrent", "branching"}
+SLOW = {"projected", "packed", "branching"}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 
 
@@ -238,7 +262,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
     assert engine._slow == (name in SLOW)
 
 
-@pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "recurrent"])
+@pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "lstm"])
 def test_float32_equals_one_record_at_a_time(name):
     module, batch = case(name, torch.float32)
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
@@ -275,7 +299,7 @@ def test_chunks_change_nothing(chunk):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "recurrent"])
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "lstm", "branching"])
 def test_a_non_finite_record_contributes_nothing(name, bad):
     """Trap 1. The other records' sum must come out as if the bad one were not there."""
     module, (x, y) = case(name, torch.float32)

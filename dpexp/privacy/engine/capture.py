@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
-from dpexp.privacy.engine.uses import Dense, Use
+from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
 
 Record = Callable[[Tensor, Use], None]
 
@@ -38,6 +39,9 @@ class Capture(TorchFunctionMode):
             call = RULES[func](*args, **kwargs)
             if call is not None and self._fits(call):
                 return _Captured.apply(self._anchor, call.x, call, self._record)
+        if func in CELLS and self._steps_through(args):
+            with self:
+                return unrolled(CELLS[func], self._steps, *args, **kwargs)
         args, kwargs = self._with_copies(args), self._with_copies(kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
@@ -52,6 +56,28 @@ class Capture(TorchFunctionMode):
             and not any(torch._C._functorch.is_batchedtensor(p) for p in given)
             and id(call.x) not in self._trainable
         )
+
+    def _steps_through(self, args: tuple) -> bool:
+        """Not packed sequences, nor a projected state, nor weights that a parametrization computes."""
+        weights, hx = args[2], args[1]
+        if not isinstance(weights, list) or (isinstance(hx, Tensor) and hx.dim() != 3):
+            return False
+        has_biases, layers, sides = args[3], args[4], 1 + bool(args[7])
+        return len(weights) == layers * sides * (4 if has_biases else 2) and all(w.is_leaf for w in weights)
+
+    def _steps(
+        self, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        def on_gradient(states: Tensor, gates: Tensor, records: int) -> None:
+            dtype = torch.promote_types(torch.float32, weight.dtype)
+            x, g = (t.reshape(records, -1, t.shape[-1]).to(dtype) for t in (states, gates))
+            if weight.requires_grad:
+                self._record(weight, OuterProducts(x, g))
+            if bias is not None and bias.requires_grad:
+                self._record(bias, Dense(g.sum(1)))
+
+        with torch._C.DisableTorchFunction():
+            return _Stepped.apply(self._anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
 
     def _with_copies(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -72,7 +98,7 @@ def _attention(
 ) -> Tensor:
     """One record is often a batch of one; without that dimension vmap's own rule would go record by record."""
     if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == 1:
-        return _Attention.apply(query[0], key[0], value[0], (None, *args), kw)[None]
+        return _Attention.apply(query.squeeze(0), key.squeeze(0), value.squeeze(0), (None, *args), kw).unsqueeze(0)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kw)
 
 
@@ -143,6 +169,33 @@ class _Attention(_OnRecords):
             for t, dim in zip((query, key, value), in_dims, strict=False)
         )
         return F.scaled_dot_product_attention(q, k, v, *args, **kw), 0
+
+
+class _Stepped(_OnRecords):
+    """A recurrent cell's steps through time, on the whole chunk at once."""
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, anchor: Tensor, p: Tensor, h: Tensor, c: Tensor,
+        weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool, on_gradient: Any,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:  # fmt: skip
+        B = info.batch_size
+        p, h, c = (
+            t.expand(B, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip((p, h, c), in_dims[1:4], strict=True)
+        )
+        p = p.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # [B, T, N, G·H] -> [T, B·N, G·H]
+        h, c = h.flatten(0, 1).to(p.dtype), c.flatten(0, 1).to(p.dtype)
+        with torch.autocast(p.device.type, enabled=False):
+            every, h, c = Steps.apply(
+                anchor, p, h, c, weight.to(p.dtype), bias if bias is None else bias.to(p.dtype), cell, reverse,
+                lambda states, gates: on_gradient(states, gates, B),
+            )  # fmt: skip
+        return (every.unflatten(1, (B, -1)), h.unflatten(0, (B, -1)), c.unflatten(0, (B, -1))), (1, 0, 0)
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
 
 
 class _Copied(_OnRecords):

@@ -1,0 +1,208 @@
+"""Recurrent layers (torch.lstm, gru, rnn_tanh, rnn_relu).
+
+torch runs such a layer in one piece, out of which the gates' gradients cannot be had. Here the part that meets the
+input is one linear layer over all positions, with its own rule, and the part that meets the previous state is
+stepped through time: its weight's per-record gradient is Σ_t (gate gradient)_t ⊗ h_(t-1).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_sigmoid_backward = torch.ops.aten.sigmoid_backward
+_tanh_backward = torch.ops.aten.tanh_backward
+
+
+class Cell(Protocol):
+    """One step: p and s are the input's and the previous state's contributions to the gates, each [B, G·H]."""
+
+    @staticmethod
+    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The new h and c, and what `backward` needs. May overwrite s."""
+
+    @staticmethod
+    def backward(
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Gradients of p, of s, of the previous h other than through s, and of the previous c."""
+
+
+class Lstm:
+    @staticmethod
+    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        gates = s.add_(p)
+        i, f, g, o = gates.chunk(4, 1)
+        for gate in (i, f, o):
+            gate.sigmoid_()
+        g.tanh_()
+        c = (f * c).addcmul_(i, g)
+        tanh_c = c.tanh()
+        return o * tanh_c, c, (gates, tanh_c)
+
+    @staticmethod
+    def backward(
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        gates, tanh_c = kept
+        i, f, g, o = gates.chunk(4, 1)
+        d = torch.empty_like(gates)
+        d_i, d_f, d_g, d_o = d.chunk(4, 1)
+        _sigmoid_backward.grad_input(dh * tanh_c, o, grad_input=d_o)
+        dc = dc + _tanh_backward(dh * o, tanh_c)
+        _sigmoid_backward.grad_input(dc * g, i, grad_input=d_i)
+        _sigmoid_backward.grad_input(dc * c, f, grad_input=d_f)
+        _tanh_backward.grad_input(dc * i, g, grad_input=d_g)
+        return d, d, None, dc * f
+
+
+class Gru:
+    @staticmethod
+    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        size = h.shape[1]
+        r, z = (p[:, : 2 * size] + s[:, : 2 * size]).sigmoid_().chunk(2, 1)
+        s_n = s[:, 2 * size :]
+        n = torch.addcmul(p[:, 2 * size :], r, s_n).tanh_()
+        return torch.lerp(n, h, z), c, (r, z, n, s_n)
+
+    @staticmethod
+    def backward(
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        r, z, n, s_n = kept
+        through = dh * z
+        d_n = _tanh_backward(dh - through, n)
+        d_z = _sigmoid_backward(dh * (h - n), z)
+        d_r = _sigmoid_backward(d_n * s_n, r)
+        return torch.cat([d_r, d_z, d_n], 1), torch.cat([d_r, d_z, d_n * r], 1), through, dc
+
+
+class RnnTanh:
+    @staticmethod
+    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        h = s.add_(p).tanh_()
+        return h, c, (h,)
+
+    @staticmethod
+    def backward(
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        d = _tanh_backward(dh, kept[0])
+        return d, d, None, dc
+
+
+class RnnRelu:
+    @staticmethod
+    def forward(p: Tensor, s: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        h = s.add_(p).relu_()
+        return h, c, (h,)
+
+    @staticmethod
+    def backward(
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        d = torch.where(kept[0] > 0, dh, 0)
+        return d, d, None, dc
+
+
+CELLS: dict[Callable[..., Any], type[Cell]] = {
+    torch.lstm: Lstm,
+    torch.gru: Gru,
+    torch.rnn_tanh: RnnTanh,
+    torch.rnn_relu: RnnRelu,
+}
+# (h at each step [B, T, H], gradient of the gates [B, T, G·H]) -> None
+OnGradient = Callable[[Tensor, Tensor], None]
+
+
+class Steps(torch.autograd.Function):
+    """Steps a cell through time.
+
+    Args (of apply):
+        anchor: anything that requires gradients; p: [T, B, G·H]; h, c: [B, H]; weight, bias: of the previous state.
+
+    Returns:
+        every h [T, B, H], the last h and c [B, H].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
+        cell: type[Cell], reverse: bool, on_gradient: OnGradient,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        order = range(len(p))[:: -1 if reverse else 1]
+        outputs = p.new_empty(len(p), *h.shape)
+        hs, cs, kept = [h], [c], {}
+        for t in order:
+            s = h @ weight.T if bias is None else torch.addmm(bias, h, weight.T)
+            h, c, kept[t] = cell.forward(p[t], s, h, c)
+            outputs[t] = h
+            hs.append(h)
+            cs.append(c)
+        ctx.kept, ctx.hs, ctx.cs, ctx.order = kept, hs, cs, order
+        ctx.weight, ctx.cell, ctx.on_gradient = weight, cell, on_gradient
+        return outputs, h.clone(), c.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_outputs: Tensor, dh: Tensor, dc: Tensor) -> tuple:  # type: ignore[override]
+        d_p: Tensor | None = None
+        d_s: Tensor | None = None
+        for step in reversed(range(len(ctx.order))):
+            t = ctx.order[step]
+            dh = dh + d_outputs[t]
+            d_gates, d_state, through, dc = ctx.cell.backward(dh, dc, ctx.kept.pop(t), ctx.hs[step], ctx.cs[step])
+            if d_p is None or d_s is None:
+                d_p = d_gates.new_empty(len(ctx.order), *d_gates.shape)
+                d_s = d_p if d_state is d_gates else torch.empty_like(d_p)
+            d_p[t] = d_gates
+            if d_s is not d_p:
+                d_s[t] = d_state
+            dh = d_state @ ctx.weight if through is None else torch.addmm(through, d_state, ctx.weight)
+        assert d_s is not None
+        previous = torch.empty_like(d_outputs)
+        for step, t in enumerate(ctx.order):
+            previous[t] = ctx.hs[step]
+        ctx.on_gradient(previous.transpose(0, 1), d_s.transpose(0, 1))
+        ctx.hs = ctx.cs = None
+        return None, d_p, dh, dc, None, None, None, None, None
+
+
+def unrolled(
+    cell: type[Cell],
+    steps: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    input: Tensor,
+    hx: Tensor | tuple[Tensor, Tensor],
+    weights: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """A whole recurrent layer, as torch.lstm and its kin return it.
+
+    Args:
+        steps: (p [T, N, G·H], h, c, weight, bias, cell, reverse) -> every h, the last h, the last c.
+    """
+    x = input.transpose(0, 1) if batch_first else input
+    h0, c0 = hx if isinstance(hx, tuple) else (hx, hx)
+    per = 4 if has_biases else 2
+    ends: list[tuple[Tensor, Tensor]] = []
+    for layer in range(num_layers):
+        sides = []
+        for reverse in (False, True) if bidirectional else (False,):
+            k = len(ends)
+            w_ih, w_hh, *biases = weights[per * k : per * (k + 1)]
+            b_ih, b_hh = biases or (None, None)
+            every, h, c = steps(F.linear(x, w_ih, b_ih), h0[k], c0[k], w_hh, b_hh, cell, reverse)
+            sides.append(every)
+            ends.append((h, c))
+        x = torch.cat(sides, -1) if bidirectional else sides[0]
+        if layer < num_layers - 1:
+            x = F.dropout(x, dropout, train)
+    output = x.transpose(0, 1) if batch_first else x
+    states = [torch.stack(part) for part in zip(*ends, strict=True)]
+    return (output, *states) if cell is Lstm else (output, states[0])
