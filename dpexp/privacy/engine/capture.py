@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
@@ -42,6 +43,11 @@ class Capture(TorchFunctionMode):
         if func in CELLS and self._steps_through(args):
             with self:
                 return unrolled(CELLS[func], self._steps, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                attended = multi_head_attention(*args, **kwargs)
+            if attended is not None:
+                return attended
         args, kwargs = self._with_copies(args), self._with_copies(kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
@@ -137,10 +143,11 @@ class _Captured(_OnRecords):
         if not y.requires_grad:
             y = _Anchored.apply(anchor, y.detach())
         y_shape = y.shape
-        if y._is_view() and not (y.is_contiguous() and y._base.is_contiguous() and y.numel() == y._base.numel()):
-            y = y.clone()
+        base = y._base if y._is_view() else None
+        if base is not None and not (y.is_contiguous() and base.is_contiguous() and y.numel() == base.numel()):
+            y, base = y.clone(), None
         # A hook on a view would be lost if the view were written to, as nn.ReLU(inplace=True) does.
-        (y._base if y._is_view() else y).register_hook(on_gradient)
+        (y if base is None else base).register_hook(on_gradient)
         return y, 0
 
 

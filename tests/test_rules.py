@@ -1,0 +1,312 @@
+"""Every rule, for shapes that hypothesis draws, against one record at a time and against Opacus."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus import GradSampleModule
+from reference import clipped_sums
+from test_engine import relative_error
+from torch import nn
+
+from dpexp.privacy import bounds
+from dpexp.privacy.engine import uses
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, gram_product, merged
+from dpexp.privacy.groups import per_layer
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+
+SMALL = st.integers(1, 4)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+class Weighted(nn.Module):
+    """Makes a loss in which every output counts differently, so that no gradient vanishes by symmetry."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def loss(self, x):
+        y = self.layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+        return (y * torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).sin().view(y.shape)).square().sum()
+
+
+def check(layer, x, dtype, fast=True):
+    """Per-layer clipping of some of the records, in chunks, equals the reference."""
+    module = Weighted(layer).to(dtype)
+    x = x.to(dtype) if x.is_floating_point() else x
+    norms = []
+    for i in range(len(x)):
+        module.zero_grad()
+        module.loss(x[i : i + 1]).backward()
+        norms.append(sum(p.grad.square().sum().item() for p in module.parameters() if p.grad is not None) ** 0.5)
+    S = max(sorted(norms)[len(norms) // 2], 1e-3)
+    plan = make_plan(
+        module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S), group=per_layer(),
+    )  # fmt: skip
+    engine = Engine(plan, module, GaussianNoise(0))
+    engine.start()
+    half = max(1, len(x) // 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if fast else "ignore")
+        for part in x.split(half):
+            engine.accumulate(module.loss, part, len(part))
+    reference = clipped_sums(plan, module, module.loss, x, len(x))
+    if any((r != 0).any() for r in reference.values()):
+        assert relative_error(engine._sums, reference) < TOLERANCE[dtype]
+
+
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
+QUICK = settings(max_examples=12, deadline=None)
+
+
+@DTYPES
+@QUICK
+@given(lead=st.lists(SMALL, max_size=2), d=st.integers(1, 6), p=st.integers(1, 6), bias=st.booleans(), seed=SMALL)
+def test_linear(dtype, lead, d, p, bias, seed):
+    torch.manual_seed(seed)
+    check(nn.Linear(d, p, bias), torch.randn(4, *lead, d), dtype)
+
+
+@DTYPES
+@QUICK
+@given(
+    space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
+    dilation=st.integers(1, 2), padding=st.sampled_from([0, 1, "same", "valid"]),
+    mode=st.sampled_from(["zeros", "reflect", "circular"]), bias=st.booleans(), width=SMALL,
+)  # fmt: skip
+def test_convolutions(dtype, space, groups, k, stride, dilation, padding, mode, bias, width):
+    torch.manual_seed(0)
+    if padding == "same":
+        stride = 1
+    make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[space - 1]
+    layer = make(2 * groups, width * groups, k, stride, padding, dilation, groups, bias, mode)
+    check(layer, torch.randn(4, 2 * groups, *(7, 6, 5)[:space]), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("d, p, k, side", [(8, 40, 3, 5), (30, 20, 3, 6), (2, 3, 2, 12)])
+def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
+    """Gram matrices; the gradients of a few records at a time; all gradients at once."""
+    torch.manual_seed(0)
+    taken = []
+    monkeypatch.setattr(uses, "_HELD", 1000)
+    for kind in (Convolved, Dense):
+        make = kind.__init__
+
+        def noted(self, *args, kind=kind, make=make):
+            taken.append((kind, len(args) == 5 and args[3] is not None))
+            make(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    check(nn.Conv2d(d, p, k, bias=False), torch.randn(4, d, side, side), dtype)
+    method = {8: (Convolved, True), 30: (Convolved, False), 2: (Dense, False)}[d]
+    assert method in taken
+
+
+@DTYPES
+@QUICK
+@given(
+    space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
+    dilation=st.integers(1, 2), padding=st.integers(0, 1), width=SMALL,
+)  # fmt: skip
+def test_transposed_convolutions(dtype, space, groups, k, stride, dilation, padding, width):
+    torch.manual_seed(0)
+    make = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[space - 1]
+    layer = make(2 * groups, width * groups, k, stride, padding, stride - 1, groups, True, dilation)
+    check(layer, torch.randn(4, 2 * groups, *(5, 4, 3)[:space]), dtype)
+
+
+@DTYPES
+@QUICK
+@given(rows=st.integers(1, 5), d=SMALL, T=st.integers(1, 6), padding=st.booleans(), seed=SMALL)
+def test_embeddings(dtype, rows, d, T, padding, seed):
+    torch.manual_seed(seed)
+    index = torch.randint(rows, (4, T))
+    check(nn.Embedding(rows, d, padding_idx=0 if padding else None), index, dtype)
+    for mode in ("sum", "mean"):
+        check(nn.EmbeddingBag(rows, d, mode=mode, padding_idx=rows - 1 if padding else None), index, dtype)
+
+
+@DTYPES
+@QUICK
+@given(lead=st.lists(SMALL, max_size=2), shape=st.lists(st.integers(2, 4), min_size=1, max_size=2), bias=st.booleans())
+def test_layer_and_rms_norm(dtype, lead, shape, bias):
+    torch.manual_seed(0)
+    x = torch.randn(4, *lead, *shape)
+    check(nn.LayerNorm(shape, bias=bias), x, dtype)
+    check(nn.RMSNorm(shape), x, dtype)
+
+
+@DTYPES
+@QUICK
+@given(groups=st.integers(1, 3), per=st.integers(1, 2), space=st.integers(1, 3))
+def test_group_and_instance_norm(dtype, groups, per, space):
+    torch.manual_seed(0)
+    x = torch.randn(4, groups * per, *(5, 3, 2)[:space])
+    check(nn.GroupNorm(groups, groups * per), x, dtype)
+    make = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[space - 1]
+    check(make(groups * per, affine=True), x, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(dtype, kind, batch_first):
+    torch.manual_seed(0)
+    layer = kind(3, 4, num_layers=2, bidirectional=True, batch_first=batch_first)
+    if batch_first:
+        return check(layer, torch.randn(4, 5, 3), dtype)
+    check(Sequenced(layer), torch.randn(4, 5, 3), dtype)
+
+
+class Sequenced(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1))[0]
+
+
+class Attention(nn.Module):
+    def __init__(self, across=False, **options):
+        super().__init__()
+        self.across = across
+        self.options = options
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x.flip(1) if self.across else x, x, **self.options)[0]
+
+
+CAUSAL = torch.ones(5, 5).triu(1).bool()
+PADDING = torch.tensor([[False, False, False, False, True]])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"need_weights": False},
+        {"need_weights": False, "attn_mask": CAUSAL},
+        {"need_weights": False, "attn_mask": CAUSAL, "is_causal": True},
+        {"need_weights": False, "key_padding_mask": PADDING},
+        {"need_weights": True},
+        {"need_weights": False, "across": True},
+    ],
+)
+def test_attention(dtype, options):
+    torch.manual_seed(0)
+    warned = (
+        options.get("across")
+        or "key_padding_mask" in options
+        or ("attn_mask" in options and "is_causal" not in options)
+    )
+    check(Attention(**options), torch.randn(4, 5, 8), dtype, fast=not warned)
+
+
+@DTYPES
+def test_a_users_own_rule(dtype):
+    """A scale as a torch function of its own, registered in a few lines."""
+    from dpexp.privacy.engine.rules import RULES, Call, rule
+
+    @rule(torch.ops.aten.prelu.default, torch.prelu)
+    def prelu(input, weight):
+        def uses_of(x, g):
+            return {"weight": Dense((g * x.clamp(max=0)).flatten(1).sum(1, keepdim=True))}
+
+        return Call(input, {"weight": weight}, torch.prelu, uses_of)
+
+    try:
+        torch.manual_seed(0)
+        check(nn.PReLU(), torch.randn(4, 5), dtype)
+    finally:
+        for function in (torch.ops.aten.prelu.default, torch.prelu):
+            del RULES[function]
+
+
+# The methods of a use, and sharing
+
+
+def uses_and_gradients(T, d, p, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, g = (torch.randn(3, T, size, generator=generator, dtype=torch.float64) for size in (d, p))
+    return x, g, torch.einsum("btp,btd->bpd", g, x)
+
+
+@pytest.mark.parametrize("T, d, p", [(1, 5, 4), (2, 30, 40), (70, 30, 40), (9, 3, 2)])
+def test_outer_products_by_each_method(T, d, p):
+    x, g, gradients = uses_and_gradients(T, d, p)
+    use = OuterProducts(x, g)
+    assert (use._products is not None) == (T > 1 and T * (d + p) >= d * p)
+    assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
+    assert torch.allclose(gram_product(x, g), gradients.square().sum((1, 2)), rtol=1e-9)
+    total, c = torch.ones(p, d, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
+    use.add_weighted_sum(c, total)
+    assert torch.allclose(total, 1 + torch.einsum("b,bpd->pd", c, gradients), rtol=1e-9)
+
+
+def test_shared_parameters_keep_their_cross_terms():
+    """Two linear uses; an embedding's two; an embedding tied to a linear layer; a scale used twice."""
+    x, g, gradients = uses_and_gradients(3, 4, 7)
+    index = torch.randint(7, (3, 5), generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(3, 5, 4, dtype=torch.float64)
+    table = Rows(index, rows, 7)
+    for together, total in (
+        ([OuterProducts(x, g), OuterProducts(2 * x, g)], 3 * gradients),
+        ([table, Rows(index, -3 * rows, 7)], -2 * table.dense()),
+        ([table, OuterProducts(x, g)], table.dense() + gradients),
+        ([Dense(gradients), OuterProducts(x, g)], 2 * gradients),
+    ):
+        use = merged(together)
+        assert torch.allclose(use.squared_norms(), total.square().sum((1, 2)), rtol=1e-9)
+        summed = torch.zeros(7, 4, dtype=torch.float64)
+        use.add_weighted_sum(torch.ones(3, dtype=torch.float64), summed)
+        assert torch.allclose(summed, total.sum(0), rtol=1e-9)
+
+
+# Opacus as a second, independent reference
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(3, 4), lambda: torch.randn(4, 5, 3)),
+    "conv1d": (lambda: nn.Conv1d(2, 4, 3, padding=1), lambda: torch.randn(4, 2, 6)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2), lambda: torch.randn(4, 4, 7, 7)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2, dilation=2), lambda: torch.randn(4, 2, 4, 4, 4)),
+    "embedding": (lambda: nn.Embedding(6, 3), lambda: torch.randint(6, (4, 5))),
+    "layer_norm": (lambda: nn.LayerNorm(6), lambda: torch.randn(4, 3, 6)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), lambda: torch.randn(4, 4, 5)),
+    "instance_norm": (lambda: nn.InstanceNorm2d(3, affine=True), lambda: torch.randn(4, 3, 5, 5)),
+    "rms_norm": (lambda: nn.RMSNorm(6), lambda: torch.randn(4, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_per_record_gradients_are_those_of_opacus(name):
+    torch.manual_seed(0)
+    build, data = LAYERS[name]
+    layer, x = build(), data()
+    module = Weighted(layer)
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(1e9), vectors_by="parameter",
+                     group=per_layer())  # fmt: skip
+    ours = {}
+    engine = Engine(plan, module, GaussianNoise(0))
+    for i in range(len(x)):
+        weights = [float(k == i) for k in range(len(x))]
+        engine.start()
+        engine.accumulate(lambda one, w=weights, i=i: module.loss(one), x[i : i + 1], 1)
+        ours[i] = dict(engine._sums)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = GradSampleModule(layer, loss_reduction="sum")
+        y = theirs(x)
+        scale = torch.linspace(0.5, 2, y[0].numel()).sin().view(1, *y.shape[1:])
+        (y * scale).square().sum().backward()
+    for parameter, p in layer.named_parameters():
+        for i in range(len(x)):
+            assert torch.allclose(p.grad_sample[i], ours[i][f"layer.{parameter}"], rtol=1e-4, atol=1e-5), parameter
