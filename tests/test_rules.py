@@ -292,14 +292,12 @@ def test_per_record_gradients_are_those_of_opacus(name):
     build, data = LAYERS[name]
     layer, x = build(), data()
     module = Weighted(layer)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(1e9), vectors_by="parameter",
-                     group=per_layer())  # fmt: skip
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(1e9))
     ours = {}
     engine = Engine(plan, module, GaussianNoise(0))
     for i in range(len(x)):
-        weights = [float(k == i) for k in range(len(x))]
         engine.start()
-        engine.accumulate(lambda one, w=weights, i=i: module.loss(one), x[i : i + 1], 1)
+        engine.accumulate(module.loss, x[i : i + 1], 1)
         ours[i] = dict(engine._sums)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

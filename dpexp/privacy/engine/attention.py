@@ -35,7 +35,7 @@ def multi_head_attention(
     simple = bias_k is None and not add_zero_attn and not need_weights and not others.get("use_separate_proj_weight")
     if in_proj_weight is None or not simple or not (query is key and key is value) or query.dim() != 3:
         return None
-    T, N, E = query.shape
+    _T, N, E = query.shape
     projected = F.linear(query, in_proj_weight, in_proj_bias).unflatten(-1, (3, num_heads, E // num_heads))
     q, k, v = projected.permute(2, 1, 3, 0, 4).unbind(0)
     mask = attn_mask.unflatten(0, (N, num_heads)) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask

@@ -25,9 +25,10 @@ class Cell(Protocol):
 
     @staticmethod
     def backward(
-        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Gradients of p, of s, of the previous h other than through s, and of the previous c."""
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Writes the gradient of p to d_p; returns those of s, of the previous h other than through s, and of the
+        previous c."""
 
 
 class Lstm:
@@ -44,18 +45,17 @@ class Lstm:
 
     @staticmethod
     def backward(
-        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         gates, tanh_c = kept
         i, f, g, o = gates.chunk(4, 1)
-        d = torch.empty_like(gates)
-        d_i, d_f, d_g, d_o = d.chunk(4, 1)
+        d_i, d_f, d_g, d_o = d_p.chunk(4, 1)
         _sigmoid_backward.grad_input(dh * tanh_c, o, grad_input=d_o)
         dc = dc + _tanh_backward(dh * o, tanh_c)
         _sigmoid_backward.grad_input(dc * g, i, grad_input=d_i)
         _sigmoid_backward.grad_input(dc * c, f, grad_input=d_f)
         _tanh_backward.grad_input(dc * i, g, grad_input=d_g)
-        return d, d, None, dc * f
+        return d_p, None, dc * f
 
 
 class Gru:
@@ -69,14 +69,15 @@ class Gru:
 
     @staticmethod
     def backward(
-        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         r, z, n, s_n = kept
         through = dh * z
         d_n = _tanh_backward(dh - through, n)
         d_z = _sigmoid_backward(dh * (h - n), z)
         d_r = _sigmoid_backward(d_n * s_n, r)
-        return torch.cat([d_r, d_z, d_n], 1), torch.cat([d_r, d_z, d_n * r], 1), through, dc
+        torch.cat([d_r, d_z, d_n], 1, out=d_p)
+        return torch.cat([d_r, d_z, d_n * r], 1), through, dc
 
 
 class RnnTanh:
@@ -87,10 +88,10 @@ class RnnTanh:
 
     @staticmethod
     def backward(
-        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        d = _tanh_backward(dh, kept[0])
-        return d, d, None, dc
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        _tanh_backward.grad_input(dh, kept[0], grad_input=d_p)
+        return d_p, None, dc
 
 
 class RnnRelu:
@@ -101,10 +102,10 @@ class RnnRelu:
 
     @staticmethod
     def backward(
-        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        d = torch.where(kept[0] > 0, dh, 0)
-        return d, d, None, dc
+        dh: Tensor, dc: Tensor, kept: tuple[Tensor, ...], h: Tensor, c: Tensor, d_p: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        torch.mul(dh, kept[0] > 0, out=d_p)
+        return d_p, None, dc
 
 
 CELLS: dict[Callable[..., Any], type[Cell]] = {
@@ -142,25 +143,20 @@ class Steps(torch.autograd.Function):
             hs.append(h)
             cs.append(c)
         ctx.kept, ctx.hs, ctx.cs, ctx.order = kept, hs, cs, order
-        ctx.weight, ctx.cell, ctx.on_gradient = weight, cell, on_gradient
+        ctx.weight, ctx.cell, ctx.on_gradient, ctx.shape = weight, cell, on_gradient, p.shape
         return outputs, h.clone(), c.clone()
 
     @staticmethod
     def backward(ctx: Any, d_outputs: Tensor, dh: Tensor, dc: Tensor) -> tuple:  # type: ignore[override]
-        d_p: Tensor | None = None
-        d_s: Tensor | None = None
+        d_p = dh.new_empty(ctx.shape)
+        d_s = torch.empty_like(d_p) if ctx.cell is Gru else d_p
         for step in reversed(range(len(ctx.order))):
             t = ctx.order[step]
             dh = dh + d_outputs[t]
-            d_gates, d_state, through, dc = ctx.cell.backward(dh, dc, ctx.kept.pop(t), ctx.hs[step], ctx.cs[step])
-            if d_p is None or d_s is None:
-                d_p = d_gates.new_empty(len(ctx.order), *d_gates.shape)
-                d_s = d_p if d_state is d_gates else torch.empty_like(d_p)
-            d_p[t] = d_gates
+            state, through, dc = ctx.cell.backward(dh, dc, ctx.kept.pop(t), ctx.hs[step], ctx.cs[step], d_p[t])
             if d_s is not d_p:
-                d_s[t] = d_state
-            dh = d_state @ ctx.weight if through is None else torch.addmm(through, d_state, ctx.weight)
-        assert d_s is not None
+                d_s[t] = state
+            dh = state @ ctx.weight if through is None else torch.addmm(through, state, ctx.weight)
         previous = torch.empty_like(d_outputs)
         for step, t in enumerate(ctx.order):
             previous[t] = ctx.hs[step]

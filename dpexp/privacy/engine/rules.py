@@ -53,7 +53,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
         x, g = _positions(x), _positions(g)
         return {"weight": OuterProducts(x, g), "bias": Dense(g.sum(1))}
 
-    return Call(input, {"weight": weight, "bias": bias}, F.linear, uses)
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.contiguous(), weight, bias)
+
+    return Call(input, {"weight": weight, "bias": bias}, run, uses)
 
 
 @rule(F.embedding)
