@@ -20,6 +20,36 @@ from dpexp.privacy.sampling import Poisson
 N, Q, T, SEED = 40, 0.15, 12, 5
 
 
+class Images(nn.Module):
+    """A whole CNN, on the records' four numbers as 2×2 images of one channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 2),
+            nn.Tanh(), nn.Flatten(), nn.Linear(12, 3),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.net(x.view(-1, 1, 2, 2))
+
+
+class Words(nn.Module):
+    """A small transformer with tied embeddings, on the records' four numbers as words."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(3, 8)
+        self.positions = nn.Parameter(0.1 * torch.randn(4, 8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        words = (x > 0).long() + (x > 1).long()
+        return self.head(self.block(self.embed(words) + self.positions).mean(1))
+
+
 class Model(pl.LightningModule):
     """A LightningModule as a user writes it: logs its loss, has a scheduler and momentum."""
 
@@ -84,9 +114,9 @@ def fit(tmp_path, module=None, data=None, plan=None, ledger="l.jsonl", options=N
     return module, run, privacy
 
 
-def by_hand(plan, rounds=T):
+def by_hand(plan, rounds=T, net=None):
     """DP-SGD with momentum and a decaying rate, record by record, on the same samples and noise."""
-    module = Model()
+    module = Model(net)
     x, y = dataset().tensors
     sampler, noise = torch.Generator().manual_seed(SEED + 1), GaussianNoise(SEED)
     velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
@@ -126,6 +156,17 @@ def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
     assert run.global_step == T
     ledger = read_ledger(tmp_path / "l.jsonl")
     assert ledger == plan.ledger()
+
+
+@pytest.mark.parametrize("build", [Images, Words])
+def test_whole_models_train_as_by_hand(tmp_path, build):
+    def net():
+        torch.manual_seed(3)
+        return build()
+
+    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), bound=bounds.Uniform(0.4))
+    module, _, _ = fit(tmp_path, Model(net()), plan=plan)
+    assert_same(module, by_hand(plan, 5, net())[0])
 
 
 def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):

@@ -201,8 +201,11 @@ MODELS = {
     "projected": (lambda: Recurrent(nn.LSTM, proj_size=2), sequences),
     "packed": (Packed, sequences),
     "branching": (Branching, rows),
+    "branching_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(3, 3)), rows),
+    "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
-SLOW = {"projected", "packed", "branching"}
+SLOW = {"packed", "branching"}
+LOOPED = {"projected": {"rnn"}, "branching_inside": {"1"}, "packed_inside": {"0"}}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 
 
@@ -260,6 +263,8 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
         assert clipped.any(), "the test must clip something to mean anything"
         assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
     assert engine._slow == (name in SLOW)
+    if not engine._slow:
+        assert engine._looped == LOOPED.get(name, set())
 
 
 @pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "lstm"])

@@ -28,8 +28,8 @@ class Capture(TorchFunctionMode):
     def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, record: Record) -> None:
         super().__init__()
         self._trainable = {id(parameter) for parameter in parameters}
-        self._anchor = anchor
-        self._record = record
+        self.anchor = anchor
+        self.record = record
         self._copies: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -39,7 +39,7 @@ class Capture(TorchFunctionMode):
         if func in RULES:
             call = RULES[func](*args, **kwargs)
             if call is not None and self._fits(call):
-                return _Captured.apply(self._anchor, call.x, call, self._record)
+                return _Captured.apply(self.anchor, call.x, call, self.record)
         if func in CELLS and self._steps_through(args):
             with self:
                 return unrolled(CELLS[func], self._steps, *args, **kwargs)
@@ -52,6 +52,9 @@ class Capture(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def trains(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._trainable
 
     def _fits(self, call: Call) -> bool:
         """A rule serves unbatched parameters, at least one of them trainable, that meet data."""
@@ -78,19 +81,19 @@ class Capture(TorchFunctionMode):
             dtype = torch.promote_types(torch.float32, weight.dtype)
             x, g = (t.reshape(records, -1, t.shape[-1]).to(dtype) for t in (states, gates))
             if weight.requires_grad:
-                self._record(weight, OuterProducts(x, g))
+                self.record(weight, OuterProducts(x, g))
             if bias is not None and bias.requires_grad:
-                self._record(bias, Dense(g.sum(1)))
+                self.record(bias, Dense(g.sum(1)))
 
         with torch._C.DisableTorchFunction():
-            return _Stepped.apply(self._anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
+            return _Stepped.apply(self.anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
 
     def _with_copies(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in self._trainable:
                 return value
             if id(value) not in self._copies:
-                self._copies[id(value)] = _Copied.apply(self._anchor, value, self._record)
+                self._copies[id(value)] = _Copied.apply(self.anchor, value, self.record)
             return self._copies[id(value)]
         if type(value) in (list, tuple):
             return type(value)(map(self._with_copies, value))
@@ -108,7 +111,7 @@ def _attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kw)
 
 
-class _OnRecords(torch.autograd.Function):
+class OnRecords(torch.autograd.Function):
     """A function that only exists under vmap."""
 
     @staticmethod
@@ -119,7 +122,7 @@ class _OnRecords(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
 
-class _Captured(_OnRecords):
+class _Captured(OnRecords):
     """The call of a rule, on the whole chunk at once."""
 
     @staticmethod
@@ -164,7 +167,7 @@ class _Anchored(torch.autograd.Function):
         return None, None
 
 
-class _Attention(_OnRecords):
+class _Attention(OnRecords):
     """Attention of [heads, positions, d] without a mask, on the whole chunk at once."""
 
     @staticmethod
@@ -178,7 +181,7 @@ class _Attention(_OnRecords):
         return F.scaled_dot_product_attention(q, k, v, *args, **kw), 0
 
 
-class _Stepped(_OnRecords):
+class _Stepped(OnRecords):
     """A recurrent cell's steps through time, on the whole chunk at once."""
 
     @staticmethod
@@ -205,17 +208,17 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach()
 
 
-class _Copied(_OnRecords):
+class _Copied(OnRecords):
     """A copy of a parameter for each record, whose gradients are the per-record gradients."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, anchor: Tensor, parameter: Tensor, record: Record) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        return _CopyTap.apply(anchor, parameter, info.batch_size, record), 0
+        return CopyTap.apply(anchor, parameter, info.batch_size, record), 0
 
 
-class _CopyTap(torch.autograd.Function):
+class CopyTap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: Tensor, size: int, record: Record) -> Tensor:
         ctx.parameter, ctx.record = parameter, record

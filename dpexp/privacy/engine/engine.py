@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
+from dpexp.privacy.engine.looped import culprit, looping
 from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import Group, PrivacyPlan
@@ -45,6 +46,8 @@ class Engine:
         self._parameters = trainable
         self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
         self._sums: dict[str, Tensor] = {}
+        self._module = module
+        self._looped: set[str] = set()
         self._slow = False
         self.observe = observe
         self.observations: list[dict[str, Tensor]] = []
@@ -69,20 +72,19 @@ class Engine:
             ConfigError: the batch cannot be split into records, or a buffer changed.
         """
         versions = {name: b._version for name, b in self._buffers.items()}
-        if self._slow:
-            self._accumulate_singly(loss_of, batch, size, empty)
-        else:
+        while not self._slow:
             try:
-                self._accumulate_together(loss_of, batch, size, empty)
+                uses, losses = self._uses_together(loss_of, batch, size)
             except (torch.OutOfMemoryError, ConfigError, KeyboardInterrupt):
                 raise
             except Exception as reason:
-                self._accumulate_singly(loss_of, batch, size, empty)
-                self._slow = True
-                warnings.warn(
-                    "this model's records are processed one at a time, which is right but slow, because they "
-                    f"cannot be processed together: {str(reason).splitlines()[0]}"
-                )
+                self._give_up(reason)
+                continue
+            with _full_precision(losses.device), torch.no_grad():
+                self._clip_and_add(uses, losses, empty)
+            break
+        else:
+            self._accumulate_singly(loss_of, batch, size, empty)
         for name, buffer in self._buffers.items():
             if buffer._version != versions[name]:
                 raise ConfigError(
@@ -104,7 +106,21 @@ class Engine:
         self._sums = {}
         return released
 
-    def _accumulate_together(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:
+    def _give_up(self, reason: Exception) -> None:
+        """Settles for processing one module's records, or the whole model's, one at a time."""
+        name = culprit(reason, self._module, self._looped)
+        if name is None:
+            self._slow, what = True, "this model's records"
+        else:
+            self._looped = {other for other in self._looped if not other.startswith(f"{name}.")} | {name}
+            what = f"the records of the module {name} ({type(self._module.get_submodule(name)).__name__})"
+        warnings.warn(
+            f"{what} are processed one at a time, which is right but slow, because they cannot be processed "
+            f"together: {str(reason).splitlines()[0]}"
+        )
+
+    def _uses_together(self, loss_of: Callable, batch: Any, size: int) -> tuple[dict[str, Use], Tensor]:
+        """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
         leaves, structure = records(batch, size)
         uses: dict[int, list[Use]] = defaultdict(list)
 
@@ -115,7 +131,8 @@ class Engine:
         anchor = torch.zeros(size, device=device, requires_grad=True)
 
         def loss_of_one(anchor: Tensor, *leaves: Tensor) -> Tensor:
-            with Capture(self._parameters.values(), anchor, record):
+            capture = Capture(self._parameters.values(), anchor, record)
+            with looping(self._module, self._looped, capture), capture:
                 return loss_of(tree_unflatten(list(leaves), structure))
 
         in_dims = (0, *(None if leaf is None else 0 for leaf in leaves))
@@ -129,10 +146,9 @@ class Engine:
         with _full_precision(device), torch.no_grad():
             if total.requires_grad:
                 total.backward()
-            self._clip_and_add(
+            return (
                 {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),
-                empty,
             )
 
     def _accumulate_singly(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:

@@ -110,7 +110,9 @@ class Rows(Use):
     def squared_norms(self) -> Tensor:
         same_row = self.index[:, :, None] == self.index[:, None, :]
         gram = torch.bmm(self.g, self.g.transpose(1, 2))
-        return torch.where(same_row, gram, 0).sum((1, 2)).clamp(min=0)
+        lengths = gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1)
+        total = torch.where(same_row, gram, 0).sum((1, 2)).clamp(min=0)
+        return total + ROUNDING[self.g.dtype] * lengths.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
@@ -194,19 +196,28 @@ _HELD = 2**19  # numbers
 STRIP = 32  # positions; shorter strips save multiplications but run slower (measured)
 
 
+# Terms of a Gram sum may cancel, so that its rounding error is relative to what they were before.
+ROUNDING = {torch.float32: 2.0**-22, torch.float64: 2.0**-51}
+
+
 def gram_product(x: Tensor, g: Tensor) -> Tensor:
-    """[B]: Σ_ts (x_t·x_s)(g_t·g_s) = ‖Σ_t g_t ⊗ x_t‖², in strips, since both Gram matrices are symmetric."""
+    """[B]: Σ_ts (x_t·x_s)(g_t·g_s) = ‖Σ_t g_t ⊗ x_t‖², in strips, since both Gram matrices are symmetric.
+
+    Enlarged by (Σ_t ‖g_t‖‖x_t‖)² times a few units of rounding, so that a record is never clipped too little.
+    """
     T = x.shape[1]
     strip = max(STRIP, math.ceil(T / 4))
-    total = x.new_zeros(len(x))
+    total, lengths = x.new_zeros(len(x)), x.new_zeros(len(x))
     for start in range(0, T, strip):
         end = min(start + strip, T)
         product = torch.bmm(x[:, start:end], x[:, :end].transpose(1, 2))
         product *= torch.bmm(g[:, start:end], g[:, :end].transpose(1, 2))
-        total += product[:, :, start:].sum((1, 2))
+        square = product[:, :, start:]
+        total += square.sum((1, 2))
+        lengths += square.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1)
         if start:
             total += 2 * product[:, :, :start].sum((1, 2))
-    return total.clamp(min=0)
+    return total.clamp(min=0) + ROUNDING[x.dtype] * lengths.square()
 
 
 def _zeroed(x: Tensor, records: Tensor) -> Tensor:
