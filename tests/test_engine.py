@@ -8,6 +8,7 @@ import torch
 from reference import clipped_sums
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
@@ -111,6 +112,18 @@ class Packed(nn.Module):
         return self.rnn(packed)[1][0][0]
 
 
+class Checkpointed(nn.Module):
+    """Recomputes its first half in the backward pass, where vmap is over: the slow path."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
 class Branching(nn.Module):
     """Control flow that depends on the data: the slow path."""
 
@@ -200,11 +213,12 @@ MODELS = {
     "rnn_relu": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), sequences),
     "projected": (lambda: Recurrent(nn.LSTM, proj_size=2), sequences),
     "packed": (Packed, sequences),
+    "checkpointed": (Checkpointed, rows),
     "branching": (Branching, rows),
     "branching_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
-SLOW = {"packed", "branching"}
+SLOW = {"packed", "branching", "checkpointed"}
 LOOPED = {"projected": {"rnn"}, "branching_inside": {"1"}, "packed_inside": {"0"}}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 

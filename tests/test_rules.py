@@ -252,6 +252,18 @@ def test_outer_products_by_each_method(T, d, p):
     assert torch.allclose(total, 1 + torch.einsum("b,bpd->pd", c, gradients), rtol=1e-9)
 
 
+@pytest.mark.parametrize("closeness", [1.0, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("T, d, p", [(2, 2304, 256), (64, 300, 700), (130, 64, 512)])
+def test_cancelling_terms_do_not_shrink_the_norm(T, d, p, closeness):
+    """Half of the positions all but take back what the other half gives; float32 must not see less than there is."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(20, T // 2, size, generator=generator) for size in (d, p))
+    x = torch.cat([x, x + closeness * torch.randn(x.shape, generator=generator)], 1)
+    g = torch.cat([g, -g + closeness * torch.randn(g.shape, generator=generator)], 1)
+    true = torch.bmm(g.double().transpose(1, 2), x.double()).square().sum((1, 2))
+    assert (gram_product(x, g) >= true * (1 - 2**-16)).all()
+
+
 def test_shared_parameters_keep_their_cross_terms():
     """Two linear uses; an embedding's two; an embedding tied to a linear layer; a scale used twice."""
     x, g, gradients = uses_and_gradients(3, 4, 7)
