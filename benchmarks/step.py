@@ -41,7 +41,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(256, 512)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1))
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device).repeat(x.shape[0], 1))
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))

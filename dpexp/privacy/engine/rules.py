@@ -51,7 +51,7 @@ def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
     def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
         x, g = _positions(x), _positions(g)
-        return {"weight": OuterProducts(x, g), "bias": Dense(g.sum(1))}
+        return {"weight": OuterProducts(x, g), "bias": Dense(_summed(g))}
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.contiguous(), weight, bias)
@@ -126,7 +126,7 @@ def layer_norm(
 
     def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
         x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
-        return {"weight": Dense((F.layer_norm(x, shape, eps=eps) * g).sum(1)), "bias": Dense(g.sum(1))}
+        return {"weight": Dense(_summed(F.layer_norm(x, shape, eps=eps) * g)), "bias": Dense(_summed(g))}
 
     def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, shape, weight, bias, eps)
@@ -142,7 +142,7 @@ def rms_norm(
 
     def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
         x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
-        return {"weight": Dense((F.rms_norm(x, shape, eps=eps) * g).sum(1))}
+        return {"weight": Dense(_summed(F.rms_norm(x, shape, eps=eps) * g))}
 
     return Call(input, {"weight": weight}, lambda x, weight=None: F.rms_norm(x, shape, weight, eps), uses)
 
@@ -269,6 +269,11 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: t
 def _positions(x: Tensor) -> Tensor:
     """[B, ..., d] -> [B, T, d]."""
     return x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
+
+
+def _summed(g: Tensor) -> Tensor:
+    """[B, T, ...] -> [B, ...]; torch's sum over a single position is slower than a copy."""
+    return g[:, 0] if g.shape[1] == 1 else g.sum(1)
 
 
 def _padded(g: Tensor, index: Tensor, padding_idx: int | None, rows: int) -> Tensor:
