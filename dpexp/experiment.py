@@ -45,6 +45,8 @@ def run(cfg: DictConfig) -> float | None:
     plan = plan_for(cfg, module) if cfg.privacy.enabled else None
     callback = _callback(cfg, plan, output) if plan else None
     trainer = _trainer(cfg, plan, callback, output)
+    if hasattr(data, "workers"):
+        data.workers = cfg.trainer.workers
     if plan is None and hasattr(data, "batch_size"):
         data.batch_size = round(_policy(cfg).q * cfg.data.n)
     display.announce(cfg, plan)
@@ -108,8 +110,9 @@ def _check(cfg: DictConfig) -> None:
     check_delta(cfg.privacy.delta)
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
-    if cfg.trainer.evaluations < 0:
-        raise ConfigError(f"trainer.evaluations={cfg.trainer.evaluations} must be at least 0.")
+    for name in ("evaluations", "workers"):
+        if cfg.trainer[name] < 0:
+            raise ConfigError(f"trainer.{name}={cfg.trainer[name]} must be at least 0.")
 
 
 def _make(section: str, node: Any, **arguments: Any) -> Any:

@@ -40,6 +40,19 @@ def test_the_non_private_twin_takes_batches_of_the_same_size(dpexp_job, monkeypa
     assert sizes == [100, 100, 100]
 
 
+def test_loader_processes_are_started_and_change_nothing(dpexp_job, monkeypatch):
+    from dpexp.training.data import TensorData
+
+    workers = []
+    loader = TensorData.train_dataloader
+    monkeypatch.setattr(TensorData, "train_dataloader", lambda self: (workers.append(self.workers), loader(self))[1])
+    results = []
+    for count in (0, 2):
+        output = dpexp_job(*QUICK, "privacy.noise_seed=1", f"trainer.workers={count}")
+        results.append(json.loads((output / "result.json").read_text())["metrics"])
+    assert set(workers) == {0, 2} and results[0] == results[1]
+
+
 def test_a_known_noise_seed_is_not_called_private(dpexp_job):
     first = dpexp_job(*QUICK, "privacy.noise_seed=1")
     second = dpexp_job(*QUICK, "privacy.noise_seed=1")
@@ -99,6 +112,7 @@ BAD = {
     "trainer.physical_batch=0": "trainer.physical_batch=0 must be at least 1",
     "trainer.accelerator=abacus": "invalid accelerator name: `accelerator='abacus'`",
     "trainer.evaluations=-1": "trainer.evaluations=-1 must be at least 0",
+    "trainer.workers=-1": "trainer.workers=-1 must be at least 0",
     "seed=-1": "seed=-1 must lie between",
     "privacy.epsilon=0": "privacy.epsilon=0.0 must be a finite number above 0",
     "privacy.epsilon=-1": "privacy.epsilon=-1.0 must be a finite number above 0",
