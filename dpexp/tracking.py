@@ -57,11 +57,10 @@ class Run:
         run = self._client.create_run(experiment_id, tags=_tags(cfg, plan), run_name=_run_name(cfg))
         self.run_id: str = run.info.run_id
         self.logger = _MetricsLogger(experiment_name=cfg.tracking.experiment, tracking_uri=uri, run_id=self.run_id)
-        self._log_start(cfg, plan)
 
-    def _log_start(self, cfg: DictConfig, plan: PrivacyPlan | None) -> None:
+    def log_start(self, cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         flat = _flatten(OmegaConf.to_container(cfg, resolve=True))
-        params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in flat.items()]
+        params = [Param(_metric_name(key), str(value)[:_PARAM_LIMIT]) for key, value in flat.items()]
         metrics = []
         if plan is not None:
             values = {"noise_multiplier": plan.noise_multiplier, "q": plan.sampling.q}
@@ -130,6 +129,7 @@ def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[R
     status = "FAILED"
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
+        run.log_start(cfg, plan)
         yield run
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):

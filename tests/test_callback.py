@@ -8,13 +8,13 @@ import torch
 from reference import clipped_sums
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, default_collate
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise import GaussianNoise, derived_seed
 from dpexp.privacy.sampling import Poisson
 
 N, Q, T, SEED = 40, 0.15, 12, 5
@@ -118,7 +118,8 @@ def by_hand(plan, rounds=T, net=None):
     """DP-SGD with momentum and a decaying rate, record by record, on the same samples and noise."""
     module = Model(net)
     x, y = dataset().tensors
-    sampler, noise = torch.Generator().manual_seed(SEED + 1), GaussianNoise(SEED)
+    sampler = torch.Generator().manual_seed(derived_seed(SEED, "sampling", 0))
+    noise = GaussianNoise(derived_seed(SEED, "noise", 0))
     velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
     rate, sizes = 0.5, []
     for _ in range(rounds):
@@ -321,6 +322,7 @@ def test_lbfgs_is_refused(tmp_path):
 def test_settings_that_would_cut_a_sample_are_refused(tmp_path):
     refused(tmp_path, "accumulate_grad_batches", options={"accumulate_grad_batches": 2})
     refused(tmp_path, "cut samples short", options={"limit_train_batches": 3})
+    refused(tmp_path, "cut samples short", options={"limit_train_batches": 1})
     refused(tmp_path, "cut samples short", options={"fast_dev_run": True})
 
 
@@ -338,3 +340,91 @@ def test_no_round_beyond_the_plan(tmp_path):
     """Not even if the Trainer insists on more."""
     _, run, _ = fit(tmp_path, options={"min_epochs": 100, "max_epochs": 100})
     assert run.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):
+    """The same noise twice could be subtracted by anybody."""
+
+    class Watch(pl.Callback):
+        def __init__(self):
+            self.released = []
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.released.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+
+    def still(module):
+        return plan_for(module, q=1e-9, steps=4)
+
+    first, second = Watch(), Watch()
+    module = Model()
+    privacy = dpexp.PrivacyCallback(still(module), tmp_path / "l.jsonl", noise_seed=SEED)
+    half = trainer(privacy, first, max_steps=2)
+    half.fit(module, Data())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    privacy = dpexp.PrivacyCallback(still(module), tmp_path / "l.jsonl", noise_seed=SEED)
+    trainer(privacy, second).fit(Model(), Data(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert len(first.released) == len(second.released) == 2
+    assert not any(torch.equal(a, b) for a in first.released for b in second.released)
+
+
+class LogsLater(Model):
+    """Keeps its losses and logs them when the epoch is over."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.kept = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, *args):
+        self.log("train_loss", 1.0)
+
+    def on_train_epoch_end(self):
+        self.log("kept", 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+def test_nothing_that_training_hooks_log_gets_out(tmp_path):
+    class WithTest(Data):
+        def val_dataloader(self):
+            return DataLoader(dataset())
+
+    _, run, _ = fit(tmp_path, LogsLater(), WithTest())
+    assert "val_loss" in run.callback_metrics, "validation may log"
+    assert not {"train_loss", "kept"} & set(run.callback_metrics | run.logged_metrics)
+
+
+def test_a_sampler_of_the_users_is_refused(tmp_path):
+    refused(tmp_path, "sampler of its own", data=DataLoader(dataset(), sampler=SubsetRandomSampler(range(10))))
+
+
+def test_collation_that_mixes_records_is_refused(tmp_path):
+    def mixup(items):
+        x, y = default_collate(items)
+        return x + 0.5 * x.roll(1, 0), y
+
+    def padded(items):
+        longest = max(int(y) for _, y in items)
+        return torch.stack([F.pad(x, (0, longest)) for x, _ in items]), torch.stack([y for _, y in items])
+
+    refused(tmp_path, "another row alone than beside others", data=DataLoader(dataset(), collate_fn=mixup))
+    refused(tmp_path, "another row alone than beside others", data=DataLoader(dataset(), collate_fn=padded))
+    fit(tmp_path, data=DataLoader(dataset(), collate_fn=lambda items: default_collate(items)))
+
+
+def test_hooks_that_see_whole_batches_are_refused(tmp_path):
+    class Centred(Model):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] - batch[0].mean(0), batch[1]
+
+    refused(tmp_path, r"Centred\.on_after_batch_transfer sees whole batches", Centred())
+
+
+def test_an_optimizer_with_parameters_that_no_group_releases_is_refused(tmp_path):
+    hidden = nn.Linear(2, 2)
+    refused(
+        tmp_path,
+        "not among the module's own",
+        Model(optimizer=lambda p: torch.optim.SGD([*p, *hidden.parameters()], 0.1)),
+    )

@@ -2,23 +2,24 @@
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import default_collate
 
 from dpexp.accounting.accountants import check_delta, epsilon
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.engine import Engine, records
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise import GaussianNoise, derived_seed
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.refusals import refuse_mixing_layers, refuse_mixing_modules
 from dpexp.privacy.sampling import Chunk, RoundSampler
@@ -88,8 +89,9 @@ class PrivacyCallback(pl.Callback):
         if self._noise_seed is None:
             sampler_generator.seed()
         else:
-            sampler_generator.manual_seed(self._noise_seed + 1)
-        self._engine = Engine(self.plan, pl_module, GaussianNoise(self._noise_seed), observe=self.unsafe_diagnostics)
+            sampler_generator.manual_seed(derived_seed(self._noise_seed, "sampling", self.completed))
+        noise_seed = None if self._noise_seed is None else derived_seed(self._noise_seed, "noise", self.completed)
+        self._engine = Engine(self.plan, pl_module, GaussianNoise(noise_seed), observe=self.unsafe_diagnostics)
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
@@ -99,8 +101,9 @@ class PrivacyCallback(pl.Callback):
         self._ledger = LedgerWriter(self.ledger_path, self.plan.adjacency, resume=trainer.ckpt_path is not None)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _refuse_optimizers(trainer)
+        _refuse_optimizers(trainer, pl_module)
         self._replace_step(pl_module)
+        _silence(pl_module)
 
     # One round
 
@@ -139,13 +142,20 @@ class PrivacyCallback(pl.Callback):
         early = self.completed.bit_count() == 1
         if self.delta is not None and (early or done or self.completed % self._reading_every == 0):
             self._read_epsilon(trainer)
-            pl_module.log("epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, logger=False)
+            type(pl_module).log(
+                pl_module, "epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, logger=False
+            )
         if self.unsafe_diagnostics:
             _log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.__dict__.pop("log", None)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """ε is logged at the same steps as validation metrics, so that a chart can have it as its x axis."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            _silence(pl_module)
         if self.delta is not None and self.completed != self._read_at:
             self._read_epsilon(trainer)
 
@@ -184,20 +194,20 @@ class PrivacyCallback(pl.Callback):
                     "release; choose one that does not, unlike LBFGS."
                 )
             leaves, structure = records(batch, chunk.size)
-            with _nothing_logged(pl_module):
-                if chunk.size > 1 and not self._mixing_tried:
-                    self._mixing_tried = True
-                    two = tree_unflatten([leaf if leaf is None else leaf[:2] for leaf in leaves], structure)
-                    refuse_mixing_modules(pl_module, lambda part: training_step(part, *args, **kwargs), two)
-                engine.accumulate(
-                    lambda record: _loss(training_step(record, *args, **kwargs)), batch, chunk.size, chunk.empty
-                )
+            if chunk.size > 1 and not self._mixing_tried:
+                self._mixing_tried = True
+                two = tree_unflatten([leaf if leaf is None else leaf[:2] for leaf in leaves], structure)
+                refuse_mixing_modules(pl_module, lambda part: training_step(part, *args, **kwargs), two)
+            engine.accumulate(
+                lambda record: _loss(training_step(record, *args, **kwargs)), batch, chunk.size, chunk.empty
+            )
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = private_step  # type: ignore[method-assign]
 
     def _close(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.__dict__.pop("training_step", None)
+        pl_module.__dict__.pop("log", None)
         trainer.accumulate_grad_batches = 1
         if self._ledger is not None:
             self._ledger.close()
@@ -210,13 +220,9 @@ def _loss(output: Any) -> Tensor:
     return loss
 
 
-@contextmanager
-def _nothing_logged(pl_module: pl.LightningModule) -> Iterator[None]:
+def _silence(pl_module: pl.LightningModule) -> None:
+    """What the module's training hooks log was computed from records without noise."""
     pl_module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del pl_module.log
 
 
 def _log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
@@ -231,7 +237,8 @@ def _log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
             joined = torch.cat(norms)
             values[f"unsafe/median_norm/{group.name}"] = float(joined.median())
             values[f"unsafe/clip_fraction/{group.name}"] = float((joined > group.S).float().mean())
-    pl_module.log_dict(values, on_step=True, on_epoch=False)
+    for name, value in values.items():
+        type(pl_module).log(pl_module, name, value, on_step=True, on_epoch=False)
 
 
 def _sampler_for(loader: Any, plan: PrivacyPlan, physical_batch: int, generator: torch.Generator) -> RoundSampler:
@@ -240,7 +247,32 @@ def _sampler_for(loader: Any, plan: PrivacyPlan, physical_batch: int, generator:
             f"data: the training loader is a {type(loader).__name__}; Poisson sampling needs one DataLoader over "
             "a data set that can be indexed."
         )
+    plain = (SequentialSampler, RandomSampler)
+    if type(loader.sampler) not in plain or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise ConfigError(
+            f"data: the training loader has a sampler of its own ({type(loader.sampler).__name__}), which the plan's "
+            "would replace; choose records with torch.utils.data.Subset instead."
+        )
+    _refuse_mixing_collation(loader)
     return RoundSampler(plan.sampling, len(loader.dataset), plan.rounds, physical_batch, generator)  # type: ignore[arg-type]
+
+
+def _refuse_mixing_collation(loader: DataLoader) -> None:
+    """A record's row must not depend on the records that are collated beside it."""
+    if len(loader.dataset) < 2 or loader.collate_fn is default_collate:  # type: ignore[arg-type]
+        return
+    first, second = loader.dataset[0], loader.dataset[1]
+    alone, again, beside = (
+        tree_leaves(loader.collate_fn(items)) for items in ([first], [first], [first, second])
+    )  # fmt: skip
+    for one, same, both in zip(alone, again, beside, strict=False):
+        if not isinstance(one, Tensor) or not torch.equal(one, same):
+            continue
+        if one.shape != both[:1].shape or not torch.equal(one, both[:1]):
+            raise ConfigError(
+                "data: the training loader's collate_fn gives a record another row alone than beside others, so that "
+                "clipping single rows would not bound it; collate each record by itself, to one fixed length."
+            )
 
 
 def _with_sampler(loader: DataLoader, sampler: RoundSampler) -> DataLoader:
@@ -265,6 +297,13 @@ def _refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None
             f"model: {type(pl_module).__name__} optimizes by hand (automatic_optimization=False), so a sample "
             "cannot be tied to one release; use automatic optimization."
         )
+    for owner in (pl_module, getattr(trainer, "datamodule", None)):
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if owner is not None and is_overridden(hook, owner):
+                raise ConfigError(
+                    f"data: {type(owner).__name__}.{hook} sees whole batches, and may mix their records; do what it "
+                    "does in the data set or in training_step, which see one record."
+                )
     if trainer.world_size > 1:
         raise ConfigError(
             f"trainer.devices={trainer.world_size}: private training on several devices is not supported; use 1."
@@ -276,15 +315,23 @@ def _refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None
         )
     if trainer.precision == "16-mixed":
         raise ConfigError("trainer.precision=16-mixed scales gradients by the data; use bf16-mixed or 32-true.")
-    if trainer.limit_train_batches not in (1.0, None) or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    limit = trainer.limit_train_batches
+    whole = limit is None or (isinstance(limit, float) and limit == 1.0)
+    if not whole or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
             "limit_train_batches, overfit_batches and fast_dev_run would cut samples short; "
             "give sampling.steps instead."
         )
 
 
-def _refuse_optimizers(trainer: pl.Trainer) -> None:
+def _refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    known = {id(parameter) for parameter in pl_module.parameters()}
     for optimizer in trainer.optimizers:
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "optimizer: it holds a parameter that is not among the module's own, so no group releases it; "
+                "register the layer that owns it as an attribute of the module."
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "optimizer: LBFGS evaluates the loss several times a step, each of which would be another release; "

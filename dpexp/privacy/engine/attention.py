@@ -33,6 +33,8 @@ def multi_head_attention(
         None if it is called for anything else.
     """
     simple = bias_k is None and not add_zero_attn and not need_weights and not others.get("use_separate_proj_weight")
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    simple = simple and all(mask.is_floating_point() for mask in masks)  # true means "ignore" here, "attend" there
     if in_proj_weight is None or not simple or not (query is key and key is value) or query.dim() != 3:
         return None
     _T, N, E = query.shape

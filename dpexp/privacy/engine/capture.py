@@ -48,7 +48,7 @@ class Capture(TorchFunctionMode):
                 attended = multi_head_attention(*args, **kwargs)
             if attended is not None:
                 return attended
-        args, kwargs = self._with_copies(args), self._with_copies(kwargs)
+        args, kwargs = self.with_copies(args), self.with_copies(kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
@@ -88,17 +88,17 @@ class Capture(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return _Stepped.apply(self.anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
 
-    def _with_copies(self, value: Any) -> Any:
+    def with_copies(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if id(value) not in self._trainable:
+            if id(value) not in self._trainable or not torch.is_grad_enabled():
                 return value
             if id(value) not in self._copies:
                 self._copies[id(value)] = _Copied.apply(self.anchor, value, self.record)
             return self._copies[id(value)]
         if type(value) in (list, tuple):
-            return type(value)(map(self._with_copies, value))
+            return type(value)(map(self.with_copies, value))
         if type(value) is dict:
-            return {key: self._with_copies(item) for key, item in value.items()}
+            return {key: self.with_copies(item) for key, item in value.items()}
         return value
 
 
@@ -131,12 +131,16 @@ class _Captured(OnRecords):
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
         x = x.expand(info.batch_size, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
         y = call.run(x, **{role: p.detach() for role, p in call.parameters.items() if p is not None})
+        if not torch.is_grad_enabled():
+            return y, 0
         roles = {role: p for role, p in call.parameters.items() if p is not None and p.requires_grad}
         dtype = torch.promote_types(torch.float32, next(iter(roles.values())).dtype)
-        held = [x.detach()]
+        held, version = [x.detach()], x._version
 
         def on_gradient(g: Tensor) -> None:
             saved = held.pop()
+            if saved._version != version:
+                raise RuntimeError("an input of a layer was modified in place after the layer had used it.")
             with torch.autocast(g.device.type, enabled=False), torch.no_grad():
                 saved = saved.to(dtype) if saved.is_floating_point() else saved
                 for role, use in call.uses(saved, g.reshape(y_shape).to(dtype)).items():

@@ -44,7 +44,6 @@ class Engine:
             odd = sorted(planned.symmetric_difference(trainable))
             raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
         self._parameters = trainable
-        self._buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
         self._sums: dict[str, Tensor] = {}
         self._module = module
         self._looped: set[str] = set()
@@ -71,13 +70,14 @@ class Engine:
         Raises:
             ConfigError: the batch cannot be split into records, or a buffer changed.
         """
-        versions = {name: b._version for name, b in self._buffers.items()}
+        before = _state(self._module)
         while not self._slow:
             try:
                 uses, losses = self._uses_together(loss_of, batch, size)
             except (torch.OutOfMemoryError, ConfigError, KeyboardInterrupt):
                 raise
             except Exception as reason:
+                _refuse_changes(before, self._module)
                 self._give_up(reason)
                 continue
             with _full_precision(losses.device), torch.no_grad():
@@ -85,12 +85,7 @@ class Engine:
             break
         else:
             self._accumulate_singly(loss_of, batch, size, empty)
-        for name, buffer in self._buffers.items():
-            if buffer._version != versions[name]:
-                raise ConfigError(
-                    f"model: the buffer {name} changed during training_step, so data would reach it without "
-                    "noise; remove what updates it, or freeze it with eval()."
-                )
+        _refuse_changes(before, self._module)
 
     def release(self, ledger: LedgerWriter) -> dict[str, Tensor]:
         """Writes the sum query events, and only then returns v̂ for each parameter:
@@ -116,12 +111,14 @@ class Engine:
             what = f"the records of the module {name} ({type(self._module.get_submodule(name)).__name__})"
         warnings.warn(
             f"{what} are processed one at a time, which is right but slow, because they cannot be processed "
-            f"together: {str(reason).splitlines()[0]}"
+            f"together: {(str(reason) or type(reason).__name__).splitlines()[0]}"
         )
 
     def _uses_together(self, loss_of: Callable, batch: Any, size: int) -> tuple[dict[str, Use], Tensor]:
         """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
         leaves, structure = records(batch, size)
+        for parameter in self._parameters.values():
+            parameter.grad = None
         uses: dict[int, list[Use]] = defaultdict(list)
 
         def record(parameter: Tensor, use: Use) -> None:
@@ -146,6 +143,10 @@ class Engine:
         with _full_precision(device), torch.no_grad():
             if total.requires_grad:
                 total.backward()
+            if any(p.grad is not None for p in self._parameters.values()):
+                for p in self._parameters.values():
+                    p.grad = None
+                raise RuntimeError("a parameter is used in a way that was not seen.")
             return (
                 {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),
@@ -226,6 +227,30 @@ def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Norms, sums and noise are never computed in the autocast type."""
-    with torch.autocast(device.type, enabled=False):
-        yield
+    """Norms, sums and noise are never computed in the autocast type, nor in TF32."""
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def _state(module: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+    """What must not change while data is seen: buffers, with a copy, and frozen parameters."""
+    buffers = {name: (b, b._version, b.clone()) for name, b in module.named_buffers()}
+    return buffers | {name: (p, p._version, None) for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def _refuse_changes(before: dict[str, tuple[Tensor, int, Tensor | None]], module: nn.Module) -> None:
+    now = dict(module.named_buffers()) | dict(module.named_parameters())
+    for name, (tensor, version, copy) in before.items():
+        same = now.get(name) is tensor and tensor._version == version
+        if not same or not (copy is None or torch.equal(tensor, copy)):
+            raise ConfigError(
+                f"model: the buffer or frozen parameter {name} changed during training_step, so data would reach it "
+                "without noise; remove what updates it, or freeze it with eval()."
+            )

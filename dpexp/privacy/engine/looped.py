@@ -45,7 +45,8 @@ def looping(root: nn.Module, names: set[str], capture: Capture) -> Iterator[None
 
 def _loop(module: nn.Module, capture: Capture) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
+        with torch._C.DisableTorchFunction():
+            leaves, structure = tree_flatten((capture.with_copies(args), capture.with_copies(kwargs)))
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shapes: list[Any] = []
 
