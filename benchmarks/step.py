@@ -346,7 +346,7 @@ def draw(results: dict[str, dict[str, list[float] | str]], path: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(results)), list(results))
     axes.grid(axis="y", which="both", alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(loc="outside lower center", fontsize="small", ncols=4)
     figure.savefig(path, dpi=110)
 
 
