@@ -20,9 +20,10 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
         values = [epsilon(_first(ledger, mark), delta, name) for mark in marks]
         axes.plot([0, *marks], [0.0, *values], label=name)
         if values:
-            axes.annotate(f"{values[-1]:.3g}", (marks[-1], values[-1]), xytext=(-4, 6),
+            axes.annotate(f"{values[-1]:.4g}", (marks[-1], values[-1]), xytext=(-4, 6),
                           textcoords="offset points", ha="right")  # fmt: skip
     axes.set_xlim(left=0)
+    axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(title="accountant")

@@ -288,7 +288,7 @@ class Stream(IterableDataset):
         yield from dataset()
 
 
-def refused(tmp_path, match, module=None, data=None, options=None, **callback):
+def expect_refusal(tmp_path, match, module=None, data=None, options=None, **callback):
     with pytest.raises(ConfigError, match=match):
         fit(tmp_path, module, data, options=options, **callback)
     ledger = tmp_path / "l.jsonl"
@@ -297,7 +297,7 @@ def refused(tmp_path, match, module=None, data=None, options=None, **callback):
 
 def test_a_module_that_mixes_records_is_refused_by_name(tmp_path):
     net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), BatchMean(), nn.Linear(5, 3))
-    refused(tmp_path, r"module net\.2 \(BatchMean\) mixes", Model(net))
+    expect_refusal(tmp_path, r"module net\.2 \(BatchMean\) mixes", Model(net))
 
 
 def test_modules_with_their_own_randomness_are_not_mistaken_for_mixing(tmp_path):
@@ -316,24 +316,24 @@ def test_batchnorm_is_refused_by_name(tmp_path):
 
 
 def test_lbfgs_is_refused(tmp_path):
-    refused(tmp_path, "LBFGS", Model(optimizer=lambda p: torch.optim.LBFGS(p)))
+    expect_refusal(tmp_path, "LBFGS", Model(optimizer=lambda p: torch.optim.LBFGS(p)))
 
 
 def test_settings_that_would_cut_a_sample_are_refused(tmp_path):
-    refused(tmp_path, "accumulate_grad_batches", options={"accumulate_grad_batches": 2})
-    refused(tmp_path, "cut samples short", options={"limit_train_batches": 3})
-    refused(tmp_path, "cut samples short", options={"limit_train_batches": 1})
-    refused(tmp_path, "cut samples short", options={"fast_dev_run": True})
+    expect_refusal(tmp_path, "accumulate_grad_batches", options={"accumulate_grad_batches": 2})
+    expect_refusal(tmp_path, "cut samples short", options={"limit_train_batches": 3})
+    expect_refusal(tmp_path, "cut samples short", options={"limit_train_batches": 1})
+    expect_refusal(tmp_path, "cut samples short", options={"fast_dev_run": True})
 
 
 def test_manual_optimization_is_refused(tmp_path):
     module = Model()
     module.automatic_optimization = False
-    refused(tmp_path, "by hand", module)
+    expect_refusal(tmp_path, "by hand", module)
 
 
 def test_a_stream_cannot_be_sampled(tmp_path):
-    refused(tmp_path, "can be indexed", data=DataLoader(Stream()))
+    expect_refusal(tmp_path, "can be indexed", data=DataLoader(Stream()))
 
 
 def test_no_round_beyond_the_plan(tmp_path):
@@ -396,7 +396,7 @@ def test_nothing_that_training_hooks_log_gets_out(tmp_path):
 
 
 def test_a_sampler_of_the_users_is_refused(tmp_path):
-    refused(tmp_path, "sampler of its own", data=DataLoader(dataset(), sampler=SubsetRandomSampler(range(10))))
+    expect_refusal(tmp_path, "sampler of its own", data=DataLoader(dataset(), sampler=SubsetRandomSampler(range(10))))
 
 
 def test_collation_that_mixes_records_is_refused(tmp_path):
@@ -408,8 +408,8 @@ def test_collation_that_mixes_records_is_refused(tmp_path):
         longest = max(int(y) for _, y in items)
         return torch.stack([F.pad(x, (0, longest)) for x, _ in items]), torch.stack([y for _, y in items])
 
-    refused(tmp_path, "another row alone than beside others", data=DataLoader(dataset(), collate_fn=mixup))
-    refused(tmp_path, "another row alone than beside others", data=DataLoader(dataset(), collate_fn=padded))
+    expect_refusal(tmp_path, "another row alone than beside others", data=DataLoader(dataset(), collate_fn=mixup))
+    expect_refusal(tmp_path, "another row alone than beside others", data=DataLoader(dataset(), collate_fn=padded))
     fit(tmp_path, data=DataLoader(dataset(), collate_fn=lambda items: default_collate(items)))
 
 
@@ -418,12 +418,12 @@ def test_hooks_that_see_whole_batches_are_refused(tmp_path):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return batch[0] - batch[0].mean(0), batch[1]
 
-    refused(tmp_path, r"Centred\.on_after_batch_transfer sees whole batches", Centred())
+    expect_refusal(tmp_path, r"Centred\.on_after_batch_transfer sees whole batches", Centred())
 
 
 def test_an_optimizer_with_parameters_that_no_group_releases_is_refused(tmp_path):
     hidden = nn.Linear(2, 2)
-    refused(
+    expect_refusal(
         tmp_path,
         "not among the module's own",
         Model(optimizer=lambda p: torch.optim.SGD([*p, *hidden.parameters()], 0.1)),

@@ -36,7 +36,7 @@ class Weighted(nn.Module):
         return (y * torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).sin().view(y.shape)).square().sum()
 
 
-def check(layer, x, dtype, fast=True):
+def assert_equals_reference(layer, x, dtype, fast=True):
     """Per-layer clipping of some of the records, in chunks, equals the reference."""
     module = Weighted(layer).to(dtype)
     x = x.to(dtype) if x.is_floating_point() else x
@@ -70,7 +70,7 @@ QUICK = settings(max_examples=12, deadline=None)
 @given(lead=st.lists(SMALL, max_size=2), d=st.integers(1, 6), p=st.integers(1, 6), bias=st.booleans(), seed=SMALL)
 def test_linear(dtype, lead, d, p, bias, seed):
     torch.manual_seed(seed)
-    check(nn.Linear(d, p, bias), torch.randn(4, *lead, d), dtype)
+    assert_equals_reference(nn.Linear(d, p, bias), torch.randn(4, *lead, d), dtype)
 
 
 @DTYPES
@@ -86,7 +86,7 @@ def test_convolutions(dtype, space, groups, k, stride, dilation, padding, mode, 
         stride = 1
     make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[space - 1]
     layer = make(2 * groups, width * groups, k, stride, padding, dilation, groups, bias, mode)
-    check(layer, torch.randn(4, 2 * groups, *(7, 6, 5)[:space]), dtype)
+    assert_equals_reference(layer, torch.randn(4, 2 * groups, *(7, 6, 5)[:space]), dtype)
 
 
 @DTYPES
@@ -104,7 +104,7 @@ def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
             make(self, *args)
 
         monkeypatch.setattr(kind, "__init__", noted)
-    check(nn.Conv2d(d, p, k, bias=False), torch.randn(4, d, side, side), dtype)
+    assert_equals_reference(nn.Conv2d(d, p, k, bias=False), torch.randn(4, d, side, side), dtype)
     method = {8: (Convolved, True), 30: (Convolved, False), 2: (Dense, False)}[d]
     assert method in taken
 
@@ -119,7 +119,7 @@ def test_transposed_convolutions(dtype, space, groups, k, stride, dilation, padd
     torch.manual_seed(0)
     make = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[space - 1]
     layer = make(2 * groups, width * groups, k, stride, padding, stride - 1, groups, True, dilation)
-    check(layer, torch.randn(4, 2 * groups, *(5, 4, 3)[:space]), dtype)
+    assert_equals_reference(layer, torch.randn(4, 2 * groups, *(5, 4, 3)[:space]), dtype)
 
 
 @DTYPES
@@ -128,9 +128,11 @@ def test_transposed_convolutions(dtype, space, groups, k, stride, dilation, padd
 def test_embeddings(dtype, rows, d, T, padding, seed):
     torch.manual_seed(seed)
     index = torch.randint(rows, (4, T))
-    check(nn.Embedding(rows, d, padding_idx=0 if padding else None), index, dtype)
+    assert_equals_reference(nn.Embedding(rows, d, padding_idx=0 if padding else None), index, dtype)
     for mode in ("sum", "mean"):
-        check(nn.EmbeddingBag(rows, d, mode=mode, padding_idx=rows - 1 if padding else None), index, dtype)
+        assert_equals_reference(
+            nn.EmbeddingBag(rows, d, mode=mode, padding_idx=rows - 1 if padding else None), index, dtype
+        )
 
 
 @DTYPES
@@ -139,8 +141,8 @@ def test_embeddings(dtype, rows, d, T, padding, seed):
 def test_layer_and_rms_norm(dtype, lead, shape, bias):
     torch.manual_seed(0)
     x = torch.randn(4, *lead, *shape)
-    check(nn.LayerNorm(shape, bias=bias), x, dtype)
-    check(nn.RMSNorm(shape), x, dtype)
+    assert_equals_reference(nn.LayerNorm(shape, bias=bias), x, dtype)
+    assert_equals_reference(nn.RMSNorm(shape), x, dtype)
 
 
 @DTYPES
@@ -149,9 +151,9 @@ def test_layer_and_rms_norm(dtype, lead, shape, bias):
 def test_group_and_instance_norm(dtype, groups, per, space):
     torch.manual_seed(0)
     x = torch.randn(4, groups * per, *(5, 3, 2)[:space])
-    check(nn.GroupNorm(groups, groups * per), x, dtype)
+    assert_equals_reference(nn.GroupNorm(groups, groups * per), x, dtype)
     make = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[space - 1]
-    check(make(groups * per, affine=True), x, dtype)
+    assert_equals_reference(make(groups * per, affine=True), x, dtype)
 
 
 @DTYPES
@@ -161,8 +163,8 @@ def test_recurrent_layers(dtype, kind, batch_first):
     torch.manual_seed(0)
     layer = kind(3, 4, num_layers=2, bidirectional=True, batch_first=batch_first)
     if batch_first:
-        return check(layer, torch.randn(4, 5, 3), dtype)
-    check(Sequenced(layer), torch.randn(4, 5, 3), dtype)
+        return assert_equals_reference(layer, torch.randn(4, 5, 3), dtype)
+    assert_equals_reference(Sequenced(layer), torch.randn(4, 5, 3), dtype)
 
 
 class Sequenced(nn.Module):
@@ -203,7 +205,7 @@ class Functional(nn.Module):
 @DTYPES
 def test_attention_with_boolean_masks(dtype):
     torch.manual_seed(0)
-    check(Functional(), torch.randn(4, 5, 8), dtype, fast=False)
+    assert_equals_reference(Functional(), torch.randn(4, 5, 8), dtype, fast=False)
 
 
 CAUSAL = torch.ones(5, 5).triu(1).bool()
@@ -229,7 +231,7 @@ def test_attention(dtype, options):
         or "key_padding_mask" in options
         or ("attn_mask" in options and "is_causal" not in options)
     )
-    check(Attention(**options), torch.randn(4, 5, 8), dtype, fast=not warned)
+    assert_equals_reference(Attention(**options), torch.randn(4, 5, 8), dtype, fast=not warned)
 
 
 @DTYPES
@@ -246,7 +248,7 @@ def test_a_users_own_rule(dtype):
 
     try:
         torch.manual_seed(0)
-        check(nn.PReLU(), torch.randn(4, 5), dtype)
+        assert_equals_reference(nn.PReLU(), torch.randn(4, 5), dtype)
     finally:
         for function in (torch.ops.aten.prelu.default, torch.prelu):
             del RULES[function]
