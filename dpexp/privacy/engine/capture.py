@@ -60,10 +60,10 @@ class Capture(TorchFunctionMode):
         """A rule serves unbatched parameters, at least one of them trainable, that meet data."""
         given = [p for p in call.parameters.values() if p is not None]
         return (
-            any(id(p) in self._trainable for p in given)
-            and all(id(p) in self._trainable or (p.is_leaf and not p.requires_grad) for p in given)
+            any(self.trains(p) for p in given)
+            and all(self.trains(p) or (p.is_leaf and not p.requires_grad) for p in given)
             and not any(torch._C._functorch.is_batchedtensor(p) for p in given)
-            and id(call.x) not in self._trainable
+            and not self.trains(call.x)
         )
 
     def _steps_through(self, args: tuple) -> bool:
@@ -90,7 +90,7 @@ class Capture(TorchFunctionMode):
 
     def with_copies(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if id(value) not in self._trainable or not torch.is_grad_enabled():
+            if not self.trains(value) or not torch.is_grad_enabled():
                 return value
             if id(value) not in self._copies:
                 self._copies[id(value)] = _Copied.apply(self.anchor, value, self.record)

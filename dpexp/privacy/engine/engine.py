@@ -185,8 +185,9 @@ class Engine:
             finite = torch.isfinite(norms)
             c = torch.where(finite, clip_factors(norms, group.S), 0)
             observation[f"norm/{group.name}"] = norms
+            to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
             for _, name in members:
-                if norms.is_cuda or not finite.all():
+                if to_zero:
                     uses[name].zero(~finite)
                 if not empty:
                     uses.pop(name).add_weighted_sum(c, self._sums[name])
