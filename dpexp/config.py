@@ -30,15 +30,25 @@ class Privacy:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     delta: float = MISSING
+    adjacency: str | None = None
     noise_seed: int | None = None
 
 
 @dataclass
 class Sampling:
+    policy: str = MISSING
     q: float | None = None
     expected_batch_size: float | None = None
+    maximum: int | None = None
     steps: int | None = None
     epochs: float | None = None
+
+
+@dataclass
+class Schedule:
+    z: Any = None
+    q: Any = None
+    S: Any = None
 
 
 @dataclass
@@ -80,6 +90,8 @@ class Config:
     trainer: Trainer = field(default_factory=Trainer)
     tracking: Tracking = field(default_factory=Tracking)
     privacy: Privacy = field(default_factory=Privacy)
+    schedule: Schedule = field(default_factory=Schedule)
+    calibrate: str = "noise"
     seed: int = 0
     vectors: str = "layer"
     diagnostics: str = "none"

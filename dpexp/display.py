@@ -16,8 +16,14 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.schedules import Schedule
 
 console = Console()
+NEIGHBOURS = {
+    "add_remove": "for adding or removing one record",
+    "replace_one": "for replacing one record by another",
+    "replace_null": "for replacing one record by the null record",
+}
 
 
 def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
@@ -26,9 +32,13 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
     console.print(
-        f"[bold]Plan[/]: {plan.rounds} rounds of Poisson samples at q = {plan.sampling.q:.5g} of n = {plan.n} "
-        f"(about {plan.sampling.q * plan.n:.0f} records), z = {plan.noise_multiplier:.4g}"
+        f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
+        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} records), z = {plan.noise_multiplier:.4g}"
+        + (", on a schedule" if plan.schedule != Schedule() else "")
     )
+    if plan.calibration is not None:
+        solved = plan.calibration
+        console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs ε = {solved.epsilon:.4g}")
     console.print(plan_table(plan))
     if cfg.privacy.noise_seed is not None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
@@ -120,7 +130,7 @@ def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:
         console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
     if "epsilon" in result:
         spent = ", ".join(f"{value:.4g} by {name}" for name, value in result["epsilon"].items())
-        console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {result['delta']:g}, for adding or removing one record")
+        console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {result['delta']:g}, {NEIGHBOURS[result['adjacency']]}")
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
     console.print(f"Ledger and result: {output}", soft_wrap=True)

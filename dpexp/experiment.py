@@ -15,13 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import display
-from dpexp.accounting.accountants import NAMES, check_delta, epsilon
+from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, check_delta, epsilon
+from dpexp.accounting.claims import CLAIMS
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
 from dpexp.privacy.refusals import refuse_mixing_layers
-from dpexp.privacy.sampling import Poisson
+from dpexp.privacy.sampling import Policy, make_policy
 from dpexp.tracking import track
 from dpexp.training.classifier import Classifier
 
@@ -48,15 +49,15 @@ def run(cfg: DictConfig) -> float | None:
     if hasattr(data, "workers"):
         data.workers = cfg.trainer.workers
     if plan is None and hasattr(data, "batch_size"):
-        data.batch_size = round(_policy(cfg).q * cfg.data.n)
+        data.batch_size = max(1, round(_policy(cfg).q * cfg.data.n))
     display.announce(cfg, plan)
-    with track(cfg, plan, output) as tracked:
+    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
         trainer.logger = tracked.logger if tracked else None
         started = time.monotonic()
         try:
             trainer.fit(module, datamodule=data)
         except (KeyboardInterrupt, SystemExit):
-            display.interrupted(plan, output, cfg.privacy.delta, cfg.accountant.names[0])
+            display.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
             raise
         seconds = time.monotonic() - started
         tested = trainer.test(module, datamodule=data, verbose=False)
@@ -78,20 +79,37 @@ def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     return make_plan(
         module,
         n=cfg.data.n,
+        sampling=sampling.policy,
         q=sampling.q,
         expected_batch_size=sampling.expected_batch_size,
+        maximum=sampling.maximum,
         steps=sampling.steps,
         epochs=sampling.epochs,
         epsilon=cfg.privacy.epsilon,
         noise_multiplier=cfg.privacy.noise_multiplier,
         delta=cfg.privacy.delta,
+        adjacency=cfg.privacy.adjacency,
         group=group,
         vectors_by=cfg.vectors,
         bound=bound,
         mechanism=mechanism,
         allocation=allocation,
-        accountant=cfg.accountant.names[0],
+        schedules=OmegaConf.to_container(cfg.schedule, resolve=True),  # type: ignore[arg-type]
+        accountant=reported(cfg),
+        calibrate=cfg.calibrate,
     )
+
+
+def reported(cfg: DictConfig) -> str:
+    """The accountant whose ε is reported and calibrated with."""
+    return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
+
+
+def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
+    """Those asked for, the reported one first; `all` stands for every one that has a bound for the plan's claim."""
+    if "all" not in cfg.accountant.names:
+        return list(cfg.accountant.names)
+    return list(CLAIMS[plan.sampling.name][plan.adjacency])
 
 
 def _check(cfg: DictConfig) -> None:
@@ -104,9 +122,14 @@ def _check(cfg: DictConfig) -> None:
         raise ConfigError(f"{missing[0]} must be given.")
     if cfg.diagnostics not in DIAGNOSTICS:
         raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
-    unknown = [name for name in cfg.accountant.names if name not in NAMES]
-    if unknown or not cfg.accountant.names:
-        raise ConfigError(f"accountant.names={list(cfg.accountant.names)} must be among {', '.join(NAMES)}.")
+    names = list(cfg.accountant.names)
+    if not names or any(name not in (*NAMES, "all") for name in names):
+        raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
+    if names[0] in APPROXIMATIONS:
+        raise ConfigError(
+            f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
+            "be the one reported; put another first."
+        )
     check_delta(cfg.privacy.delta)
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
@@ -152,7 +175,7 @@ def _callback(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallba
         plan,
         output / "ledger.jsonl",
         delta=cfg.privacy.delta,
-        accountant=cfg.accountant.names[0],
+        accountant=accountants(cfg, plan)[0],
         physical_batch=cfg.trainer.physical_batch,
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
@@ -160,9 +183,9 @@ def _callback(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallba
 
 
 def _trainer(cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, output: Path) -> pl.Trainer:
-    q = _policy(cfg).q
+    policy = plan.sampling if plan else _policy(cfg)
     rounds = plan.rounds if plan else _rounds(cfg)
-    per_epoch = max(1, round(1 / q))
+    per_epoch = max(1, round(policy.rounds_per_epoch))
     bar = display.RoundBar(rounds, callback)
     try:
         return pl.Trainer(
@@ -185,9 +208,10 @@ def _trainer(cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallbac
         raise ConfigError(f"trainer: {error}") from error
 
 
-def _policy(cfg: DictConfig) -> Poisson:
-    sampling = cfg.sampling
-    return Poisson(sampling.q if sampling.q is not None else sampling.expected_batch_size / cfg.data.n)
+def _policy(cfg: DictConfig) -> Policy:
+    sampling, n = cfg.sampling, cfg.data.n
+    q = sampling.q if sampling.q is not None else sampling.expected_batch_size / n
+    return make_policy(sampling.policy, q, n, sampling.maximum)
 
 
 def _rounds(cfg: DictConfig) -> int:
@@ -213,8 +237,9 @@ def _result(
     if plan is not None:
         ledger = read_ledger(output / "ledger.jsonl")
         result |= {
-            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in cfg.accountant.names},
+            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
             "delta": cfg.privacy.delta,
+            "adjacency": plan.adjacency,
             "noise_multiplier": plan.noise_multiplier,
             "q": plan.sampling.q,
             "n": plan.n,

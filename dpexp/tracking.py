@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import MLFlowLogger
 
+from dpexp.accounting.calibration import Calibration
 from dpexp.accounting.ledger import read_ledger
 from dpexp.display import plan_json
 from dpexp.errors import ConfigError
@@ -41,8 +42,11 @@ class _MetricsLogger(MLFlowLogger):
 class Run:
     """One MLflow run."""
 
-    def __init__(self, cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> None:
+    def __init__(
+        self, cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]
+    ) -> None:  # fmt: skip
         self._cfg = cfg
+        self._accountants = accountants
         self._output = output
         uri = cfg.tracking.uri
         with _first_use(uri):
@@ -79,8 +83,22 @@ class Run:
         self._client.log_text(self.run_id, OmegaConf.to_yaml(HydraConfig.get().overrides.task), "overrides.yaml")
         self._client.log_text(self.run_id, OmegaConf.to_yaml(cfg, resolve=True), "config.yaml")
         if plan is not None:
+            if plan.calibration is not None:
+                self._log_calibration(plan.calibration)
             (self._output / "plan.json").write_text(plan_json(plan))
             self._client.log_artifact(self.run_id, str(self._output / "plan.json"))
+
+    def _log_calibration(self, solved: Calibration) -> None:
+        """Each probe is a step, so that the UI draws how the knob was found."""
+        self._client.log_batch(
+            self.run_id,
+            metrics=[
+                Metric(key, value, 0, step)
+                for step, probe in enumerate(solved.trace)
+                for key, value in zip((f"calibration/{solved.knob}", "calibration/epsilon"), probe, strict=True)
+            ],
+        )
+        self._client.log_batch(self.run_id, metrics=[Metric(solved.knob, solved.value, 0, 0)])
 
     def finish(self, result: dict[str, Any], output: Path) -> None:
         """Logs what is known at the end."""
@@ -94,7 +112,7 @@ class Run:
         if not ledger_path.exists():
             return
         self._client.log_artifact(self.run_id, str(ledger_path))
-        figure = epsilon_over_rounds(read_ledger(ledger_path), self._cfg.privacy.delta, self._cfg.accountant.names)
+        figure = epsilon_over_rounds(read_ledger(ledger_path), self._cfg.privacy.delta, self._accountants)
         figure.savefig(self._output / "epsilon.png", dpi=150)
         self._client.log_artifact(self.run_id, str(self._output / "epsilon.png"))
 
@@ -113,7 +131,7 @@ class Run:
 
 
 @contextmanager
-def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[Run | None]:
+def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]) -> Iterator[Run | None]:
     """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED."""
     if cfg.tracking.uri is None:
         yield None
@@ -122,7 +140,7 @@ def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Iterator[R
     logging.getLogger("alembic").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")
     try:
-        run = Run(cfg, plan, output)
+        run = Run(cfg, plan, output, accountants)
     except (MlflowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"tracking.uri={cfg.tracking.uri} cannot be used: {reason}") from error

@@ -123,7 +123,7 @@ def by_hand(plan, rounds=T, net=None):
     velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
     rate, sizes = 0.5, []
     for _ in range(rounds):
-        rows = Poisson(Q).draw(N, sampler)
+        rows = Poisson(Q).samples(N, sampler)[0]
         sizes.append(len(rows))
         sums = clipped_sums(
             plan, module, lambda one: F.cross_entropy(module.net(one[0]), one[1]), (x[rows], y[rows]), len(rows)

@@ -3,7 +3,15 @@ import math
 
 import pytest
 
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    joined,
+    read_ledger,
+)
 from dpexp.errors import ConfigError
 
 SAMPLING = SamplingEvent("poisson", 0.01, 60_000)
@@ -92,9 +100,24 @@ def test_two_runs_never_share_a_ledger(tmp_path):
     [
         ("nonsense", "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"round": 7}', "never defines"),
+        ('{"round": 7}', "has not defined before"),
         ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1}, "queries": []}', "not understood"),
         ('{"spec": 1, "sampling": {"policy": "shuffle", "q": 0.1, "n": 5}, "queries": []}', "shuffle"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, "queries": []}', "at least one"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": NaN, "n": 5}, "queries": []}', "q=nan"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": "1", "n": 5}, "queries": []}', "q=1"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5, "q": 0.2}, "queries": []}', "not JSON"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": true}, "queries": []}', "n=True"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5, "x": 1}, "queries": []}', "not understood"),
+        ('{"spec": [1], "sampling": {}, "queries": []}', "not by a whole number"),
+        ('{"spec": 0, "sampling": {}, "queries": []}', "twice"),
+        ('{"round": true}', "names round spec True"),
+        ('{"round": 0, "times": -5}', "neither a spec nor a round"),
+        ("[" * 100_000, "not JSON"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, '
+         '"queries": [{"group": "a", "S": 1e-200, "sigma": 1e200}]}', "beyond floating point"),
+        ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, '
+         '"queries": [{"group": "a", "S": 1.0, "sigma": 1%s}]}' % ("0" * 400), "sigma"),
         ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, '
          '"queries": [{"group": "a", "S": NaN, "sigma": 1.0}]}', "S=nan"),
     ],
@@ -139,3 +162,31 @@ def test_a_million_rounds_are_small(tmp_path):
 def test_an_empty_ledger_has_no_rounds(tmp_path):
     LedgerWriter(tmp_path / "l.jsonl").close()
     assert read_ledger(tmp_path / "l.jsonl") == Ledger("add_remove", {})
+
+
+@pytest.mark.parametrize("changed", ['"q": [0.001]', '"n": 50000', '"policy": "all"'])
+def test_a_header_that_says_otherwise_than_its_rounds_is_refused(tmp_path, changed):
+    path = tmp_path / "l.jsonl"
+    writer = LedgerWriter(path, planned=[SAMPLING])
+    writer.sample(SAMPLING)
+    writer.query(ALL[0])
+    writer.commit()
+    header, *rest = path.read_text().splitlines()
+    key = changed.split(":")[0]
+    (before,) = [part for part in ('"q": [0.01]', '"n": 60000', '"policy": "poisson"') if part.startswith(key)]
+    assert before in header
+    path.write_text("\n".join([header.replace(before, changed), *rest]) + "\n")
+    with pytest.raises(ConfigError, match="the header says sampling"):
+        read_ledger(path)
+
+
+def test_joined_ledgers_are_one_after_the_other(tmp_path):
+    shuffled = [Round(SamplingEvent("shuffle", 0.5, 10, epoch=e), ALL) for e in (0, 2)]
+    one = Ledger("replace_one", {shuffled[0]: 2, shuffled[1]: 1})
+    both = joined([one, one])
+    assert len(both) == 6
+    assert sorted(r.sampling.epoch for r in both.rounds) == [0, 2, 3, 5], "epochs of two runs are not disjoint"
+    poisson = Ledger("add_remove", {Round(SAMPLING, ALL): 3})
+    assert joined([poisson, poisson]).rounds == {Round(SAMPLING, ALL): 6}
+    with pytest.raises(ConfigError, match="different adjacencies"):
+        joined([one, poisson])

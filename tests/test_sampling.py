@@ -5,14 +5,15 @@ from itertools import islice
 
 import pytest
 import torch
-from scipy.stats import binomtest, chisquare
+from scipy.stats import binom, binomtest, chisquare
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.sampling import Poisson, RoundSampler
+from dpexp.privacy.sampling import All, FixedSize, Poisson, RoundSampler, Shuffle, TruncatedPoisson, make_policy
+from dpexp.privacy.schedules import schedule
 
 
 def sampler(size=100, q=0.1, rounds=50, physical=7, seed=0):
-    return RoundSampler(Poisson(q), size, rounds, physical, torch.Generator().manual_seed(seed))
+    return RoundSampler(lambda t: Poisson(q), size, rounds, physical, torch.Generator().manual_seed(seed))
 
 
 def samples(sampler):
@@ -33,7 +34,7 @@ def test_inclusion_is_independent_with_probability_q():
     generator = torch.Generator().manual_seed(1)
     included = torch.zeros(rounds, size, dtype=torch.long)
     for row in included:
-        row[Poisson(q).draw(size, generator)] = 1
+        row[Poisson(q).samples(size, generator)[0]] = 1
     assert binomtest(int(included.sum()), rounds * size, q).pvalue > 1e-3
     counts = included.sum(0).double()
     assert chisquare(counts.numpy()).pvalue > 1e-3, "every record alike"
@@ -48,7 +49,7 @@ def test_inclusion_is_independent_with_probability_q():
 def test_a_tiny_rate_is_not_rounded_up():
     """In float32 a uniform below 1e-9 happens with probability 2^-24, sixty times too often."""
     generator = torch.Generator().manual_seed(0)
-    assert sum(len(Poisson(1e-9).draw(10_000_000, generator)) for _ in range(3)) <= 2
+    assert sum(len(Poisson(1e-9).samples(10_000_000, generator)[0]) for _ in range(3)) <= 2
 
 
 def test_chunks_put_a_sample_together():
@@ -56,7 +57,7 @@ def test_chunks_put_a_sample_together():
     assert max(len(rows) for rows, _ in chunks) == 7
     assert all(chunk.size == len(rows) for rows, chunk in chunks)
     expected = torch.Generator().manual_seed(0)
-    assert rounds == [Poisson(0.3).draw(100, expected) for _ in rounds]
+    assert rounds == [Poisson(0.3).samples(100, expected)[0] for _ in rounds]
 
 
 def test_an_empty_sample_is_still_a_round():
@@ -92,3 +93,125 @@ def test_reading_ahead_and_starting_again_keep_chunks_and_rows_together():
 def test_an_empty_training_set_is_refused():
     with pytest.raises(ConfigError, match="empty"):
         sampler(size=0)
+
+
+def included(policy, size, draws, seed=2):
+    """[samples, size]: which record is in which sample."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    while len(rows) < draws:
+        for sample in policy.samples(size, generator):
+            assert len(set(sample)) == len(sample), "no record twice"
+            row = torch.zeros(size, dtype=torch.long)
+            row[sample] = 1
+            rows.append(row)
+    return torch.stack(rows)
+
+
+def test_fixed_size_samples_are_uniform_subsets_of_exactly_that_size():
+    size, batch, rounds = 20, 6, 5000
+    seen = included(FixedSize(batch / size), size, rounds)
+    assert (seen.sum(1) == batch).all()
+    assert chisquare(seen.sum(0).double().numpy()).pvalue > 1e-3, "every record alike"
+    together = int((seen[:, ::2] * seen[:, 1::2]).sum())
+    pairs = batch * (batch - 1) / (size * (size - 1))
+    assert binomtest(together, rounds * size // 2, pairs).pvalue > 1e-3, "without replacement"
+    following = int((seen[:-1] * seen[1:]).sum())
+    assert following / ((rounds - 1) * size) == pytest.approx((batch / size) ** 2, rel=0.03), "drawn anew each round"
+
+
+def test_shuffled_batches_are_equal_and_disjoint_within_an_epoch():
+    size, batch, epochs = 23, 5, 3000
+    seen = included(Shuffle(batch / size), size, 4 * epochs)
+    assert (seen.sum(1) == batch).all()
+    by_epoch = seen.reshape(epochs, 4, size)
+    assert (by_epoch.sum(1) <= 1).all(), "disjoint"
+    assert (by_epoch.sum((1, 2)) == 20).all(), "three records sit each epoch out"
+    assert chisquare(by_epoch.sum((0, 1)).double().numpy()).pvalue > 1e-3, "not always the same three"
+    assert chisquare(by_epoch[:, 0].sum(0).double().numpy()).pvalue > 1e-3, "shuffled anew each epoch"
+
+
+def test_truncation_keeps_a_uniform_subset_of_at_most_the_maximum():
+    size, q, maximum, rounds = 30, 0.4, 12, 6000
+    seen = included(TruncatedPoisson(q, maximum), size, rounds)
+    sizes = seen.sum(1)
+    assert int(sizes.max()) == maximum
+    cut = binom.sf(maximum - 1, size, q)
+    assert binomtest(int((sizes == maximum).sum()), rounds, cut).pvalue > 1e-3
+    for k in (6, 9, 11):
+        assert binomtest(int((sizes == k).sum()), rounds, binom.pmf(k, size, q)).pvalue > 1e-3, "below it, Poisson"
+    assert chisquare(seen[sizes == maximum].sum(0).double().numpy()).pvalue > 1e-3, "whoever is cut off is random"
+
+
+def test_all_is_everyone():
+    assert (included(All(), 7, 3) == 1).all()
+
+
+def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
+    """The permutation is gone with the process, so that further batches are not disjoint with the earlier ones."""
+    run = RoundSampler(lambda t: Shuffle(0.1), 100, 50, 7, torch.Generator().manual_seed(0))
+    samples(run)
+    assert run.completed == 10
+    run.completed = 14
+    _, chunks = samples(run)
+    assert {chunk.epoch for _, chunk in chunks} == {14} and run.completed == 20
+    _, chunks = samples(run)
+    assert {chunk.epoch for _, chunk in chunks} == {20} and run.completed == 30
+
+
+@pytest.mark.parametrize(
+    "name, q, n, maximum, message",
+    [
+        ("poison", 0.1, 100, None, "known: poisson, truncated_poisson"),
+        ("fixed_size", 0.123, 100, None, "expected_batch_size=12 is the nearest"),
+        ("shuffle", 0.001, 100, None, "expected_batch_size=1 is the nearest"),
+        ("truncated_poisson", 0.1, 100, None, "needs it"),
+        ("poisson", 0.1, 100, 20, "no other takes it"),
+        ("truncated_poisson", 0.1, 100, 0, "at least 1"),
+        ("all", 0.5, 100, None, "must be 1"),
+        ("poisson", 1.5, 100, None, "must lie in"),
+    ],
+)
+def test_policies_that_make_no_sense_are_refused(name, q, n, maximum, message):
+    with pytest.raises(ConfigError, match=message):
+        make_policy(name, q, n, maximum)
+
+
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        (None, [1] * 6),
+        (2, [2] * 6),
+        ([1, 1, 2, 2, 3, 1], [1, 1, 2, 2, 3, 1]),
+        ({"linear": [1, 2]}, [1, 1.2, 1.4, 1.6, 1.8, 2]),
+        ({"step": {0: 1.0, 4: 0.5}}, [1, 1, 1, 1, 0.5, 0.5]),
+    ],
+)
+def test_schedules(spec, expected):
+    plan = schedule(6, z=spec)
+    assert [plan.at(t).z for t in range(6)] == pytest.approx(expected)
+    assert [plan.at(t).q for t in range(6)] == [1] * 6
+    assert sum(count for _, count in plan.stretches(6)) == 6
+
+
+def test_a_long_ramp_is_a_staircase():
+    plan = schedule(10_000, q={"linear": [2, 1]})
+    assert len(list(plan.stretches(10_000))) == 32
+    assert plan.at(0).q == 2 and plan.at(9_999).q == 1
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ([1, 2], "lists 2 numbers for 6 rounds"),
+        ({"linear": [1, 0]}, "above 0"),
+        ({"linear": [1, "a"]}, "'a'"),
+        ({"step": {3: 1.0}}, "from round 0"),
+        ({"cosine": [1, 2]}, "not understood"),
+        ("linear", "not understood"),
+        (float("nan"), "finite"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        schedule(6, S=spec)

@@ -1,7 +1,9 @@
-"""Which noise multiplier z meets a target (ε, δ)?"""
+"""Which value of one knob meets a target (ε, δ)?"""
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
 from scipy.optimize import brentq
 
@@ -9,60 +11,185 @@ from dpexp.accounting.accountants import check_delta, epsilon
 from dpexp.accounting.ledger import Ledger
 from dpexp.errors import ConfigError
 
-LARGEST_Z = 2.0**20
-SMALLEST_Z = 2.0**-6
+
+@dataclass(frozen=True)
+class Knob:
+    """A number of the plan that can be solved for.
+
+    Attributes:
+        rising: ε rises with it.
+        whole: it is a whole number.
+    """
+
+    rising: bool
+    lowest: float
+    highest: float
+    whole: bool = False
 
 
-def solve_noise_multiplier(
+# `q` holds each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4); `q_at_fixed_z`
+# holds z. `bound` scales every S_g at fixed σ̃_g.
+KNOBS = {
+    "noise": Knob(False, 2.0**-6, 2.0**20),
+    "q": Knob(False, 2.0**-40, 1.0),
+    "q_at_fixed_z": Knob(True, 2.0**-40, 1.0),
+    "steps": Knob(True, 1, 2**40, whole=True),
+    "bound": Knob(True, 2.0**-20, 2.0**20),
+}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A knob that was solved for.
+
+    Attributes:
+        value: of the knob; epsilon: what it costs.
+        trace: every value that was tried with the ε that it costs, in order.
+    """
+
+    knob: str
+    value: float
+    epsilon: float
+    trace: tuple[tuple[float, float], ...]
+
+
+def solve(
+    knob: str,
     ledger_at: Callable[[float], Ledger],
-    target_epsilon: float,
+    target: float,
     delta: float,
     accountant: str = "pld",
+    *,
+    start: float,
+    lowest: float | None = None,
     precision: float = 1e-3,
-) -> float:
-    """The smallest z, to within `precision` in ε, whose ledger costs at most the target.
+) -> Calibration:
+    """The value of the knob that spends the target (ε, δ): ε is never above it, and within `precision` below.
+
+    For `noise` and `q` that is the smallest such value, otherwise the largest. A whole number is the last that does
+    not exceed the target, however far below it that is.
+
+    At fixed σ_g, ε does not fall with q everywhere: below some q so few records are ever sampled that ε falls
+    with q again, for want of training. `q` therefore comes down from 1, in steps of at most a quarter, to the first
+    q that costs more than the target, and solves between it and the one before.
 
     Args:
-        ledger_at: the ledger that training with noise multiplier z would write; its ε falls as z grows.
-        precision: relative. The ε of the returned z lies in [target (1 - precision), target].
+        ledger_at: the ledger that training with a value of the knob would write.
+        start: near which to begin.
+        lowest: the smallest value allowed, if larger than the knob's own.
 
     Raises:
-        ConfigError: the target is not positive, or no z up to 2^20 reaches it; says the best ε reachable.
+        ConfigError: the target is not positive, or no value reaches it; says the best ε reachable.
     """
     check_delta(delta)
-    if not (math.isfinite(target_epsilon) and target_epsilon > 0):
-        raise ConfigError(f"privacy.epsilon={target_epsilon} must be a finite number above 0.")
-    aim = target_epsilon * (1 - precision / 2)
-    probes: dict[float, float] = {}
-
-    def excess(log_z: float) -> float:
-        """log ε(z) less the log of a target just below the one asked for; 0 is the root sought."""
-        if log_z not in probes:
-            probes[log_z] = epsilon(ledger_at(math.exp(log_z)), delta, accountant)
-        return math.log(min(max(probes[log_z] / aim, 1e-3), 1e3))
-
-    # A privacy loss distribution far from the target may not fit in memory; Rényi DP is cheap anywhere and near.
-    start, step = (0.0, math.log(4)) if accountant == "rdp" else (_near(ledger_at, aim, delta), math.log(1.2))
-    smallest, largest = math.log(SMALLEST_Z), math.log(LARGEST_Z)
-    low = high = start
-    while excess(high) > 0:
-        if high >= largest:
-            raise ConfigError(
-                f"privacy.epsilon={target_epsilon} cannot be reached at privacy.delta={delta}: even z=2^20 "
-                f"costs ε={probes[high]:.3g} by {accountant}; ask for more ε or δ, or fewer rounds."
-            )
-        low, high, step = high, min(high + step, largest), 2 * step
-    while excess(low) < 0:
-        if low <= smallest:
-            return math.exp(low)
-        low, high, step = max(low - step, smallest), low, 2 * step
-    if low < high:
-        brentq(excess, low, high, xtol=precision / 100)
-    return math.exp(min(log_z for log_z, cost in probes.items() if cost <= target_epsilon))
+    if not (math.isfinite(target) and target > 0):
+        raise ConfigError(f"privacy.epsilon={target} must be a finite number above 0.")
+    facts = KNOBS[knob]
+    search = _Search(ledger_at, target, delta, accountant, precision, facts.whole)
+    low, high = math.log(max(facts.lowest, lowest or 0)), math.log(facts.highest)
+    cheap, dear = (low, high) if facts.rising else (high, low)
+    if knob == "q":
+        found = search.between_neighbours(cheap, dear, math.log(0.75))
+    else:
+        near = math.log(start)
+        if accountant == "pld":  # Rényi DP is cheaper, and near
+            near = math.log(_by_rdp(knob, ledger_at, target, delta, start, lowest))
+        found = search.around(min(max(near, low), high), cheap, dear, math.log(1.1 if accountant == "pld" else 4))
+    if found is None:
+        value, cost = min(search.trace, key=lambda probe: probe[1])
+        raise ConfigError(
+            f"privacy.epsilon={target:g} cannot be reached at privacy.delta={delta:g} by calibrate={knob}: the best is "
+            f"ε={cost:.4g}, at {knob}={value:.4g}; ask for more ε or δ, or change another knob."
+        )
+    return Calibration(knob, found[0], found[1], tuple(search.trace))
 
 
-def _near(ledger_at: Callable[[float], Ledger], target_epsilon: float, delta: float) -> float:
+def _by_rdp(
+    knob: str, ledger_at: Callable[[float], Ledger], target: float, delta: float, start: float, lowest: float | None
+) -> float:
     try:
-        return math.log(solve_noise_multiplier(ledger_at, target_epsilon, delta, "rdp", precision=0.1))
-    except ConfigError:
-        return math.log(LARGEST_Z)
+        return solve(knob, ledger_at, target, delta, "rdp", start=start, lowest=lowest, precision=0.05).value
+    except ConfigError:  # no bound for this sampling, or out of its reach
+        return start
+
+
+class _Enough(Exception):
+    """A probe is close enough to the target."""
+
+
+class _Search:
+    def __init__(
+        self, ledger_at: Callable[[float], Ledger], target: float, delta: float, accountant: str, precision: float,
+        whole: bool,
+    ) -> None:  # fmt: skip
+        self._ledger_at = ledger_at
+        self._target, self._delta, self._accountant = target, delta, accountant
+        self._precision, self._whole = precision, whole
+        self._costs: dict[float, float] = {}
+        self.trace: list[tuple[float, float]] = []
+
+    def around(self, start: float, cheap: float, dear: float, step: float) -> tuple[float, float] | None:
+        """Steps from `start` towards one end or the other until the target lies between two probes."""
+        inner, outer = (start, dear) if self._affordable(start) else (start, cheap)
+        ahead = math.copysign(step, outer - inner)
+        towards_dear = outer == dear
+        while True:
+            if inner == outer:
+                return self._best() if towards_dear else None
+            following = inner + ahead
+            following = min(following, outer) if ahead > 0 else max(following, outer)
+            if self._affordable(following) != towards_dear:
+                break
+            inner, ahead = following, 2 * ahead
+        return self._root(inner, following)
+
+    def between_neighbours(self, cheap: float, dear: float, step: float) -> tuple[float, float] | None:
+        """Steps evenly from the cheap end on."""
+        if not self._affordable(cheap):
+            return None
+        inner = cheap
+        while inner != dear:
+            following = max(inner + step, dear)
+            if not self._affordable(following):
+                return self._root(inner, following)
+            inner = following
+        return self._value(dear), self._cost(dear)
+
+    def _root(self, one: float, other: float) -> tuple[float, float]:
+        if self._whole:
+            while abs(self._value(one) - self._value(other)) > 1:
+                middle = math.log((self._value(one) + self._value(other)) // 2)
+                if self._affordable(middle) == self._affordable(one):
+                    one = middle
+                else:
+                    other = middle
+            return self._best()
+        aim = self._target * (1 - self._precision / 2)
+
+        def excess(t: float) -> float:
+            cost = self._cost(t)
+            if self._target * (1 - self._precision) <= cost <= self._target:
+                raise _Enough
+            return math.log(min(max(cost / aim, 1e-6), 1e6))
+
+        with suppress(_Enough):
+            brentq(excess, one, other, xtol=1e-13)
+        return self._best()
+
+    def _best(self) -> tuple[float, float]:
+        """The costliest probe that is affordable; of equals, the last."""
+        value, cost = max((probe for probe in reversed(self.trace) if probe[1] <= self._target), key=lambda p: p[1])
+        return value, cost
+
+    def _affordable(self, t: float) -> bool:
+        return self._cost(t) <= self._target
+
+    def _value(self, t: float) -> float:
+        return round(math.exp(t)) if self._whole else math.exp(t)
+
+    def _cost(self, t: float) -> float:
+        value = self._value(t)
+        if value not in self._costs:
+            self._costs[value] = epsilon(self._ledger_at(value), self._delta, self._accountant)
+            self.trace.append((value, self._costs[value]))
+        return self._costs[value]

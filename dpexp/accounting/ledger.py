@@ -2,45 +2,69 @@
 
 The file is append-only and readable without this package:
 
-    {"dpexp_ledger": 1, "adjacency": "add_remove"}
+    {"dpexp_ledger": 1, "adjacency": "add_remove", "sampling": {"policy": "poisson", "n": 60000, "q": [0.01]}}
     {"spec": 0, "sampling": {"policy": "poisson", "q": 0.01, "n": 60000},
      "queries": [{"group": "all", "S": 1.0, "sigma": 4.0}]}
     {"round": 0}
     {"round": 0}
 
-A header; each distinct round once, as a numbered spec; then one line a round that names its spec. A round is
-on disk before its result is used, so that a crash can only count a round too many, never one too few.
+A header with the sampling that was planned; each distinct round once, as a numbered spec; then one line a round
+that names its spec. A round is on disk before its result is used, so that a crash can only count a round too many,
+never one too few.
+
+A ledger is a document from elsewhere: reading one executes nothing, and refuses whatever does not add up.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from dpexp.errors import ConfigError
 
 SCHEMA_VERSION = 1
-ADJACENCIES = ("add_remove",)
+POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all")
+ADJACENCIES = ("add_remove", "replace_one", "replace_null")
 
 
 @dataclass(frozen=True)
 class SamplingEvent:
-    """A sample was drawn: each of about n records was included by `policy` at rate q (paper, section 6)."""
+    """A sample was drawn (paper, section 6).
+
+    Attributes:
+        policy: `poisson` (each record independently at rate q), `truncated_poisson` (the same, then a random subset
+            of at most `maximum`), `fixed_size` (q·n of n, without replacement), `shuffle` (a batch of a partition of
+            the records into 1/q equal ones) or `all`.
+        q: the rate at which a record is included.
+        n: the number of records, published.
+        maximum: of `truncated_poisson` alone.
+        epoch: of `shuffle` alone; samples of the same epoch are disjoint.
+    """
 
     policy: str
     q: float
     n: int
+    maximum: int | None = None
+    epoch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.policy != "poisson":
-            raise ConfigError(f"sampling policy {self.policy!r} is unknown to the ledger; known: poisson.")
-        if not 0 < self.q <= 1:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"sampling policy {self.policy!r} is unknown; known: {', '.join(POLICIES)}.")
+        if not (_is_number(self.q) and 0 < self.q <= 1):
             raise ConfigError(f"sampling rate q={self.q} must lie in (0, 1].")
-        if self.n < 1:
-            raise ConfigError(f"number of records n={self.n} must be at least 1.")
+        if not (_is_whole(self.n) and self.n >= 1):
+            raise ConfigError(f"number of records n={self.n} must be a whole number of at least 1.")
+        if self.policy == "all" and self.q != 1:
+            raise ConfigError(f"sampling policy all includes every record, so q={self.q} must be 1.")
+        for name, owner, least in (("maximum", "truncated_poisson", 1), ("epoch", "shuffle", 0)):
+            value = getattr(self, name)
+            if (value is not None) != (self.policy == owner):
+                raise ConfigError(f"sampling policy {self.policy}: {name}={value}, which is for {owner} alone.")
+            if value is not None and not (_is_whole(value) and value >= least):
+                raise ConfigError(f"sampling {name}={value} must be a whole number of at least {least}.")
 
 
 @dataclass(frozen=True)
@@ -53,9 +77,21 @@ class SumQueryEvent:
     sigma: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.group, str):
+            raise ConfigError(f"group {self.group!r} must be a name.")
         for name, value in (("S", self.S), ("sigma", self.sigma)):
-            if not (math.isfinite(value) and value > 0):
+            if not (_is_number(value) and value > 0):
                 raise ConfigError(f"group {self.group!r}: {name}={value} must be a finite number above 0.")
+        if not 0 < (self.S / self.sigma) ** 2 < math.inf:
+            raise ConfigError(f"group {self.group!r}: S/sigma={self.S}/{self.sigma} is beyond floating point.")
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 @dataclass(frozen=True)
@@ -83,12 +119,34 @@ class Ledger:
         return sum(self.rounds.values())
 
 
+def joined(ledgers: Sequence[Ledger]) -> Ledger:
+    """What several runs on the same data cost together: their rounds, one run after the other.
+
+    Raises:
+        ConfigError: they are stated for different adjacencies.
+    """
+    adjacencies = sorted({ledger.adjacency for ledger in ledgers})
+    if len(adjacencies) != 1:
+        raise ConfigError(f"ledgers for different adjacencies ({', '.join(adjacencies)}) cannot be composed.")
+    rounds: Counter[Round] = Counter()
+    epochs = 0
+    for ledger in ledgers:
+        for round_, count in ledger.rounds.items():
+            if round_.sampling.epoch is not None:  # epochs of different runs are not disjoint
+                sampling = replace(round_.sampling, epoch=round_.sampling.epoch + epochs)
+                round_ = replace(round_, sampling=sampling)
+            rounds[round_] += count
+        epochs = 1 + max((round_.sampling.epoch or 0 for round_ in rounds), default=0)
+    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers))
+
+
 class LedgerWriter:
     """Appends rounds to the file at `path` as they happen.
 
     The sampler reports `sample`, the mechanisms report `query`, and `commit` puts the round on disk.
 
     Args:
+        planned: the sampling events that the run may report, but for their epochs; they go into the header.
         resume: continue the ledger already at `path`. Without it an existing file is an error, so that two
             runs never share one.
 
@@ -96,7 +154,13 @@ class LedgerWriter:
         ConfigError: the file exists (or, with `resume`, does not).
     """
 
-    def __init__(self, path: str | Path, adjacency: str = "add_remove", resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        adjacency: str = "add_remove",
+        planned: Iterable[SamplingEvent] = (),
+        resume: bool = False,
+    ) -> None:
         self.path = Path(path)
         self._specs: dict[Round, int] = {}
         self._counts: Counter[Round] = Counter()
@@ -110,14 +174,14 @@ class LedgerWriter:
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = self.path.open("x")
-            self._append({"dpexp_ledger": SCHEMA_VERSION, "adjacency": adjacency})
+            self._append({"dpexp_ledger": SCHEMA_VERSION, "adjacency": adjacency} | _planned(planned))
 
     def _continue(self) -> None:
         if not self.path.exists():
             raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
         before = read_ledger(self.path)
         self._adjacency = before.adjacency
-        self._specs = {round_: spec for spec, round_ in _specs(self.path).items()}
+        self._specs = _numbers(self.path)
         self._counts = Counter(before.rounds)
         self._file = self.path.open("r+")
         whole = self.path.read_bytes().rfind(b"\n") + 1
@@ -149,7 +213,7 @@ class LedgerWriter:
             self._append(
                 {
                     "spec": spec,
-                    "sampling": asdict(round_.sampling),
+                    "sampling": {key: value for key, value in asdict(round_.sampling).items() if value is not None},
                     "queries": [asdict(query) for query in round_.queries],
                 }
             )
@@ -166,28 +230,45 @@ class LedgerWriter:
         self._file.close()
 
 
+def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:
+    facts = {(event.policy, event.n) for event in events}
+    if not facts:
+        return {}
+    ((policy, n),) = facts
+    return {"sampling": {"policy": policy, "n": n, "q": sorted({event.q for event in events})}}
+
+
 def read_ledger(path: str | Path) -> Ledger:
     """Reads a ledger file, up to its last complete line.
 
     Raises:
-        ConfigError: the file is missing, is no ledger, or holds a round that makes no sense.
+        ConfigError: the file is missing, is no ledger, contradicts itself, or holds a round that makes no sense.
     """
     path = Path(path)
     lines, truncated = _lines(path)
-    header = _parse(path, next(iter(lines), b"{}"))
+    entries = [(_parse(path, line), count) for line, count in lines.items()]
+    header = entries[0][0] if entries else {}
     if header.get("dpexp_ledger") != SCHEMA_VERSION:
         raise ConfigError(f"{path} is not a dpexp ledger of version {SCHEMA_VERSION}.")
     adjacency = header.get("adjacency")
     if adjacency not in ADJACENCIES:
         raise ConfigError(f"{path}: adjacency {adjacency!r} is unknown; known: {', '.join(ADJACENCIES)}.")
-    specs = _specs(path)
+    specs: dict[int, Round] = {}
     rounds: Counter[Round] = Counter()
-    for line, count in lines.items():
-        entry = _parse(path, line)
-        if "round" in entry:
-            if entry["round"] not in specs:
-                raise ConfigError(f"{path} names round spec {entry['round']!r}, which it never defines.")
+    for entry, count in entries[1:]:
+        keys = sorted(entry)
+        if keys == ["queries", "sampling", "spec"]:
+            if not _is_whole(entry["spec"]):
+                raise ConfigError(f"{path}: a round spec is numbered {entry['spec']!r}, not by a whole number.")
+            if entry["spec"] in specs or count > 1:
+                raise ConfigError(f"{path} defines round spec {entry['spec']!r} twice.")
+            specs[entry["spec"]] = _spec(path, entry, header.get("sampling"))
+        elif keys == ["round"]:
+            if not _is_whole(entry["round"]) or entry["round"] not in specs:
+                raise ConfigError(f"{path} names round spec {entry['round']!r}, which it has not defined before.")
             rounds[specs[entry["round"]]] += count
+        else:
+            raise ConfigError(f"{path} holds an entry of {', '.join(keys) or 'nothing'}, neither a spec nor a round.")
     return Ledger(str(adjacency), dict(rounds), truncated)
 
 
@@ -204,25 +285,47 @@ def _lines(path: Path) -> tuple[Counter[bytes], bool]:
     return lines, bool(partial)
 
 
-def _specs(path: Path) -> dict[int, Round]:
-    specs: dict[int, Round] = {}
-    for line in _lines(path)[0]:
-        entry = _parse(path, line)
-        if "spec" not in entry:
-            continue
-        try:
-            sampling = SamplingEvent(**entry["sampling"])
-            specs[entry["spec"]] = Round(sampling, tuple(SumQueryEvent(**query) for query in entry["queries"]))
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: round spec {entry['spec']!r} is not understood ({error}).") from error
-    return specs
+def _numbers(path: Path) -> dict[Round, int]:
+    """The number of each spec of a ledger that has been read."""
+    entries = (_parse(path, line) for line in _lines(path)[0])
+    return {_spec(path, entry, None): entry["spec"] for entry in entries if "spec" in entry}
+
+
+def _spec(path: Path, entry: dict, planned: object) -> Round:
+    """A round's spec, checked against what the header says was planned."""
+    try:
+        sampling = SamplingEvent(**entry["sampling"])
+        if not isinstance(entry["queries"], list) or not entry["queries"]:
+            raise TypeError("queries must be a list of at least one")
+        round_ = Round(sampling, tuple(SumQueryEvent(**query) for query in entry["queries"]))
+    except TypeError as error:
+        raise ConfigError(f"{path}: round spec {entry['spec']!r} is not understood ({error}).") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: round spec {entry['spec']!r}: {error}") from error
+    if planned is None:
+        return round_
+    if not isinstance(planned, dict) or not isinstance(planned.get("q"), list):
+        raise ConfigError(f"{path}: the header's sampling {planned!r} is not understood.")
+    said = planned.get("policy"), planned.get("n"), planned["q"]
+    if (sampling.policy, sampling.n) != said[:2] or sampling.q not in said[2]:
+        raise ConfigError(
+            f"{path}: the header says sampling {said[0]} of n={said[1]} at q in {said[2]}, but round spec "
+            f"{entry['spec']} says {sampling.policy} of n={sampling.n} at q={sampling.q}."
+        )
+    return round_
 
 
 def _parse(path: Path, line: bytes) -> dict:
     try:
-        entry = json.loads(line)
-    except ValueError as error:
+        entry = json.loads(line, object_pairs_hook=_unambiguous)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} holds a line that is not JSON: {line[:60]!r}.") from error
     if not isinstance(entry, dict):
         raise ConfigError(f"{path} holds a line that is not a JSON object: {line[:60]!r}.")
     return entry
+
+
+def _unambiguous(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key is given twice")
+    return dict(pairs)

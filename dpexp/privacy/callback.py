@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import default_collate
 
-from dpexp.accounting.accountants import check_delta, epsilon
+from dpexp.accounting.accountants import check_delta, check_names, epsilon
+from dpexp.accounting.claims import check_claim
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.engine import Engine, records
@@ -62,6 +63,8 @@ class PrivacyCallback(pl.Callback):
             raise ConfigError(f"trainer.physical_batch={physical_batch} must be at least 1.")
         if delta is not None:
             check_delta(delta)
+            check_names([accountant])
+            check_claim(plan.sampling.name, plan.adjacency, accountant)
         self.plan = plan
         self.ledger_path = Path(ledger)
         self.delta = delta
@@ -98,7 +101,9 @@ class PrivacyCallback(pl.Callback):
         self._sampler = _sampler_for(loader, self.plan, self.physical_batch, sampler_generator)
         self._sampler.completed = self.completed
         source.instance, source.name = _with_sampler(loader, self._sampler), ""
-        self._ledger = LedgerWriter(self.ledger_path, self.plan.adjacency, resume=trainer.ckpt_path is not None)
+        self._ledger = LedgerWriter(
+            self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume=trainer.ckpt_path is not None
+        )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _refuse_optimizers(trainer, pl_module)
@@ -117,8 +122,8 @@ class PrivacyCallback(pl.Callback):
             raise ConfigError("the training batch did not come from the plan's sampler.")
         self._chunk = self._unprocessed = self._sampler.pending.popleft()
         if self._chunk.first:
-            self._ledger.sample(self.plan.sampling.event(self.plan.n))
-            self._engine.start()
+            self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, self._chunk.epoch))
+            self._engine.start(self.completed)
         trainer.accumulate_grad_batches = 1 if self._chunk.last else _NEVER
 
     def on_before_optimizer_step(
@@ -231,7 +236,7 @@ def _log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
     values: dict[str, float] = {"unsafe/sample_size": float(sizes)}
     if sizes:
         values["unsafe/train_loss"] = float(torch.cat([chunk["loss"] for chunk in observed]).float().mean())
-    for group in engine.plan.groups:
+    for group in engine.now.groups:
         norms = [chunk[key] for chunk in observed if (key := f"norm/{group.name}") in chunk]
         if norms:
             joined = torch.cat(norms)
@@ -244,7 +249,7 @@ def _log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
 def _sampler_for(loader: Any, plan: PrivacyPlan, physical_batch: int, generator: torch.Generator) -> RoundSampler:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
-            f"data: the training loader is a {type(loader).__name__}; Poisson sampling needs one DataLoader over "
+            f"data: the training loader is a {type(loader).__name__}; sampling needs one DataLoader over "
             "a data set that can be indexed."
         )
     plain = (SequentialSampler, RandomSampler)
@@ -254,7 +259,13 @@ def _sampler_for(loader: Any, plan: PrivacyPlan, physical_batch: int, generator:
             "would replace; choose records with torch.utils.data.Subset instead."
         )
     _refuse_mixing_collation(loader)
-    return RoundSampler(plan.sampling, len(loader.dataset), plan.rounds, physical_batch, generator)  # type: ignore[arg-type]
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if plan.sampling.relies_on_n and size != plan.n:
+        raise ConfigError(
+            f"data.n={plan.n}, but the training set holds {size} records; sampling={plan.sampling.name} is only what "
+            "is accounted if they are equal."
+        )
+    return RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, generator)
 
 
 def _refuse_mixing_collation(loader: DataLoader) -> None:

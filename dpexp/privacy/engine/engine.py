@@ -36,7 +36,7 @@ class Engine:
     """
 
     def __init__(self, plan: PrivacyPlan, module: nn.Module, noise: GaussianNoise, observe: bool = False) -> None:
-        self.plan = plan
+        self.plan = self.now = plan
         self._noise = noise
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         planned = {name for g in plan.groups for v in g.vectors for name in v.parameters}
@@ -51,8 +51,9 @@ class Engine:
         self.observe = observe
         self.observations: list[dict[str, Tensor]] = []
 
-    def start(self) -> None:
-        """Begins a sample: all sums are zero."""
+    def start(self, t: int = 0) -> None:
+        """Begins round t's sample: all sums are zero."""
+        self.now = self.plan.at(t)
         self._sums = {
             name: torch.zeros_like(p, dtype=torch.promote_types(torch.float32, p.dtype))
             for name, p in self._parameters.items()
@@ -90,12 +91,12 @@ class Engine:
     def release(self, ledger: LedgerWriter) -> dict[str, Tensor]:
         """Writes the sum query events, and only then returns v̂ for each parameter:
         (Σ_i c_i v^i + α N(0, σ̃²)) / qn."""
-        for group in self.plan.groups:
+        for group in self.now.groups:
             ledger.query(group.query())
         ledger.commit()
-        qn = self.plan.sampling.q * self.plan.n
+        qn = self.now.sampling.q * self.now.n
         released = {}
-        for group, alpha, name in _by_parameter(self.plan.groups):
+        for group, alpha, name in _by_parameter(self.now.groups):
             total = self._sums[name]
             released[name] = total.add_(self._noise(total), alpha=alpha * group.sigma).div_(qn)
         self._sums = {}
@@ -177,7 +178,7 @@ class Engine:
 
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor, empty: bool) -> None:
         observation = {"loss": losses}
-        for group in self.plan.groups:
+        for group in self.now.groups:
             members = [(alpha, name) for g, alpha, name in _by_parameter([group]) if name in uses]
             if not members:
                 continue

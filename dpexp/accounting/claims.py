@@ -1,0 +1,109 @@
+"""What may be claimed for a ledger: which accountant suits which sampling policy under which adjacency.
+
+Under `replace_one` a clipped sum moves by up to 2S (one record out, another in), so that an accountant is given
+z = σ̃/(2S); under `add_remove` and `replace_null` it moves by S.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from dpexp.accounting.ledger import Ledger, Round
+from dpexp.errors import ConfigError
+
+_SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}
+_GAUSSIAN = ("pld", "rdp", "moments", "strong", "basic", "gdp")
+CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
+    # Removing a record from a Poisson sample and nulling it are the same pair of distributions.
+    "poisson": {"add_remove": _GAUSSIAN, "replace_null": _GAUSSIAN},
+    "truncated_poisson": {"replace_null": ("pld",)},
+    "fixed_size": {"replace_one": ("rdp",)},
+    "shuffle": {"replace_one": _GAUSSIAN, "replace_null": _GAUSSIAN},
+    "all": {"add_remove": _GAUSSIAN, "replace_one": _GAUSSIAN, "replace_null": _GAUSSIAN},
+}
+_WHY = {
+    "poisson": "replacing a record of a Poisson sample is removing one and adding one, so ask for add_remove",
+    "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
+    "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
+    "shuffle": "a partition into equal batches only exists when n is the same on both sides",
+    "all": "",
+}
+
+
+def adjacencies(policy: str) -> tuple[str, ...]:
+    """Those under which the policy may be accounted; the first is the default."""
+    return tuple(CLAIMS[policy])
+
+
+def check_claim(policy: str, adjacency: str, accountant: str | None = None) -> None:
+    """Raises:
+    ConfigError: the claim cannot be made; says why, and which is nearest.
+    """
+    if adjacency not in CLAIMS[policy]:
+        raise ConfigError(
+            f"adjacency={adjacency} cannot be claimed for sampling={policy}: {_WHY[policy]}; "
+            f"choose adjacency={' or '.join(CLAIMS[policy])}."
+        )
+    allowed = CLAIMS[policy][adjacency]
+    if accountant is not None and accountant not in allowed:
+        raise ConfigError(
+            f"accountant={accountant} has no bound for sampling={policy} under adjacency={adjacency}; "
+            f"choose accountant={' or '.join(allowed)}, or another sampling policy."
+        )
+
+
+@dataclass(frozen=True)
+class Release:
+    """One Gaussian sum query as an accountant sees it.
+
+    Attributes:
+        z: σ̃ over the sensitivity; q: 1 means that no sampling amplifies.
+        policy: poisson, truncated_poisson or fixed_size, where q < 1.
+        n: of truncated_poisson and fixed_size; maximum: of truncated_poisson.
+    """
+
+    z: float
+    q: float = 1.0
+    policy: str = "poisson"
+    n: int | None = None
+    maximum: int | None = None
+
+
+def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int]:
+    """The ledger's distinct releases with their counts.
+
+    A record is in one batch of each epoch of `shuffle`, without it being random which in any useful way: an epoch
+    counts as the one of its rounds that is the costliest.
+
+    Raises:
+        ConfigError: the claim cannot be made, or an epoch has more batches than 1/q.
+    """
+    counts: dict[Release, int] = defaultdict(int)
+    epochs: dict[int, float] = {}
+    batches: dict[int, int] = defaultdict(int)
+    sensitivity = _SENSITIVITY[ledger.adjacency]
+    for round_, count in ledger.rounds.items():
+        sampling = round_.sampling
+        check_claim(sampling.policy, ledger.adjacency, accountant)
+        z = round_.noise_multiplier / sensitivity
+        if sampling.epoch is not None:
+            epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
+            batches[sampling.epoch] += count
+            _check_epoch(round_, batches[sampling.epoch])
+        elif sampling.policy == "truncated_poisson":
+            counts[Release(z, sampling.q, sampling.policy, sampling.n, sampling.maximum)] += count
+        elif sampling.policy == "fixed_size" and sampling.q < 1:
+            counts[Release(z, sampling.q, sampling.policy, sampling.n)] += count
+        else:
+            counts[Release(z, sampling.q)] += count
+    for z in epochs.values():
+        counts[Release(z)] += 1
+    return dict(counts)
+
+
+def _check_epoch(round_: Round, batches: int) -> None:
+    if batches * round_.sampling.q > 1 + 1e-9:
+        raise ConfigError(
+            f"the ledger has {batches} batches in epoch {round_.sampling.epoch} at q={round_.sampling.q}, "
+            "so they cannot have been disjoint."
+        )

@@ -1,0 +1,76 @@
+"""Composition theorems for (ε, δ): sequential, and strong.
+
+Each round is a Gaussian mechanism that is (ε₀, δ₀)-DP, with ε₀ exact for δ₀, and amplified by Poisson sampling to
+(log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8).
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from dpexp.accounting.gaussian import Gaussian
+from dpexp.accounting.renyi import Array
+
+
+def amplified(z: Array, q: Array, delta: float) -> Array:
+    """Each round's ε at δ = `delta` after amplification."""
+    each = np.array([Gaussian(1 / z_r).epsilon(min(delta / q_r, 1 - 1e-12)) for z_r, q_r in zip(z, q, strict=True)])
+    return np.where(each > 700, each + np.log(q), np.log1p(q * np.expm1(np.minimum(each, 700))))
+
+
+class Basic:
+    """Sequential composition: ε and δ add up. Every round gets the same δ."""
+
+    def __init__(self, z: Array, q: Array, counts: Array) -> None:
+        self._z, self._q, self._counts = z, q, counts
+
+    def epsilon(self, delta: float) -> float:
+        return float(np.dot(self._counts, amplified(self._z, self._q, delta / self._counts.sum())))
+
+
+class Strong:
+    """Kairouz, Oh & Viswanath 2015 (arXiv 1311.0776), theorem 3.5, at the best split of δ between the rounds and the
+    composition."""
+
+    def __init__(self, z: Array, q: Array, counts: Array) -> None:
+        self._z, self._q, self._counts = z, q, counts
+
+    def epsilon(self, delta: float) -> float:
+        return best_split(lambda share: self._at(delta, share))
+
+    def _at(self, delta: float, share: float) -> float:
+        rounds = self._counts.sum()
+        each = amplified(self._z, self._q, -math.expm1(math.log1p(-share * delta) / rounds))
+        slack = -math.expm1(math.log1p(-delta) - math.log1p(-share * delta))  # 1 - (1-slack)(1-share·δ) = δ
+        return strong(each, self._counts, slack)
+
+
+def strong(each: Array, counts: Array, slack: float) -> float:
+    """ε of rounds that cost `each` [R], `counts` [R] times, when the composition may fail with probability `slack`."""
+    total, squares = float(np.dot(counts, each)), float(np.dot(counts, each**2))
+    drift = float(np.dot(counts, each * np.tanh(each / 2)))
+    return min(
+        total,
+        drift + math.sqrt(2 * squares * math.log(math.e + math.sqrt(squares) / slack)),
+        drift + math.sqrt(2 * squares * math.log(1 / slack)),
+    )
+
+
+def best_split(epsilon_at: Callable[[float], float]) -> float:
+    """The least ε over the share in (0, 1) of δ that the rounds get."""
+    found = minimize_scalar(lambda t: epsilon_at(1 / (1 + math.exp(t))), bounds=(-12, 12), method="bounded")
+    return float(found.fun)
+
+
+def as_printed(z: float, q: float, rounds: int, delta: float) -> float:
+    """The curve "strong composition" of Abadi et al. 2016, figure 2: ε₀ = √(2 ln(1.25/δ₀))/z, amplified to
+    (qε₀, qδ₀), composed after Dwork, Rothblum & Vadhan 2010. No bound: the first holds for ε₀ < 1 only, the second
+    is a shorthand that leaves factors out. For comparison with the paper."""
+
+    def at(share: float) -> float:
+        each = q * math.sqrt(2 * math.log(1.25 * q * rounds / (share * delta))) / z
+        return math.sqrt(2 * rounds * math.log(1 / ((1 - share) * delta))) * each + rounds * each * math.expm1(each)
+
+    return best_split(at)
