@@ -1,4 +1,7 @@
-"""`python -m dpexp`: compose the configuration, run one experiment (or, with -m, several)."""
+"""`python -m dpexp`: compose the configuration, run one experiment (or, with -m, several).
+
+`python -m dpexp account` computes what ledgers cost.
+"""
 
 import os
 import sys
@@ -34,6 +37,11 @@ def main() -> None:
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
     try:
+        if sys.argv[1:2] == ["account"]:
+            from dpexp.account import account
+
+            account(sys.argv[2:])
+            return
         check(sys.argv[1:])
         job()
     except ConfigError as error:

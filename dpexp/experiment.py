@@ -50,6 +50,7 @@ def run(cfg: DictConfig) -> float | None:
         data.workers = cfg.trainer.workers
     if plan is None and hasattr(data, "batch_size"):
         data.batch_size = max(1, round(_policy(cfg).q * cfg.data.n))
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     display.announce(cfg, plan)
     with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
         trainer.logger = tracked.logger if tracked else None

@@ -5,6 +5,8 @@ import logging
 import os
 import signal
 import socket
+import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from dpexp.figures import epsilon_over_rounds
 from dpexp.privacy.plan import PrivacyPlan
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 _PARAM_LIMIT = 6000
 
 
@@ -81,7 +84,7 @@ class Run:
         dataset = Dataset(name, f"n={cfg.data.n}", "code", source, profile=facts)
         self._client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
         self._client.log_text(self.run_id, OmegaConf.to_yaml(HydraConfig.get().overrides.task), "overrides.yaml")
-        self._client.log_text(self.run_id, OmegaConf.to_yaml(cfg, resolve=True), "config.yaml")
+        self._client.log_artifact(self.run_id, str(self._output / "config.yaml"))
         if plan is not None:
             if plan.calibration is not None:
                 self._log_calibration(plan.calibration)
@@ -128,6 +131,35 @@ class Run:
         for run in running:
             if not _alive(int(run.data.tags.get("dpexp.pid", "0"))):
                 self._client.set_terminated(run.info.run_id, "KILLED")
+
+
+@contextmanager
+def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
+    """A folder with a run's ledger and configuration.
+
+    Raises:
+        ConfigError: there is no such run, or it has no ledger.
+    """
+    client = MlflowClient(tracking_uri=uri)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            files = {artifact.path for artifact in client.list_artifacts(run_id)}
+            if "ledger.jsonl" not in files:
+                raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
+            for name in sorted(files & {"ledger.jsonl", "config.yaml"}):
+                client.download_artifacts(run_id, name, folder)
+        except MlflowException as error:
+            raise ConfigError(
+                f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {' '.join(str(error).split())}"
+            ) from error
+        yield Path(folder)
+
+
+def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> None:
+    """Adds metrics to a run that has ended."""
+    MlflowClient(tracking_uri=uri).log_batch(
+        run_id, metrics=[Metric(key, value, int(time.time() * 1000), rounds) for key, value in costs.items()]
+    )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The callback in a real Lightning Trainer, against the same training done by hand."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import pytorch_lightning as pl
@@ -114,26 +115,31 @@ def fit(tmp_path, module=None, data=None, plan=None, ledger="l.jsonl", options=N
     return module, run, privacy
 
 
-def by_hand(plan, rounds=T, net=None):
-    """DP-SGD with momentum and a decaying rate, record by record, on the same samples and noise."""
+def by_hand(plan, rounds=T, net=None, factors=lambda t: (1, 1, 1)):
+    """DP-SGD with momentum and a decaying rate, record by record, on the same samples and noise.
+
+    factors: what z, q and S are multiplied by in round t."""
     module = Model(net)
     x, y = dataset().tensors
     sampler = torch.Generator().manual_seed(derived_seed(SEED, "sampling", 0))
     noise = GaussianNoise(derived_seed(SEED, "noise", 0))
     velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
     rate, sizes = 0.5, []
-    for _ in range(rounds):
-        rows = Poisson(Q).samples(N, sampler)[0]
+    for t in range(rounds):
+        f_z, f_q, f_S = factors(t)
+        rows = Poisson(Q * f_q).samples(N, sampler)[0]
         sizes.append(len(rows))
+        now = replace(plan, groups=tuple(replace(group, S=group.S * f_S) for group in plan.groups))
         sums = clipped_sums(
-            plan, module, lambda one: F.cross_entropy(module.net(one[0]), one[1]), (x[rows], y[rows]), len(rows)
+            now, module, lambda one: F.cross_entropy(module.net(one[0]), one[1]), (x[rows], y[rows]), len(rows)
         )
         with torch.no_grad():
             for group in plan.groups:
                 for vector, alpha in zip(group.vectors, group.alphas, strict=True):
                     for name in vector.parameters:
                         p = module.get_parameter(name)
-                        average = (sums[name] + alpha * group.sigma * noise(sums[name])) / (Q * 37)
+                        sigma = group.sigma * f_S * f_z
+                        average = (sums[name] + alpha * sigma * noise(sums[name])) / (Q * f_q * 37)
                         velocity[name] = 0.9 * velocity[name] + average
                         p -= rate * velocity[name]
         rate *= 0.9
@@ -157,6 +163,60 @@ def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
     assert run.global_step == T
     ledger = read_ledger(tmp_path / "l.jsonl")
     assert ledger == plan.ledger()
+
+
+def test_a_schedule_is_carried_out_and_accounted(tmp_path):
+    schedules = {"z": {"step": {0: 1.0, 3: 0.5}}, "q": [1 + 0.1 * t for t in range(T)], "S": {"linear": [1, 2]}}
+    plan = plan_for(Model(), group=groups.per_layer(), schedules=schedules)
+    module, _, _ = fit(tmp_path, plan=plan)
+
+    def factors(t):
+        return (0.5 if t >= 3 else 1.0), 1 + 0.1 * t, 1 + t / (T - 1)
+
+    assert_same(module, by_hand(plan, factors=factors)[0])
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert len(ledger.rounds) == T == len(ledger)
+    for t, round_ in enumerate(ledger.rounds):
+        f_z, f_q, f_S = factors(t)
+        assert round_.sampling.q == pytest.approx(Q * f_q)
+        (bound,) = {query.S for query in round_.queries}
+        assert bound == pytest.approx(0.4 * f_S)
+        assert round_.noise_multiplier == pytest.approx(0.8 * f_z), "a schedule of bounds leaves z alone"
+    assert ledger == plan.ledger()
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"sampling": "truncated_poisson", "maximum": 6},
+        {"sampling": "fixed_size", "q": 5 / N},
+        {"sampling": "shuffle", "q": 5 / N},
+        {"sampling": "shuffle", "q": 5 / N, "adjacency": "replace_null"},
+        {"sampling": "all", "q": 1.0},
+    ],
+    ids=str,
+)
+def test_every_policy_runs_and_writes_what_it_did(tmp_path, choices):
+    plan = plan_for(Model(), n=N, steps=20, **choices)
+    fit(tmp_path, plan=plan)
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert ledger == plan.ledger() and len(ledger) == 20
+    assert {round_.sampling.policy for round_ in ledger.rounds} == {choices["sampling"]}
+
+
+@pytest.mark.parametrize("sampling", ["fixed_size", "shuffle", "truncated_poisson"])
+def test_policies_that_rely_on_n_refuse_another_number_of_records(tmp_path, sampling):
+    maximum = {"maximum": 9} if sampling == "truncated_poisson" else {}
+    plan = plan_for(Model(), n=N + 4, q=4 / (N + 4), sampling=sampling, **maximum)
+    with pytest.raises(ConfigError, match=f"data.n={N + 4}, but the training set holds {N} records"):
+        fit(tmp_path, plan=plan)
+    assert not (tmp_path / "l.jsonl").exists()
+
+
+def test_an_accountant_without_a_claim_is_refused_before_training(tmp_path):
+    plan = plan_for(Model(), n=N, q=5 / N, sampling="fixed_size")
+    with pytest.raises(ConfigError, match="accountant=pld has no bound for sampling=fixed_size"):
+        fit(tmp_path, plan=plan, delta=1e-5)
 
 
 @pytest.mark.parametrize("build", [Images, Words])

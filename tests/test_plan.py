@@ -209,6 +209,32 @@ def test_explicit_noise_contradicts_a_target():
 # The whole plan
 
 
+@pytest.mark.parametrize("knob", ["q", "q_at_fixed_z", "steps", "bound"])
+def test_other_knobs_are_solved_from_the_noise_given(knob):
+    asked = plan(group=conv_fc(), noise_multiplier=3.0, bound=Fixed(0.5))
+    made = plan(group=conv_fc(), noise_multiplier=3.0, bound=Fixed(0.5), epsilon=0.5, delta=1e-5, calibrate=knob)
+    cost = epsilon(made.ledger(), 1e-5)
+    assert cost <= 0.5 and (cost >= 0.5 * (1 - 1e-3) or knob == "steps")
+    assert made.calibration.value != 1 and made.calibration.epsilon == pytest.approx(cost, rel=1e-12)
+
+    def averages(p):
+        return [group.sigma / (p.sampling.q * p.n) for group in p.groups]
+
+    def sigmas(p):
+        return [group.sigma for group in p.groups]
+
+    held = {"q": averages, "q_at_fixed_z": sigmas, "steps": sigmas, "bound": sigmas}[knob]
+    assert held(made) == pytest.approx(held(asked), rel=1e-12), "the paper's §4 holds the averages' noise"
+    assert (made.rounds != asked.rounds) == (knob == "steps")
+    assert (made.sampling.q != asked.sampling.q) == knob.startswith("q")
+    assert (made.groups[0].S != asked.groups[0].S) == (knob == "bound")
+
+
+def test_explicit_noise_may_be_the_start_for_another_knob():
+    made = plan(allocation=Explicit({"all": 3.0}), noise_multiplier=None, epsilon=0.5, delta=1e-5, calibrate="steps")
+    assert made.groups[0].sigma == 3.0 and epsilon(made.ledger(), 1e-5) <= 0.5
+
+
 def test_the_noise_is_solved_for_a_target():
     made = plan(noise_multiplier=None, epsilon=2.0, delta=1e-5, group=conv_fc())
     assert 2.0 * (1 - 2e-3) <= epsilon(made.ledger(), 1e-5) <= 2.0
@@ -245,6 +271,19 @@ def test_rounds_from_epochs_lose_no_step():
         ({"bound": Fixed(math.inf)}, "bound.value=inf"),
         ({"bound": Fixed(-1.0)}, "bound.value=-1"),
         ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
+        ({"adjacency": "replace_one"}, "adjacency=replace_one cannot be claimed for sampling=poisson"),
+        ({"sampling": "shuffle", "adjacency": "add_remove"}, "choose adjacency=replace_one or replace_null"),
+        ({"adjacency": "remove"}, "known: add_remove"),
+        ({"sampling": "poisson", "maximum": 5}, r"sampling\.maximum=5"),
+        ({"sampling": "fixed_size", "q": 0.0123}, "whole number of records"),
+        ({"schedules": {"z": [1.0]}}, r"schedule\.z lists 1 numbers for 10 rounds"),
+        ({"schedules": {"q": {"linear": [1, 100]}}}, r"sampling\.q=.* must lie in"),
+        ({"schedules": {"sigma": 1.0}}, r"schedule\.sigma is unknown"),
+        ({"sampling": "shuffle", "schedules": {"q": {"step": {0: 1, 2: 0.5}}}}, "q cannot vary"),
+        ({"calibrate": "lr"}, "calibrate=lr is unknown; choose one of noise, q"),
+        ({"calibrate": "q", "epsilon": 1.0, "noise_multiplier": None}, "give both"),
+        ({"calibrate": "q", "sampling": "shuffle", "epsilon": 1.0, "delta": 1e-5}, "choose sampling=poisson"),
+        ({"sampling": "fixed_size", "noise_multiplier": None, "epsilon": 1.0, "delta": 1e-5}, "choose accountant=rdp"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(choices, message):

@@ -1,0 +1,37 @@
+"""Figure 2 of Abadi et al. 2016 with every accountant: ε against epochs at q = 0.01, σ = 4, δ = 1e-5.
+
+python benchmarks/figure2.py        # writes docs/figure2.png and prints the figures at 100 epochs
+"""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, epsilon
+from dpexp.accounting.composition import as_printed
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+
+Q, SIGMA, DELTA, N = 0.01, 4.0, 1e-5, 60_000
+
+
+def ledger(rounds: int) -> Ledger:
+    one = Round(SamplingEvent("poisson", Q, N), (SumQueryEvent("all", 1.0, SIGMA),))
+    return Ledger("add_remove", {one: rounds})
+
+
+if __name__ == "__main__":
+    epochs = [1, *range(10, 401, 10)]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="epochs", ylabel="ε", title="q = 0.01, σ = 4, δ = 1e-5", yscale="log")
+    for name in NAMES:
+        values = [epsilon(ledger(round(e / Q)), DELTA, name) for e in epochs]
+        axes.plot(epochs, values, label=name, linestyle="--" if name in APPROXIMATIONS else "-")
+        print(f"{name:10} {epsilon(ledger(10_000), DELTA, name):8.4f} at 100 epochs")
+    printed = [as_printed(SIGMA, Q, round(e / Q), DELTA) for e in epochs]
+    axes.plot(epochs, printed, label="strong, as printed in Abadi et al. 2016 (no bound)", color="grey", linestyle=":")
+    print(f"{'as printed':10} {as_printed(SIGMA, Q, 10_000, DELTA):8.4f} at 100 epochs (no bound)")
+    axes.set_xlim(0, 400)
+    axes.set_yticks([0.1, 1, 10, 100, 1000], labels=["0.1", "1", "10", "100", "1000"])
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)
+    figure.savefig(Path(__file__).parent.parent / "docs" / "figure2.png", dpi=110)

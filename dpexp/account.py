@@ -1,0 +1,159 @@
+"""What do ledgers cost, by any accountant, after the fact?
+
+    python -m dpexp account SOURCE [SOURCE ...] [key=value ...]
+
+A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several are composed, as runs on the same data.
+
+    accountant=pld    or rdp, moments, strong, basic, gdp; several as pld,rdp; or all
+    delta=1e-5        default: the run's own
+    epsilon=1         print the δ for this ε too
+    adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
+    figure=F.png      draw ε(δ), and the errors of whoever tests for one record
+    write=true        log ε as a metric to the MLflow run
+    uri=…             where MLflow runs are; default: outputs/mlflow.db here
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from dpexp.accounting.accountants import APPROXIMATIONS, check_delta, check_names, delta, epsilon
+from dpexp.accounting.claims import CLAIMS, check_claim
+from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, read_ledger
+from dpexp.errors import ConfigError
+
+console = Console()
+
+
+@dataclass
+class Options:
+    accountant: str = "pld"
+    delta: float | None = None
+    epsilon: float | None = None
+    adjacency: str | None = None
+    figure: str | None = None
+    write: bool = False
+    uri: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A ledger with where it came from; δ and the MLflow run where they are known."""
+
+    ledger: Ledger
+    delta: float | None = None
+    run_id: str | None = None
+
+
+def account(arguments: Sequence[str]) -> dict[str, float]:
+    """Prints the cost of the ledgers that are named, and returns ε by accountant.
+
+    Args:
+        arguments: sources and options, as on the command line.
+
+    Raises:
+        ConfigError: a source that cannot be read, or a claim that cannot be made.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return {}
+    given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
+    cfg: Options = OmegaConf.to_object(OmegaConf.merge(Options, given))  # type: ignore[assignment]
+    cfg.uri = cfg.uri or f"sqlite:///{Path.cwd()}/outputs/mlflow.db"
+    sources = [_source(argument, cfg.uri) for argument in arguments if "=" not in argument]
+    if not sources:
+        raise ConfigError("account needs a ledger file, an output folder or an MLflow run id; see account --help.")
+    ledger = joined([source.ledger for source in sources])
+    if cfg.adjacency is not None:
+        if cfg.adjacency not in ADJACENCIES:
+            raise ConfigError(f"adjacency={cfg.adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
+        ledger = replace(ledger, adjacency=cfg.adjacency)
+    at = cfg.delta if cfg.delta is not None else _common_delta(sources)
+    check_delta(at)
+    names = _accountants(cfg, ledger)
+    costs = {name: epsilon(ledger, at, name) for name in names}
+    _print(ledger, sources, at, costs, cfg.epsilon)
+    if cfg.figure is not None:
+        from dpexp.figures import trade_off
+
+        trade_off(ledger, at, names).savefig(cfg.figure, dpi=150)
+        console.print(f"Figure: {cfg.figure}", soft_wrap=True)
+    if cfg.write:
+        _write(sources, costs, at, cfg)
+    return costs
+
+
+def _source(name: str, uri: str) -> Source:
+    path = Path(name)
+    if path.is_dir():
+        return Source(read_ledger(path / "ledger.jsonl"), _delta_of(path))
+    if path.exists() or path.suffix:
+        return Source(read_ledger(path))
+    from dpexp.tracking import downloaded_run
+
+    with downloaded_run(uri, name) as folder:
+        return Source(read_ledger(folder / "ledger.jsonl"), _delta_of(folder), name)
+
+
+def _delta_of(folder: Path) -> float | None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        return None
+    value = yaml.safe_load(path.read_text()).get("privacy", {}).get("delta")
+    return float(value) if value is not None else None
+
+
+def _common_delta(sources: Sequence[Source]) -> float:
+    deltas = {source.delta for source in sources} - {None}
+    if len(deltas) != 1:
+        raise ConfigError("delta must be given: " + ("the runs differ in it." if deltas else "no run tells it."))
+    (value,) = deltas
+    return float(value)  # type: ignore[arg-type]
+
+
+def _accountants(cfg: Options, ledger: Ledger) -> list[str]:
+    policies = sorted({round_.sampling.policy for round_ in ledger.rounds})
+    for policy in policies:
+        check_claim(policy, ledger.adjacency)
+    if cfg.accountant == "all":
+        allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
+        return [name for name in allowed[0] if all(name in others for others in allowed)]
+    names = [name.strip() for name in cfg.accountant.split(",")]
+    check_names(names)
+    return names
+
+
+def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
+    for source in sources:
+        if source.ledger.truncated:
+            console.print(
+                f"[bold red]A ledger ends in a half-written line[/]: it was read up to its last complete round, "
+                f"{len(source.ledger)}."
+            )
+    runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
+    kinds = f"{len(ledger.rounds)} distinct" if len(ledger.rounds) > 1 else "all alike"
+    console.print(f"{runs}{len(ledger)} rounds ({kinds}), adjacency {ledger.adjacency}, δ = {at:g}")
+    table = Table("accountant", "ε", *([f"δ at ε = {e:g}"] if e is not None else []), "")
+    for name, cost in costs.items():
+        also = [f"{delta(ledger, e, name):.4g}"] if e is not None else []
+        table.add_row(name, f"{cost:.6g}", *also, "an approximation, no bound" if name in APPROXIMATIONS else "")
+    console.print(table)
+
+
+def _write(sources: Sequence[Source], costs: dict[str, float], at: float, cfg: Options) -> None:
+    from dpexp.tracking import log_cost
+
+    runs = [source.run_id for source in sources if source.run_id]
+    if len(sources) != 1 or not runs:
+        raise ConfigError("write=true needs exactly one source, an MLflow run id.")
+    suffix = f"_{cfg.adjacency}" if cfg.adjacency else ""
+    suffix += f"_delta_{at:g}" if cfg.delta is not None else ""
+    log_cost(
+        str(cfg.uri), runs[0], {f"epsilon_{name}{suffix}": cost for name, cost in costs.items()}, len(sources[0].ledger)
+    )
+    console.print(f"Logged to run {runs[0]}: {', '.join(f'epsilon_{name}{suffix}' for name in costs)}", soft_wrap=True)
