@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from dpexp import config
+from dpexp import config, sweep
 from dpexp.errors import ConfigError
 from dpexp.overrides import check, sentence
 
@@ -24,12 +24,18 @@ config.register()
 def job(cfg: DictConfig) -> float | None:
     from dpexp.experiment import run
 
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        try:
+            return run(cfg)
+        except ConfigError as error:
+            sys.exit(f"dpexp: {error}")
     try:
         return run(cfg)
-    except ConfigError as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise
-        sys.exit(f"dpexp: {error}")
+    except Exception as error:
+        from dpexp.tracking.run import record_failure
+
+        record_failure(cfg, error)
+        raise
 
 
 def main() -> None:
@@ -42,12 +48,30 @@ def main() -> None:
 
             account(sys.argv[2:])
             return
+        if sys.argv[1:2] == ["report"]:
+            from dpexp.report import report
+
+            print(f"Report: {report(sys.argv[2:])}")
+            return
         check(sys.argv[1:])
-        job()
+        _job()
     except ConfigError as error:
         sys.exit(f"dpexp: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"dpexp: {sentence(error)}")
+
+
+def _job() -> None:
+    """Runs the job, or the sweep and then whatever ends it."""
+    interrupted = True
+    try:
+        job()
+        interrupted = False
+    except Exception:
+        interrupted = False
+        raise
+    finally:
+        sweep.conclude(interrupted)
 
 
 if __name__ == "__main__":

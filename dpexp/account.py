@@ -94,7 +94,7 @@ def _source(name: str, uri: str) -> Source:
         return Source(read_ledger(path / "ledger.jsonl"), _delta_of(path))
     if path.exists() or path.suffix:
         return Source(read_ledger(path))
-    from dpexp.tracking import downloaded_run
+    from dpexp.tracking.read import downloaded_run
 
     with downloaded_run(uri, name) as folder:
         return Source(read_ledger(folder / "ledger.jsonl"), _delta_of(folder), name)
@@ -146,7 +146,7 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
 
 
 def _write(sources: Sequence[Source], costs: dict[str, float], at: float, cfg: Options) -> None:
-    from dpexp.tracking import log_cost
+    from dpexp.tracking.read import log_cost
 
     runs = [source.run_id for source in sources if source.run_id]
     if len(sources) != 1 or not runs:

@@ -62,6 +62,7 @@ class Trainer:
     precision: str = "32-true"
     physical_batch: int = 512
     workers: int = 0
+    threads: int | None = None
     evaluations: int = 10
 
 
@@ -70,6 +71,8 @@ class Tracking:
     uri: str | None = None
     artifacts: str | None = None
     experiment: str = "dpexp"
+    unsent: str = MISSING
+    resume: bool = True
     run_name: str | None = None
 
 
@@ -92,6 +95,9 @@ class Config:
     privacy: Privacy = field(default_factory=Privacy)
     schedule: Schedule = field(default_factory=Schedule)
     calibrate: str = "noise"
+    train: bool = True
+    objective: str = "test_accuracy"
+    draw: int | None = None
     seed: int = 0
     vectors: str = "layer"
     diagnostics: str = "none"

@@ -123,6 +123,30 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
 
 
+def skipped(name: str) -> None:
+    """Says that a trial of a resumed sweep is finished already."""
+    console.print(f"Finished before: {name}")
+
+
+def swept(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence: str, address: str) -> None:
+    """Prints what came out of a sweep, and what choosing among its trials costs."""
+    console.print(f"[bold]Sweep[/]: {len(frame)} trials, {len(frame) - len(failed)} finished.")
+    for _, trial in failed.iterrows():
+        console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
+    if best is not None:
+        console.print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}")
+    console.print(sentence)
+    console.print(f"In the MLflow UI, with columns set: {address}", soft_wrap=True)
+
+
+def kept_for_later(folder: Path) -> None:
+    """Says that the tracking server was away."""
+    console.print(
+        f"[bold red]The tracking server could not be reached.[/] What it missed is in {folder} and will be sent when "
+        "the next job starts.", soft_wrap=True,
+    )  # fmt: skip
+
+
 def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:
     """Prints what came out, and where to look at it."""
     metrics = result["metrics"]
@@ -133,7 +157,7 @@ def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:
         console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {result['delta']:g}, {NEIGHBOURS[result['adjacency']]}")
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
-    console.print(f"Ledger and result: {output}", soft_wrap=True)
+    console.print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}", soft_wrap=True)
     if cfg.tracking.uri:
         console.print(f"Compare runs: mlflow ui --backend-store-uri {cfg.tracking.uri}", soft_wrap=True)
 

@@ -1,6 +1,7 @@
 """One experiment, from a composed configuration to a trained, accounted and tracked model."""
 
 import json
+import os
 import time
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,58 +19,112 @@ from omegaconf.errors import OmegaConfBaseException
 from dpexp import display
 from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, check_delta, epsilon
 from dpexp.accounting.claims import CLAIMS
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
-from dpexp.tracking import track
+from dpexp.tracking.run import Tracked, finished_trial, track
 from dpexp.training.classifier import Classifier
 
 DIAGNOSTICS = ("none", "unsafe")
 
 
 def run(cfg: DictConfig) -> float | None:
-    """Runs the experiment and returns its test accuracy (None if the model reports none).
+    """Runs the experiment and returns its objective (None if it has none).
 
-    The output directory gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration, and `result.json`.
+    The output directory gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration, and `result.json`. A trial
+    that an earlier start of the same sweep has finished is not run again.
 
     Raises:
         ConfigError: before training, for any choice that cannot be honoured.
     """
     _quieten()
     _check(cfg)
+    finished = finished_trial(cfg) if cfg.tracking.resume else None
+    if finished is not None:
+        display.skipped(finished.info.run_name)
+        return finished.data.metrics.get(cfg.objective)
+    _use_threads(cfg)
     output = Path(HydraConfig.get().runtime.output_dir)
     pl.seed_everything(cfg.seed, verbose=False)
     data = _make("data.module", cfg.data.module)
     module = _module(cfg)
     plan = plan_for(cfg, module) if cfg.privacy.enabled else None
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    display.announce(cfg, plan)
+    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
+        result = _trained(cfg, plan, module, data, output, tracked) if cfg.train else _planned(cfg, plan)
+        result["mlflow_run_id"] = tracked.run_id if tracked else None
+        (output / "result.json").write_text(json.dumps(result, indent=2))
+        if tracked:
+            tracked.finish(result)
+    display.conclude(result, cfg, output)
+    return _objective(cfg, plan, result)
+
+
+def _trained(
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    module: pl.LightningModule,
+    data: pl.LightningDataModule,
+    output: Path,
+    tracked: Tracked | None,
+) -> dict[str, Any]:
     callback = _callback(cfg, plan, output) if plan else None
     trainer = _trainer(cfg, plan, callback, output)
+    trainer.logger = tracked.logger if tracked else None
     if hasattr(data, "workers"):
         data.workers = cfg.trainer.workers
     if plan is None and hasattr(data, "batch_size"):
         data.batch_size = max(1, round(_policy(cfg).q * cfg.data.n))
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
-    display.announce(cfg, plan)
-    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
-        trainer.logger = tracked.logger if tracked else None
-        started = time.monotonic()
-        try:
-            trainer.fit(module, datamodule=data)
-        except (KeyboardInterrupt, SystemExit):
-            display.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
-            raise
-        seconds = time.monotonic() - started
-        tested = trainer.test(module, datamodule=data, verbose=False)
-        metrics = {name: value for part in tested for name, value in part.items()}
-        result = _result(cfg, plan, trainer.global_step, metrics, seconds, output, tracked.run_id if tracked else None)
-        (output / "result.json").write_text(json.dumps(result, indent=2))
-        if tracked:
-            tracked.finish(result, output)
-    display.conclude(result, cfg, output)
-    return metrics.get("test_accuracy")
+    started = time.monotonic()
+    try:
+        trainer.fit(module, datamodule=data)
+    except (KeyboardInterrupt, SystemExit):
+        display.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
+        raise
+    seconds = time.monotonic() - started
+    tested = trainer.test(module, datamodule=data, verbose=False)
+    metrics = {name: value for part in tested for name, value in part.items()}
+    ledger = read_ledger(output / "ledger.jsonl") if plan else None
+    return _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+
+
+def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
+    """train=false: what training would cost."""
+    if plan is None:
+        raise ConfigError("train=false has nothing to plan with privacy.enabled=false.")
+    return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
+
+
+def _objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
+    known = dict(result["metrics"])
+    if "epsilon" in result:
+        known["epsilon"] = next(iter(result["epsilon"].values()))
+    if plan is not None and plan.calibration is not None:
+        known[plan.calibration.knob] = plan.calibration.value
+    if cfg.objective not in known and cfg.objective != "test_accuracy":
+        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
+    return known.get(cfg.objective)
+
+
+def _use_threads(cfg: DictConfig) -> None:
+    """Parallel trials share the cores instead of fighting for them."""
+    threads = cfg.trainer.threads
+    hydra = HydraConfig.get()
+    if threads is None and hydra.mode == RunMode.MULTIRUN:
+        launcher = hydra.runtime.choices.get("hydra/launcher", "basic")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if launcher == "joblib":
+            jobs = hydra.launcher.n_jobs
+            threads = max(1, cores // (cores if jobs < 1 else jobs))
+        elif launcher != "basic":
+            threads = hydra.launcher.get("cpus_per_task") or 1
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
@@ -134,6 +190,8 @@ def _check(cfg: DictConfig) -> None:
     check_delta(cfg.privacy.delta)
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
+    if cfg.trainer.threads is not None and cfg.trainer.threads < 1:
+        raise ConfigError(f"trainer.threads={cfg.trainer.threads} must be at least 1.")
     for name in ("evaluations", "workers"):
         if cfg.trainer[name] < 0:
             raise ConfigError(f"trainer.{name}={cfg.trainer[name]} must be at least 0.")
@@ -191,7 +249,7 @@ def _trainer(cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallbac
     try:
         return pl.Trainer(
             accelerator=cfg.trainer.accelerator,
-            devices=1,
+            devices=_devices(cfg),
             precision=cfg.trainer.precision,
             max_epochs=-1,
             max_steps=rounds,
@@ -209,6 +267,14 @@ def _trainer(cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallbac
         raise ConfigError(f"trainer: {error}") from error
 
 
+def _devices(cfg: DictConfig) -> int | list[int]:
+    """One; trials of a sweep take turns among several GPUs."""
+    hydra = HydraConfig.get()
+    if cfg.trainer.accelerator in ("gpu", "cuda") and hydra.mode == RunMode.MULTIRUN and torch.cuda.device_count() > 1:
+        return [hydra.job.num % torch.cuda.device_count()]
+    return 1
+
+
 def _policy(cfg: DictConfig) -> Policy:
     sampling, n = cfg.sampling, cfg.data.n
     q = sampling.q if sampling.q is not None else sampling.expected_batch_size / n
@@ -222,21 +288,19 @@ def _rounds(cfg: DictConfig) -> int:
 def _result(
     cfg: DictConfig,
     plan: PrivacyPlan | None,
+    ledger: Ledger | None,
     rounds: int,
     metrics: dict[str, float],
     seconds: float,
-    output: Path,
-    run_id: str | None,
 ) -> dict[str, Any]:
     result: dict[str, Any] = {
         "private": is_private(cfg),
+        "trained": cfg.train,
         "rounds": rounds,
         "metrics": metrics,
         "seconds": round(seconds, 3),
-        "mlflow_run_id": run_id,
     }
-    if plan is not None:
-        ledger = read_ledger(output / "ledger.jsonl")
+    if plan is not None and ledger is not None:
         result |= {
             "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
             "delta": cfg.privacy.delta,
@@ -246,6 +310,8 @@ def _result(
             "n": plan.n,
             "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
         }
+        if plan.calibration is not None:
+            result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
     return result
 
 

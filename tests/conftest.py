@@ -19,7 +19,10 @@ def dpexp_job(tmp_path, monkeypatch):
     def run(*arguments: str) -> Path:
         monkeypatch.setattr(sys, "argv", ["dpexp", *arguments])
         main()
-        return max((tmp_path / "outputs").glob("*/*"), key=lambda path: path.stat().st_mtime)
+        folders = [
+            path for path in (tmp_path / "outputs").glob("*/*") if path.parent.name not in ("mlartifacts", "unsent")
+        ]
+        return max(folders, key=lambda path: path.stat().st_mtime)
 
     return run
 

@@ -210,13 +210,7 @@ class LedgerWriter:
         spec = self._specs.get(round_)
         if spec is None:
             spec = len(self._specs)
-            self._append(
-                {
-                    "spec": spec,
-                    "sampling": {key: value for key, value in asdict(round_.sampling).items() if value is not None},
-                    "queries": [asdict(query) for query in round_.queries],
-                }
-            )
+            self._append(_spec_entry(spec, round_))
             self._specs[round_] = spec
         self._append({"round": spec})
         self._counts[round_] += 1
@@ -236,6 +230,21 @@ def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:
         return {}
     ((policy, n),) = facts
     return {"sampling": {"policy": policy, "n": n, "q": sorted({event.q for event in events})}}
+
+
+def write_ledger(path: Path, ledger: Ledger) -> None:
+    """Writes a whole ledger, such as a plan's, as the file that carrying it out would leave."""
+    header = {"dpexp_ledger": SCHEMA_VERSION, "adjacency": ledger.adjacency}
+    lines = [json.dumps(header | _planned(round_.sampling for round_ in ledger.rounds)) + "\n"]
+    for spec, (round_, count) in enumerate(ledger.rounds.items()):
+        lines.append(json.dumps(_spec_entry(spec, round_)) + "\n")
+        lines += [json.dumps({"round": spec}) + "\n"] * count
+    path.write_text("".join(lines))
+
+
+def _spec_entry(spec: int, round_: Round) -> dict[str, object]:
+    sampling = {key: value for key, value in asdict(round_.sampling).items() if value is not None}
+    return {"spec": spec, "sampling": sampling, "queries": [asdict(query) for query in round_.queries]}
 
 
 def read_ledger(path: str | Path) -> Ledger:

@@ -1,0 +1,152 @@
+"""Multiruns: one parent above the trials, what choosing among them costs, and private selection."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import joined
+from dpexp.accounting.selection import check_repetitions, draw_repetitions, selection_epsilon
+from dpexp.errors import ConfigError
+
+
+class PrivateSelect(BasicSweeper):
+    """`hydra/sweeper=private_select`: a random number of trials, each with a configuration drawn at random from the
+    grid. Only then may the best one be chosen at a known price.
+
+    Args:
+        mean: of the number of trials; shape: η, 1 for geometric, inf for Poisson (see accounting.selection).
+    """
+
+    draws: "list[list[str]] | None" = None  # of an earlier start of the same sweep
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None, mean: float, shape: float) -> None:
+        super().__init__(max_batch_size, params)
+        check_repetitions(mean, shape)
+        self._mean, self._shape = mean, shape
+
+    def split_arguments(  # type: ignore[override]
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        if PrivateSelect.draws is None:
+            (grid,) = BasicSweeper.split_arguments(overrides, None)
+            random = np.random.default_rng()  # the operating system's entropy: the draws must be secret
+            count = draw_repetitions(self._mean, self._shape, random)
+            PrivateSelect.draws = [[*grid[random.integers(len(grid))], f"draw={k}"] for k in range(count)]
+            if _sweep is not None:
+                _sweep.remember_draws(PrivateSelect.draws)
+        batch = PrivateSelect.draws
+        return [batch] if batch else []
+
+
+# Hydra takes plugins whose name says hydra_plugins only.
+PrivateSelect.__module__ = "hydra_plugins.dpexp"
+Plugins.instance().register(PrivateSelect)
+
+
+class SweepCallback(Callback):
+    """Begins the parent run; `conclude` ends it, since Hydra calls no hook after a failed or interrupted sweep."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        global _sweep
+        if config.tracking.uri is not None:
+            _sweep = Sweep(config)
+
+
+_sweep: "Sweep | None" = None
+
+
+class Sweep:
+    """The multirun under way in this process."""
+
+    def __init__(self, config: DictConfig) -> None:
+        from dpexp.tracking.parent import Parent
+
+        self._hydra = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
+        asked = sorted(str(override) for override in config.hydra.overrides.task)
+        question = config.hydra.runtime.choices.get("sweep")
+        own = OmegaConf.masked_copy(config, [key for key in config if key not in ("hydra", "tracking")])
+        content = [asked, self._hydra, OmegaConf.to_container(own, resolve=False)]
+        key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+        name = question or ", ".join(asked) or "sweep"
+        selects = str(config.hydra.runtime.choices.get("hydra/sweeper")) == "private_select"
+        facts = {"question": question, "overrides": asked, "selects": selects}
+        self.parent = Parent(config, name, key, facts)
+        self._output = Path(config.hydra.sweep.dir).resolve()
+        if selects and self.parent.resumed:
+            PrivateSelect.draws = self.parent.facts.get("draws")
+
+    def remember_draws(self, draws: list[list[str]]) -> None:
+        """A second draw would not be the one that is accounted."""
+        self.parent.remember({"draws": draws})
+
+    def conclude(self, interrupted: bool) -> None:
+        from dpexp import display
+
+        frame = self.parent.trials()
+        failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
+        costs, sentence = self._cost(frame)
+        best = None if frame.empty else _best(frame)
+        note = _note(frame, failed, best, costs, sentence)
+        status = "KILLED" if interrupted else "FAILED" if len(failed) else "FINISHED"
+        metrics = {f"selection/{key}": value for key, value in costs.items()}
+        self.parent.conclude(frame, metrics, note, status, self._output)
+        display.swept(frame, failed, best, costs, sentence, self.parent.address)
+
+    def _cost(self, frame: Any) -> tuple[dict[str, float], str]:
+        """ε of one trial, of all of them, and of private selection where the trials were drawn for it."""
+        private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()] if not frame.empty else frame
+        if private.empty:
+            return {}, "No private trial has finished, so nothing has been spent."
+        ledgers = [self.parent.ledger(run_id) for run_id in private["run_id"]]
+        delta = float(private["delta"].max())
+        costs = {"one_trial": float(private["epsilon"].max())}
+        one = f"ε = {costs['one_trial']:.3g} (one trial) may be claimed only if the choice used no private data"
+        try:
+            accountant = "rdp" if any(r.sampling.policy == "fixed_size" for r in ledgers[0].rounds) else "pld"
+            costs["all_composed"] = epsilon(joined(ledgers), delta, accountant)
+            everything = f"ε = {costs['all_composed']:.3g} (all trials composed) covers any choice among them"
+        except ConfigError as error:
+            everything = f"the trials cannot be composed: {error}"
+        if not self.parent.facts.get("selects"):
+            return costs, f"{one}; {everything}."
+        distinct = {frozenset(ledger.rounds.items()) for ledger in ledgers}
+        if len(distinct) > 1 or len(private) < len(self.parent.facts.get("draws") or []):
+            why = "the trials' mechanisms differ" if len(distinct) > 1 else "some drawn trials have not finished"
+            return costs, f"Private selection cannot be claimed, because {why}; {everything}."
+        mean, shape = float(self._hydra["mean"]), float(self._hydra["shape"])  # type: ignore[index,call-overload]
+        costs["private"] = selection_epsilon(ledgers[0], delta, mean, shape)
+        return costs, (
+            f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others and "
+            f"their number stay secret; {everything}."
+        )
+
+
+def conclude(interrupted: bool) -> None:
+    """Ends the parent of the multirun in this process, if there is one."""
+    global _sweep
+    ended, _sweep, PrivateSelect.draws = _sweep, None, None
+    if ended is not None:
+        ended.conclude(interrupted)
+
+
+def _best(frame: Any) -> Any:
+    done = frame[(frame["status"] == "FINISHED") & frame["test_accuracy"].notna()]
+    return None if done.empty else done.loc[done["test_accuracy"].idxmax()]
+
+
+def _note(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence: str) -> str:
+    lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
+    if best is not None:
+        lines.append(f"Best: **{best['name']}**, test accuracy {best['test_accuracy']:.2%}.")
+    lines += [sentence, ""]
+    lines += [f"- {row['name']}: {row['status']}: {row['error'] or 'no reason known'}" for _, row in failed.iterrows()]
+    return "\n".join(lines)

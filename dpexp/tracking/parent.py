@@ -1,0 +1,113 @@
+"""The run above a sweep's trials."""
+
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Run
+from omegaconf import DictConfig
+from pandas import DataFrame
+
+from dpexp import figures
+from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.tracking.outbox import send_unsent
+from dpexp.tracking.read import downloaded_run, trials
+from dpexp.tracking.run import PARENT
+from dpexp.tracking.store import HOST, end_dead_runs, open_store
+
+# What the list of runs shows for a sweep. MLflow keeps such views in undocumented tags of the experiment.
+COLUMNS = [
+    "metrics.`epsilon_planned`", "metrics.`epsilon`", "metrics.`delta`", "metrics.`test_accuracy`",
+    "metrics.`noise_multiplier`", "metrics.`q`", "tags.`dpexp.group`", "tags.`dpexp.mechanism`",
+    "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
+]  # fmt: skip
+VIEW = "dpexp"
+
+
+class Parent:
+    """A sweep's parent run: found again if the same sweep has been started before."""
+
+    def __init__(self, cfg: DictConfig, name: str, key: str, facts: dict[str, Any]) -> None:
+        self._uri = cfg.tracking.uri
+        self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+        end_dead_runs(self._client, self._experiment)
+        send_unsent(self._client, self._uri, Path(cfg.tracking.unsent))
+        found = self._earlier(key) if cfg.tracking.resume else None
+        self.resumed = found is not None
+        if found is None:
+            found = self._client.create_run(self._experiment, run_name=name, tags={"dpexp.sweep": key})
+        self.run_id: str = found.info.run_id
+        self.facts = facts | self._remembered() if self.resumed else facts
+        self._client.update_run(self.run_id, "RUNNING")
+        for tag, value in (("dpexp.pid", str(os.getpid())), ("dpexp.host", HOST)):
+            self._client.set_tag(self.run_id, tag, value)
+        self._show_columns()
+        os.environ[PARENT] = self.run_id
+
+    def _earlier(self, key: str) -> Run | None:
+        found = self._client.search_runs(
+            [self._experiment], f"tags.`dpexp.sweep` = '{key}'", order_by=["attributes.start_time DESC"], max_results=1
+        )
+        return found[0] if found else None
+
+    def _remembered(self) -> dict[str, Any]:
+        if not any(artifact.path == "facts.json" for artifact in self._client.list_artifacts(self.run_id)):
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            return json.loads(Path(self._client.download_artifacts(self.run_id, "facts.json", folder)).read_text())
+
+    def remember(self, facts: dict[str, Any]) -> None:
+        """Keeps facts for the next start of the same sweep."""
+        self.facts |= facts
+        self._client.log_text(self.run_id, json.dumps(self.facts), "facts.json")
+
+    def _show_columns(self) -> None:
+        state = {"selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False}
+        self._client.set_experiment_tag(self._experiment, f"mlflow.sharedViewState.{VIEW}", json.dumps(state))
+
+    def trials(self) -> DataFrame:
+        """The trials, each once: of those started several times, the one that finished, else the last."""
+        end_dead_runs(self._client, self._experiment)
+        frame = trials(self._uri, [self.run_id])
+        if frame.empty:
+            return frame
+        order = frame.assign(done=frame["status"] == "FINISHED").sort_values(["done", "start"])
+        return order.drop_duplicates("trial", keep="last").drop(columns=["done"])
+
+    def ledger(self, run_id: str) -> Ledger:
+        with downloaded_run(self._uri, run_id) as folder:
+            return read_ledger(folder / "ledger.jsonl")
+
+    def conclude(self, frame: DataFrame, metrics: dict[str, float], note: str, status: str, output: Path) -> None:
+        """Logs the trials' table and figure, what choosing among them costs, and the parent's own end."""
+        for key, value in metrics.items():
+            self._client.log_metric(self.run_id, key, value)
+        self._client.set_tag(self.run_id, "mlflow.note.content", note)
+        if not frame.empty:
+            text = io.StringIO()
+            frame.to_csv(text, index=False)
+            self._client.log_text(self.run_id, text.getvalue(), "trials.csv")
+            shown = frame.astype(object).where(frame.notna(), None)
+            self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
+            for name, figure in _figures(frame).items():
+                output.mkdir(parents=True, exist_ok=True)
+                figure.savefig(output / name, dpi=150)
+                self._client.log_artifact(self.run_id, str(output / name))
+        self._client.set_terminated(self.run_id, status)
+
+    @property
+    def address(self) -> str:
+        return f"#/experiments/{self._experiment}/runs?viewStateShareKey={VIEW}"
+
+
+def _figures(frame: DataFrame) -> dict[str, Any]:
+    drawn = {}
+    done = frame[frame["status"] == "FINISHED"]
+    if done["test_accuracy"].notna().any():
+        drawn["frontier.png"] = figures.frontier(done)
+    if done["knob_value"].notna().any() and done["test_accuracy"].isna().all():
+        drawn["needed.png"] = figures.needed(done)
+    return drawn

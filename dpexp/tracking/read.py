@@ -1,0 +1,191 @@
+"""What MLflow remembers of earlier runs."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Run
+from mlflow.exceptions import MlflowException
+from pandas import DataFrame
+
+from dpexp.errors import ConfigError
+
+
+@contextmanager
+def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
+    """A folder with a run's ledger and configuration.
+
+    Raises:
+        ConfigError: there is no such run, or it has no ledger.
+    """
+    client = MlflowClient(tracking_uri=uri)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            files = {artifact.path for artifact in client.list_artifacts(run_id)}
+            if "ledger.jsonl" not in files:
+                raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
+            for name in sorted(files & {"ledger.jsonl", "config.yaml"}):
+                client.download_artifacts(run_id, name, folder)
+        except MlflowException as error:
+            raise ConfigError(
+                f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {' '.join(str(error).split())}"
+            ) from error
+        yield Path(folder)
+
+
+def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> None:
+    """Adds metrics to a run that has ended."""
+    MlflowClient(tracking_uri=uri).log_batch(
+        run_id, metrics=[Metric(key, value, int(time.time() * 1000), rounds) for key, value in costs.items()]
+    )
+
+
+PAGE = 1000  # runs a request
+_NUMBERS = ("epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "q", "knob_value", "delta")
+_TAGS = ("data", "model", "group", "mechanism", "bound", "allocation", "sampling")
+_ASIDE = ("seed", "draw", "objective", "privacy.noise_seed")  # parameters that repeat a configuration or move it about
+TRIAL = (
+    "run_id", "parent_id", "trial", "name", "start", "status", "error", "private", *_TAGS, "configuration", "seed",
+    "accountant", "knob", *_NUMBERS,
+)  # fmt: skip
+
+
+def trials(uri: str, sources: Sequence[str]) -> DataFrame:
+    """The runs that the sources name, the best test accuracy first; parent runs themselves are left out.
+
+    Args:
+        sources: names of experiments, ids of parent runs (which stand for their children) and of single runs.
+
+    Returns:
+        One row a run, with the columns TRIAL. `configuration` is equal for runs that differ in nothing but the seed
+        (and in what cannot change the result: tracking, trainer); `start` is in milliseconds; `knob` is what was
+        solved for. Numbers that a run does not have are NaN; `error` is then empty.
+
+    Raises:
+        ConfigError: there is no such store, or a source is neither an experiment nor a run.
+    """
+    client = _existing(uri)
+    try:
+        runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
+    except MlflowException as error:
+        raise ConfigError(f"uri={uri} cannot be read: {' '.join(str(error).split())}") from error
+    parents = {_parent(run) for run in runs.values()}
+    rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents and not _is_parent(run)]
+    frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
+    return frame.sort_values("test_accuracy", ascending=False, kind="stable", ignore_index=True)
+
+
+def selections(uri: str, run_ids: Iterable[str]) -> list[tuple[str, dict[str, float]]]:
+    """Of each parent run that has them: its name, and its metrics `selection/…`, without that prefix."""
+    client = _existing(uri)
+    found = []
+    for run_id in run_ids:
+        try:
+            run = client.get_run(run_id)
+        except MlflowException:  # a parent that was deleted, or lies in another store
+            continue
+        metrics = {
+            key.removeprefix("selection/"): value
+            for key, value in sorted(run.data.metrics.items())
+            if key.startswith("selection/")
+        }
+        if metrics:
+            found.append((run.info.run_name or run_id, metrics))
+    return found
+
+
+@contextmanager
+def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Path]:
+    """A folder with those of the named artifacts that a run has.
+
+    Raises:
+        ConfigError: they cannot be fetched.
+    """
+    client = _existing(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = {artifact.path for artifact in client.list_artifacts(run_id)}
+            for name in sorted(found.intersection(names)):
+                client.download_artifacts(run_id, name, folder)
+        except (MlflowException, OSError) as error:
+            raise ConfigError(f"the artifacts of {run_id} cannot be fetched: {' '.join(str(error).split())}") from error
+        yield Path(folder)
+
+
+def _existing(uri: str) -> MlflowClient:
+    """A client of a store that is there: MLflow would create an SQLite file that is not."""
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+        raise ConfigError(
+            f"uri={uri} does not exist, so there are no runs to read; run a job first, or name its store."
+        )
+    try:
+        return MlflowClient(tracking_uri=uri)
+    except MlflowException as error:
+        raise ConfigError(f"uri={uri} cannot be used: {' '.join(str(error).split())}") from error
+
+
+def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
+    experiment = client.get_experiment_by_name(source)
+    if experiment is not None:
+        return list(_search(client, experiment.experiment_id))
+    try:
+        run = client.get_run(source)
+    except MlflowException as error:
+        raise ConfigError(f"{source} is neither an experiment nor a run of {uri}.") from error
+    children = _search(client, run.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    return list(children) or [run]
+
+
+def _search(client: MlflowClient, experiment_id: str, condition: str = "") -> Iterator[Run]:
+    token = None
+    while True:
+        page = client.search_runs([experiment_id], condition, max_results=PAGE, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _parent(run: Run) -> str | None:
+    return run.data.tags.get("mlflow.parentRunId")
+
+
+def _is_parent(run: Run) -> bool:
+    return "dpexp.sweep" in run.data.tags or any(key.startswith("selection/") for key in run.data.metrics)
+
+
+def _trial(run: Run) -> dict[str, Any]:
+    tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
+    knob = params.get("calibrate", "noise")
+    return {
+        "run_id": run.info.run_id,
+        "parent_id": _parent(run),
+        "trial": tags.get("dpexp.trial"),
+        "name": run.info.run_name or run.info.run_id,
+        "start": run.info.start_time,
+        "status": run.info.status,
+        "error": tags.get("dpexp.error", ""),
+        "private": tags.get("dpexp.private", ""),
+        **{name: tags.get(f"dpexp.{name}") for name in _TAGS},
+        "configuration": _configuration(params),
+        "seed": params.get("seed", tags.get("dpexp.seed")),
+        "accountant": json.loads(params.get("accountant.names", '["pld"]'))[0],
+        "knob": knob,
+        "knob_value": metrics.get(knob),
+        "delta": params.get("privacy.delta"),
+        **{name: metrics.get(name) for name in _NUMBERS if name not in ("knob_value", "delta")},
+    }
+
+
+def _configuration(params: Mapping[str, str]) -> str:
+    kept = {
+        key: value
+        for key, value in params.items()
+        if key not in _ASIDE and not key.startswith(("tracking.", "trainer."))
+    }
+    return json.dumps(kept, sort_keys=True)

@@ -1,0 +1,259 @@
+"""One experiment as an MLflow run."""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from mlflow.entities import Dataset, DatasetInput, InputTag, Run
+from mlflow.exceptions import MlflowException
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.loggers.logger import Logger
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import read_ledger, write_ledger
+from dpexp.display import kept_for_later, plan_json
+from dpexp.errors import ConfigError
+from dpexp.figures import epsilon_over_rounds
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.tracking.outbox import Outbox, send_unsent
+from dpexp.tracking.store import HOST, end_dead_runs, open_store
+
+_PARAM_LIMIT = 6000
+PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
+
+
+class _MetricsLogger(Logger):
+    """Lightning's metrics, but not its count of epochs; the configuration is logged elsewhere."""
+
+    def __init__(self, outbox: Outbox, run_id: str) -> None:
+        super().__init__()
+        self._outbox = outbox
+        self._run_id = run_id
+
+    @property
+    def name(self) -> str:
+        return "mlflow"
+
+    @property
+    def version(self) -> str:
+        return self._run_id
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._outbox.metrics({name: value for name, value in metrics.items() if name != "epoch"}, step or 0)
+
+
+class Tracked:
+    """A run that has begun. What goes wrong with the server from then on does not reach the training."""
+
+    def __init__(
+        self, cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]
+    ) -> None:  # fmt: skip
+        self._cfg = cfg
+        self._plan = plan
+        self._accountants = accountants
+        self._output = output
+        uri = cfg.tracking.uri
+        client, experiment_id = open_store(uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+        try:
+            end_dead_runs(client, experiment_id)
+            run = client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
+        except MlflowException as error:
+            raise ConfigError(f"tracking.uri={uri} cannot be used: {' '.join(str(error).split())}") from error
+        self.run_id: str = run.info.run_id
+        self._unsent = Path(cfg.tracking.unsent)
+        send_unsent(client, uri, self._unsent)
+        self._outbox = Outbox(client, uri, self.run_id, self._unsent / f"{self.run_id}.jsonl")
+        self.logger = _MetricsLogger(self._outbox, self.run_id)
+        source = json.dumps({"module": cfg.data.module.get("_target_")})
+        dataset = Dataset(
+            _choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=json.dumps({"n": cfg.data.n})
+        )
+        client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+
+    def log_start(self) -> None:
+        flat = _flatten(OmegaConf.to_container(self._cfg, resolve=True))
+        self._outbox.params({_plain(key): str(value)[:_PARAM_LIMIT] for key, value in flat.items()})
+        overrides = self._output / "overrides.yaml"
+        overrides.write_text(OmegaConf.to_yaml(HydraConfig.get().overrides.task))
+        self._outbox.file(overrides)
+        self._outbox.file(self._output / "config.yaml")
+        if self._plan is not None:
+            self._log_plan(self._plan)
+
+    def _log_plan(self, plan: PrivacyPlan) -> None:
+        planned = plan.ledger()
+        values = {
+            "noise_multiplier": plan.noise_multiplier,
+            "q": plan.sampling.q,
+            "rounds": plan.rounds,
+            "delta": self._cfg.privacy.delta,
+            "epsilon_planned": epsilon(planned, self._cfg.privacy.delta, self._accountants[0]),
+        }
+        for group in plan.groups:
+            name = _plain(group.name)
+            values |= {f"S/{name}": group.S, f"sigma/{name}": group.sigma, f"share/{name}": group.share}
+        if plan.calibration is not None:
+            values[plan.calibration.knob] = plan.calibration.value
+            for step, (value, cost) in enumerate(plan.calibration.trace):
+                self._outbox.metrics({f"calibration/{plan.calibration.knob}": value, "calibration/epsilon": cost}, step)
+        self._outbox.metrics(values, 0)
+        (self._output / "plan.json").write_text(plan_json(plan))
+        write_ledger(self._output / "planned_ledger.jsonl", planned)
+        self._outbox.file(self._output / "plan.json")
+        self._outbox.file(self._output / "planned_ledger.jsonl")
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Logs what is known at the end."""
+        self._outbox.metrics({f"epsilon_{key}": v for key, v in result.get("epsilon", {}).items()}, result["rounds"])
+        self._outbox.file(self._output / "result.json")
+
+    def log_ledger(self) -> None:
+        """The ledger up to the last release and its figure, however the run ended."""
+        ledger_path = self._output / "ledger.jsonl"
+        if not ledger_path.exists():
+            return
+        self._outbox.file(ledger_path)
+        figure = epsilon_over_rounds(read_ledger(ledger_path), self._cfg.privacy.delta, self._accountants)
+        figure.savefig(self._output / "epsilon.png", dpi=150)
+        self._outbox.file(self._output / "epsilon.png")
+
+    def end(self, status: str, reason: str | None = None) -> None:
+        if reason is not None:
+            self._outbox.tags({"dpexp.error": reason})
+        if not self._outbox.close(status):
+            kept_for_later(self._unsent)
+
+
+@contextmanager
+def track(
+    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]
+) -> Iterator[Tracked | None]:
+    """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED."""
+    if cfg.tracking.uri is None:
+        yield None
+        return
+    run = Tracked(cfg, plan, output, accountants)
+    status, reason = "FAILED", None
+    before = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
+    try:
+        run.log_start()
+        yield run
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        error.tracked = True  # type: ignore[attr-defined]
+        raise
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+        try:
+            run.log_ledger()
+        finally:
+            run.end(status, reason)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def parent_id() -> str | None:
+    """The sweep that this trial belongs to."""
+    return os.environ.get(PARENT)
+
+
+def trial_key(cfg: DictConfig) -> str:
+    """Trials of the same resolved configuration are the same trial, wherever they are tracked."""
+    content = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(content, dict)
+    content.pop("tracking")
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def finished_trial(cfg: DictConfig) -> Run | None:
+    """This trial, if an earlier start of the same sweep has finished it."""
+    if cfg.tracking.uri is None or parent_id() is None:
+        return None
+    client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+    found = client.search_runs(
+        [experiment_id],
+        f"attributes.status = 'FINISHED' and tags.`mlflow.parentRunId` = '{parent_id()}' "
+        f"and tags.`dpexp.trial` = '{trial_key(cfg)}'",
+        max_results=1,
+    )
+    return found[0] if found else None
+
+
+def record_failure(cfg: DictConfig, error: Exception) -> None:
+    """Leaves a run that says why a trial of a sweep never came to training."""
+    if cfg.tracking.uri is None or parent_id() is None or getattr(error, "tracked", False):
+        return
+    client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+    reason = " ".join(f"{error}".split())
+    run = client.create_run(experiment_id, tags=tags(cfg, None) | {"dpexp.error": reason}, run_name=_run_name(cfg))
+    client.set_terminated(run.info.run_id, "FAILED")
+
+
+def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
+    choices = _choices()
+    privacy = ("group", "bound", "mechanism", "allocation", "sampling") if cfg.privacy.enabled else ()
+    found = {f"dpexp.{name}": str(choices.get(name)) for name in ("data", "model", *privacy)}
+    private = "yes"
+    if not cfg.privacy.enabled:
+        private = "no: trained without privacy"
+    elif cfg.diagnostics == "unsafe":
+        private = "no: unsafe diagnostics"
+    elif cfg.privacy.noise_seed is not None:
+        private = "no: the noise seed is known"
+    found |= {"dpexp.private": private, "dpexp.pid": str(os.getpid()), "dpexp.host": HOST}
+    found |= {"dpexp.trial": trial_key(cfg), "dpexp.seed": str(cfg.seed)}
+    if plan is not None:
+        found |= {"dpexp.adjacency": plan.adjacency, "dpexp.calibrate": cfg.calibrate}
+    parent = parent_id()
+    return found | ({"mlflow.parentRunId": parent} if parent else {})
+
+
+def _run_name(cfg: DictConfig) -> str:
+    if cfg.tracking.run_name:
+        return cfg.tracking.run_name
+    choices = _choices()
+    if parent_id():
+        return ", ".join(HydraConfig.get().overrides.task) or "trial"
+    if not cfg.privacy.enabled:
+        return f"{choices.get('data')} non-private"
+    return f"{choices.get('data')} {choices.get('group')} {choices.get('mechanism')}"
+
+
+def _choices() -> dict[str, str]:
+    """Which option of each configuration group was chosen."""
+    return dict(HydraConfig.get().runtime.choices)
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict) or not node:
+        return {prefix: json.dumps(node) if isinstance(node, list | dict) else node}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in _flatten(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
+def _plain(name: str) -> str:
+    """MLflow takes no brackets in names."""
+    return name.replace("(", "").replace(")", "")
