@@ -107,6 +107,7 @@ def register() -> None:
     """Makes the schema and the YAML functions known to Hydra."""
     ConfigStore.instance().store("base_config", Config)
     OmegaConf.register_new_resolver("unless", _unless, replace=True)
+    OmegaConf.register_new_resolver("finite", lambda value: value is None or math.isfinite(value), replace=True)
     OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 

@@ -1,12 +1,17 @@
 """Figures, as matplotlib objects."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
-from pandas import DataFrame
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from pandas import DataFrame, Series
 
 from dpexp.accounting.accountants import APPROXIMATIONS, epsilon
 from dpexp.accounting.claims import releases
@@ -77,9 +82,11 @@ def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figur
 
 # Trials side by side. A frame of trials has the columns of `dpexp.tracking.read.TRIAL`.
 
+_LINE = ("group", "mechanism", "allocation")
 _VARYING = ("data", "model", "bound", "sampling")
 _TOGETHER = 6  # lines that one panel can show
 _MOST_ROWS = 60
+_MOST_RUNS = 12
 _MARKERS = "osD^vP*X"
 WITHOUT_PRIVACY = "no: trained without privacy"
 
@@ -90,7 +97,7 @@ def drawn(trials: DataFrame) -> DataFrame:
     found = trials[(trials["status"] == "FINISHED") & trials["epsilon"].notna()]
     named = [column for column in _VARYING if found[column].nunique(dropna=False) > 1]
     labels = [
-        " · ".join([row["group"], row["mechanism"], row["allocation"], *(f"{key}={row[key]}" for key in named)])
+        " · ".join([*(str(row[key]) for key in _LINE), *(f"{key}={row[key]}" for key in named)])
         for row in found.to_dict("records")
     ]
     return found.assign(line=labels, level=[f"{value:.2g}" for value in found["epsilon"]])
@@ -141,7 +148,7 @@ def frontier(trials: DataFrame) -> Figure:
         trials: see above; a panel a group where the lines are many.
     """
     points, tops = configurations(trials), ceilings(trials)
-    names, groups = sorted(points["line"].unique()), sorted(points["group"].unique())
+    names, groups = sorted(points["line"].unique()), sorted(points["group"].unique(), key=str)
     split = len(names) > _TOGETHER and len(groups) > 1
     panels: list[str | None] = [*groups] if split else [None]
     columns = min(len(panels), 3)
@@ -161,9 +168,11 @@ def frontier(trials: DataFrame) -> Figure:
         axes.remove()
     for axes in grid[:, 0]:
         axes.set_ylabel("test accuracy")
-    grid[0, 0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    grid[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
     _epsilon_axis(grid[0, 0], points["epsilon"].tolist())
-    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     if handles:
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns if split else 2,
                       fontsize="small")  # fmt: skip
@@ -172,7 +181,7 @@ def frontier(trials: DataFrame) -> Figure:
 
 def _line(axes: Axes, points: DataFrame, label: str, style: int) -> None:
     best, rest = points[points["best"]], points[~points["best"]]
-    look = {"color": f"C{style % 10}", "marker": _MARKERS[style % len(_MARKERS)]}
+    look: dict[str, Any] = {"color": f"C{style % 10}", "marker": _MARKERS[style % len(_MARKERS)]}
     axes.errorbar(best["epsilon"], best["accuracy"], best["spread"], label=label, capsize=3, elinewidth=1, markersize=5,
                   linestyle=("-", "--", ":")[style // 10 % 3], **look)  # fmt: skip
     axes.plot(rest["epsilon"], rest["accuracy"], linestyle="", alpha=0.3, markersize=4, **look)
@@ -181,7 +190,7 @@ def _line(axes: Axes, points: DataFrame, label: str, style: int) -> None:
 def _ceilings(axes: Axes, tops: DataFrame) -> None:
     for k, top in enumerate(tops.to_dict("records")):
         which = f" ({top['data']}, {top['model']})" if len(tops) > 1 else ""
-        look = {"color": "black", "linestyle": (0, (1, 1 + k)), "linewidth": 1.2}
+        look: dict[str, Any] = {"color": "black", "linestyle": (0, (1, 1 + k)), "linewidth": 1.2}
         axes.axhline(top["accuracy"], label=f"without privacy{which}", **look)
         axes.axhspan(top["accuracy"] - top["spread"], top["accuracy"] + top["spread"], color="black", alpha=0.08, lw=0)
 
@@ -198,11 +207,12 @@ def _epsilon_axis(axes: Axes, values: Sequence[float]) -> None:
 
 def noise_and_signal(plans: DataFrame) -> Figure:
     """For each group of each run, per coordinate of the released average: what one record can add at most, the noise,
-    and what all records together can be at most.
+    and what the records of a sample of expected size come to at most.
 
     Args:
-        plans: a row a group; columns line, group, and record = S/(qn√d), noise = σ̃/(qn), average = S/√d. Of many, the
-            first runs are drawn.
+        plans: a row a group; columns line, group, and record = αS/(qn√d), noise = ασ̃/(qn) and average = αS/√d, with α
+            the largest scale of the group's vectors, or for the noise the root mean square over its coordinates. Of
+            many, the first runs are drawn.
     """
     rows: list[dict | str] = []
     for name, run in plans.groupby("line", sort=False):
@@ -210,17 +220,19 @@ def noise_and_signal(plans: DataFrame) -> Figure:
             rows += [str(name), *run.to_dict("records")]
     figure = Figure(figsize=(9, 1.4 + 0.24 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="per coordinate of the released average")
+    runs, everything = sum(isinstance(row, str) for row in rows), plans["line"].nunique()
+    if runs < everything:
+        axes.set_title(f"{runs} of {everything} runs", fontsize="small")
     at = [(y, row) for y, row in enumerate(rows) if isinstance(row, dict)]
     y = [place for place, _ in at]
     record, noise, average = ([row[key] for _, row in at] for key in ("record", "noise", "average"))
     axes.hlines(y, record, average, color="lightgrey", linewidth=3, zorder=1)
-    axes.scatter(record, y, color="C0", marker="o", label="one record, at most: S/(qn√d)")
-    axes.scatter(noise, y, color="C3", marker="|", s=90, linewidths=2.5, label="noise: σ̃/(qn)")
-    axes.scatter(average, y, facecolors="white", edgecolors="C0", label="all records together, at most: S/√d")
+    axes.scatter(record, y, color="C0", marker="o", label="one record, at most: αS/(qn√d)")
+    axes.scatter(noise, y, color="C3", marker="|", s=90, linewidths=2.5, label="noise: ασ̃/(qn)")
+    axes.scatter(average, y, facecolors="white", edgecolors="C0", label="a whole sample, at most: αS/√d")
     axes.set_yticks(range(len(rows)), [row if isinstance(row, str) else row["group"] for row in rows])
-    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set(fontsize="small", fontweight="bold" if isinstance(row, str) else "normal")
     for tick, row in zip(axes.yaxis.get_major_ticks(), rows, strict=True):
+        tick.label1.set(fontsize="small", fontweight="bold" if isinstance(row, str) else "normal")
         tick.tick1line.set_visible(isinstance(row, dict))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
@@ -239,19 +251,26 @@ def budget_shares(plans: DataFrame) -> Figure:
     for name, run in plans.groupby("line", sort=False):
         shares = tuple((group, round(share, 3)) for group, share in zip(run["group"], run["share"], strict=True))
         bars.setdefault((run["grouping"].iloc[0], run["allocation"].iloc[0], shares), str(name))
+    bars = dict(sorted(bars.items()))
     kinds = [key[:2] for key in bars]
     labels = [" · ".join(key[:2]) if kinds.count(key[:2]) == 1 else line for key, line in bars.items()]
     groups = list(dict.fromkeys(group for *_, shares in bars for group, _ in shares))
     figure = Figure(figsize=(9, 0.9 + 0.42 * len(bars)), layout="constrained")
     axes = figure.add_subplot(xlabel="share w of the budget", xlim=(0, 1))
+    colors = colormaps["tab10" if len(groups) <= 10 else "tab20"]
+    named = set()
     for y, (*_, shares) in enumerate(bars):
         left = 0.0
         for group, share in shares:
-            color = f"C{groups.index(group) % 10}"
-            axes.barh(y, share, 0.7, left=left, color=color, alpha=0.75, edgecolor="white")
-            if len(group) + 6 < 90 * share:
-                axes.text(left + share / 2, y, f"{group} {share:.0%}", ha="center", va="center", fontsize="small")
+            axes.barh(y, share, 0.7, left=left, color=colors(groups.index(group) % colors.N), alpha=0.75,
+                      edgecolor="white", label=None if group in named else group)  # fmt: skip
+            named.add(group)
+            text = f"{group} {share:.0%}" if len(group) + 5 < 90 * share else f"{share:.0%}" if share > 0.04 else ""
+            axes.text(left + share / 2, y, text, ha="center", va="center", fontsize="small")
             left += share
+    if any(len(group) + 5 >= 90 * share for *_, shares in bars for group, share in shares):
+        figure.set_figheight(figure.get_figheight() + 0.4 + 0.22 * -(-len(groups) // 5))
+        figure.legend(loc="outside lower center", ncols=5, fontsize="small")
     axes.set_yticks(range(len(bars)), labels, fontsize="small")
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
@@ -259,28 +278,29 @@ def budget_shares(plans: DataFrame) -> Figure:
     return figure
 
 
-def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], most: int = 12) -> Figure:
+def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]]) -> Figure:
     """ε spent against rounds done, one line a run; runs whose releases cost the same share a line.
 
     Args:
-        runs: by label the ledger, δ and the accountant; the first `most` distinct ones are drawn.
+        runs: by label the ledger, δ and the accountant; the first twelve distinct ones are drawn.
     """
     alike: dict[tuple, list[str]] = {}
     for label, (ledger, delta, accountant) in runs.items():
-        alike.setdefault((frozenset(releases(ledger).items()), delta, accountant), []).append(label)
+        costs = [(f"{release.z:.6g}", replace(release, z=1.0), count) for release, count in releases(ledger).items()]
+        alike.setdefault((frozenset(costs), delta, accountant), []).append(label)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     deltas = {delta for _, delta, _ in runs.values()}
     axes = figure.add_subplot(xlabel="round", ylabel="ε" + (f" at δ = {deltas.pop():g}" if len(deltas) == 1 else ""))
-    for k, labels in enumerate(list(alike.values())[:most]):
+    for k, labels in enumerate(list(alike.values())[:_MOST_RUNS]):
         ledger, delta, accountant = runs[labels[0]]
         total = len(ledger)
-        marks = sorted({max(1, round(total * part / POINTS)) for part in range(1, POINTS + 1)}) if total else []
+        marks = sorted({min(1, total), *(round(total * part / POINTS) for part in range(POINTS + 1))})
         values = [epsilon(_first(ledger, mark), delta, accountant) for mark in marks]
         axes.plot(marks, values, color=f"C{k % 10}", linestyle="-" if k < 10 else "--", label=_together(labels))
-        if marks:
-            axes.plot(marks[-1], values[-1], marker="o", markersize=4, color=f"C{k % 10}")
+        axes.plot(marks[-1], values[-1], marker="o", markersize=4, color=f"C{k % 10}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize="small", ncols=2)
     return figure
@@ -318,3 +338,108 @@ def epsilon_by_accountant(costs: DataFrame) -> Figure:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(loc="outside upper center", ncols=6, fontsize="small")
     return figure
+
+
+def numbers_swept(trials: DataFrame) -> list[str]:
+    """The numerical parameters, other than the target ε, of which a sweep tried more than two values."""
+    settings = [json.loads(configuration) for configuration in trials["configuration"]]
+    keys = sorted({key for setting in settings for key in setting})
+    found = []
+    for key in keys:
+        values = {setting.get(key) for setting in settings}
+        if key != "privacy.epsilon" and len(values) > 2 and all(_number(value) is not None for value in values):
+            found.append(key)
+    return found
+
+
+def against(trials: DataFrame, key: str) -> Figure:
+    """ε, and test accuracy or the solved knob, against a parameter; means over seeds, one line for each line of the
+    frontier."""
+    x = [_number(json.loads(configuration)[key]) for configuration in trials["configuration"]]
+    frame = drawn(trials.assign(x=x, epsilon=trials["epsilon"].fillna(trials["epsilon_planned"])))
+    second = "test_accuracy" if frame["test_accuracy"].notna().any() else "knob_value"
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    for axes, column in zip(figure.subplots(1, 2), ("epsilon", second), strict=True):
+        for line, part in frame.groupby("line"):
+            means = part.groupby("x")[column].agg(["mean", "std"]).fillna(0.0)
+            axes.errorbar(means.index, means["mean"], means["std"], marker="o", capsize=2, label=str(line))
+        name = {"epsilon": "ε", "test_accuracy": "test accuracy", "knob_value": str(frame["knob"].iloc[0])}[column]
+        axes.set(xlabel=key, ylabel=name, xscale="log" if min(frame["x"]) > 0 else "linear")
+        ticks = sorted(set(frame["x"]))
+        axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        if column == "epsilon" and max(frame[column]) > 8 * min(frame[column]) > 0:
+            axes.set_yscale("log")
+        if frame["line"].nunique() > 1:
+            axes.legend(fontsize="small")
+    return figure
+
+
+def targets(trials: DataFrame) -> Series:
+    """The target ε of each trial; NaN where nothing was solved for it."""
+    settings = [json.loads(configuration) for configuration in trials["configuration"]]
+    found = [_number(setting.get("privacy.epsilon")) for setting in settings]
+    return Series(found, index=trials.index, dtype=float).where(trials["knob_value"].notna())
+
+
+def compared(trials: DataFrame) -> Figure:
+    """Test accuracy of each configuration, the best on top: means over seeds with their standard deviations, and the
+    non-private twins as vertical lines. For trials of one and the same ε."""
+    points, tops = configurations(trials), ceilings(trials)
+    points = points.sort_values("accuracy").tail(_MOST_ROWS)
+    figure = Figure(figsize=(8, 1.4 + 0.28 * max(4, len(points))), layout="constrained")
+    axes = figure.add_subplot(xlabel="test accuracy" + (f" at ε = {points['level'].iloc[-1]}" if len(points) else ""))
+    axes.errorbar(points["accuracy"], range(len(points)), xerr=points["spread"], fmt="o", capsize=2)
+    axes.set_yticks(range(len(points)), labels=points["line"], fontsize="small")
+    for _, top in tops.iterrows():
+        axes.axvline(top["accuracy"], color="black", linestyle="--", linewidth=0.8, label="without privacy")
+    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    if len(tops):
+        axes.legend(fontsize="small")
+    return figure
+
+
+def needed(trials: DataFrame) -> Figure:
+    """The solved knob against the target ε: means over seeds, one line for each setting of whatever else was swept."""
+    settings = [json.loads(configuration) for configuration in trials["configuration"]]
+    others = numbers_swept(trials)
+    labels = [", ".join(f"{key}={setting.get(key)}" for key in others) or "all" for setting in settings]
+    frame = trials.assign(target=targets(trials), setting=labels).dropna(subset=["target", "knob_value"])
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="target ε", ylabel=" or ".join(sorted(frame["knob"].unique())) + " needed")
+    for setting, part in frame.groupby("setting"):
+        means = part.groupby("target")["knob_value"].mean()
+        axes.plot(means.index, means, marker="o", label=str(setting))
+    axes.set(xscale="log", yscale="log")
+    ticks = sorted(set(frame["target"]))
+    axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    values = sorted(set(frame["knob_value"]))
+    axes.set_yticks(values[:: max(1, len(values) // 8)])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.grid(alpha=0.3)
+    if frame["setting"].nunique() > 1:
+        axes.legend(fontsize="small")
+    return figure
+
+
+def progress(histories: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Test accuracy against the ε spent so far, one line a training: points (ε, accuracy)."""
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="ε spent", ylabel="test accuracy")
+    for name, points in histories.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=".", label=name)
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize="small", loc="outside lower center")
+    return figure
+
+
+def _number(value: object) -> float | None:
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
@@ -16,6 +15,9 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import joined
 from dpexp.accounting.selection import check_repetitions, draw_repetitions, selection_epsilon
 from dpexp.errors import ConfigError
+
+Plugins.instance()  # loads Hydra's own plugins anew; a class imported before would not be theirs
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 
 class PrivateSelect(BasicSweeper):
@@ -40,16 +42,16 @@ class PrivateSelect(BasicSweeper):
             (grid,) = BasicSweeper.split_arguments(overrides, None)
             random = np.random.default_rng()  # the operating system's entropy: the draws must be secret
             count = draw_repetitions(self._mean, self._shape, random)
-            PrivateSelect.draws = [[*grid[random.integers(len(grid))], f"draw={k}"] for k in range(count)]
+            chosen = [grid[random.integers(len(grid))] for _ in range(count)]
+            PrivateSelect.draws = [[*map(str, overrides), f"draw={k}"] for k, overrides in enumerate(chosen)]
             if _sweep is not None:
                 _sweep.remember_draws(PrivateSelect.draws)
         batch = PrivateSelect.draws
         return [batch] if batch else []
 
 
-# Hydra takes plugins whose name says hydra_plugins only.
-PrivateSelect.__module__ = "hydra_plugins.dpexp"
-Plugins.instance().register(PrivateSelect)
+# Hydra only takes plugins whose name begins so; it finds the class itself where it is.
+Plugins.instance().class_name_to_class["hydra_plugins.dpexp.PrivateSelect"] = PrivateSelect
 
 
 class SweepCallback(Callback):
@@ -73,7 +75,7 @@ class Sweep:
         self._hydra = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
         asked = sorted(str(override) for override in config.hydra.overrides.task)
         question = config.hydra.runtime.choices.get("sweep")
-        own = OmegaConf.masked_copy(config, [key for key in config if key not in ("hydra", "tracking")])
+        own = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("hydra", "tracking")])
         content = [asked, self._hydra, OmegaConf.to_container(own, resolve=False)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         name = question or ", ".join(asked) or "sweep"

@@ -58,8 +58,8 @@ def test_a_finished_run(dpexp_job, tmp_path):
 def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
     dpexp_job(*QUICK)
     run = only_run(tmp_path)
-    public = {"epsilon", "epsilon_pld", "epsilon_planned", "delta", "rounds", "test_accuracy", "test_loss", "noise_multiplier", "q", "S/all", "sigma/all",
-              "share/all"}  # fmt: skip
+    public = {"epsilon", "epsilon_pld", "epsilon_planned", "delta", "rounds", "test_accuracy", "test_loss",
+              "noise_multiplier", "q", "S/all", "sigma/all", "share/all"}  # fmt: skip
     assert set(run.data.metrics) == public
 
 
@@ -128,7 +128,7 @@ def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatc
         ledger = wait_for_rounds(tmp_path / name)
         jobs[name].send_signal(sent)
         printed, _ = jobs[name].communicate(timeout=60)
-        assert jobs[name].returncode != 0
+        assert jobs[name].returncode != 0, (name, printed[-2000:])
         rounds = len(read_ledger(ledger))
         assert rounds >= 19
         if name == "kill":

@@ -73,7 +73,7 @@ def selection_epsilon(ledger: Ledger, delta: float, mean: float, shape: float) -
         if release.policy == "poisson" or _no_bound(release.policy)
     ]
     accountant = rdp.RdpAccountant(ORDERS, _RELATIONS["add_remove"])  # z is relative to the sensitivity already
-    accountant.compose(dp_accounting.RepeatAndSelectDpEvent(dp_accounting.ComposedDpEvent(trial), mean, shape))
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(dp_accounting.ComposedDpEvent(trial), mean, shape))
     return float(accountant.get_epsilon(delta))
 
 

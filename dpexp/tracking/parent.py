@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from mlflow.entities import Run
 from omegaconf import DictConfig
 from pandas import DataFrame
@@ -20,11 +21,12 @@ from dpexp.tracking.store import HOST, end_dead_runs, open_store
 
 # What the list of runs shows for a sweep. MLflow keeps such views in undocumented tags of the experiment.
 COLUMNS = [
-    "metrics.`epsilon_planned`", "metrics.`epsilon`", "metrics.`delta`", "metrics.`test_accuracy`",
+    "metrics.`epsilon`", "metrics.`delta`", "metrics.`test_accuracy`",
     "metrics.`noise_multiplier`", "metrics.`q`", "tags.`dpexp.group`", "tags.`dpexp.mechanism`",
     "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
+_MOST = 6  # trials in a figure of their progress
 
 
 class Parent:
@@ -92,22 +94,37 @@ class Parent:
             self._client.log_text(self.run_id, text.getvalue(), "trials.csv")
             shown = frame.astype(object).where(frame.notna(), None)
             self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
-            for name, figure in _figures(frame).items():
+            for name, figure in self._figures(frame).items():
                 output.mkdir(parents=True, exist_ok=True)
                 figure.savefig(output / name, dpi=150)
                 self._client.log_artifact(self.run_id, str(output / name))
         self._client.set_terminated(self.run_id, status)
 
+    def _figures(self, frame: DataFrame) -> dict[str, Figure]:
+        done = frame[frame["status"] == "FINISHED"]
+        trained = bool(done["test_accuracy"].notna().any())
+        drawn: dict[str, Figure] = {}
+        if trained and figures.drawn(done)["level"].nunique() > 1:
+            drawn["frontier.png"] = figures.frontier(done)
+        elif trained:
+            drawn["accuracy.png"] = figures.compared(done)
+        for key in figures.numbers_swept(done):
+            drawn[f"{key.rpartition('.')[2]}.png"] = figures.against(done, key)
+        if figures.targets(done).nunique() > 1:
+            drawn["needed.png"] = figures.needed(done)
+        if trained:
+            best = done.sort_values("test_accuracy", ascending=False).head(_MOST)
+            histories = {row["name"]: self._history(row["run_id"]) for _, row in best.iterrows()}
+            if any(len(history) > 2 for history in histories.values()):
+                drawn["progress.png"] = figures.progress(histories)
+        return drawn
+
+    def _history(self, run_id: str) -> list[tuple[float, float]]:
+        """(ε, test accuracy) at each evaluation during training."""
+        spent = {point.step: point.value for point in self._client.get_metric_history(run_id, "epsilon")}
+        scores = self._client.get_metric_history(run_id, "test_accuracy")
+        return sorted({(spent[point.step], point.value) for point in scores if point.step in spent})
+
     @property
     def address(self) -> str:
         return f"#/experiments/{self._experiment}/runs?viewStateShareKey={VIEW}"
-
-
-def _figures(frame: DataFrame) -> dict[str, Any]:
-    drawn = {}
-    done = frame[frame["status"] == "FINISHED"]
-    if done["test_accuracy"].notna().any():
-        drawn["frontier.png"] = figures.frontier(done)
-    if done["knob_value"].notna().any() and done["test_accuracy"].isna().all():
-        drawn["needed.png"] = figures.needed(done)
-    return drawn

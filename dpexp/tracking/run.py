@@ -181,7 +181,10 @@ def trial_key(cfg: DictConfig) -> str:
     """Trials of the same resolved configuration are the same trial, wherever they are tracked."""
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
-    content.pop("tracking")
+    aside = ["tracking"]
+    if not cfg.privacy.enabled:  # twins of whatever is private
+        aside += ["privacy", "group", "bound", "mechanism", "allocation", "accountant", "calibrate", "schedule"]
+    content = {section: value for section, value in content.items() if section not in aside}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -233,7 +236,8 @@ def _run_name(cfg: DictConfig) -> str:
         return cfg.tracking.run_name
     choices = _choices()
     if parent_id():
-        return ", ".join(HydraConfig.get().overrides.task) or "trial"
+        asked = [override for override in HydraConfig.get().overrides.task if not override.startswith("sweep=")]
+        return ", ".join(asked) or "trial"
     if not cfg.privacy.enabled:
         return f"{choices.get('data')} non-private"
     return f"{choices.get('data')} {choices.get('group')} {choices.get('mechanism')}"

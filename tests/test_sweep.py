@@ -1,0 +1,227 @@
+"""Multiruns: the parent, its trials, what choosing costs, failure and resumption."""
+
+import csv
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import rdp
+from mlflow import MlflowClient
+from scipy.stats import chisquare
+
+import dpexp
+from dpexp.accounting.ledger import joined, read_ledger
+from dpexp.accounting.selection import ORDERS, draw_repetitions, selection_epsilon
+from dpexp.errors import ConfigError
+from tests.test_accountants import ledger
+
+QUICK = ("model=logistic", "sampling.steps=3", "trainer.evaluations=0")
+
+
+class Store:
+    """What the jobs in a folder have left in MLflow."""
+
+    def __init__(self, folder):
+        self.client = MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
+
+    def parents(self):
+        return self.client.search_runs(["1"], "tags.`dpexp.sweep` != ''")
+
+    def trials(self, status=None):
+        found = self.client.search_runs(["1"], "tags.`mlflow.parentRunId` != ''")
+        return [run for run in found if status in (None, run.info.status)]
+
+    def text(self, run, name, folder):
+        return Path(self.client.download_artifacts(run.info.run_id, name, str(folder))).read_text()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path)
+
+
+def test_a_parent_stands_above_its_trials(dpexp_job, store, tmp_path, capsys):
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "seed=range(2)")
+    (parent,) = store.parents()
+    trials = store.trials()
+    assert parent.info.status == "FINISHED" and [run.info.status for run in trials] == ["FINISHED"] * 4
+    assert {run.data.tags["mlflow.parentRunId"] for run in trials} == {parent.info.run_id}
+    files = {item.path for item in store.client.list_artifacts(parent.info.run_id)}
+    assert {"trials.csv", "trials.json", "frontier.png"} <= files
+    rows = list(csv.DictReader(io.StringIO(store.text(parent, "trials.csv", tmp_path))))
+    assert {row["run_id"] for row in rows} == {run.info.run_id for run in trials}
+    accuracies = {row["name"]: float(row["test_accuracy"]) for row in rows}
+    assert max(accuracies, key=accuracies.get) in parent.data.tags["mlflow.note.content"]
+    ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl")]
+    assert len(ledgers) == 4
+    costs = parent.data.metrics
+    assert costs["selection/one_trial"] == max(dpexp.epsilon(one, 1e-4) for one in ledgers)
+    assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
+    printed = capsys.readouterr().out
+    assert "4 trials, 4 finished" in printed and "only if the choice used no private data" in " ".join(printed.split())
+    view = store.client.get_experiment("1").tags["mlflow.sharedViewState.dpexp"]
+    assert "metrics.`epsilon`" in json.loads(view)["selectedColumns"]
+
+
+def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is_missing(dpexp_job, store, monkeypatch):
+    sweep = ("-m", *QUICK, "calibrate=q", "privacy.noise_multiplier=2", "privacy.epsilon=1e-3,3,5")
+    with pytest.raises(SystemExit, match="cannot be reached"):
+        dpexp_job(*sweep)
+    (parent,) = store.parents()
+    assert parent.info.status == "FAILED"
+    (failed,) = store.trials("FAILED")
+    assert "cannot be reached" in failed.data.tags["dpexp.error"]
+    finished = {run.info.run_id for run in store.trials("FINISHED")}
+    assert len(finished) == 2
+    assert "privacy.epsilon=0.001" in parent.data.tags["mlflow.note.content"]
+    assert "cannot be reached" in parent.data.tags["mlflow.note.content"]
+
+    with pytest.raises(SystemExit, match="cannot be reached"):
+        dpexp_job(*sweep)
+    assert [run.info.run_id for run in store.parents()] == [parent.info.run_id], "one parent"
+    assert {run.info.run_id for run in store.trials("FINISHED")} == finished, "finished trials are not run again"
+    assert len(store.trials("FAILED")) == 2, "the failed one is"
+
+    dpexp_job(*sweep[:-1], "privacy.epsilon=3,5", "tracking.resume=false")
+    assert len(store.parents()) == 2 and len(store.trials("FINISHED")) == 4
+
+
+def test_a_sweep_killed_in_mid_training_is_resumed(tmp_path, store):
+    endless = ["model=logistic", "privacy.noise_multiplier=20", "trainer.evaluations=0"]
+    command = [sys.executable, "-m", "dpexp", "-m", *endless, "sampling.steps=3,1000000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(900):
+        if any(path.read_bytes().count(b"\n") > 30 for path in tmp_path.glob("outputs/multirun/*/*/1/ledger.jsonl")):
+            break
+        time.sleep(0.1)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    (parent,) = store.parents()
+    assert parent.info.status == "RUNNING" and len(store.trials("FINISHED")) == 1
+    again = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    for _ in range(900):
+        if len(list(tmp_path.glob("outputs/multirun/*/*/1/ledger.jsonl"))) == 2:
+            break
+        time.sleep(0.1)
+    time.sleep(1)
+    again.send_signal(signal.SIGINT)
+    printed, _ = again.communicate(timeout=60)
+    assert "Finished before" in printed and "Interrupted after" in printed
+    (parent,) = store.parents()
+    assert parent.info.status == "KILLED"
+    assert sorted(run.info.status for run in store.trials()) == ["FINISHED", "KILLED", "KILLED"]
+
+
+def test_the_non_private_twin_is_trained_once(dpexp_job, store):
+    dpexp_job("-m", *QUICK, "privacy.epsilon=inf", "group=flat,per_layer")
+    (twin,) = store.trials()
+    assert twin.data.tags["dpexp.private"].startswith("no: trained without privacy")
+    (parent,) = store.parents()
+    assert "nothing has been spent" in parent.data.tags["mlflow.note.content"]
+
+
+def test_calibration_without_training(dpexp_job, store):
+    dpexp_job("-m", "model=logistic", "train=false", "privacy.epsilon=1,2,4", "sampling.steps=10,100")
+    trials = store.trials("FINISHED")
+    assert len(trials) == 6
+    for run in trials:
+        target = float(run.data.params["privacy.epsilon"])
+        assert target * (1 - 1e-3) <= run.data.metrics["epsilon_planned"] <= target
+        assert "test_accuracy" not in run.data.metrics and "epsilon" not in run.data.metrics
+        assert run.data.metrics["noise"] == pytest.approx(run.data.metrics["noise_multiplier"], rel=1e-12)
+        probes = store.client.get_metric_history(run.info.run_id, "calibration/epsilon")
+        assert [probe.step for probe in probes] == list(range(len(probes)))
+    (parent,) = store.parents()
+    files = {item.path for item in store.client.list_artifacts(parent.info.run_id)}
+    assert {"needed.png", "trials.csv"} <= files
+    assert "nothing has been spent" in parent.data.tags["mlflow.note.content"]
+
+
+def test_the_job_returns_its_objective(dpexp_job, monkeypatch):
+    from dpexp import experiment
+
+    returned, run = [], experiment.run
+    monkeypatch.setattr(experiment, "run", lambda cfg: returned.append(run(cfg)))
+    dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=noise")
+    dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=epsilon")
+    dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2")
+    assert returned[0] > 0.5 and 1.9 < returned[1] <= 2 and 0 <= returned[2] <= 1
+    with pytest.raises(SystemExit, match="objective=f1 is not among"):
+        dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=f1")
+
+
+# Private selection
+
+
+def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, monkeypatch):
+    monkeypatch.setattr("dpexp.sweep.draw_repetitions", lambda mean, shape, random: 3)
+    sweep = ("-m", "hydra/sweeper=private_select", "hydra.sweeper.mean=4", *QUICK, "privacy.noise_multiplier=8",
+             "optimizer.lr=0.1,0.2,0.4")  # fmt: skip
+    dpexp_job(*sweep)
+    (parent,) = store.parents()
+    trials = store.trials("FINISHED")
+    assert len(trials) == 3 and {run.data.params["draw"] for run in trials} == {"0", "1", "2"}
+    one = dp_accounting.PoissonSampledDpEvent(512 / 1437, dp_accounting.GaussianDpEvent(8.0))
+    trial = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(one, 3)])
+    accountant = rdp.RdpAccountant(ORDERS)
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, 4.0, 1.0))
+    costs = parent.data.metrics
+    assert costs["selection/private"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-12)
+    assert costs["selection/one_trial"] < costs["selection/private"]
+    assert "private selection" in parent.data.tags["mlflow.note.content"]
+
+    def again(*arguments):
+        raise AssertionError("a sweep that is resumed must not draw again")
+
+    monkeypatch.setattr("dpexp.sweep.draw_repetitions", again)
+    dpexp_job(*sweep)
+    assert len(store.parents()) == 1 and len(store.trials()) == 3
+
+
+def test_trials_that_cost_differently_cannot_be_selected_among(dpexp_job, store, monkeypatch):
+    monkeypatch.setattr("dpexp.sweep.draw_repetitions", lambda mean, shape, random: 12)
+    dpexp_job("-m", "hydra/sweeper=private_select", "model=logistic", "trainer.evaluations=0", "train=true",
+              "privacy.noise_multiplier=8", "sampling.steps=1,2")  # fmt: skip
+    (parent,) = store.parents()
+    assert "selection/private" not in parent.data.metrics
+    assert "cannot be claimed, because the trials' mechanisms differ" in parent.data.tags["mlflow.note.content"]
+
+
+@pytest.mark.parametrize("mean, shape", [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5), (6.0, math.inf), (1.0, 1.0)])
+def test_the_number_of_trials_has_the_distribution_that_is_accounted(mean, shape):
+    """Papernot & Steinke 2022, definitions 1 and 2."""
+    random = np.random.default_rng(0)
+    drawn = np.array([draw_repetitions(mean, shape, random) for _ in range(4000)])
+    assert drawn.mean() == pytest.approx(mean, abs=5 * drawn.std() / 4000**0.5 + 1e-9)
+    if math.isinf(shape) or mean == 1:
+        assert drawn.min() >= (0 if math.isinf(shape) else 1)
+        return
+    assert drawn.min() == 1
+    if shape == 1:
+        expected = [(1 / mean) * (1 - 1 / mean) ** (k - 1) for k in range(1, 8)]  # geometric
+        seen = [int((drawn == k).sum()) for k in range(1, 8)]
+        seen.append(4000 - sum(seen))
+        assert chisquare(seen, 4000 * np.array([*expected, 1 - sum(expected)])).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("mean, shape", [(0.0, 1.0), (0.5, 1.0), (math.nan, 1.0), (3.0, -1.0)])
+def test_distributions_that_do_not_exist_are_refused(mean, shape):
+    with pytest.raises(ConfigError, match=r"hydra\.sweeper\."):
+        selection_epsilon(ledger(2.0, 0.1, 3), 1e-5, mean, shape)
+
+
+def test_selection_needs_a_renyi_bound():
+    from tests.test_accountants import of
+
+    with pytest.raises(ConfigError, match="no bound for private selection"):
+        selection_epsilon(of("fixed_size", "replace_one"), 1e-5, 3.0, 1.0)
