@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import joined
+from dpexp.accounting.ledger import Ledger, joined
 from dpexp.accounting.selection import check_repetitions, draw_repetitions, selection_epsilon
 from dpexp.errors import ConfigError
 
@@ -105,31 +105,52 @@ class Sweep:
 
     def _cost(self, frame: Any) -> tuple[dict[str, float], str]:
         """ε of one trial, of all of them, and of private selection where the trials were drawn for it."""
-        private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()] if not frame.empty else frame
-        if private.empty:
-            return {}, "No private trial has finished, so nothing has been spent."
-        ledgers = [self.parent.ledger(run_id) for run_id in private["run_id"]]
-        delta = float(private["delta"].max())
-        costs = {"one_trial": float(private["epsilon"].max())}
-        one = f"ε = {costs['one_trial']:.3g} (one trial) may be claimed only if the choice used no private data"
+        every, missing = self.parent.spent()
+        if not every:
+            return {}, "No private trial has trained, so nothing has been spent."
+        private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
+        delta = float(frame["delta"].max())
+        sentences, costs = [], {}
+        if len(private):
+            costs["one_trial"] = float(private["epsilon"].max())
+            sentences.append(
+                f"ε = {costs['one_trial']:.3g} (one trial) may be claimed only if the choice used no private data"
+            )
+        selects = self.parent.facts.get("selects")
+        if selects:
+            why = _unclaimable([every[run_id] for run_id in private["run_id"]], len(every), self.parent.facts)
+            if why is None:
+                mean, shape = float(self._hydra["mean"]), float(self._hydra["shape"])  # type: ignore[index,call-overload]
+                costs["private"] = selection_epsilon(next(iter(every.values())), delta, mean, shape)
+                sentences = [
+                    f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others "
+                    "and their number stay secret"
+                ]
+            else:
+                sentences = [f"Private selection cannot be claimed, because {why}"]
         try:
-            accountant = "rdp" if any(r.sampling.policy == "fixed_size" for r in ledgers[0].rounds) else "pld"
-            costs["all_composed"] = epsilon(joined(ledgers), delta, accountant)
-            everything = f"ε = {costs['all_composed']:.3g} (all trials composed) covers any choice among them"
+            fixed = any(r.sampling.policy == "fixed_size" for ledger in every.values() for r in ledger.rounds)
+            costs["all_composed"] = epsilon(joined(list(every.values())), delta, "rdp" if fixed else "pld")
+            begun = f", {len(every) - len(private)} unfinished ones included" if len(every) > len(private) else ""
+            sentences.append(
+                f"ε = {costs['all_composed']:.3g} (all trials composed{begun}) covers any choice among them"
+            )
         except ConfigError as error:
-            everything = f"the trials cannot be composed: {error}"
-        if not self.parent.facts.get("selects"):
-            return costs, f"{one}; {everything}."
-        distinct = {frozenset(ledger.rounds.items()) for ledger in ledgers}
-        if len(distinct) > 1 or len(private) < len(self.parent.facts.get("draws") or []):
-            why = "the trials' mechanisms differ" if len(distinct) > 1 else "some drawn trials have not finished"
-            return costs, f"Private selection cannot be claimed, because {why}; {everything}."
-        mean, shape = float(self._hydra["mean"]), float(self._hydra["shape"])  # type: ignore[index,call-overload]
-        costs["private"] = selection_epsilon(ledgers[0], delta, mean, shape)
-        return costs, (
-            f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others and "
-            f"their number stay secret; {everything}."
-        )
+            sentences.append(f"the trials cannot be composed: {error}")
+        if missing:
+            sentences.append(f"the ledgers of {', '.join(missing)} are not at hand and not counted")
+        return costs, "; ".join(sentences) + "."
+
+
+def _unclaimable(finished: list[Ledger], begun: int, facts: dict[str, Any]) -> str | None:
+    """Why the price of private selection may not be claimed."""
+    if len({(ledger.adjacency, frozenset(ledger.rounds.items())) for ledger in finished}) > 1:
+        return "the trials' mechanisms differ"
+    if len(finished) < len(facts.get("draws") or []):
+        return "some drawn trials have not finished"
+    if begun > len(finished):
+        return "some trials were begun more than once"
+    return None
 
 
 def conclude(interrupted: bool) -> None:

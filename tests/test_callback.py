@@ -1,6 +1,7 @@
 """The callback in a real Lightning Trainer, against the same training done by hand."""
 
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, default_collate
 
 import dpexp
+from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
@@ -331,6 +333,42 @@ def test_resuming_continues_the_ledger_and_stops_at_the_plans_rounds(tmp_path):
     rest = trainer(privacy)
     rest.fit(module, Data(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
     assert rest.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+def resumed(folder, checkpoint, stop, **choices):
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module, **choices), folder / "l.jsonl", delta=1e-5)
+    run = trainer(privacy, max_steps=stop)
+    run.fit(module, Data(), ckpt_path=checkpoint, weights_only=False)
+    return run
+
+
+def test_shuffled_epochs_stay_apart_however_often_one_checkpoint_is_resumed(tmp_path):
+    """Each resumption deals the records anew, so that its batches are not disjoint with those dealt before."""
+    shuffle = {"n": N, "sampling": "shuffle", "q": 4 / N, "steps": 30}
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module, **shuffle), options={"max_steps": 10})
+    run.save_checkpoint(tmp_path / "ten.ckpt")
+    for stop in (13, 16):
+        resumed(tmp_path, tmp_path / "ten.ckpt", stop, **shuffle)
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    dealt = Counter()
+    for round_, count in ledger.rounds.items():
+        dealt[round_.sampling.epoch] += count
+    assert sorted(dealt.values()) == [3, 6, 10], "three partitions, three releases of a record"
+    assert sum(releases(ledger).values()) == 3
+
+
+def test_a_checkpoint_is_only_resumed_with_the_ledger_of_its_run(tmp_path):
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
+    run.save_checkpoint(tmp_path / "five.ckpt")
+    lines = (tmp_path / "l.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "l.jsonl").write_text("".join(lines[:-2]))
+    with pytest.raises(ConfigError, match="holds 3 rounds, but the checkpoint was made after 5"):
+        resumed(tmp_path, tmp_path / "five.ckpt", T)
+    with pytest.raises(ConfigError, match="the run that would continue it plans"):
+        resumed(tmp_path, tmp_path / "five.ckpt", T, q=0.2)
 
 
 # Refusals, before anything is released

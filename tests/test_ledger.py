@@ -115,7 +115,7 @@ def test_two_runs_never_share_a_ledger(tmp_path):
         ('{"round": 0, "times": -5}', "neither a spec nor a round"),
         ("[" * 100_000, "not JSON"),
         ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, '
-         '"queries": [{"group": "a", "S": 1e-200, "sigma": 1e200}]}', "beyond floating point"),
+         '"queries": [{"group": "a", "S": 1e-200, "sigma": 1e200}]}', "between 1e-8 and 1e8"),
         ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, '
          '"queries": [{"group": "a", "S": 1.0, "sigma": 1%s}]}' % ("0" * 400), "sigma"),
         ('{"spec": 1, "sampling": {"policy": "poisson", "q": 0.1, "n": 5}, '
@@ -190,3 +190,45 @@ def test_joined_ledgers_are_one_after_the_other(tmp_path):
     assert joined([poisson, poisson]).rounds == {Round(SAMPLING, ALL): 6}
     with pytest.raises(ConfigError, match="different adjacencies"):
         joined([one, poisson])
+
+
+def begun(path, **facts):
+    sampling = SamplingEvent(**{"policy": "poisson", "q": 0.01, "n": 60_000} | facts)
+    LedgerWriter(path, planned=[sampling]).close()
+    return sampling
+
+
+@pytest.mark.parametrize("facts", [{"q": 0.02}, {"n": 50_000}, {"policy": "shuffle", "q": 0.01, "epoch": 0}])
+def test_a_run_may_only_continue_the_ledger_of_its_own_plan(tmp_path, facts):
+    begun(tmp_path / "l.jsonl")
+    other = SamplingEvent(**{"policy": "poisson", "q": 0.01, "n": 60_000} | facts)
+    with pytest.raises(ConfigError, match="the run that would continue it plans"):
+        LedgerWriter(tmp_path / "l.jsonl", planned=[other], resume=True)
+    with pytest.raises(ConfigError, match="begun for adjacency add_remove"):
+        LedgerWriter(tmp_path / "l.jsonl", "replace_null", planned=[SAMPLING], resume=True)
+
+
+def test_two_processes_cannot_continue_the_same_ledger(tmp_path):
+    begun(tmp_path / "l.jsonl")
+    first = LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING], resume=True)
+    with pytest.raises(ConfigError, match="being written by another process"):
+        LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING], resume=True)
+    first.close()
+    LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING], resume=True).close()
+
+
+def test_resuming_a_ledger_with_gaps_in_its_numbers_keeps_it_readable(tmp_path):
+    path = tmp_path / "l.jsonl"
+    write(path, 2).close()
+    path.write_text(path.read_text().replace('"spec": 0', '"spec": 7').replace('"round": 0', '"round": 7'))
+    writer = LedgerWriter(path, resume=True)
+    writer.sample(SAMPLING)
+    writer.query(SumQueryEvent("other", 1.0, 2.0))
+    writer.commit()
+    assert len(read_ledger(path)) == 3
+
+
+@pytest.mark.parametrize("policy, q", [("fixed_size", 0.123), ("shuffle", 1e-9)])
+def test_a_batch_must_be_whole(policy, q):
+    with pytest.raises(ConfigError, match="must be a whole number of records"):
+        SamplingEvent(policy, q, 10, epoch=0 if policy == "shuffle" else None)

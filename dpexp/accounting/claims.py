@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from dpexp.accounting.ledger import Ledger, Round
+from dpexp.accounting.ledger import Ledger
 from dpexp.errors import ConfigError
 
 _SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}
@@ -80,7 +80,7 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     """
     counts: dict[Release, int] = defaultdict(int)
     epochs: dict[int, float] = {}
-    batches: dict[int, int] = defaultdict(int)
+    dealt: dict[int, float] = defaultdict(float)
     sensitivity = _SENSITIVITY[ledger.adjacency]
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
@@ -88,8 +88,12 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
         z = round_.noise_multiplier / sensitivity
         if sampling.epoch is not None:
             epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
-            batches[sampling.epoch] += count
-            _check_epoch(round_, batches[sampling.epoch])
+            dealt[sampling.epoch] += count * sampling.q
+            if dealt[sampling.epoch] > 1 + 1e-9:
+                raise ConfigError(
+                    f"the ledger's batches of epoch {sampling.epoch} make up {dealt[sampling.epoch]:.3g} of the "
+                    "records, so they cannot have been disjoint."
+                )
         elif sampling.policy == "truncated_poisson":
             counts[Release(z, sampling.q, sampling.policy, sampling.n, sampling.maximum)] += count
         elif sampling.policy == "fixed_size" and sampling.q < 1:
@@ -99,11 +103,3 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     for z in epochs.values():
         counts[Release(z)] += 1
     return dict(counts)
-
-
-def _check_epoch(round_: Round, batches: int) -> None:
-    if batches * round_.sampling.q > 1 + 1e-9:
-        raise ConfigError(
-            f"the ledger has {batches} batches in epoch {round_.sampling.epoch} at q={round_.sampling.q}, "
-            "so they cannot have been disjoint."
-        )

@@ -21,6 +21,8 @@ class Gaussian:
         return float(max(0, ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))))
 
     def epsilon(self, delta: float) -> float:
+        if self.mu > 1e9:  # beyond double precision
+            return math.inf
         if self.delta(0.0) <= delta:
             return 0.0
         high = self.mu**2 / 2 + self.mu * math.sqrt(2 * math.log(1 / delta)) + 1  # Bun & Steinke 2016, proposition 1.3

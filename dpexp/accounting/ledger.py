@@ -17,6 +17,7 @@ A ledger is a document from elsewhere: reading one executes nothing, and refuses
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,8 +26,14 @@ from typing import IO
 
 from dpexp.errors import ConfigError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 SCHEMA_VERSION = 1
 POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all")
+LARGEST_Z = 1e8
 ADJACENCIES = ("add_remove", "replace_one", "replace_null")
 
 
@@ -59,6 +66,10 @@ class SamplingEvent:
             raise ConfigError(f"number of records n={self.n} must be a whole number of at least 1.")
         if self.policy == "all" and self.q != 1:
             raise ConfigError(f"sampling policy all includes every record, so q={self.q} must be 1.")
+        if self.policy in ("fixed_size", "shuffle"):
+            batch = self.q * self.n
+            if round(batch) < 1 or not math.isclose(batch, round(batch), rel_tol=1e-9):
+                raise ConfigError(f"sampling policy {self.policy}: q·n={batch} must be a whole number of records.")
         for name, owner, least in (("maximum", "truncated_poisson", 1), ("epoch", "shuffle", 0)):
             value = getattr(self, name)
             if (value is not None) != (self.policy == owner):
@@ -82,8 +93,11 @@ class SumQueryEvent:
         for name, value in (("S", self.S), ("sigma", self.sigma)):
             if not (_is_number(value) and value > 0):
                 raise ConfigError(f"group {self.group!r}: {name}={value} must be a finite number above 0.")
-        if not 0 < (self.S / self.sigma) ** 2 < math.inf:
-            raise ConfigError(f"group {self.group!r}: S/sigma={self.S}/{self.sigma} is beyond floating point.")
+        if not self.sigma / LARGEST_Z <= self.S <= self.sigma * LARGEST_Z:
+            raise ConfigError(
+                f"group {self.group!r}: S/sigma={self.S}/{self.sigma} must lie between 1e-8 and 1e8, beyond which "
+                "accounting loses its digits."
+            )
 
 
 def _is_number(value: object) -> bool:
@@ -168,25 +182,30 @@ class LedgerWriter:
         self._sampling: SamplingEvent | None = None
         self._queries: list[SumQueryEvent] = []
         if resume:
-            self._continue()
+            self._continue(_planned(planned))
         elif self.path.exists():
             raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = self.path.open("x")
+            self._lock()
             self._append({"dpexp_ledger": SCHEMA_VERSION, "adjacency": adjacency} | _planned(planned))
 
-    def _continue(self) -> None:
+    def _continue(self, planned: dict[str, object]) -> None:
         if not self.path.exists():
             raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
         before = read_ledger(self.path)
-        self._adjacency = before.adjacency
+        header = _parse(self.path, next(iter(_lines(self.path)[0])))
+        if before.adjacency != self._adjacency or (planned and {"sampling": header.get("sampling")} != planned):
+            raise ConfigError(
+                f"ledger={self.path} was begun for adjacency {before.adjacency} and sampling {header.get('sampling')}, "
+                f"but the run that would continue it plans {self._adjacency} and {planned.get('sampling')}."
+            )
         self._specs = _numbers(self.path)
         self._counts = Counter(before.rounds)
-        self._file = self.path.open("r+")
-        whole = self.path.read_bytes().rfind(b"\n") + 1
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        self._file = self.path.open("a")
+        self._lock()
+        self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
 
     @property
     def ledger(self) -> Ledger:
@@ -209,7 +228,7 @@ class LedgerWriter:
         round_ = Round(self._sampling, tuple(self._queries))
         spec = self._specs.get(round_)
         if spec is None:
-            spec = len(self._specs)
+            spec = max(self._specs.values(), default=-1) + 1
             self._append(_spec_entry(spec, round_))
             self._specs[round_] = spec
         self._append({"round": spec})
@@ -220,7 +239,24 @@ class LedgerWriter:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def _lock(self) -> None:
+        """Two processes that continue the same ledger would each know half of it."""
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"ledger={self.path} is being written by another process.") from error
+        except OSError:  # a file system without locks
+            pass
+
+    def sync(self) -> None:
+        """Puts the rounds so far where a power cut does not reach them."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
+        self.sync()
         self._file.close()
 
 

@@ -55,7 +55,7 @@ class PrivacyLoss:
         j = int(over[-1]) + 1 if len(over) else 0
         if j == len(self._losses) or self._upper[j] - delta <= self._lower[j]:
             return 0.0
-        if self._lower[j] == 0:
+        if self._lower[j] < 1e-290:  # of which too few digits are left
             return float(self._losses[j])
         return math.log((self._upper[j] - delta) / self._lower[j])
 
@@ -155,11 +155,15 @@ def discretized(z: float, q: float, h: float, sign: int, tail: float) -> tuple[i
 
 def _loss(z: float, q: float, x: float) -> float:
     y = (2 * x - 1) / (2 * z**2)
+    if q == 1:
+        return y
     return math.log1p(q * math.expm1(y)) if y < 30 else y + math.log(q + (1 - q) * math.exp(-y))
 
 
 def _where(z: float, q: float, losses: Array) -> Array:
     """The x at which the loss has these values; -∞ where it never falls so low."""
+    if q == 1:
+        return z**2 * losses + 0.5
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.expm1(np.minimum(losses, 30)) / q
         y = np.where(

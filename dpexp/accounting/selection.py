@@ -27,7 +27,7 @@ def check_repetitions(mean: float, shape: float) -> None:
     """Raises:
     ConfigError: no such distribution.
     """
-    if not (math.isfinite(mean) and mean >= (1 if math.isfinite(shape) else 0) and mean > 0):
+    if not (math.isfinite(mean) and mean >= 1):
         raise ConfigError(f"hydra.sweeper.mean={mean} must be a finite number of at least 1.")
     if not shape >= 0:
         raise ConfigError(f"hydra.sweeper.shape={shape} must be at least 0; inf is Poisson, 1 geometric.")

@@ -76,6 +76,7 @@ class PrivacyCallback(pl.Callback):
         self._noise_seed = noise_seed
         self._reading_every = math.ceil(plan.rounds / EPSILON_READINGS)
         self._read_at = 0
+        self._rounds_undone = 0  # rounds in the ledger that the checkpoint resumed from does not know
         self._chunk: Chunk | None = None
         self._unprocessed: Chunk | None = None
         self._mixing_tried = False
@@ -104,6 +105,12 @@ class PrivacyCallback(pl.Callback):
         self._ledger = LedgerWriter(
             self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume=trainer.ckpt_path is not None
         )
+        self._rounds_undone = len(self._ledger.ledger) - self.completed
+        if self._rounds_undone < 0:
+            raise ConfigError(
+                f"ledger={self.ledger_path} holds {len(self._ledger.ledger)} rounds, but the checkpoint was made after "
+                f"{self.completed}; resume with the ledger of the run that made it."
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _refuse_optimizers(trainer, pl_module)
@@ -122,7 +129,8 @@ class PrivacyCallback(pl.Callback):
             raise ConfigError("the training batch did not come from the plan's sampler.")
         self._chunk = self._unprocessed = self._sampler.pending.popleft()
         if self._chunk.first:
-            self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, self._chunk.epoch))
+            epoch = self._chunk.epoch + self._rounds_undone
+            self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, epoch))
             self._engine.start(self.completed)
         trainer.accumulate_grad_batches = 1 if self._chunk.last else _NEVER
 
@@ -180,6 +188,8 @@ class PrivacyCallback(pl.Callback):
         self._close(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._ledger is not None:
+            self._ledger.sync()  # no checkpoint may outlive the rounds that it knows of
         return {"completed": self.completed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def derived_seed(noise_seed: int, purpose: str, completed: int) -> int:
-    """A seed of its own for each purpose, and for each round that a run resumes at: noise is never drawn twice."""
+    """A seed of its own for each purpose, and for each round that a run resumes at."""
     return random.Random(f"{noise_seed}/{purpose}/{completed}").getrandbits(63)
 
 

@@ -190,6 +190,10 @@ def make_plan(
         raise ConfigError("privacy.delta must be given with privacy.epsilon.")
     check_claim(sampling, adjacency, accountant)
     z = z or 1.0
+    if calibrate.startswith("q") and (schedules or {}).get("q") is not None:
+        raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
+    if calibrate == "steps" and any(isinstance(kind, list) for kind in (schedules or {}).values()):
+        raise ConfigError("calibrate=steps cannot stretch a schedule that lists every round; give linear or step.")
     if calibrate.startswith("q") and sampling not in ("poisson", "truncated_poisson"):
         raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
     ways: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {

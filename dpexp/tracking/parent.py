@@ -14,9 +14,10 @@ from pandas import DataFrame
 
 from dpexp import figures
 from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.errors import ConfigError
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
-from dpexp.tracking.run import PARENT
+from dpexp.tracking.run import OUTPUT, PARENT
 from dpexp.tracking.store import HOST, end_dead_runs, open_store
 
 # What the list of runs shows for a sweep. MLflow keeps such views in undocumented tags of the experiment.
@@ -26,6 +27,7 @@ COLUMNS = [
     "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
+MOST = 10_000  # trials of a sweep
 _MOST = 6  # trials in a figure of their progress
 
 
@@ -79,7 +81,27 @@ class Parent:
         order = frame.assign(done=frame["status"] == "FINISHED").sort_values(["done", "start"])
         return order.drop_duplicates("trial", keep="last").drop(columns=["done"])
 
-    def ledger(self, run_id: str) -> Ledger:
+    def spent(self) -> tuple[dict[str, Ledger], list[str]]:
+        """The ledgers of every private trial that ever began to train, those that failed, were killed or were run again
+        included, by run id; and the names of those whose ledger is not at hand."""
+        ledgers, missing = {}, []
+        runs = self._client.search_runs(
+            [self._experiment], f"tags.`mlflow.parentRunId` = '{self.run_id}'", max_results=MOST
+        )
+        for run in runs:
+            folder = run.data.tags.get(OUTPUT)
+            trained = run.data.params.get("train", "True") == "True"
+            if folder is None or not trained or run.data.tags["dpexp.private"].startswith("no: trained without"):
+                continue
+            try:
+                ledgers[run.info.run_id] = self._ledger(run.info.run_id, Path(folder))
+            except ConfigError:
+                missing.append(run.info.run_name or run.info.run_id)
+        return ledgers, missing
+
+    def _ledger(self, run_id: str, output: Path) -> Ledger:
+        if (output / "ledger.jsonl").exists():
+            return read_ledger(output / "ledger.jsonl")
         with downloaded_run(self._uri, run_id) as folder:
             return read_ledger(folder / "ledger.jsonl")
 

@@ -26,6 +26,7 @@ from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import HOST, end_dead_runs, open_store
 
 _PARAM_LIMIT = 6000
+OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
 
 
@@ -69,6 +70,7 @@ class Tracked:
         except MlflowException as error:
             raise ConfigError(f"tracking.uri={uri} cannot be used: {' '.join(str(error).split())}") from error
         self.run_id: str = run.info.run_id
+        client.set_tag(self.run_id, OUTPUT, str(output.resolve()))
         self._unsent = Path(cfg.tracking.unsent)
         send_unsent(client, uri, self._unsent)
         self._outbox = Outbox(client, uri, self.run_id, self._unsent / f"{self.run_id}.jsonl")
