@@ -100,8 +100,16 @@ def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch
     assert len(read_ledger(ledger)) == 3
 
 
-def start(folder, *arguments):
-    """A job in a process of its own that would go on for minutes."""
+@pytest.fixture
+def start():
+    """Starts a job in a process of its own that would go on for hours; none outlives the test."""
+    jobs = []
+    yield lambda folder, *arguments: jobs.append(started(folder, *arguments)) or jobs[-1]
+    for job in jobs:
+        job.kill()
+
+
+def started(folder, *arguments):
     folder.mkdir()
     endless = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.evaluations=0")
     return subprocess.Popen(
@@ -120,7 +128,7 @@ def wait_for_rounds(folder):
     raise AssertionError("training did not start")
 
 
-def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatch):
+def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatch, start):
     """Ctrl-C, SIGTERM, and SIGKILL, of which only the next run in the same store can tell."""
     signals = {"int": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
     jobs = {name: start(tmp_path / name) for name in signals}
