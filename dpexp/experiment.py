@@ -75,7 +75,9 @@ def _trained(
 ) -> dict[str, Any]:
     callback = _callback(cfg, plan, output) if plan else None
     trainer = _trainer(cfg, plan, callback, output)
-    trainer.logger = tracked.logger if tracked else None
+    if tracked:
+        trainer.logger = tracked.logger
+        tracked.logger.rounds = lambda: trainer.global_step
     if hasattr(data, "workers"):
         data.workers = cfg.trainer.workers
     if plan is None and hasattr(data, "batch_size"):

@@ -162,7 +162,9 @@ def conclude(interrupted: bool) -> None:
 
 
 def _best(frame: Any) -> Any:
+    """The most accurate private trial, or without any the most accurate."""
     done = frame[(frame["status"] == "FINISHED") & frame["test_accuracy"].notna()]
+    done = done[done["epsilon"].notna()] if done["epsilon"].notna().any() else done
     return None if done.empty else done.loc[done["test_accuracy"].idxmax()]
 
 

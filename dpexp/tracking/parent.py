@@ -136,7 +136,8 @@ class Parent:
             drawn["needed.png"] = figures.needed(done)
         if trained:
             best = done.sort_values("test_accuracy", ascending=False).head(_MOST)
-            histories = {row["name"]: self._history(row["run_id"]) for _, row in best.iterrows()}
+            names = _distinct(best["name"].tolist())
+            histories = {name: self._history(run) for name, run in zip(names, best["run_id"], strict=True)}
             if any(len(history) > 2 for history in histories.values()):
                 drawn["progress.png"] = figures.progress(histories)
         return drawn
@@ -150,3 +151,12 @@ class Parent:
     @property
     def address(self) -> str:
         return f"#/experiments/{self._experiment}/runs?viewStateShareKey={VIEW}"
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names of trials without the overrides that all of them share."""
+    parts = [name.split(", ") for name in names]
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    return [
+        ", ".join(part for part in own if part not in shared) or name for own, name in zip(parts, names, strict=True)
+    ]

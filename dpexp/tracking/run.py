@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the proces
 
 
 class _MetricsLogger(Logger):
-    """Lightning's metrics, but not its count of epochs; the configuration is logged elsewhere."""
+    """Lightning's metrics, but not its count of epochs; the configuration is logged elsewhere.
+
+    Everything is logged at the number of rounds done, which for validation Lightning itself counts one short: only then
+    has accuracy the ε of the same step beside it.
+    """
+
+    rounds: Callable[[], int] | None = None
 
     def __init__(self, outbox: Outbox, run_id: str) -> None:
         super().__init__()
@@ -49,7 +55,8 @@ class _MetricsLogger(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._outbox.metrics({name: value for name, value in metrics.items() if name != "epoch"}, step or 0)
+        done = self.rounds() if self.rounds is not None else step or 0
+        self._outbox.metrics({name: value for name, value in metrics.items() if name != "epoch"}, done)
 
 
 class Tracked:
