@@ -67,8 +67,11 @@ def _job() -> None:
     try:
         job()
         interrupted = False
-    except Exception:
+    except Exception as error:
         interrupted = False
+        if sweep.under_way() and not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
+            words = f"{type(error).__name__}: {error}".split()
+            raise ConfigError(f"the sweep did not finish: {' '.join(words[:40])}") from error
         raise
     finally:
         sweep.conclude(interrupted)

@@ -153,6 +153,11 @@ def _unclaimable(finished: list[Ledger], begun: int, facts: dict[str, Any]) -> s
     return None
 
 
+def under_way() -> bool:
+    """Whether this process has begun a multirun whose trials are tracked."""
+    return _sweep is not None
+
+
 def conclude(interrupted: bool) -> None:
     """Ends the parent of the multirun in this process, if there is one."""
     global _sweep
