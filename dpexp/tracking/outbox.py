@@ -131,7 +131,7 @@ def _send(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> Non
         client.log_batch(run_id, params=[Param(*value) for value in values])
     elif kind == "tag":
         client.log_batch(run_id, tags=[RunTag(*value) for value in values])
-    elif kind == "file":
+    elif kind == "file" and Path(values[0]).exists():  # it may have been deleted while the server was away
         client.log_artifact(run_id, values[0])
     elif kind == "status":
         client.set_terminated(run_id, values[0])

@@ -121,6 +121,7 @@ class Parent:
                 figure.savefig(output / name, dpi=150)
                 self._client.log_artifact(self.run_id, str(output / name))
         self._client.set_terminated(self.run_id, status)
+        os.environ.pop(PARENT, None)
 
     def _figures(self, frame: DataFrame) -> dict[str, Figure]:
         done = frame[frame["status"] == "FINISHED"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run
 from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig, OmegaConf
@@ -183,7 +184,7 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 def parent_id() -> str | None:
     """The sweep that this trial belongs to."""
-    return os.environ.get(PARENT)
+    return os.environ.get(PARENT) if HydraConfig.get().mode == RunMode.MULTIRUN else None
 
 
 def trial_key(cfg: DictConfig) -> str:
