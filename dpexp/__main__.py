@@ -63,18 +63,18 @@ def main() -> None:
 
 def _job() -> None:
     """Runs the job, or the sweep and then whatever ends it."""
-    interrupted = True
+    interrupted, broken = True, False
     try:
         job()
         interrupted = False
     except Exception as error:
-        interrupted = False
+        interrupted, broken = False, True
         if sweep.under_way() and not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
             words = f"{type(error).__name__}: {error}".split()
             raise ConfigError(f"the sweep did not finish: {' '.join(words[:40])}") from error
         raise
     finally:
-        sweep.conclude(interrupted)
+        sweep.conclude(interrupted, broken)
 
 
 if __name__ == "__main__":

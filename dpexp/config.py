@@ -71,7 +71,7 @@ class Tracking:
     uri: str | None = None
     artifacts: str | None = None
     experiment: str = "dpexp"
-    unsent: str = MISSING
+    unsent: str = "${cwd:}/outputs/unsent"
     resume: bool = True
     run_name: str | None = None
 

@@ -45,7 +45,8 @@ def run(cfg: DictConfig) -> float | None:
     finished = finished_trial(cfg) if cfg.tracking.resume else None
     if finished is not None:
         display.skipped(finished.info.run_name)
-        return finished.data.metrics.get(cfg.objective)
+        metrics = finished.data.metrics
+        return metrics.get(f"epsilon_{reported(cfg)}" if cfg.objective == "epsilon" else cfg.objective)
     _use_threads(cfg)
     output = Path(HydraConfig.get().runtime.output_dir)
     pl.seed_everything(cfg.seed, verbose=False)

@@ -12,6 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger, joined
 from dpexp.accounting.selection import check_repetitions, draw_repetitions, selection_epsilon
 from dpexp.errors import ConfigError
@@ -39,6 +40,11 @@ class PrivateSelect(BasicSweeper):
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         if PrivateSelect.draws is None:
+            if _sweep is not None and _sweep.parent.resumed:
+                raise ConfigError(
+                    "the draws of this sweep's earlier start are lost, and others would not be those accounted for; "
+                    "start afresh with tracking.resume=false."
+                )
             (grid,) = BasicSweeper.split_arguments(overrides, None)
             random = np.random.default_rng()  # the operating system's entropy: the draws must be secret
             count = draw_repetitions(self._mean, self._shape, random)
@@ -60,7 +66,10 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         global _sweep
         if config.tracking.uri is not None:
-            _sweep = Sweep(config)
+            try:
+                _sweep = Sweep(config)
+            except Exception as error:  # Hydra would go on without a parent; it lets SystemExit through
+                raise SystemExit(f"dpexp: {' '.join(str(error).split())}") from error
 
 
 _sweep: "Sweep | None" = None
@@ -90,7 +99,7 @@ class Sweep:
         """A second draw would not be the one that is accounted."""
         self.parent.remember({"draws": draws})
 
-    def conclude(self, interrupted: bool) -> None:
+    def conclude(self, interrupted: bool, broken: bool) -> None:
         from dpexp import display
 
         frame = self.parent.trials()
@@ -98,56 +107,71 @@ class Sweep:
         costs, sentence = self._cost(frame)
         best = None if frame.empty else _best(frame)
         note = _note(frame, failed, best, costs, sentence)
-        status = "KILLED" if interrupted else "FAILED" if len(failed) else "FINISHED"
+        status = "KILLED" if interrupted else "FAILED" if len(failed) or broken else "FINISHED"
         metrics = {f"selection/{key}": value for key, value in costs.items()}
         self.parent.conclude(frame, metrics, note, status, self._output)
         display.swept(frame, failed, best, costs, sentence, self.parent.address)
 
     def _cost(self, frame: Any) -> tuple[dict[str, float], str]:
         """ε of one trial, of all of them, and of private selection where the trials were drawn for it."""
-        every, missing = self.parent.spent()
+        spent = self.parent.spent()
+        if spent.exposed:
+            return {}, f"Nothing may be claimed: {', '.join(spent.exposed)} show more than their (ε, δ) covers."
+        if spent.missing:
+            return {}, f"Nothing may be claimed: the ledgers of {', '.join(spent.missing)} are not at hand."
+        every = spent.ledgers
         if not every:
             return {}, "No private trial has trained, so nothing has been spent."
         private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
+        adjacencies = sorted({ledger.adjacency for ledger in every.values()})
+        if len(adjacencies) > 1:
+            return (
+                {},
+                f"The trials are stated for different adjacencies ({', '.join(adjacencies)}) and cannot be composed.",
+            )
         delta = float(frame["delta"].max())
-        sentences, costs = [], {}
+        costs, sentences = {"delta": delta}, []
         if len(private):
             costs["one_trial"] = float(private["epsilon"].max())
             sentences.append(
                 f"ε = {costs['one_trial']:.3g} (one trial) may be claimed only if the choice used no private data"
             )
-        selects = self.parent.facts.get("selects")
-        if selects:
-            why = _unclaimable([every[run_id] for run_id in private["run_id"]], len(every), self.parent.facts)
-            if why is None:
-                mean, shape = float(self._hydra["mean"]), float(self._hydra["shape"])  # type: ignore[index,call-overload]
-                costs["private"] = selection_epsilon(next(iter(every.values())), delta, mean, shape)
-                sentences = [
-                    f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others "
-                    "and their number stay secret"
-                ]
-            else:
-                sentences = [f"Private selection cannot be claimed, because {why}"]
+        if self.parent.facts.get("selects"):
+            sentences = [self._selection(costs, [every[run_id] for run_id in private["run_id"]], len(every))]
+        policies = {round_.sampling.policy for ledger in every.values() for round_ in ledger.rounds}
         try:
-            fixed = any(r.sampling.policy == "fixed_size" for ledger in every.values() for r in ledger.rounds)
-            costs["all_composed"] = epsilon(joined(list(every.values())), delta, "rdp" if fixed else "pld")
-            begun = f", {len(every) - len(private)} unfinished ones included" if len(every) > len(private) else ""
+            accountant = "rdp" if "fixed_size" in policies else "pld"
+            costs["all_composed"] = epsilon(joined(list(every.values())), delta, accountant)
+            begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
             sentences.append(
-                f"ε = {costs['all_composed']:.3g} (all trials composed{begun}) covers any choice among them"
+                f"ε = {costs['all_composed']:.3g} (all private trials composed{begun}) covers any choice among them"
             )
         except ConfigError as error:
             sentences.append(f"the trials cannot be composed: {error}")
-        if missing:
-            sentences.append(f"the ledgers of {', '.join(missing)} are not at hand and not counted")
-        return costs, "; ".join(sentences) + "."
+        return costs, f"At δ = {delta:g}, adjacency {adjacencies[0]}: " + "; ".join(sentences) + "."
+
+    def _selection(self, costs: dict[str, float], finished: list[Ledger], begun: int) -> str:
+        """Adds the price of private selection to `costs` if it may be claimed; says so, or why not."""
+        why = _unclaimable(finished, begun, self.parent.facts)
+        if why is None:
+            mean, shape = float(self._hydra["mean"]), float(self._hydra["shape"])  # type: ignore[index,call-overload]
+            try:
+                costs["private"] = selection_epsilon(finished[0], costs["delta"], mean, shape)
+                return (
+                    f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others "
+                    "and their number stay secret"
+                )
+            except ConfigError as error:
+                why = str(error)
+        return f"private selection cannot be claimed, because {why}"
 
 
 def _unclaimable(finished: list[Ledger], begun: int, facts: dict[str, Any]) -> str | None:
     """Why the price of private selection may not be claimed."""
-    if len({(ledger.adjacency, frozenset(ledger.rounds.items())) for ledger in finished}) > 1:
+    if len({frozenset(releases(ledger).items()) for ledger in finished}) > 1:
         return "the trials' mechanisms differ"
-    if len(finished) < len(facts.get("draws") or []):
-        return "some drawn trials have not finished"
+    if len(finished) != len(facts.get("draws") or []):
+        return "the trials are not those that were drawn"
     if begun > len(finished):
         return "some trials were begun more than once"
     return None
@@ -158,12 +182,26 @@ def under_way() -> bool:
     return _sweep is not None
 
 
-def conclude(interrupted: bool) -> None:
-    """Ends the parent of the multirun in this process, if there is one."""
+def conclude(interrupted: bool, broken: bool) -> None:
+    """Ends the parent of the multirun in this process, if there is one.
+
+    Args:
+        broken: the sweep ended with an error.
+
+    Raises:
+        ConfigError: the tracking server cannot be reached.
+    """
     global _sweep
     ended, _sweep, PrivateSelect.draws = _sweep, None, None
-    if ended is not None:
-        ended.conclude(interrupted)
+    if ended is None:
+        return
+    try:
+        ended.conclude(interrupted, broken)
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split()[:30])
+        raise ConfigError(
+            f"the sweep's parent run could not be ended; start the same command again. {words}"
+        ) from error
 
 
 def _best(frame: Any) -> Any:

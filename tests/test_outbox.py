@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 from mlflow import MlflowClient
@@ -81,6 +82,18 @@ def test_what_never_arrived_is_sent_when_the_store_is_used_next(run, tmp_path):
         "KILLED", "1", 1.0, "x",
     )  # fmt: skip
     assert [item.path for item in client.list_artifacts(run_id)] == ["notes.txt"]
+
+
+def test_what_mlflow_refuses_for_good_holds_up_nothing_else(run, tmp_path):
+    client, uri, run_id = run
+    client.down = False
+    outbox = Outbox(client, uri, run_id, tmp_path / "a.jsonl")
+    outbox.metrics({"a+b": 1.0, "a": 2.0}, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert outbox.close("FINISHED")
+    assert any("a+b" in str(warning.message) for warning in caught)
+    assert client.get_run(run_id).data.metrics == {"a": 2.0} and client.get_run(run_id).info.status == "FINISHED"
 
 
 WRITER = """

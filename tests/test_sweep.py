@@ -160,6 +160,51 @@ def test_the_job_returns_its_objective(dpexp_job, monkeypatch):
         dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=f1")
 
 
+@pytest.mark.parametrize("exposing", ["privacy.noise_seed=1", "diagnostics=unsafe"])
+def test_nothing_is_claimed_for_trials_whose_guarantee_does_not_hold(dpexp_job, store, exposing):
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", exposing)
+    (parent,) = store.parents()
+    assert not any(key.startswith("selection/") for key in parent.data.metrics)
+    assert "Nothing may be claimed" in parent.data.tags["mlflow.note.content"]
+
+
+def test_deleted_trials_have_spent_what_they_spent(dpexp_job, store, tmp_path):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    dpexp_job(*sweep)
+    before = store.parents()[0].data.metrics["selection/all_composed"]
+    for run in store.trials():
+        store.client.delete_run(run.info.run_id)
+    dpexp_job(*sweep)
+    (parent,) = store.parents()
+    assert len(store.trials()) == 2
+    ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl")]
+    assert len(ledgers) == 4
+    after = parent.data.metrics["selection/all_composed"]
+    assert after == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9) and after > before
+
+
+def test_a_lost_ledger_is_not_taken_for_nothing(dpexp_job, store, tmp_path):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    dpexp_job(*sweep)
+    for path in tmp_path.glob("outputs/m*/**/ledger.jsonl"):
+        path.unlink()
+    dpexp_job(*sweep)
+    (parent,) = store.parents()
+    assert "are not at hand" in parent.data.tags["mlflow.note.content"]
+    withdrawn = [value for key, value in parent.data.metrics.items() if key.startswith("selection/")]
+    assert withdrawn and all(math.isnan(value) for value in withdrawn)
+
+
+def test_a_sweep_whose_parent_cannot_begin_does_not_train(dpexp_job, monkeypatch, tmp_path):
+    def breaking(*args):
+        raise OSError("database is locked")
+
+    monkeypatch.setattr("dpexp.tracking.parent.Parent.__init__", breaking)
+    with pytest.raises(SystemExit, match="dpexp: database is locked"):
+        dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    assert not list(tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl"))
+
+
 # Private selection
 
 

@@ -25,8 +25,8 @@ def check_repetitions(mean: float, shape: float) -> None:
     """
     if not (math.isfinite(mean) and mean >= 1):
         raise ConfigError(f"hydra.sweeper.mean={mean} must be a finite number of at least 1.")
-    if not shape >= 0:
-        raise ConfigError(f"hydra.sweeper.shape={shape} must be at least 0; inf is Poisson, 1 geometric.")
+    if not (0 <= shape <= 20 or shape == math.inf):
+        raise ConfigError(f"hydra.sweeper.shape={shape} must lie between 0 and 20 (1: geometric), or be inf: Poisson.")
 
 
 def draw_repetitions(mean: float, shape: float, random: np.random.Generator) -> int:

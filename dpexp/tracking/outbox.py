@@ -4,12 +4,14 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 
 BATCH = 1000  # metrics a request, MLflow's own limit
 EVERY = 2.0  # seconds
@@ -103,10 +105,11 @@ def send_unsent(client: MlflowClient, uri: str, folder: Path) -> None:
                     del items[: len(batch)]
         except Exception:
             claimed.write_text("".join(json.dumps(line) + "\n" for line in [letter, *items]))
-        if items:
-            os.rename(claimed, path)
-        else:
-            claimed.unlink()
+        finally:
+            if items:
+                os.rename(claimed, path)
+            else:
+                claimed.unlink()
 
 
 def _batches(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -123,6 +126,20 @@ def _batches(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _send(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> None:
+    """Sends a batch; of what MLflow refuses for good, only that is lost, with a warning."""
+    try:
+        _request(client, run_id, batch)
+    except MlflowException as error:
+        if error.error_code != "INVALID_PARAMETER_VALUE":
+            raise
+        if len(batch) == 1:
+            warnings.warn(f"MLflow takes no {json.dumps(batch[0])[:200]}: {str(error).splitlines()[0]}")
+        else:
+            for item in batch:
+                _send(client, run_id, [item])
+
+
+def _request(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> None:
     (kind,) = batch[0]
     values = [item[kind] for item in batch]
     if kind == "metric":

@@ -2,13 +2,15 @@
 
 import io
 import json
+import math
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from mlflow.entities import Run
+from mlflow.entities import Run, ViewType
 from omegaconf import DictConfig
 from pandas import DataFrame
 
@@ -17,7 +19,7 @@ from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
-from dpexp.tracking.run import OUTPUT, PARENT
+from dpexp.tracking.run import NAME, OUTPUT, PARENT
 from dpexp.tracking.store import HOST, end_dead_runs, open_store
 
 # What the list of runs shows for a sweep. MLflow keeps such views in undocumented tags of the experiment.
@@ -31,6 +33,15 @@ MOST = 10_000  # trials of a sweep
 _MOST = 6  # trials in a figure of their progress
 
 
+@dataclass(frozen=True)
+class Spent:
+    """Ledgers by run id; names of runs whose ledger is not at hand; names of runs whose guarantee does not hold."""
+
+    ledgers: dict[str, Ledger]
+    missing: list[str]
+    exposed: list[str]
+
+
 class Parent:
     """A sweep's parent run: found again if the same sweep has been started before."""
 
@@ -41,8 +52,15 @@ class Parent:
         send_unsent(self._client, self._uri, Path(cfg.tracking.unsent))
         found = self._earlier(key) if cfg.tracking.resume else None
         self.resumed = found is not None
+        if found is not None and found.info.status == "RUNNING":
+            tags = found.data.tags
+            if tags.get("dpexp.host") == HOST and tags.get("dpexp.pid") != str(os.getpid()):
+                raise ConfigError(
+                    f"this sweep is being run by process {tags.get('dpexp.pid')}; wait for it, or start another with "
+                    "tracking.resume=false."
+                )
         if found is None:
-            found = self._client.create_run(self._experiment, run_name=name, tags={"dpexp.sweep": key})
+            found = self._client.create_run(self._experiment, run_name=name[:NAME], tags={"dpexp.sweep": key})
         self.run_id: str = found.info.run_id
         self.facts = facts | self._remembered() if self.resumed else facts
         self._client.update_run(self.run_id, "RUNNING")
@@ -81,23 +99,27 @@ class Parent:
         order = frame.assign(done=frame["status"] == "FINISHED").sort_values(["done", "start"])
         return order.drop_duplicates("trial", keep="last").drop(columns=["done"])
 
-    def spent(self) -> tuple[dict[str, Ledger], list[str]]:
-        """The ledgers of every private trial that ever began to train, those that failed, were killed or were run again
-        included, by run id; and the names of those whose ledger is not at hand."""
-        ledgers, missing = {}, []
-        runs = self._client.search_runs(
-            [self._experiment], f"tags.`mlflow.parentRunId` = '{self.run_id}'", max_results=MOST
-        )
-        for run in runs:
-            folder = run.data.tags.get(OUTPUT)
+    def spent(self) -> Spent:
+        """What every private trial that ever began to train has cost, those that failed, were killed, were run again or
+        were deleted from the list included."""
+        ledgers, missing, exposed = {}, [], []
+        children = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
+        for run in self._client.search_runs([self._experiment], children, ViewType.ALL, MOST):
+            folder, private = run.data.tags.get(OUTPUT), run.data.tags.get("dpexp.private", "")
             trained = run.data.params.get("train", "True") == "True"
-            if folder is None or not trained or run.data.tags["dpexp.private"].startswith("no: trained without"):
+            if folder is None or not trained or private.startswith("no: trained without"):
                 continue
+            name = run.info.run_name or run.info.run_id
             try:
                 ledgers[run.info.run_id] = self._ledger(run.info.run_id, Path(folder))
             except ConfigError:
-                missing.append(run.info.run_name or run.info.run_id)
-        return ledgers, missing
+                began = "epsilon" in run.data.metrics or run.info.status == "FINISHED"
+                if began or not Path(folder).is_dir():
+                    missing.append(name)
+                continue
+            if private != "yes":
+                exposed.append(name)
+        return Spent(ledgers, missing, exposed)
 
     def _ledger(self, run_id: str, output: Path) -> Ledger:
         if (output / "ledger.jsonl").exists():
@@ -107,7 +129,8 @@ class Parent:
 
     def conclude(self, frame: DataFrame, metrics: dict[str, float], note: str, status: str, output: Path) -> None:
         """Logs the trials' table and figure, what choosing among them costs, and the parent's own end."""
-        for key, value in metrics.items():
+        earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
+        for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # what holds no more is withdrawn
             self._client.log_metric(self.run_id, key, value)
         self._client.set_tag(self.run_id, "mlflow.note.content", note)
         if not frame.empty:
@@ -115,7 +138,11 @@ class Parent:
             frame.to_csv(text, index=False)
             self._client.log_text(self.run_id, text.getvalue(), "trials.csv")
             shown = frame.astype(object).where(frame.notna(), None)
-            self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
+            if any(artifact.path == "trials.json" for artifact in self._client.list_artifacts(self.run_id)):
+                table = shown.to_json(orient="split", index=False)  # log_table would add to the one that is there
+                self._client.log_text(self.run_id, table, "trials.json")
+            else:
+                self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
             for name, figure in self._figures(frame).items():
                 output.mkdir(parents=True, exist_ok=True)
                 figure.savefig(output / name, dpi=150)

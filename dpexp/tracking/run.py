@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import HOST, end_dead_runs, open_store
 
 _PARAM_LIMIT = 6000
+NAME = 250  # characters of a run's name
 OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
 
@@ -243,11 +245,11 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
 
 def _run_name(cfg: DictConfig) -> str:
     if cfg.tracking.run_name:
-        return cfg.tracking.run_name
+        return str(cfg.tracking.run_name)[:NAME]
     choices = _choices()
     if parent_id():
         asked = [override for override in HydraConfig.get().overrides.task if not override.startswith("sweep=")]
-        return ", ".join(asked) or "trial"
+        return ", ".join(asked)[:NAME] or "trial"
     if not cfg.privacy.enabled:
         return f"{choices.get('data')} non-private"
     return f"{choices.get('data')} {choices.get('group')} {choices.get('mechanism')}"
@@ -269,5 +271,5 @@ def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(name: str) -> str:
-    """MLflow takes no brackets in names."""
-    return name.replace("(", "").replace(")", "")
+    """With no characters but those that MLflow takes in names."""
+    return re.sub(r"[^\w.\- :/]", "", name)
