@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpexp.accounting.accountants import APPROXIMATIONS, check_delta, check_names, delta, epsilon
-from dpexp.accounting.claims import CLAIMS, check_claim
+from dpexp.accounting.claims import claimable
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, read_ledger
 from dpexp.errors import ConfigError
 
@@ -117,12 +117,9 @@ def _common_delta(sources: Sequence[Source]) -> float:
 
 
 def _accountants(cfg: Options, ledger: Ledger) -> list[str]:
-    policies = sorted({round_.sampling.policy for round_ in ledger.rounds})
-    for policy in policies:
-        check_claim(policy, ledger.adjacency)
+    allowed = claimable(ledger)
     if cfg.accountant == "all":
-        allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
-        return [name for name in allowed[0] if all(name in others for others in allowed)]
+        return allowed
     names = [name.strip() for name in cfg.accountant.split(",")]
     check_names(names)
     return names

@@ -26,7 +26,7 @@ from pandas import DataFrame, isna
 
 from dpexp import figures
 from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, check_delta, epsilon
-from dpexp.accounting.claims import CLAIMS
+from dpexp.accounting.claims import claimable
 from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.overrides import sentence
@@ -167,7 +167,7 @@ def _documents(runs: DataFrame, uri: str) -> tuple[dict[str, list[dict]], dict[s
                     plans[run["run_id"]] = _groups(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
                 ledger = read_ledger(folder / "ledger.jsonl")
             check_delta(run["delta"])
-            accountants = _accountants_for(ledger)
+            accountants = claimable(ledger)
             reported = run["accountant"] if run["accountant"] in accountants else accountants[0]
             spent[run["run_id"]] = Spent(ledger, run["delta"], reported)
         except (ValueError, KeyError, TypeError) as error:  # a document from elsewhere
@@ -186,19 +186,6 @@ def _groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
         scale = math.sqrt(sum(d * alpha**2 for d, alpha in zip(dims, alphas, strict=True)) / sum(dims))
         numbers = {"record": average / expected, "noise": scale * group["sigma"] / expected, "average": average}
         found.append({"group": group["name"], "share": group["share"]} | numbers)
-    return found
-
-
-def _accountants_for(ledger: Ledger) -> list[str]:
-    """Those that have a bound for all of the ledger, the tightest first.
-
-    Raises:
-        ConfigError: none has.
-    """
-    policies = {round_.sampling.policy for round_ in ledger.rounds}
-    found = [name for name in NAMES if all(name in CLAIMS[policy].get(ledger.adjacency, ()) for policy in policies)]
-    if not found:
-        raise ConfigError(f"no accountant has a bound for {', '.join(sorted(policies))} under {ledger.adjacency}.")
     return found
 
 
@@ -335,7 +322,7 @@ def _accountants(drawn: DataFrame, spent: Mapping[str, Spent], out: Path) -> lis
 
 
 def _costs(paid: Spent) -> dict[str, float]:
-    return {name: epsilon(paid.ledger, paid.delta, name) for name in _accountants_for(paid.ledger)}
+    return {name: epsilon(paid.ledger, paid.delta, name) for name in claimable(paid.ledger)}
 
 
 # HTML

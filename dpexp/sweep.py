@@ -1,4 +1,7 @@
-"""Multiruns: one parent above the trials, what choosing among them costs, and private selection."""
+"""Multiruns: one parent above the trials, and private selection.
+
+Imports nothing slow, since every press of Tab runs it.
+"""
 
 import hashlib
 import json
@@ -11,10 +14,6 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.claims import releases
-from dpexp.accounting.ledger import Ledger, joined
-from dpexp.accounting.selection import check_repetitions, draw_repetitions, selection_epsilon
 from dpexp.errors import ConfigError
 
 Plugins.instance()  # loads Hydra's own plugins anew; a class imported before would not be theirs
@@ -32,6 +31,8 @@ class PrivateSelect(BasicSweeper):
     draws: "list[list[str]] | None" = None  # of an earlier start of the same sweep
 
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None, mean: float, shape: float) -> None:
+        from dpexp.accounting.selection import check_repetitions
+
         super().__init__(max_batch_size, params)
         check_repetitions(mean, shape)
         self._mean, self._shape = mean, shape
@@ -45,6 +46,8 @@ class PrivateSelect(BasicSweeper):
                     "the draws of this sweep's earlier start are lost, and others would not be those accounted for; "
                     "start afresh with tracking.resume=false."
                 )
+            from dpexp.accounting.selection import draw_repetitions
+
             (grid,) = BasicSweeper.split_arguments(overrides, None)
             random = np.random.default_rng()  # the operating system's entropy: the draws must be secret
             count = draw_repetitions(self._mean, self._shape, random)
@@ -81,15 +84,15 @@ class Sweep:
     def __init__(self, config: DictConfig) -> None:
         from dpexp.tracking.parent import Parent
 
-        self._hydra = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
+        sweeper = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
         asked = sorted(str(override) for override in config.hydra.overrides.task)
         question = config.hydra.runtime.choices.get("sweep")
         own = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("hydra", "tracking")])
-        content = [asked, self._hydra, OmegaConf.to_container(own, resolve=False)]
+        content = [asked, sweeper, OmegaConf.to_container(own, resolve=False)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         name = question or ", ".join(asked) or "sweep"
         selects = str(config.hydra.runtime.choices.get("hydra/sweeper")) == "private_select"
-        facts = {"question": question, "overrides": asked, "selects": selects}
+        facts = {"question": question, "overrides": asked, "selects": sweeper if selects else None}
         self.parent = Parent(config, name, key, facts)
         self._output = Path(config.hydra.sweep.dir).resolve()
         if selects and self.parent.resumed:
@@ -101,80 +104,17 @@ class Sweep:
 
     def conclude(self, interrupted: bool, broken: bool) -> None:
         from dpexp import display
+        from dpexp.choosing import cost
 
         frame = self.parent.trials()
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
-        costs, sentence = self._cost(frame)
+        costs, sentence = cost(frame, self.parent.spent(), self.parent.facts)
         best = None if frame.empty else _best(frame)
         note = _note(frame, failed, best, costs, sentence)
         status = "KILLED" if interrupted else "FAILED" if len(failed) or broken else "FINISHED"
         metrics = {f"selection/{key}": value for key, value in costs.items()}
         self.parent.conclude(frame, metrics, note, status, self._output)
         display.swept(frame, failed, best, costs, sentence, self.parent.address)
-
-    def _cost(self, frame: Any) -> tuple[dict[str, float], str]:
-        """ε of one trial, of all of them, and of private selection where the trials were drawn for it."""
-        spent = self.parent.spent()
-        if spent.exposed:
-            return {}, f"Nothing may be claimed: {', '.join(spent.exposed)} show more than their (ε, δ) covers."
-        if spent.missing:
-            return {}, f"Nothing may be claimed: the ledgers of {', '.join(spent.missing)} are not at hand."
-        every = spent.ledgers
-        if not every:
-            return {}, "No private trial has trained, so nothing has been spent."
-        private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
-        adjacencies = sorted({ledger.adjacency for ledger in every.values()})
-        if len(adjacencies) > 1:
-            return (
-                {},
-                f"The trials are stated for different adjacencies ({', '.join(adjacencies)}) and cannot be composed.",
-            )
-        delta = float(frame["delta"].max())
-        costs, sentences = {"delta": delta}, []
-        if len(private):
-            costs["one_trial"] = float(private["epsilon"].max())
-            sentences.append(
-                f"ε = {costs['one_trial']:.3g} (one trial) may be claimed only if the choice used no private data"
-            )
-        if self.parent.facts.get("selects"):
-            sentences = [self._selection(costs, [every[run_id] for run_id in private["run_id"]], len(every))]
-        policies = {round_.sampling.policy for ledger in every.values() for round_ in ledger.rounds}
-        try:
-            accountant = "rdp" if "fixed_size" in policies else "pld"
-            costs["all_composed"] = epsilon(joined(list(every.values())), delta, accountant)
-            begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
-            sentences.append(
-                f"ε = {costs['all_composed']:.3g} (all private trials composed{begun}) covers any choice among them"
-            )
-        except ConfigError as error:
-            sentences.append(f"the trials cannot be composed: {error}")
-        return costs, f"At δ = {delta:g}, adjacency {adjacencies[0]}: " + "; ".join(sentences) + "."
-
-    def _selection(self, costs: dict[str, float], finished: list[Ledger], begun: int) -> str:
-        """Adds the price of private selection to `costs` if it may be claimed; says so, or why not."""
-        why = _unclaimable(finished, begun, self.parent.facts)
-        if why is None:
-            mean, shape = float(self._hydra["mean"]), float(self._hydra["shape"])  # type: ignore[index,call-overload]
-            try:
-                costs["private"] = selection_epsilon(finished[0], costs["delta"], mean, shape)
-                return (
-                    f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others "
-                    "and their number stay secret"
-                )
-            except ConfigError as error:
-                why = str(error)
-        return f"private selection cannot be claimed, because {why}"
-
-
-def _unclaimable(finished: list[Ledger], begun: int, facts: dict[str, Any]) -> str | None:
-    """Why the price of private selection may not be claimed."""
-    if len({frozenset(releases(ledger).items()) for ledger in finished}) > 1:
-        return "the trials' mechanisms differ"
-    if len(finished) != len(facts.get("draws") or []):
-        return "the trials are not those that were drawn"
-    if begun > len(finished):
-        return "some trials were begun more than once"
-    return None
 
 
 def under_way() -> bool:

@@ -209,7 +209,7 @@ def test_a_sweep_whose_parent_cannot_begin_does_not_train(dpexp_job, monkeypatch
 
 
 def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, monkeypatch):
-    monkeypatch.setattr("dpexp.sweep.draw_repetitions", lambda mean, shape, random: 3)
+    monkeypatch.setattr("dpexp.accounting.selection.draw_repetitions", lambda mean, shape, random: 3)
     sweep = ("-m", "hydra/sweeper=private_select", "hydra.sweeper.mean=4", *QUICK, "privacy.noise_multiplier=8",
              "optimizer.lr=0.1,0.2,0.4")  # fmt: skip
     dpexp_job(*sweep)
@@ -228,13 +228,13 @@ def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, 
     def again(*arguments):
         raise AssertionError("a sweep that is resumed must not draw again")
 
-    monkeypatch.setattr("dpexp.sweep.draw_repetitions", again)
+    monkeypatch.setattr("dpexp.accounting.selection.draw_repetitions", again)
     dpexp_job(*sweep)
     assert len(store.parents()) == 1 and len(store.trials()) == 3
 
 
 def test_trials_that_cost_differently_cannot_be_selected_among(dpexp_job, store, monkeypatch):
-    monkeypatch.setattr("dpexp.sweep.draw_repetitions", lambda mean, shape, random: 12)
+    monkeypatch.setattr("dpexp.accounting.selection.draw_repetitions", lambda mean, shape, random: 12)
     dpexp_job("-m", "hydra/sweeper=private_select", "model=logistic", "trainer.evaluations=0", "train=true",
               "privacy.noise_multiplier=8", "sampling.steps=1,2")  # fmt: skip
     (parent,) = store.parents()

@@ -52,6 +52,19 @@ def check_claim(policy: str, adjacency: str, accountant: str | None = None) -> N
         )
 
 
+def claimable(ledger: Ledger) -> list[str]:
+    """The accountants that have a bound for all of the ledger, the tightest first.
+
+    Raises:
+        ConfigError: its adjacency cannot be claimed for one of its sampling policies.
+    """
+    policies = sorted({round_.sampling.policy for round_ in ledger.rounds})
+    for policy in policies:
+        check_claim(policy, ledger.adjacency)
+    allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
+    return [name for name in allowed[0] if all(name in others for others in allowed)]
+
+
 @dataclass(frozen=True)
 class Release:
     """One Gaussian sum query as an accountant sees it.

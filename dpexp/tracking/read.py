@@ -23,19 +23,16 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
     Raises:
         ConfigError: there is no such run, or it has no ledger.
     """
-    client = MlflowClient(tracking_uri=uri)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            files = {artifact.path for artifact in client.list_artifacts(run_id)}
-            if "ledger.jsonl" not in files:
-                raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
-            for name in sorted(files & {"ledger.jsonl", "config.yaml"}):
-                client.download_artifacts(run_id, name, folder)
-        except MlflowException as error:
-            raise ConfigError(
-                f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {' '.join(str(error).split())}"
-            ) from error
-        yield Path(folder)
+    try:
+        _existing(uri).get_run(run_id)
+    except (ConfigError, MlflowException) as error:
+        raise ConfigError(
+            f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {' '.join(str(error).split())}"
+        ) from error
+    with downloaded_files(uri, run_id, ["ledger.jsonl", "config.yaml"]) as folder:
+        if not (folder / "ledger.jsonl").exists():
+            raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
+        yield folder
 
 
 def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> None:

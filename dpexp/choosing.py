@@ -1,0 +1,86 @@
+"""What it costs to choose among the trials of a sweep."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pandas import DataFrame
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.claims import releases
+from dpexp.accounting.ledger import Ledger, joined
+from dpexp.accounting.selection import selection_epsilon
+from dpexp.errors import ConfigError
+from dpexp.tracking.parent import Spent
+
+
+def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    """ε of one trial, of all of them, and of private selection where the trials were drawn for it.
+
+    Args:
+        frame: the trials, each once; spent: everything that was ever spent on them.
+        facts: of the sweep: `selects`, the sweeper's mean and shape or null, and its `draws`.
+
+    Returns:
+        ε by kind of claim, and the sentence that says which of them may be made.
+    """
+    if spent.exposed:
+        return {}, f"Nothing may be claimed: {', '.join(spent.exposed)} show more than their (ε, δ) covers."
+    if spent.missing:
+        return {}, f"Nothing may be claimed: the ledgers of {', '.join(spent.missing)} are not at hand."
+    every = spent.ledgers
+    if not every:
+        return {}, "No private trial has trained, so nothing has been spent."
+    private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
+    adjacencies = sorted({ledger.adjacency for ledger in every.values()})
+    if len(adjacencies) > 1:
+        return (
+            {},
+            f"The trials are stated for different adjacencies ({', '.join(adjacencies)}) and cannot be composed.",
+        )
+    delta = float(frame["delta"].max())
+    costs, sentences = {"delta": delta}, []
+    if len(private):
+        costs["one_trial"] = float(private["epsilon"].max())
+        sentences.append(
+            f"ε = {costs['one_trial']:.3g} (one trial) may be claimed only if the choice used no private data"
+        )
+    if facts.get("selects"):
+        sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
+    policies = {round_.sampling.policy for ledger in every.values() for round_ in ledger.rounds}
+    try:
+        accountant = "rdp" if "fixed_size" in policies else "pld"
+        costs["all_composed"] = epsilon(joined(list(every.values())), delta, accountant)
+        begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
+        sentences.append(
+            f"ε = {costs['all_composed']:.3g} (all private trials composed{begun}) covers any choice among them"
+        )
+    except ConfigError as error:
+        sentences.append(f"the trials cannot be composed: {error}")
+    return costs, f"At δ = {delta:g}, adjacency {adjacencies[0]}: " + "; ".join(sentences) + "."
+
+
+def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str:
+    """Adds the price of private selection to `costs` if it may be claimed; says so, or why not."""
+    why = _unclaimable(finished, begun, facts)
+    if why is None:
+        mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
+        try:
+            costs["private"] = selection_epsilon(finished[0], costs["delta"], mean, shape)
+            return (
+                f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others "
+                "and their number stay secret"
+            )
+        except ConfigError as error:
+            why = str(error)
+    return f"private selection cannot be claimed, because {why}"
+
+
+def _unclaimable(finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str | None:
+    """Why the price of private selection may not be claimed."""
+    if len({frozenset(releases(ledger).items()) for ledger in finished}) > 1:
+        return "the trials' mechanisms differ"
+    if len(finished) != len(facts.get("draws") or []):
+        return "the trials are not those that were drawn"
+    if begun > len(finished):
+        return "some trials were begun more than once"
+    return None
