@@ -17,7 +17,8 @@ from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
-from dpexp.privacy.noise import GaussianNoise, derived_seed
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.sampling import Poisson
 
 N, Q, T, SEED = 40, 0.15, 12, 5
@@ -123,8 +124,8 @@ def by_hand(plan, rounds=T, net=None, factors=lambda t: (1, 1, 1)):
     factors: what z, q and S are multiplied by in round t."""
     module = Model(net)
     x, y = dataset().tensors
-    sampler = torch.Generator().manual_seed(derived_seed(SEED, "sampling", 0))
-    noise = GaussianNoise(derived_seed(SEED, "noise", 0))
+    sampler = KeyStream.known(SEED, "sampling", 0)
+    noise = GaussianNoise(KeyStream.known(SEED, "noise", 0))
     velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
     rate, sizes = 0.5, []
     for t in range(rounds):
@@ -135,15 +136,17 @@ def by_hand(plan, rounds=T, net=None, factors=lambda t: (1, 1, 1)):
         sums = clipped_sums(
             now, module, lambda one: F.cross_entropy(module.net(one[0]), one[1]), (x[rows], y[rows]), len(rows)
         )
+        sigmas = {
+            name: alpha * group.sigma * f_S * f_z
+            for group in plan.groups
+            for vector, alpha in zip(group.vectors, group.alphas, strict=True)
+            for name in vector.parameters
+        }
+        noise.add_to((sums[name], sigma) for name, sigma in sigmas.items())
         with torch.no_grad():
-            for group in plan.groups:
-                for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-                    for name in vector.parameters:
-                        p = module.get_parameter(name)
-                        sigma = group.sigma * f_S * f_z
-                        average = (sums[name] + alpha * sigma * noise(sums[name])) / (Q * f_q * 37)
-                        velocity[name] = 0.9 * velocity[name] + average
-                        p -= rate * velocity[name]
+            for name, p in module.named_parameters():
+                velocity[name] = 0.9 * velocity[name] + sums[name] / (Q * f_q * 37)
+                p -= rate * velocity[name]
         rate *= 0.9
     return module, sizes
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture, CopyTap, OnRecords
+from dpexp.privacy.isolation import CHANGED, State
 
 
 def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | None:
@@ -32,10 +34,10 @@ def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | No
 
 @contextmanager
 def looping(root: nn.Module, names: set[str], capture: Capture) -> Iterator[None]:
-    """Meanwhile the named modules run record by record."""
+    """Meanwhile the named modules run record by record, and what one record leaves behind is set back before the next."""
     modules = [root.get_submodule(name) for name in names]
     for module in modules:
-        module.forward = _loop(module, capture)  # type: ignore[method-assign]
+        module.forward = _loop(root, module, capture)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -43,10 +45,11 @@ def looping(root: nn.Module, names: set[str], capture: Capture) -> Iterator[None
             del module.forward
 
 
-def _loop(module: nn.Module, capture: Capture) -> Callable[..., Any]:
+def _loop(root: nn.Module, module: nn.Module, capture: Capture) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             leaves, structure = tree_flatten((capture.with_copies(args), capture.with_copies(kwargs)))
+            state = State(root)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shapes: list[Any] = []
 
@@ -60,6 +63,7 @@ def _loop(module: nn.Module, capture: Capture) -> Callable[..., Any]:
                 result = torch.func.functional_call(module, parameters, args, kwargs)
             finally:
                 module.forward = patched  # type: ignore[method-assign]
+                state.restore()
             outputs, shape = tree_flatten(result)
             shapes[:] = [shape]
             return outputs
@@ -88,6 +92,7 @@ class _Looped(OnRecords):
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         B, k = info.batch_size, len(names)
         copies = [CopyTap.apply(anchor, parameter, B, record).unbind(0) for parameter in tensors[:k]]
+        before = [parameter.detach().clone() for parameter in tensors[:k]]  # no mode watches here
         given = [
             [t] * B if dim is None else t.movedim(dim, 0).unbind(0)
             for t, dim in zip(tensors[k:], in_dims[4 + k :], strict=True)
@@ -96,5 +101,8 @@ class _Looped(OnRecords):
             one([g[i] for g in given], {name: copy[i] for name, copy in zip(names, copies, strict=True)})
             for i in range(B)
         ]
+        for name, parameter, copy in zip(names, tensors, before, strict=False):
+            if not torch.equal(parameter, copy):
+                raise ConfigError(CHANGED.format(name=name))
         outputs = tuple(torch.stack(part) for part in zip(*each, strict=True))
         return outputs, (0,) * len(outputs)
