@@ -24,7 +24,7 @@ def exact(values):
 
 
 def awkward(generator, *shape):
-    """Numbers that make sums of squares round one way: equal ones, powers, neighbours of powers, of very different sizes."""
+    """Numbers whose sums of squares round one way: equal ones, powers and their neighbours, of very unlike sizes."""
     count = math.prod(shape)
     base = torch.rand(1, generator=generator).item() + 0.5
     kind = int(torch.randint(6, (1,), generator=generator))
@@ -36,7 +36,11 @@ def awkward(generator, *shape):
         4: lambda: torch.randn(count, generator=generator),
         5: lambda: torch.randn(count, generator=generator).sign() * base,
     }[kind]()
-    scale = 2.0 ** float(torch.randint(-60, 60, (1,), generator=generator)) if torch.rand(1, generator=generator) < 0.4 else 1
+    scale = (
+        2.0 ** float(torch.randint(-60, 60, (1,), generator=generator))
+        if torch.rand(1, generator=generator) < 0.4
+        else 1
+    )
     return (numbers.float() * scale).view(shape)
 
 
@@ -112,7 +116,9 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
     reached = exact(engine._sums["weight"]) / S
     assert 1 - 1e-6 < reached <= 1
     dense = Dense(x.view(1, -1).expand(3, -1).contiguous())
-    assert torch.all(dense.squared_norms().sqrt() >= exact(x)) and dense.squared_norms()[0].sqrt() < exact(x) * (1 + 1e-6)
+    assert torch.all(dense.squared_norms().sqrt() >= exact(x)) and dense.squared_norms()[0].sqrt() < exact(x) * (
+        1 + 1e-6
+    )
 
 
 def test_norms_that_underflow():

@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
+from dpexp.errors import ConfigError
+from dpexp.tracking.run import keep_error
+from dpexp.training.classifier import Classifier
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=2", "model=logistic")
 
@@ -155,3 +159,30 @@ def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatc
     main()
     runs = client(tmp_path / "kill").search_runs(["1"])
     assert sorted(run.info.status for run in runs) == ["FINISHED", "KILLED"]
+
+
+def test_error_texts_of_user_code_stay_on_this_machine(dpexp_job, tmp_path, monkeypatch):
+    """They may quote a record."""
+
+    def quoting(self, batch):
+        raise ValueError(f"Target {batch[1].tolist()} is out of bounds")
+
+    monkeypatch.setattr(Classifier, "training_step", quoting)
+    with pytest.raises(ValueError, match="Target"):
+        dpexp_job(*QUICK)
+    run = only_run(tmp_path)
+    said = run.data.tags["dpexp.error"]
+    assert said.startswith("ValueError in test_tracking.py, line ") and "Target" not in str(run.to_dictionary())
+    assert "Target" in (Path(run.data.tags["dpexp.output"]) / "error.txt").read_text()
+    assert "error.txt" not in artifacts(tmp_path, run)
+
+
+def test_mistakes_in_a_configuration_are_told_in_full(tmp_path):
+    assert keep_error(ConfigError("q=2 must lie in (0, 1]."), tmp_path) == "q=2 must lie in (0, 1]."
+    try:
+        try:
+            float("Smith, John")
+        except ValueError as error:
+            raise ConfigError(f"data.module: it cannot be made: {error}.") from error
+    except ConfigError as error:
+        assert keep_error(error, tmp_path).startswith("ValueError in test_tracking.py, line ")

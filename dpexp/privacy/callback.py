@@ -121,6 +121,7 @@ class PrivacyCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         refuse_optimizers(trainer, pl_module)
         mute(pl_module)
+        trainer.should_stop = trainer.should_stop or self.completed >= self.plan.rounds
 
     # One round
 
@@ -191,13 +192,13 @@ class PrivacyCallback(pl.Callback):
         training_step = pl_module.training_step
 
         @wraps(training_step)
-        def private_step(batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if trainer.validating or trainer.sanity_checking:
                 return training_step(batch, *args, **kwargs)
             if not isinstance(batch, Sample) or not self._awaited:
                 raise ConfigError(
-                    "training_step was called outside the plan's rounds, or more than once in one, as LBFGS does; each time "
-                    "would be another release."
+                    "training_step was called outside the plan's rounds, or more than once in one, as LBFGS does; each "
+                    "time would be another release."
                 )
             self._awaited = False
             with own_randomness(pl_module.device), without_loggers(trainer):

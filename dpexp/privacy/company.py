@@ -25,8 +25,8 @@ def refuse_company(
 ) -> None:
     """Compares the losses of two records together, L(a, b), when each is disturbed or not. Where each record has a loss
     of its own, which a reduction adds up with weights, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0: with the same
-    random numbers, so that randomness does not matter, and the same labels, so that weights do not. A layer that is random in
-    training may take more or fewer random numbers for another record: such a training is not judged.
+    random numbers, so that randomness does not matter, and the same labels, so that weights do not. A layer that is
+    random in training may take more or fewer random numbers for another record; there it is judged in evaluation alone.
 
     Args:
         loss_of: the loss of a batch.
@@ -70,7 +70,7 @@ class _Incomputable(Exception):
 
 @dataclass
 class _Run:
-    """A loss; whether random numbers were taken; and each module's inputs and outputs, in the order in which they end."""
+    """A loss; whether random numbers were taken; each module's inputs and outputs, in the order in which they end."""
 
     loss: float = 0.0
     random: bool = False
@@ -90,7 +90,13 @@ def _run(
     run = _Run()
 
     def disturb(x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.dim() < 2 or len(x) != 2 or x[0].numel() < 2 or bool(((x == 0) | (x == 1)).all()):
+        if (
+            not x.is_floating_point()
+            or x.dim() < 2
+            or len(x) != 2
+            or x[0].numel() < 2
+            or bool(((x == 0) | (x == 1)).all())
+        ):
             return x
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel())).to(x)
         return torch.stack([x[k] + (x[k].detach().std() + 1e-3) * noise[k] if disturbed[k] else x[k] for k in range(2)])
@@ -140,8 +146,8 @@ def _tolerance(module: nn.Module) -> float:
 
 
 def _sentence(module: nn.Module, run: _Run, other: _Run) -> str:
-    """Blames the first module that gives the undisturbed record, from the same input, another output because the other record
-    is disturbed."""
+    """Blames the first module that gives the undisturbed record, from the same input, another output because the other
+    record is disturbed."""
     for (name, inputs, outputs), (_, same, others) in zip(run.modules, other.modules, strict=False):
         if _first_alike(inputs, same) and not _first_alike(outputs, others):
             return (
@@ -149,8 +155,8 @@ def _sentence(module: nn.Module, run: _Run, other: _Run) -> str:
                 "records of a batch: its output for a record depends on the others; make it treat each alone."
             )
     return (
-        "model: the loss that training_step gives a record depends on the others of its batch, as in contrastive losses "
-        "and mixup; private training sees each record alone, where it would be another loss, or none."
+        "model: the loss that training_step gives a record depends on the others of its batch, as in contrastive "
+        "losses and mixup; private training sees each record alone, where it would be another loss, or none."
     )
 
 

@@ -17,7 +17,15 @@ import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
@@ -57,8 +65,8 @@ class Records:
 
     Attributes:
         size: B.
-        batch: what training_step is given of each, stacked: its tensors are [B, ...], and whatever else it holds is equal for
-            all of them.
+        batch: what training_step is given of each, stacked: its tensors are [B, ...], and whatever else it holds is
+            equal for all of them.
     """
 
     size: int
@@ -68,7 +76,9 @@ class Records:
         return Records(self.size, move_data_to_device(self.batch, device))
 
     def pin_memory(self) -> "Records":
-        return Records(self.size, tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self.batch))
+        return Records(
+            self.size, tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self.batch)
+        )
 
 
 class Alone:
@@ -94,7 +104,7 @@ class Alone:
 
 def _kind(item: Any) -> Hashable:
     """Equal for items that default_collate stacks without one of them changing another; None for others."""
-    kind = type(item)
+    kind: Any = type(item)
     if isinstance(item, Tensor):
         return kind, item.dtype, item.shape, item.layout
     if kind is np.ndarray:
@@ -111,10 +121,10 @@ def _kind(item: Any) -> Hashable:
 def _stacked(batches: list[Any]) -> list[Records]:
     """Batches of one, stacked where all their tensors are of equal shapes and all else in them is equal."""
     alike: dict[Hashable, list[list[Any]]] = {}
-    structures = {}
+    structures: dict[Hashable, Any] = {}
     for batch in batches:
         leaves, structure = tree_flatten(batch)
-        key = (str(structure), *map(_look, leaves))
+        key: Hashable = (str(structure), *map(_look, leaves))
         alike.setdefault(key, []).append(leaves)
         structures[key] = structure
     return [

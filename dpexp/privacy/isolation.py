@@ -139,7 +139,11 @@ def _set_back(kept: _Kept) -> list[str]:
         thing[...] = before
         return [kept.name]
     if isinstance(thing, dict):
-        if len(thing) == len(before) and all(map(is_, thing, before)) and all(map(is_, thing.values(), before.values())):
+        if (
+            len(thing) == len(before)
+            and all(map(is_, thing, before))
+            and all(map(is_, thing.values(), before.values()))
+        ):
             return []
         changed = [key for key in {**before, **thing} if thing.get(key, _NOTHING) is not before.get(key, _NOTHING)]
         thing.clear()

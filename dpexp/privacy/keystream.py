@@ -15,8 +15,8 @@ _ZEROS = memoryview(bytes(2**20))
 class KeyStream:
     """Random words that nobody without the key can predict, reconstruct or rule out.
 
-    Every use takes a number of its own as the cipher's nonce, whatever round, group or device it is for, so that no part of
-    the stream is ever used twice. The key is never written anywhere: whoever resumes a training draws another.
+    Every use takes a number of its own as the cipher's nonce, whatever round, group or device it is for, so that no
+    part of the stream is ever used twice. The key is never written anywhere: whoever resumes a training draws another.
 
     Args:
         key: 32 bytes; by default from the operating system.
@@ -28,8 +28,8 @@ class KeyStream:
 
     @classmethod
     def known(cls, seed: int, purpose: str, rounds: int) -> "KeyStream":
-        """A stream that whoever knows the seed can repeat, and its noise subtract: for tests. Another one for each purpose
-        and each number of rounds that the ledger holds when the fit begins."""
+        """A stream that whoever knows the seed can repeat, and its noise subtract: for tests. Another one for each
+        purpose and each number of rounds that the ledger holds when the fit begins."""
         return cls(hashlib.sha256(f"{seed}/{purpose}/{rounds}".encode()).digest())
 
     def nonce(self) -> bytes:

@@ -115,4 +115,3 @@ def _add_normals(total, state, scale, n, PAIRS: tl.constexpr, TILE: tl.constexpr
     for i in tl.static_range(8):
         at = first + i
         _add_pair(total, n, at, at + pairs, inside, r[2 * i], r[2 * i + 1], a[2 * i], a[2 * i + 1], sigma)
-

@@ -52,8 +52,8 @@ def refuse_hooks(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if layer._backward_hooks or layer._backward_pre_hooks:
             raise ConfigError(
-                f"model: the layer {name or '(root)'} ({type(layer).__name__}) has a backward hook, which would not be called: "
-                "gradients are clipped record by record; remove it."
+                f"model: the layer {name or '(root)'} ({type(layer).__name__}) has a backward hook, which would not be "
+                "called: gradients are clipped record by record; remove it."
             )
 
 
@@ -118,8 +118,8 @@ def refuse_finders(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.LearningRateFinder | pl.callbacks.BatchSizeFinder):
             raise ConfigError(
-                f"{type(callback).__name__} trains on records without noise, and no ledger would tell; try out learning "
-                "rates on public data, or by a sweep, whose parent run says what it cost."
+                f"{type(callback).__name__} trains on records without noise, and no ledger would tell; try out "
+                "learning rates on public data, or by a sweep, whose parent run says what it cost."
             )
 
 

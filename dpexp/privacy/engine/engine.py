@@ -118,8 +118,8 @@ class Engine:
         if changed:
             self._said.update(changed)
             warnings.warn(
-                f"training_step changes {', '.join(changed)}, which is set back after each chunk of records, since data "
-                "would pass the noise by it."
+                f"training_step changes {', '.join(changed)}, which is set back after each chunk of records, since "
+                "data would pass the noise that way."
             )
 
     def _give_up(self, reason: Exception) -> None:
@@ -181,7 +181,7 @@ class Engine:
     def _accumulate_singly(self, loss_of: Callable, batch: Any, size: int, state: State) -> int:
         """Returns how many records' losses could not be computed."""
         leaves, structure = records(batch, size)
-        failed = 0
+        errors: list[Exception] = []
         for i in range(size):
             one = tree_unflatten([leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
             try:
@@ -189,21 +189,21 @@ class Engine:
             except (torch.OutOfMemoryError, ConfigError, KeyboardInterrupt):
                 raise
             except Exception as error:
-                failed += 1
-                if failed == size and not self._succeeded:
-                    raise
-                self._warn_of_failure(error)
+                errors.append(error)
                 continue
             finally:
                 self._restore(state)
             with _full_precision(loss.device), torch.no_grad():
                 self._clip_and_add(gradients, loss.detach()[None])
-        self._succeeded = self._succeeded or failed < size
-        return failed
+        if len(errors) == size and not self._succeeded:
+            raise errors[-1]
+        self._succeeded = True
+        if errors and "failure" not in self._said:
+            self._said.add("failure")
+            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {errors[0]!r}")
+        return len(errors)
 
-    def _gradients_of_one(
-        self, loss_of: Callable, one: Any, state: State
-    ) -> tuple[dict[str, Use], Tensor]:
+    def _gradients_of_one(self, loss_of: Callable, one: Any, state: State) -> tuple[dict[str, Use], Tensor]:
         with Guard(state):
             loss = loss_of(one)
         if loss.dim():
@@ -215,11 +215,6 @@ class Engine:
         found = zip(self._parameters, gradients, strict=False)
         return {name: Dense(g[None].to(self._sums[name].dtype)) for name, g in found if g is not None}, loss
 
-    def _warn_of_failure(self, error: Exception) -> None:
-        if "failure" not in self._said:
-            self._said.add("failure")
-            warnings.warn(f"there are records whose loss cannot be computed; they contribute nothing: {error!r}")
-
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}
         for group in self.now.groups:
@@ -230,7 +225,9 @@ class Engine:
             finite = torch.isfinite(norms)
             observation[f"norm/{group.name}"] = norms
             to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
-            c = {dtype: clip_factors(norms, group.S, dtype) for dtype in {self._sums[name].dtype for _, name in members}}
+            c = {
+                dtype: clip_factors(norms, group.S, dtype) for dtype in {self._sums[name].dtype for _, name in members}
+            }
             for _, name in members:
                 if to_zero:
                     uses[name].zero(~finite)
@@ -241,8 +238,8 @@ class Engine:
 
 
 def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
-    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016) [B], for vectors of a type, with S less what applying c rounds; 0 where the
-    norm is not finite."""
+    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016) [B], for vectors of a type, with S less what applying c rounds; 0 where
+    the norm is not finite."""
     c = (S * (1 - MARGIN[dtype]) / norms).clamp(max=1)
     return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
@@ -253,8 +250,8 @@ def records(batch: Any, size: int) -> tuple[list[Any], Any]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != size):
             raise ConfigError(
-                f"data: a training batch holds a tensor of shape {tuple(leaf.shape)}; its first dimension must run over "
-                "the records."
+                f"data: a training batch holds a tensor of shape {tuple(leaf.shape)}; its first dimension must run "
+                "over the records."
             )
     return leaves, structure
 

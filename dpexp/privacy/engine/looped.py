@@ -34,7 +34,7 @@ def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | No
 
 @contextmanager
 def looping(root: nn.Module, names: set[str], capture: Capture) -> Iterator[None]:
-    """Meanwhile the named modules run record by record, and what one record leaves behind is set back before the next."""
+    """Meanwhile the named modules run record by record; what one record leaves behind is set back before the next."""
     modules = [root.get_submodule(name) for name in names]
     for module in modules:
         module.forward = _loop(root, module, capture)  # type: ignore[method-assign]

@@ -1,23 +1,24 @@
 """Norms that are never too small, although floating point rounds.
 
-Write u for the unit roundoff of a type (2^-24 in float32, 2^-53 in float64) and γ_k = k·u. Whatever the order in which k
-numbers are added up, the sum is off by at most γ_k times the sum of their absolute values (Higham 2002, section 4.2), to
-first order in u; so that
+Write u for the unit roundoff of a type (2^-24 in float32, 2^-53 in float64) and γ_k = k·u. Whatever the order in which
+k numbers are added up, the sum is off by at most γ_k times the sum of their absolute values (Higham 2002, section 4.2),
+to first order in u; so that
 
-1. a norm of k numbers, squared, added up and rooted, is off by at most (k + 1)u/2 of itself. Few numbers are added up in
-   float64, where that is nothing; of many, each RUN in float32 and the runs in float64, which leaves 12.5 u = 7.5e-7.
-2. a square below the smallest normal number may be lost: each number's part in a norm by as much as that number's root,
-   2^-63 in float32. It is added.
-3. a matrix product of k terms is off by at most γ_k times the product of the factors' absolute values. A vector that is
-   a sum of outer products is never held; its squared norm Σ_ts A_ts G_ts, from Gram matrices A = x xᵀ and G = g gᵀ, is off by
-   at most γ_d ‖x‖² ‖G‖ + γ_p ‖g‖² ‖A‖ in Frobenius norms (Cauchy & Schwarz), and by γ_T ‖A‖ ‖G‖ for adding up T² terms, row by
-   row in float32.
+1. a norm of k numbers, squared, added up and rooted, is off by at most (k + 1)u/2 of itself. Few numbers are added up
+   in float64, where that is nothing; of many, each RUN in float32 and the runs in float64, which leaves
+   12.5 u = 7.5e-7.
+2. a square below the smallest normal number may be lost: each number's part in a norm by as much as that number's
+   root, 2^-63 in float32. It is added.
+3. a matrix product of k terms is off by at most γ_k times the product of the factors' absolute values. A vector that
+   is a sum of outer products is never held; its squared norm Σ_ts A_ts G_ts, from Gram matrices A = x xᵀ and G = g gᵀ,
+   is off by at most γ_d ‖x‖² ‖G‖ + γ_p ‖g‖² ‖A‖ in Frobenius norms (Cauchy & Schwarz), and by γ_T ‖A‖ ‖G‖ for adding
+   up T² terms, row by row in float32.
 4. such a vector is added to a sum in T steps, each of which rounds what it has come to: in all by up to T u times
    c Σ_t ‖g_t‖ ‖x_t‖, which cancellation may make far larger than the vector. That counts as part of its norm.
 5. a record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
 
-`clip_factors` takes from S what rounding c, c·g and c·g·x can add: 3 u. What is left, and is no matter of one record's norm,
-is that a sum of many records is itself rounded, at each addition by up to u of what it has come to.
+`clip_factors` takes from S what rounding c, c·g and c·g·x can add: 3 u. What is left, and is no matter of one record's
+norm, is that a sum of many records is itself rounded, at each addition by up to u of what it has come to.
 """
 
 import math
@@ -84,7 +85,7 @@ def _symmetric(strip: Tensor, start: int, sums: Callable[[Tensor], Tensor]) -> T
 
 
 def row_norms(same_row: Tensor, g: Tensor) -> Tensor:
-    """[B] in float64: at least the norm of a table whose rows are sums of g_t [B, T, p]; same_row [B, T, T] tells which."""
+    """[B] in float64: at least the norm of a table whose rows are sums of g_t [B, T, p], as same_row [B, T, T] says."""
     _, T, p = g.shape
     u, lost = UNIT[g.dtype], _LOST[g.dtype] ** 2
     G = torch.bmm(g, g.transpose(1, 2))
