@@ -6,12 +6,23 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
 
 import dpexp
-from dpexp.accounting.ledger import ledger_so_far, read_ledger
+from dpexp import display
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    ledger_so_far,
+    read_ledger,
+    write_ledger,
+)
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=2", "model=logistic")
 
@@ -100,6 +111,42 @@ def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch
     assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path, run)
     (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
     assert len(read_ledger(ledger)) == 3
+
+
+@pytest.mark.parametrize("tracking", ["mlflow", "none"])
+def test_a_run_that_loses_its_ledger_stops_and_says_where_the_rounds_are(dpexp_job, tmp_path, monkeypatch, tracking):
+    commit = LedgerWriter.commit
+
+    def losing(self):
+        commit(self)
+        if len(self.ledger) == 3:
+            self.path.write_bytes(b"")
+
+    monkeypatch.setattr(LedgerWriter, "commit", losing)
+    with pytest.raises(SystemExit, match="to 0 while its run was writing it, so training stops; its 3 rounds are in"):
+        dpexp_job(*QUICK, f"tracking={tracking}")
+    (rescued,) = tmp_path.glob("outputs/*/*/ledger.rescued1.jsonl")
+    assert len(read_ledger(rescued)) == 3
+    if tracking == "mlflow":
+        run = only_run(tmp_path)
+        assert run.info.status == "FAILED" and "its 3 rounds are in" in run.data.tags["dpexp.error"]
+        assert "ledger.rescued1.jsonl" in artifacts(tmp_path, run)
+
+
+def test_the_planned_ledger_is_read_as_what_the_plan_costs(dpexp_job):
+    output = dpexp_job(*QUICK)
+    planned = read_ledger(output / "planned_ledger.jsonl")
+    assert len(planned) == 4 and planned == read_ledger(output / "ledger.jsonl")
+
+
+def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, capsys, recwarn):
+    sampling, query = SamplingEvent("poisson", 0.1, 100), SumQueryEvent("all", 1.0, 4.0)
+    early = Ledger("add_remove", {Round(sampling, (query,)): 3}, truncated=True)
+    write_ledger(tmp_path / "ledger.jsonl", early)
+    display.interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "after 3 of 9 rounds" in printed and "It has no closing line, so that it reads as one that ends" in printed
+    assert not recwarn
 
 
 @pytest.fixture
