@@ -12,6 +12,8 @@ from dpexp.accounting.ledger.chain import VERSION, Chain
 from dpexp.accounting.ledger.events import ADJACENCIES, Ledger, Round, SamplingEvent, SumQueryEvent, is_whole
 from dpexp.errors import ConfigError
 
+NEWLINE, BRACE = b"\n{"
+
 
 def read_ledger(path: str | Path) -> Ledger:
     """Reads a ledger file, up to its last complete line, and warns if it ends early.
@@ -86,17 +88,20 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
     chain = Chain()
     told = _Told(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
     counts: dict[bytes, int] = {}  # by spec, as round lines name it
-    partial, closed_at, before = False, 0, ""
+    partial, closed_at, spec, before = False, 0, b"", ""
     for line in file:
-        if not line.endswith(b"\n"):
+        if line[-1] != NEWLINE:
             partial = True
             break
-        if line.startswith(b"{"):
+        if line[0] == BRACE:
             before = chain.sha256()
         link = chain.add(line)
+        if spec in counts and line == b'[%d,%b,"%b"]\n' % (chain.lines, spec, link):  # as in the line before
+            counts[spec] += 1
+            continue
         spec = line[line.find(b",") + 1 : -9]
         if spec in counts and line == b'[%d,%b,"%b"]\n' % (chain.lines, spec, link):
-            counts[spec] += 1  # where nearly all lines end, after a microsecond
+            counts[spec] += 1
             continue
         where = f"{path}, line {chain.lines}"
         entry = _linked(where, line, chain.lines, link)
