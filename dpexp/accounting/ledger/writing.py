@@ -24,8 +24,9 @@ except ImportError:  # Windows
 class LedgerWriter:
     """Appends rounds to the file at `path` as they happen.
 
-    The sampler reports `sample`, the mechanisms report `query`, and `commit` puts the round on disk. Whatever stops a
-    process, the file holds every round whose `commit` has returned, and at most one more.
+    The sampler reports `sample`, the mechanisms report `query`, and `commit` puts the round into the file. Whatever
+    stops the process, the file then holds every round whose `commit` has returned, and at most one more; for what
+    stops the machine there is `sync`.
 
     Only one process writes a ledger, which it locks; a forked child neither writes nor holds the lock.
 
@@ -66,16 +67,13 @@ class LedgerWriter:
         def opener(path: str, flags: int) -> int:
             return os.open(path, flags & ~os.O_CREAT if resume else flags | os.O_EXCL, 0o666)
 
+        if resume and not self.path.exists():
+            raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
+        if not resume and self.path.exists():
+            raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
         try:
-            if not resume:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab", opener=opener)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed."
-            ) from error
-        except FileExistsError as error:
-            raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.") from error
         except OSError as error:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
         _OPEN.add(self)
@@ -231,13 +229,13 @@ class LedgerWriter:
             return
         chain = self._chain.copy()
         try:
-            self._append(chain.closing(), chain)
-        except OSError as error:
-            warnings.warn(
-                f"the ledger {self.path} could not be closed ({error.strerror}): it holds all of its rounds, but reads "
-                "as one that ends early."
-            )
-        try:
+            try:
+                self._append(chain.closing(), chain)
+            except OSError as error:
+                warnings.warn(
+                    f"the ledger {self.path} could not be closed ({error.strerror}): it holds all of its rounds, but "
+                    "reads as one that ends early."
+                )
             self.sync()
         finally:
             self._file.close()
