@@ -50,7 +50,9 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
     try:
         accountant = "rdp" if "fixed_size" in policies else "pld"
         costs["all_composed"] = epsilon(joined(list(every.values())), delta, accountant)
+        early = sum(ledger.truncated for ledger in every.values())
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
+        begun += f", {early} with a ledger that ends early" if early else ""
         sentences.append(
             f"ε = {costs['all_composed']:.3g} (all private trials composed{begun}) covers any choice among them"
         )

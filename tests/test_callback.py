@@ -367,7 +367,7 @@ def test_a_checkpoint_is_only_resumed_with_the_ledger_of_its_run(tmp_path):
     _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
     run.save_checkpoint(tmp_path / "five.ckpt")
     lines = (tmp_path / "l.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "l.jsonl").write_text("".join(lines[:-2]))
+    (tmp_path / "l.jsonl").write_text("".join(lines[:-3]))
     with pytest.raises(ConfigError, match="holds 3 rounds, but the checkpoint was made after 5"):
         resumed(tmp_path, tmp_path / "five.ckpt", T)
     with pytest.raises(ConfigError, match="the run that would continue it plans"):

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers.logger import Logger
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import read_ledger, write_ledger
+from dpexp.accounting.ledger import ledger_so_far, write_ledger
 from dpexp.display import kept_for_later, plan_json
 from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds
@@ -130,12 +130,15 @@ class Tracked:
         self._outbox.file(self._output / "result.json")
 
     def log_ledger(self) -> None:
-        """The ledger up to the last release and its figure, however the run ended."""
-        ledger_path = self._output / "ledger.jsonl"
-        if not ledger_path.exists():
+        """The ledger up to the last release and its figure, however the run ended; if it lost its ledger, the one that
+        was rescued."""
+        for path in sorted(self._output.glob("ledger*.jsonl")):
+            self._outbox.file(path)
+        try:
+            ledger = ledger_so_far(self._output / "ledger.jsonl")
+        except ConfigError:  # none was begun, or it was damaged; the run's own end says so
             return
-        self._outbox.file(ledger_path)
-        figure = epsilon_over_rounds(read_ledger(ledger_path), self._cfg.privacy.delta, self._accountants)
+        figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
         figure.savefig(self._output / "epsilon.png", dpi=150)
         self._outbox.file(self._output / "epsilon.png")
 
