@@ -338,6 +338,14 @@ def test_resuming_continues_the_ledger_and_stops_at_the_plans_rounds(tmp_path):
     assert rest.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T
 
 
+def test_resuming_a_finished_run_ends_at_once(tmp_path):
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module))
+    run.save_checkpoint(tmp_path / "whole.ckpt")
+    assert resumed(tmp_path, tmp_path / "whole.ckpt", -1).global_step == T
+    assert len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
 def resumed(folder, checkpoint, stop, **choices):
     module = Model()
     privacy = dpexp.PrivacyCallback(plan_for(module, **choices), folder / "l.jsonl", delta=1e-5)
