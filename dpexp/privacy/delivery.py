@@ -25,6 +25,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    TensorDataset,
 )
 from torch.utils.data.dataloader import default_collate
 
@@ -149,6 +150,18 @@ def _look(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
+class _Rows(Dataset):
+    """A TensorDataset, of which many rows are fetched and collated at once: none can change another."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[Records]:
+        if not indices:
+            return []
+        return [Records(len(indices), [tensor[indices].unsqueeze(1) for tensor in self._tensors])]
+
+
 class _OneAtATime(Dataset):
     """A data set of which `__getitems__`, which is given several records at once, is not seen."""
 
@@ -241,10 +254,15 @@ class Rounds:
                 "what is accounted if they are equal."
             )
         self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
+        collate: Callable[[Any], list[Records]] = Alone(loader.collate_fn)
+        if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+            dataset, collate = _Rows(dataset), _unchanged
+        elif hasattr(dataset, "__getitems__"):
+            dataset = _OneAtATime(dataset)
         self._loader = DataLoader(
-            _OneAtATime(dataset) if hasattr(dataset, "__getitems__") else dataset,
+            dataset,
             batch_sampler=self.sampler,
-            collate_fn=Alone(loader.collate_fn),
+            collate_fn=collate,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
@@ -269,6 +287,10 @@ class Rounds:
             chunk = self.sampler.pending.popleft()
             last = chunk.last
             yield chunk, records
+
+
+def _unchanged(records: list[Records]) -> list[Records]:
+    return records
 
 
 def _sampled_dataset(loader: Any) -> Dataset:

@@ -9,7 +9,7 @@ file, is out of reach.
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -25,6 +25,8 @@ from dpexp.errors import ConfigError
 
 _ATOMS = {str, int, float, complex, bool, bytes, type(None), type, torch.device, torch.dtype}
 _CONTAINERS = (dict, list, set, deque, bytearray)
+_CONTENTS = (*_CONTAINERS, Tensor, np.ndarray)
+_EMPTY: dict = {}
 _CLOSED = {*sys.stdlib_module_names, "torch", "pytorch_lightning", "lightning_fabric", "lightning", "numpy", "dpexp"}
 
 
@@ -85,22 +87,28 @@ class State:
 
     def _walk(self, root: Any) -> None:
         ahead: list[tuple[Any, _Kept | None, Any]] = [(root, None, None)]
+        known = self.known
         while ahead:
             thing, parent, key = ahead.pop()
-            if type(thing) in _ATOMS or id(thing) in self.known:
+            if type(thing) in _ATOMS or id(thing) in known:
                 continue
-            if isinstance(thing, (Tensor, np.ndarray, *_CONTAINERS)):
+            if isinstance(thing, _CONTENTS):
                 parent = self._keep(thing, parent, key)
             else:
-                self.known.add(id(thing))
-            ahead += [(value, parent, k) for k, value in _inside(thing)]
+                known.add(id(thing))
+            if inside := _inside(thing):
+                ahead += [(value, parent, k) for k, value in inside]
 
     def _keep(self, thing: Any, parent: "_Kept | None", key: Any) -> "_Kept":
         self.known.add(id(thing))
-        if isinstance(thing, Tensor):
-            kept = _Kept(thing, thing.detach().clone(), thing._version, parent, key)
+        version = 0
+        if isinstance(thing, dict):
+            contents: Any = dict(thing) if thing else _EMPTY
+        elif isinstance(thing, Tensor):
+            contents, version = thing.detach().clone(), thing._version
         else:
-            kept = _Kept(thing, dict(thing) if isinstance(thing, dict) else thing.copy(), 0, parent, key)
+            contents = thing.copy()
+        kept = _Kept(thing, contents, version, parent, key)
         self._kept.append(kept)
         return kept
 
@@ -111,21 +119,23 @@ CHANGED = (
 )
 
 
-def _inside(thing: Any) -> list[tuple[Any, Any]]:
+def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
     """(name, value) of what is held, as far as it is worth going."""
     if isinstance(thing, dict):
-        return list(thing.items())
+        return thing.items()
     if isinstance(thing, list | tuple | set | frozenset | deque):
-        return list(enumerate(thing))
+        return enumerate(thing) if thing else ()
     if isinstance(thing, nn.Module):
-        return [(None, vars(thing))]
+        return ((None, vars(thing)),)
     if type(thing).__module__.partition(".")[0] in _CLOSED or not hasattr(thing, "__dict__"):
-        return []
-    return [(None, vars(thing))]
+        return ()
+    return ((None, vars(thing)),)
 
 
 def _set_back(kept: _Kept) -> list[str]:
     thing, before = kept.thing, kept.contents
+    if before is _EMPTY and not thing:
+        return []
     if isinstance(thing, Tensor):
         # On a GPU only the version is asked for; a look at the contents would wait for it.
         if thing._version == kept.version and (thing.is_cuda or _equal(thing, before)):

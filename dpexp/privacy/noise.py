@@ -66,7 +66,8 @@ class GaussianNoise:
             words, uniform, normal = (buffer[: 2 * pairs].view(2, pairs) for buffer in buffers)
             self.stream.fill(words, nonce, first=k * 2 * PAIRS // _WORDS)
             box_muller(words, sigma, uniform, normal)
-            part.add_(normal.view(-1)[: len(part)])
+            in_float64 = uniform.view(-1)[: len(part)]
+            part.copy_(in_float64.copy_(part).add_(normal.view(-1)[: len(part)]))
 
 
 def whole_blocks(numbers: int) -> int:

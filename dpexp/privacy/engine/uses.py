@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dpexp.privacy.engine.rounding import UNIT, gram_norms, norms, row_norms
+from dpexp.privacy.engine.rounding import LONG_RUN, UNIT, gram_norms, norms, row_norms
 
 
 class Use(ABC):
@@ -158,10 +158,10 @@ class Convolved(Use):
             return gram_norms(self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)).square()
         records = max(1, _HELD // self._size)
         parts = zip(self._images.split(records), self._g.split(records), strict=True)
-        found = torch.cat([norms(self._gradients(x, g)) for x, g in parts])
+        found = torch.cat([norms(self._gradients(x, g), LONG_RUN) for x, g in parts])
         # These are not the gradients that are summed later, so that the rounding of both counts (`rounding`, 3 and 4):
         # Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
-        most = norms(self._g) * norms(self._images) * self._kernel**0.5
+        most = norms(self._g, LONG_RUN) * norms(self._images, LONG_RUN) * self._kernel**0.5
         return (found + 2 * self._positions * UNIT[self._g.dtype] * most).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
