@@ -62,10 +62,10 @@ noise.PAIRS = 64  # several parts, the last one not whole
 for n in (1, 16, 17, 1000):
     for dtype in (torch.float64, torch.float32):
         on_cpu, by_kernel = torch.ones(n, dtype=dtype), torch.ones(n, dtype=dtype)
-        noise.GaussianNoise(KeyStream({RFC_KEY!r}))._add_on_cpu(on_cpu, 3.0)
-        noise_cuda.add_normals(by_kernel, 3.0, KeyStream({RFC_KEY!r}), 64)
+        noise.GaussianNoise(KeyStream({RFC_KEY!r}))._add_on_cpu(on_cpu, 3.0, 7.0)
+        noise_cuda.add_normals(by_kernel, 3.0, 7.0, KeyStream({RFC_KEY!r}), 64)
         assert torch.allclose(on_cpu, by_kernel, rtol=1e-6 if dtype == torch.float32 else 1e-14), (n, dtype)
-        assert (on_cpu != 1).all()
+        assert (on_cpu != 1 / 7).all()
 """
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
 
@@ -104,6 +104,14 @@ def test_the_noise_is_normal_and_independent():
     squares = (drawn[:PAIRS] ** 2 - 1) * (drawn[PAIRS : 2 * PAIRS] ** 2 - 1)  # of one radius, yet independent
     for products in (*neighbours, squares):
         assert abs(products.mean()) < 4 * products.std() / math.sqrt(len(products))
+
+
+@pytest.mark.parametrize("size", [5, 2**15])
+def test_the_noisy_sum_is_divided(size):
+    whole, part = torch.ones(size), torch.ones(size)
+    GaussianNoise(KeyStream(RFC_KEY)).add_to([(whole, 2.0)])
+    GaussianNoise(KeyStream(RFC_KEY)).add_to([(part, 2.0)], divisor=8.0)
+    assert torch.equal(whole / 8, part)
 
 
 def test_small_tensors_and_large_ones_are_noised_alike():

@@ -30,34 +30,34 @@ class GaussianNoise:
     def __init__(self, stream: KeyStream | None = None) -> None:
         self.stream = stream or KeyStream()
 
-    def add_to(self, sums: Iterable[tuple[Tensor, float]]) -> None:
-        """Adds N(0, σ²) to each coordinate of each contiguous tensor, in place, for pairs (tensor, σ)."""
+    def add_to(self, sums: Iterable[tuple[Tensor, float]], divisor: float = 1.0) -> None:
+        """Adds N(0, σ²) to each coordinate of each contiguous tensor and divides it, in place, for pairs (tensor, σ)."""
         small: dict[torch.device, list[tuple[Tensor, float]]] = {}
         for total, sigma in sums:
             if total.numel() < _SMALL:
                 small.setdefault(total.device, []).append((total, sigma))
             else:
-                self._add(total.view(-1), sigma)
+                self._add(total.view(-1), sigma, divisor)
         for device, some in small.items():
             sizes = [total.numel() for total, _ in some]
             drawn = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-            self._add(drawn, 1.0)
+            self._add(drawn, 1.0, 1.0)
             for (total, sigma), noise in zip(some, drawn.split(sizes), strict=True):
-                total.copy_(noise.view_as(total).mul_(sigma).add_(total))
+                total.copy_(noise.view_as(total).mul_(sigma).add_(total).div_(divisor))
 
-    def _add(self, total: Tensor, sigma: float) -> None:
+    def _add(self, total: Tensor, sigma: float, divisor: float) -> None:
         if total.device.type == "cpu":
-            self._add_on_cpu(total, sigma)
+            self._add_on_cpu(total, sigma, divisor)
         elif total.device.type == "cuda" and find_spec("triton") is not None:
             from dpexp.privacy.noise_cuda import add_normals
 
-            add_normals(total, sigma, self.stream, PAIRS)
+            add_normals(total, sigma, divisor, self.stream, PAIRS)
         else:
             drawn = torch.zeros(total.shape, dtype=torch.float64)
-            self._add_on_cpu(drawn, sigma)
-            total.copy_(drawn.to(total.device).add_(total))
+            self._add_on_cpu(drawn, sigma, 1.0)
+            total.copy_(drawn.to(total.device).add_(total).div_(divisor))
 
-    def _add_on_cpu(self, total: Tensor, sigma: float) -> None:
+    def _add_on_cpu(self, total: Tensor, sigma: float, divisor: float) -> None:
         nonce = self.stream.nonce()
         most = min(PAIRS, whole_blocks(len(total)))
         buffers = [torch.empty(2 * most, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float64)]
@@ -67,7 +67,7 @@ class GaussianNoise:
             self.stream.fill(words, nonce, first=k * 2 * PAIRS // _WORDS)
             box_muller(words, sigma, uniform, normal)
             in_float64 = uniform.view(-1)[: len(part)]
-            part.copy_(in_float64.copy_(part).add_(normal.view(-1)[: len(part)]))
+            part.copy_(in_float64.copy_(part).add_(normal.view(-1)[: len(part)]).div_(divisor))
 
 
 def whole_blocks(numbers: int) -> int:

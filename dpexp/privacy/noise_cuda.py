@@ -14,17 +14,18 @@ from dpexp.privacy.keystream import KeyStream
 _TILE = 64  # times 16 numbers: what one program computes
 
 
-def add_normals(total: Tensor, sigma: float, stream: KeyStream, pairs: int) -> None:
-    """Adds N(0, σ²) to each coordinate of a contiguous tensor [n] on a CUDA device, in place.
+def add_normals(total: Tensor, sigma: float, divisor: float, stream: KeyStream, pairs: int) -> None:
+    """Adds N(0, σ²) to each coordinate of a contiguous tensor [n] on a CUDA device and divides it, in place.
 
     Args:
         pairs: of `noise.PAIRS`.
     """
     state = torch.frombuffer(bytearray(stream.key + stream.nonce()), dtype=torch.int32).to(total.device)
-    scale = torch.tensor(sigma, dtype=torch.float64, device=total.device)  # as a plain argument it would be float32
+    # As plain arguments they would be float32.
+    scales = torch.tensor([sigma, divisor], dtype=torch.float64, device=total.device)
     n = total.numel()
     with torch.cuda.device_of(total):
-        _add_normals[(triton.cdiv(n, 16 * _TILE),)](total, state, scale, n, PAIRS=pairs, TILE=_TILE)
+        _add_normals[(triton.cdiv(n, 16 * _TILE),)](total, state, scales, n, PAIRS=pairs, TILE=_TILE)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _long(low, high):
 
 
 @triton.jit
-def _add_pair(total, n, first, second, inside, r_low, r_high, a_low, a_high, sigma):
+def _add_pair(total, n, first, second, inside, r_low, r_high, a_low, a_high, sigma, divisor):
     uniform = ((_long(r_low, r_high) & 0x7FFFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 1.0842021724855044e-19  # 2^-63
     radius = tl.sqrt(-2.0 * sigma * sigma * tl.log(uniform))
     angle = _long(a_low, a_high).to(tl.float64) * 3.4061215800865545e-19  # π 2^-63
@@ -95,14 +96,14 @@ def _add_pair(total, n, first, second, inside, r_low, r_high, a_low, a_high, sig
     other = inside & (second < n)
     dtype = total.dtype.element_ty
     x = tl.load(total + first, mask=one, other=0.0).to(tl.float64)
-    tl.store(total + first, (x + radius * tl.cos(angle)).to(dtype), mask=one)
+    tl.store(total + first, ((x + radius * tl.cos(angle)) / divisor).to(dtype), mask=one)
     y = tl.load(total + second, mask=other, other=0.0).to(tl.float64)
-    tl.store(total + second, (y + radius * tl.sin(angle)).to(dtype), mask=other)
+    tl.store(total + second, ((y + radius * tl.sin(angle)) / divisor).to(dtype), mask=other)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _add_normals(total, state, scale, n, PAIRS: tl.constexpr, TILE: tl.constexpr):
-    sigma = tl.load(scale)
+def _add_normals(total, state, scales, n, PAIRS: tl.constexpr, TILE: tl.constexpr):
+    sigma, divisor = tl.load(scales), tl.load(scales + 1)
     eight = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)  # eight pairs each
     part, within = eight // (PAIRS // 8), eight % (PAIRS // 8)
     left = n - part * (2 * PAIRS)
@@ -114,4 +115,4 @@ def _add_normals(total, state, scale, n, PAIRS: tl.constexpr, TILE: tl.constexpr
     first = part * (2 * PAIRS) + within * 8
     for i in tl.static_range(8):
         at = first + i
-        _add_pair(total, n, at, at + pairs, inside, r[2 * i], r[2 * i + 1], a[2 * i], a[2 * i + 1], sigma)
+        _add_pair(total, n, at, at + pairs, inside, r[2 * i], r[2 * i + 1], a[2 * i], a[2 * i + 1], sigma, divisor)

@@ -108,9 +108,8 @@ class Engine:
             ledger.query(group.query())
         ledger.commit()
         released, self._sums = self._sums, {}
-        self._noise.add_to((released[name], alpha * g.sigma) for g, alpha, name in _by_parameter(self.now.groups))
-        for total in released.values():
-            total.div_(self.now.sampling.q * self.now.n)
+        noisy = [(released[name], alpha * group.sigma) for group, alpha, name in _by_parameter(self.now.groups)]
+        self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
         return released
 
     def _restore(self, state: State) -> None:
