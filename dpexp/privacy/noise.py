@@ -31,7 +31,7 @@ class GaussianNoise:
         self.stream = stream or KeyStream()
 
     def add_to(self, sums: Iterable[tuple[Tensor, float]], divisor: float = 1.0) -> None:
-        """Adds N(0, σ²) to each coordinate of each contiguous tensor and divides it, in place, for pairs (tensor, σ)."""
+        """Adds N(0, σ²) to each coordinate of contiguous tensors and divides them, in place, for pairs (tensor, σ)."""
         small: dict[torch.device, list[tuple[Tensor, float]]] = {}
         for total, sigma in sums:
             if total.numel() < _SMALL:
