@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from dpexp.accounting.accountants import check_delta, check_names, epsilon
 from dpexp.accounting.claims import check_claim
@@ -16,8 +17,8 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Records, Rounds, Sample
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.isolation import mute, own_randomness, unmute, without_loggers
+from dpexp.privacy.engine.engine import Engine, NoLoss
+from dpexp.privacy.isolation import mute, nothing_logged, own_randomness, surroundings, unmute
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
@@ -81,6 +82,7 @@ class PrivacyCallback(pl.Callback):
         self._read_at = 0
         self._rounds_undone = 0  # rounds in the ledger that the checkpoint resumed from does not know
         self._awaited = False  # a sample was begun and has not been processed
+        self._released = False  # the round has
         self._company_tried = False
         self._rounds: Rounds | None = None
         self._ledger: LedgerWriter | None = None
@@ -97,11 +99,11 @@ class PrivacyCallback(pl.Callback):
         refuse_settings(trainer, pl_module, self.plan.rounds)
         refuse_mixing_layers(pl_module)
         refuse_hooks(pl_module)
-        noise = GaussianNoise()
-        self._engine = Engine(self.plan, pl_module, noise, observe=self.unsafe_diagnostics)
+        noise, sampling, randomness = KeyStream(), KeyStream(), KeyStream()
+        self._engine = Engine(self.plan, pl_module, GaussianNoise(noise), observe=self.unsafe_diagnostics)
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
-        rounds = Rounds(source.dataloader(), self.plan, self.physical_batch, KeyStream())
+        rounds = Rounds(source.dataloader(), self.plan, self.physical_batch, sampling, randomness)
         self._ledger = LedgerWriter(
             self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume=trainer.ckpt_path is not None
         )
@@ -113,8 +115,8 @@ class PrivacyCallback(pl.Callback):
                 f"{self.completed}; resume with the ledger of the run that made it."
             )
         if self._noise_seed is not None:
-            rounds.sampler.stream = KeyStream.known(self._noise_seed, "sampling", begun)
-            noise.stream = KeyStream.known(self._noise_seed, "noise", begun)
+            for purpose, stream in (("sampling", sampling), ("noise", noise), ("randomness", randomness)):
+                stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
         self._rounds, rounds.sampler.completed = rounds, self.completed
         source.instance, source.name = rounds, ""
 
@@ -130,7 +132,13 @@ class PrivacyCallback(pl.Callback):
     ) -> None:
         if self.completed >= self.plan.rounds:
             raise ConfigError(f"the plan's {self.plan.rounds} rounds are spent; training beyond them is refused.")
-        self._awaited = True
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} came to be during training, so "
+                "that not every round would release its average; remove the GradientAccumulationScheduler."
+            )
+        self._awaited, self._released = True, False
+        refresh_spectral_norms(pl_module)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -139,11 +147,17 @@ class PrivacyCallback(pl.Callback):
         released = self._engine.release(self._ledger)
         for name, parameter in pl_module.named_parameters():
             parameter.grad = released[name].to(parameter.dtype) if name in released else None
+        self._released = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._rounds and self._engine
+        if not self._released:
+            raise ConfigError(
+                f"round {self.completed} released no average, because the optimizer did not step through Lightning's "
+                "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
+            )
         self.completed = self._rounds.sampler.completed = self.completed + 1
         done = self.completed >= self.plan.rounds
         early = self.completed.bit_count() == 1
@@ -201,7 +215,8 @@ class PrivacyCallback(pl.Callback):
                     "time would be another release."
                 )
             self._awaited = False
-            with own_randomness(pl_module.device), without_loggers(trainer):
+            assert self._rounds
+            with own_randomness(pl_module.device, self._rounds.randomness), nothing_logged(trainer):
                 self._process_sample(
                     trainer, pl_module, lambda record: _loss(training_step(record, *args, **kwargs))
                 )  # fmt: skip
@@ -212,7 +227,7 @@ class PrivacyCallback(pl.Callback):
     def _process_sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss_of: Any) -> None:
         assert self._ledger and self._engine and self._rounds
         engine = self._engine
-        engine.beside = _beside(trainer)
+        engine.around = surroundings(trainer)
         for chunk, parts in self._rounds.sample():
             if chunk.first:
                 epoch = chunk.epoch + self._rounds_undone
@@ -220,8 +235,6 @@ class PrivacyCallback(pl.Callback):
                 engine.start(self.completed)
             for records in parts:
                 self._process(trainer, pl_module, loss_of, records)
-        for parameter in pl_module.parameters():
-            parameter.grad = None
 
     def _process(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss_of: Any, records: Records) -> None:
         assert self._engine
@@ -229,7 +242,7 @@ class PrivacyCallback(pl.Callback):
         batch = trainer.precision_plugin.convert_input(records.batch)
         if records.size > 1 and not self._company_tried:
             self._company_tried = True
-            refuse_company(pl_module, loss_of, batch, pl_module.device, self._engine.beside)
+            refuse_company(pl_module, loss_of, batch, pl_module.device, self._engine.around)
         self._engine.accumulate(loss_of, batch, records.size)
 
     def _close(self, pl_module: pl.LightningModule) -> None:
@@ -237,22 +250,26 @@ class PrivacyCallback(pl.Callback):
         unmute(pl_module)
         if self._ledger is not None:
             self._ledger.close()
+        if self._rounds is not None:
+            self._rounds.forget()
+        self._engine = None
 
 
 def _loss(output: Any) -> Tensor:
     loss = output["loss"] if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
-        raise ConfigError(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
+        raise NoLoss(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
     return loss
 
 
-def _beside(trainer: pl.Trainer) -> tuple[Any, ...]:
-    """What training_step can get hold of and change besides its module: the Trainer and what belongs to it."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    others = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.ProgressBar)]  # type: ignore[attr-defined]
-    datamodule = getattr(trainer, "datamodule", None)
-    return (trainer, *trainer.optimizers, *groups, *schedulers, *others, *([datamodule] if datamodule else []))
+def refresh_spectral_norms(module: torch.nn.Module) -> None:
+    """One power iteration a round, from the weights alone: those of training_step are set back."""
+    for layer in module.modules():
+        for original in getattr(layer, "parametrizations", {}).values():
+            for parametrization in original:
+                if isinstance(parametrization, _SpectralNorm) and parametrization.training:
+                    with torch.no_grad():
+                        parametrization(original.original)
 
 
 def _log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.isolation import State, own_randomness
+from dpexp.privacy.isolation import Guard, State, Surroundings, own_randomness
+from dpexp.privacy.keystream import KeyStream
 
 _TRIES = 6  # what mixes at random may leave two records as they are
 
 
 def refuse_company(
-    module: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, device: torch.device, beside: tuple[Any, ...] = ()
+    module: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, device: torch.device, around: Surroundings
 ) -> None:
     """Compares the losses of two records together, L(a, b), when each is disturbed or not. Where each record has a loss
     of its own, which a reduction adds up with weights, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0: with the same
@@ -31,7 +32,7 @@ def refuse_company(
     Args:
         loss_of: the loss of a batch.
         batch: tensors [B, 1, ...], of records that look alike (see delivery.Records).
-        beside: see isolation.State.
+        around: see isolation.State.
 
     Raises:
         ConfigError: names the innermost module that mixes the two, or training_step.
@@ -40,13 +41,13 @@ def refuse_company(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.dim() < 2 or leaf.shape[1] != 1 or len(leaf) < 2 for leaf in tensors):
         return
-    pair = tree_unflatten([leaf[:2].squeeze(1) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    pair = tree_unflatten([leaf[:2, 0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
     modes = {layer: layer.training for layer in module.modules()}
     try:
         for training in (False, True):
             for layer, mode in modes.items():
                 layer.training = mode and training
-            state = State(module, beside)
+            state = State(module, around)
             for seed in range(_TRIES):
                 runs = {which: _run(module, loss_of, pair, which, seed, device, state) for which in _WHICH}
                 losses = [runs[which].loss for which in _WHICH]
@@ -110,11 +111,13 @@ def _run(
 
         return hook
 
-    handles = [child.register_forward_hook(watch(name)) for name, child in module.named_modules()]
-    leaves, structure = tree_flatten(pair)
-    given = tree_unflatten([disturb(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    handles = []
     try:
-        with own_randomness(device, seed), torch.autocast(device.type, enabled=False):
+        handles += [child.register_forward_hook(watch(name)) for name, child in module.named_modules()]
+        leaves, structure = tree_flatten(pair)
+        given = tree_unflatten([disturb(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+        randomness = own_randomness(device, KeyStream.known(seed, "company", 0))
+        with randomness, torch.autocast(device.type, enabled=False), Guard(state):
             before = _generators(device)
             run.loss = float(loss_of(given).detach())
             run.random = _generators(device) != before

@@ -6,6 +6,7 @@ equal shapes. Lightning and its hooks are handed one sealed `Sample` a round, so
 nothing that they keep, log or save has seen a record.
 """
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,6 +31,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.isolation import seed_everything
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.sampling import Policy
@@ -107,7 +109,7 @@ def _kind(item: Any) -> Hashable:
     """Equal for items that default_collate stacks without one of them changing another; None for others."""
     kind: Any = type(item)
     if isinstance(item, Tensor):
-        return kind, item.dtype, item.shape, item.layout
+        return (kind, item.dtype, item.shape) if item.layout == torch.strided and not item.is_nested else None
     if kind is np.ndarray:
         return kind, item.dtype, item.shape
     if kind in (int, float, bool):
@@ -121,33 +123,47 @@ def _kind(item: Any) -> Hashable:
 
 def _stacked(batches: list[Any]) -> list[Records]:
     """Batches of one, stacked where all their tensors are of equal shapes and all else in them is equal."""
-    alike: dict[Hashable, list[list[Any]]] = {}
-    structures: dict[Hashable, Any] = {}
+    alike: dict[Hashable, list[tuple[TreeSpec, list[list[Any]]]]] = {}
     for batch in batches:
         leaves, structure = tree_flatten(batch)
-        key: Hashable = (str(structure), *map(_look, leaves))
-        alike.setdefault(key, []).append(leaves)
-        structures[key] = structure
+        kinds = alike.setdefault(tuple(map(_look, leaves)), [])
+        for known, some in kinds:
+            if _equal(known, structure):
+                some.append(leaves)
+                break
+        else:
+            kinds.append((structure, [leaves]))
     return [
-        Records(
-            len(some),
-            tree_unflatten(
-                [torch.stack(part) if isinstance(part[0], Tensor) else part[0] for part in zip(*some, strict=True)],
-                structures[key],
-            ),
-        )
-        for key, some in alike.items()
+        Records(len(some), tree_unflatten([_together(part) for part in zip(*some, strict=True)], structure))
+        for kinds in alike.values()
+        for structure, some in kinds
     ]
+
+
+def _equal(known: TreeSpec, structure: TreeSpec) -> bool:
+    try:
+        return bool(known == structure)
+    except Exception:  # a container of the user's that cannot be compared
+        return False
+
+
+def _together(part: tuple[Any, ...]) -> Any:
+    return torch.stack(part) if isinstance(part[0], Tensor) else part[0]
 
 
 def _look(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.shape, leaf.layout
-    try:
-        hash(leaf)
-    except TypeError:
-        return id(leaf)  # like no other
-    return type(leaf), leaf
+        if leaf.layout != torch.strided or leaf.is_nested:
+            raise ConfigError(
+                "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of "
+                "whatever size: records of different shapes are processed apart."
+            )
+        return type(leaf), leaf.dtype, leaf.shape
+    if type(leaf) is float:
+        return float, leaf.hex()  # 0.0 and -0.0 are equal, yet not the same
+    if type(leaf) in (str, int, bool, bytes, type(None)):
+        return type(leaf), leaf
+    return id(leaf)  # like no other, whatever it says of itself
 
 
 class _Rows(Dataset):
@@ -235,17 +251,33 @@ class RoundSampler(Sampler[list[int]]):
         return min(policy.rounds(epoch), self.rounds)
 
 
+class _Seeding:
+    """Gives each loader process secret random numbers of its own, then does what the user wants done."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._also = worker_init_fn
+        self.key = b""  # of the processes that are started next
+
+    def __call__(self, worker: int) -> None:
+        seed_everything(KeyStream(hashlib.sha256(self.key + worker.to_bytes(8, "big")).digest()))
+        if self._also is not None:
+            self._also(worker)
+
+
 class Rounds:
     """What Lightning takes for the training loader: one sealed sample a round. An iteration is one epoch.
 
     Args:
         loader: the user's, of which data set, collation and workers are kept.
+        stream: of samples; randomness: of the loader processes' random numbers.
 
     Raises:
         ConfigError: the loader's records cannot be sampled as the plan says.
     """
 
-    def __init__(self, loader: Any, plan: PrivacyPlan, physical_batch: int, stream: KeyStream) -> None:
+    def __init__(
+        self, loader: Any, plan: PrivacyPlan, physical_batch: int, stream: KeyStream, randomness: KeyStream
+    ) -> None:
         dataset = _sampled_dataset(loader)
         size = len(dataset)  # type: ignore[arg-type]
         if plan.sampling.relies_on_n and size != plan.n:
@@ -254,6 +286,7 @@ class Rounds:
                 "what is accounted if they are equal."
             )
         self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
+        self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
         collate: Callable[[Any], list[Records]] = Alone(loader.collate_fn)
         if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
             dataset, collate = _Rows(dataset), _unchanged
@@ -266,7 +299,7 @@ class Rounds:
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=self._seeding,
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
@@ -275,9 +308,15 @@ class Rounds:
 
     def __iter__(self) -> Iterator[Sample]:
         """Draws nothing before it is asked for the first: Lightning begins an iteration just to see whether it can."""
+        self._seeding.key = self.randomness.words(4).numpy().tobytes()
         self._chunks = iter(self._loader)
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
             yield Sample(torch.tensor(t))
+
+    def forget(self) -> None:
+        """Drops the keys, so that they are nowhere."""
+        del self.sampler.stream, self.randomness
+        self._seeding.key = b""
 
     def sample(self) -> Iterator[tuple[Chunk, list[Records]]]:
         """The chunks of the round under way."""

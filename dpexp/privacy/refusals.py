@@ -33,6 +33,8 @@ def refuse_mixing_layers(module: nn.Module) -> None:
             )
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
             raise ConfigError(f"{where} has no sizes yet; run the model once on an example before training.")
+        if any(type(hook).__name__ == "SpectralNorm" for hook in layer._forward_pre_hooks.values()):
+            raise ConfigError(f"{where} has the old spectral_norm; use torch.nn.utils.parametrizations.spectral_norm.")
         if type(layer).__name__ == "OptimizedModule":
             raise ConfigError(f"{where} is compiled, so its gradients cannot be taken apart; pass the plain module.")
 
@@ -136,6 +138,8 @@ def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Non
                 "optimizer: it holds a parameter that is not among the module's own, so no group releases it; "
                 "register the layer that owns it as an attribute of the module."
             )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigError("optimizer: SparseAdam takes no dense gradients, and noise is dense; choose Adam.")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "optimizer: LBFGS evaluates the loss several times a step, each of which would be another release; "

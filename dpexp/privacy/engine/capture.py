@@ -1,6 +1,7 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Capture(Guard):
 
     def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, record: Record, state: State) -> None:
         super().__init__(state)
+        self._paused = False
         self._trainable = {id(parameter) for parameter in parameters}
         self.anchor = anchor
         self.record = record
@@ -37,6 +39,8 @@ class Capture(Guard):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return super().__torch_function__(func, types, args, kwargs)
         if func in _OF_AUTOGRAD:
             return func(_inner(args[0]))
         if func in _BACKWARD:
@@ -57,6 +61,15 @@ class Capture(Guard):
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile functions are watched, but not intercepted."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def trains(self, parameter: Tensor) -> bool:
         return id(parameter) in self._trainable

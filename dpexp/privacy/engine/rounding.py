@@ -27,8 +27,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-RUN, LONG_RUN = 16, 256  # LONG_RUN: where others matter more, which leaves 128.5 u = 7.7e-6
-_FEW = 2**14  # numbers; up to there, float64 costs no more time than runs of float32
+RUN, LONG_RUN = 16, 64  # LONG_RUN: where other allowances are larger, which leaves 32.5 u = 2e-6
+_FEW = 64  # numbers of a vector; up to there, float64 costs no more time than runs of float32
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 LARGEST = {torch.float32: 2.0**90, torch.float64: 2.0**900}
 _LOST = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
@@ -40,7 +40,7 @@ def norms(x: Tensor, run: int = RUN) -> Tensor:
     """[B] in float64: at least the L2 norm of each of B vectors [B, ...]; infinite beyond LARGEST."""
     flat = x.reshape(len(x), -1)
     d, dtype = flat.shape[1], x.dtype
-    if dtype == torch.float64 or flat.numel() <= _FEW:
+    if dtype == torch.float64 or d <= _FEW:
         found = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64) * (1 + (d + 2) * 2.0**-53)
         lost = _LOST[torch.float64] if dtype == torch.float64 else 0.0
     else:

@@ -198,8 +198,9 @@ _HELD = 2**19  # numbers
 
 
 def held(numbers: int) -> bool:
-    """Whether so few are better held than computed twice, which also saves an allowance for their rounding."""
-    return numbers <= _HELD
+    """Whether a record's gradient is so small that it is better held than computed twice, which also saves an allowance
+    for rounding. This is asked of one record: what becomes of it must not depend on how many others there are."""
+    return numbers <= _HELD // 512
 
 
 def _zeroed(x: Tensor, records: Tensor) -> Tensor:
