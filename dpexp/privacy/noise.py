@@ -8,16 +8,22 @@ of itself.
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpexp.privacy.keystream import BLOCK, KeyStream
 
-PAIRS = 2**16  # computed at once: what they need stays in the cache
+# Computed at once, by one thread: what they need stays in the cache. Torch would set all of its threads to work for more
+# than 2^15 numbers (for more than 2^11, where it computes functions), only for them to wait for one another each time.
+PAIRS = 2**14
+_FUNCTION = 2**11
 _WORDS = BLOCK // 8
 _SMALL = 2**14  # numbers; tensors below that are done together
+_WORTH_A_THREAD = 4  # parts
 
 
 class GaussianNoise:
@@ -61,9 +67,18 @@ class GaussianNoise:
 
     def _add_on_cpu(self, total: Tensor, sigma: float, divisor: float) -> None:
         nonce = self.stream.nonce()
-        most = min(PAIRS, whole_blocks(len(total)))
+        parts = list(enumerate(total.split(2 * PAIRS)))
+        threads = min(torch.get_num_threads(), len(parts) // _WORTH_A_THREAD)
+        if threads < 2:
+            return self._add_parts(parts, nonce, sigma, divisor)
+        with ThreadPoolExecutor(threads) as pool:
+            shares = [parts[k::threads] for k in range(threads)]
+            list(pool.map(lambda share: self._add_parts(share, nonce, sigma, divisor), shares))
+
+    def _add_parts(self, parts: list[tuple[int, Tensor]], nonce: bytes, sigma: float, divisor: float) -> None:
+        most = min(PAIRS, whole_blocks(max(len(part) for _, part in parts)))
         buffers = [torch.empty(2 * most, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float64)]
-        for k, part in enumerate(total.split(2 * PAIRS)):
+        for k, part in parts:
             pairs = min(PAIRS, whole_blocks(len(part)))
             words, uniform, normal = (buffer[: 2 * pairs].view(2, pairs) for buffer in buffers)
             self.stream.fill(words, nonce, first=k * 2 * PAIRS // _WORDS)
@@ -82,7 +97,12 @@ def box_muller(words: Tensor, sigma: float, uniform: Tensor, normal: Tensor) -> 
     words[0].bitwise_and_(2**63 - 1)
     uniform.copy_(words)
     radius, angle = uniform[0], uniform[1]
-    radius.add_(0.5).mul_(2.0**-63).log_().mul_(-2 * sigma**2).sqrt_()
+    numbers = radius.add_(0.5).mul_(2.0**-63).numpy()
+    np.log(numbers, out=numbers)
+    radius.mul_(-2 * sigma**2)
+    np.sqrt(numbers, out=numbers)
     angle.mul_(math.pi * 2.0**-63)  # in [-π, π)
-    torch.cos(angle, out=normal[0]).mul_(radius)
-    torch.sin(angle, out=normal[1]).mul_(radius)
+    for a, cos, sin in zip(*(part.split(_FUNCTION) for part in (angle, normal[0], normal[1])), strict=True):
+        torch.cos(a, out=cos)
+        torch.sin(a, out=sin)
+    normal.mul_(radius)
