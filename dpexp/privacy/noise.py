@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpexp.privacy.keystream import BLOCK, KeyStream
 
-# Computed at once, by one thread: what they need stays in the cache. Torch would set all of its threads to work for more
+# Computed at once, by one thread: what they need stays in the cache. Torch would set all its threads to work for more
 # than 2^15 numbers (for more than 2^11, where it computes functions), only for them to wait for one another each time.
 PAIRS = 2**14
 _FUNCTION = 2**11
