@@ -11,6 +11,8 @@ from scipy.special import log_ndtr
 from dpexp.accounting.pairs import Pair
 from dpexp.accounting.renyi import Array
 
+_NEXT_TO_NOTHING = -750.0  # logarithm of a δ
+_FEW = 64  # kinds of rounds of which losses may be looked at closely
 _BEYOND = 25  # e^-25 of a tilted law is next to nothing
 
 
@@ -26,8 +28,10 @@ class Tilted(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Losses that matter. What a law tilted by θ has below `low` is next to nothing, and what it has above `high` is that
-    or comes, folded into the window, to lie below its mean. Chernoff's bound at `steep` says what the law itself has there.
+    """Losses that matter, when they are tilted by θ.
+
+    Attributes:
+        steep: the θ at which Chernoff's bound says best what lies above `high`.
     """
 
     theta: float
@@ -41,17 +45,27 @@ class Window(NamedTuple):
 
 
 class Cumulants:
-    """Of losses [R, M] with the logarithms of their masses, sorted, which happened `counts` [R] times."""
+    """Of losses [R, M] with the logarithms of their masses, sorted, which happened `counts` [R] times.
 
-    def __init__(self, losses: Array, log_mass: Array, counts: Array) -> None:
-        self._losses, self._log_mass, self._counts = losses, log_mass, counts
+    Args:
+        coarse: by how much the logarithm of a tail's mass may change from one loss to the next.
+    """
+
+    def __init__(self, losses: Array, log_mass: Array, counts: Array, coarse: float) -> None:
+        self._losses, self._log_mass, self._counts, self._coarse = losses, log_mass, counts, coarse
         self._seen: dict[float, Tilted] = {}
 
+    @property
+    def reverse(self) -> "Cumulants":
+        """Of Q against P."""
+        return Cumulants(-self._losses[:, ::-1], (self._log_mass - self._losses)[:, ::-1], self._counts, self._coarse)
+
     def truncated(self, log_tail: float) -> "Cumulants":
-        """Without the largest losses of each round, the mass of which is well below e^log_tail."""
+        """Without the largest losses of each round, the mass of which is below e^log_tail."""
         with np.errstate(divide="ignore"):
             log_above = np.log(np.cumsum(np.exp(self._log_mass[:, ::-1]), axis=1)[:, ::-1])
-        return Cumulants(self._losses, np.where(log_above < log_tail - 5, -np.inf, self._log_mass), self._counts)
+        kept = log_above >= log_tail - self._coarse
+        return Cumulants(self._losses, np.where(kept, self._log_mass, -np.inf), self._counts, self._coarse)
 
     def at(self, theta: float) -> Tilted:
         if theta not in self._seen:
@@ -69,11 +83,11 @@ class Cumulants:
         return self._seen[theta]
 
     def tilt_for_mean(self, loss: float) -> float:
-        """The θ >= 0 whose tilted mean is `loss`."""
+        """The θ > 0 whose tilted mean is `loss`, or next to 0."""
         return self._root(lambda theta: self.at(theta).mean - loss)
 
     def tilt_for_delta(self, log_delta: float) -> float:
-        """The θ >= 0 whose tilted mean is near the ε of δ, unless tails are heavy."""
+        """The θ > 0 whose tilted mean is near the ε of δ, unless tails are heavy; or next to 0."""
         return self._root(lambda theta: log_delta - self.log_delta(theta))
 
     def log_delta(self, theta: float) -> float:
@@ -91,22 +105,23 @@ class Cumulants:
     def _root(self, rising: Callable[[float], float]) -> float:
         deviation = self.at(0.0).deviation
         low, high = 1e-3 / deviation, 1 / deviation
-        while rising(high) < 0 and self.log_delta(high) > -750 and high * deviation < 1e6:
-            low, high = high, 2 * high
         if rising(low) >= 0:
-            return 0.0
+            return low
+        while rising(high) < 0 and self.log_delta(high) > _NEXT_TO_NOTHING and high * deviation < 1e6:
+            low, high = high, 2 * high
         if rising(high) <= 0:
             return high
         return math.exp(brentq(lambda t: rising(math.exp(t)), math.log(low), math.log(high), xtol=0.02))
 
     def window(self, theta: float, log_lost: float) -> Window:
-        """Where to look for losses tilted by θ, when a mass of e^log_lost may be lost above."""
-        at, unit = self.at(theta), 1 / self.at(theta).deviation
-        steps = [2.0**k * unit for k in range(-6, 5)]
+        """Below it lies next to nothing of the tilted law. Above it lies about e^log_lost of the law itself; and what lies
+        there of the tilted law is next to nothing, or comes to lie below the mean when it is folded into the window."""
+        at = self.at(theta)
+        steps = [k / at.deviation for k in (1 / 64, 1 / 16, 1 / 4, 1, 2, 4, 8)]
         low = max((at.log - self.at(theta - step).log - _BEYOND) / step for step in steps)
-        low = max(low, at.mean - 600 / theta if theta else -math.inf)  # e^600 is still a number
+        low = max(low, at.mean - 600 / theta)  # e^600 is still a number
         top = min((self.at(theta + step).log - at.log + _BEYOND) / step for step in steps)
-        steeps = [theta + 2.0**k * unit for k in range(-5, 6)]
+        steeps = [theta + k / at.deviation for k in (0, 1 / 32, 1 / 8, 1 / 2, 1, 2, 4, 8, 16)]
         high, steep = min(((self.at(steep).log - log_lost) / steep, steep) for steep in steeps)
         return Window(theta, low, max(high, top - (at.mean - low) / 2), steep)
 
@@ -117,11 +132,12 @@ class Cumulants:
         return math.sqrt(min(1.2e-3 * at.deviation**2, 8e-4 * max(at.mean, at.deviation) / (1 + theta)) / rounds)
 
 
-def cumulants(pairs: Sequence[Pair], counts: Array) -> Cumulants:
-    points = [pair.points() for pair in pairs]
+def cumulants_of(pairs: Sequence[Pair], counts: Array) -> Cumulants:
+    step = 0.1 if len(pairs) <= _FEW else 0.7
+    points = [pair.points(step) for pair in pairs]
     shape = len(points), max(len(losses) for losses, _ in points)
     losses, log_mass = np.zeros(shape), np.full(shape, -np.inf)
     for r, (own, own_mass) in enumerate(points):
         order = np.argsort(own)
         losses[r, : len(own)], log_mass[r, : len(own)] = own[order], own_mass[order]
-    return Cumulants(losses, log_mass, counts)
+    return Cumulants(losses, log_mass, counts, 10 * step)

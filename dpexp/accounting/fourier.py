@@ -12,7 +12,7 @@ from dpexp.accounting.renyi import Array
 _ULP, _LONG_ULP = 2.0**-53, float(np.finfo(np.longdouble).eps) / 2
 _GONE = -46.0  # logarithm of a characteristic function that is as good as 0
 _FEW = 1 / 64  # of all frequencies
-_TERMS = 256  # summed at a time
+_TERMS = 512  # summed at a time
 
 
 def log_rounding(rounds: float) -> float:
@@ -28,7 +28,7 @@ class Convolution:
 
     Rounding, in units u of the precision: the FFT of N masses that sum to 1 errs by at most 8 (log2 N + 2) u at each
     frequency, since a radix-2 butterfly errs by less than 7u (Higham 2002, Accuracy and Stability of Numerical
-    Algorithms, section 24.1); the sum of K terms, 256 at a time, by at most (K/256 + 264) u Σ m |e^iφ - 1|. Characteristic
+    Algorithms, section XXX
     functions are at most 1 in absolute value, so that the errors of all T factors (powers are products) at most add up.
     By Parseval's identity the L2 norm of all masses' errors is the root mean square of that over the frequencies, to
     which the transform back adds 8 (log2 N + 2) u times the masses' own norm.
@@ -71,16 +71,15 @@ class Convolution:
             row[start - offset : start - offset + len(mass)] = mass
         middle = round(float((rows @ np.arange(width)).mean()))
         self._shift += int(counts.sum()) * (offset + middle)
-        real, imaginary, apart = np.zeros((3, len(rows), len(self._live)))
+        total = np.zeros((len(rows), 2 * len(self._live)))
         for first in range(0, width, _TERMS):
             part = rows[:, first : first + _TERMS]
             turns = np.outer(np.arange(first, first + part.shape[1]) - middle, self._live) % self._size
             half = np.pi / self._size * np.where(2 * turns > self._size, turns - self._size, turns)
             sine = np.sin(half)
-            real -= part @ (2 * sine**2)
-            imaginary -= part @ (2 * sine * np.cos(half))
-            apart += part @ (2 * np.abs(sine))
-        error = (width / _TERMS + _TERMS + 8) * _ULP * apart + 1e-300
+            total -= part @ np.hstack([2 * sine**2, 2 * sine * np.cos(half)])
+        real, imaginary = np.hsplit(total, 2)
+        error = (width / _TERMS + _TERMS + 8) * _ULP * np.sqrt(-2 * real) + 1e-300
         more = 2 * real + real**2 + imaginary**2  # |1 + …|² - 1
         log_size = np.log1p(np.maximum(more, -0.5)) / 2
         log_size = np.where(more < -0.5, np.log(np.hypot(1 + real, imaginary) + 1e-300), log_size)

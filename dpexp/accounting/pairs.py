@@ -21,7 +21,7 @@ from scipy.stats import binom
 from dpexp.accounting.renyi import Array, log_mixed
 
 _ULP = 2.0**-53
-_FAR, _STEP = 38.0, 0.5  # standard deviations: normal mass beyond is below 1e-300; trapezoids so wide are exact
+_FAR = 38.0  # standard deviations, beyond which normal mass is below 1e-300
 
 
 class Pair(Protocol):
@@ -39,8 +39,9 @@ class Pair(Protocol):
                 which that is so too.
         """
 
-    def points(self) -> tuple[Array, Array]:
-        """Losses, and the logarithms of their masses: for estimates, not for bounds."""
+    def points(self, step: float) -> tuple[Array, Array]:
+        """Losses a step of `step` standard deviations of the noise apart, and the logarithms of their masses, by the
+        trapezoidal rule: for estimates, not for bounds."""
 
 
 class Cells(NamedTuple):
@@ -104,10 +105,10 @@ class Sampled:
         beyond = (1 - q) * ndtr(-x[-1] / z) + q * ndtr((a - x[-1]) / z)
         return Cells(first, mass, excess, float(below), float(beyond))
 
-    def points(self) -> tuple[Array, Array]:
-        u = np.arange((self.a - 1) / self.z - _FAR, self.a / self.z + _FAR, _STEP)
-        log_mass = self._mixed(u, self.a) - u**2 / 2 + math.log(_STEP / math.sqrt(2 * math.pi))
-        return self._loss(u), log_mass
+    def points(self, step: float) -> tuple[Array, Array]:
+        u = np.arange((self.a - 1) / self.z - _FAR, self.a / self.z + _FAR, step)
+        p, q = self._mixed(u, self.a), self._mixed(u, self.a - 1)
+        return p - q, p - u**2 / 2 + math.log(step / math.sqrt(2 * math.pi))
 
     def _loss(self, u: Array) -> Array:
         """L at x = z u."""
@@ -115,7 +116,7 @@ class Sampled:
 
     def _mixed(self, u: Array, mean: float) -> Array:
         """log of (1-q) N(0, z²) + q N(mean, z²) over N(0, z²)."""
-        return log_mixed(self.q, (mean * u - mean**2 / (2 * self.z)) / self.z)
+        return log_mixed(self.q, (mean * u - mean**2 / (2 * self.z)) / self.z) if mean else np.zeros_like(u)
 
     def _where(self, losses: Array) -> Array:
         """The x at which the loss has these values; ±∞ where it never does."""
@@ -162,19 +163,16 @@ class WithoutReplacement:
             added.below,
             removed.beyond,
         ).spread(h)
-        masses[-added.first] += self._unchanged
+        masses[-added.first] += (1 - self.q) * (2 * ndtr(0.5 / self.z) - 1) + 4 * _ULP
         return added.first, masses, removed.beyond
 
-    def points(self) -> tuple[Array, Array]:
-        (removed, log_p), (added, log_q) = Sampled(self.z, self.q, 1.0).points(), Sampled(self.z, self.q, 0.0).points()
-        above, below = removed > 0, added < 0
-        losses = np.concatenate([removed[above], added[below], [0.0]])
-        return losses, np.concatenate([log_p[above], log_q[below], [math.log(self._unchanged)]])
-
-    @property
-    def _unchanged(self) -> float:
-        """(1-q) TV(P, Q): what mass is left, rounded up."""
-        return float((1 - self.q) * (2 * ndtr(0.5 / self.z) - 1)) + 4 * _ULP
+    def points(self, step: float) -> tuple[Array, Array]:
+        (removed, log_p), (added, log_q) = (
+            Sampled(self.z, self.q, a).points(step) for a in (1.0, 0.0)
+        )
+        losses = np.concatenate([removed[removed > 0], added[added < 0], [0.0]])
+        log_mass = np.concatenate([log_p[removed > 0], log_q[added < 0]])
+        return losses, np.append(log_mass, math.log(1 - np.exp(log_mass).sum()))
 
 
 @dataclass(frozen=True)
@@ -213,8 +211,8 @@ class Truncated:
             masses[start - first : start - first + len(mass)] += p * mass
         return first, masses, sum(p * infinite for p, _, _, infinite in parts)
 
-    def points(self) -> tuple[Array, Array]:
-        parts = [(p, *pair.points()) for p, pair in self._parts()]
+    def points(self, step: float) -> tuple[Array, Array]:
+        parts = [(p, *pair.points(step)) for p, pair in self._parts()]
         return (
             np.concatenate([losses for _, losses, _ in parts]),
             np.concatenate([math.log(p) + log_mass for p, _, log_mass in parts]),

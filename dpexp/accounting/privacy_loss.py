@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 from scipy.linalg import solve_banded
-from scipy.special import logsumexp
 
-from dpexp.accounting.cumulants import Cumulants, Window, cumulants
+from dpexp.accounting.cumulants import Cumulants, Window, cumulants_of
 from dpexp.accounting.fourier import Convolution, log_rounding
 from dpexp.accounting.gaussian import Gaussian
 from dpexp.accounting.pairs import Pair
@@ -91,8 +90,10 @@ class ComposedLoss:
     """
 
     def __init__(self, pairs: Sequence[Pair], counts: Array, unsampled: Gaussian) -> None:
-        ways = [pairs] if all(pair == pair.reverse for pair in pairs) else [pairs, [pair.reverse for pair in pairs]]
-        self._ways = [_OneWay(way, counts) for way in ways]
+        cumulants = cumulants_of(pairs, counts)
+        self._ways = [_OneWay(pairs, counts, cumulants)]
+        if any(pair.reverse != pair for pair in pairs):
+            self._ways.append(_OneWay([pair.reverse for pair in pairs], counts, cumulants.reverse))
         self._unsampled = unsampled
 
     def delta(self, epsilon: float) -> float:
@@ -113,9 +114,8 @@ class ComposedLoss:
 class _OneWay:
     """P against Q."""
 
-    def __init__(self, pairs: Sequence[Pair], counts: Array) -> None:
-        self._pairs, self._counts = pairs, counts
-        self._cumulants = cumulants(pairs, counts)
+    def __init__(self, pairs: Sequence[Pair], counts: Array, cumulants: Cumulants) -> None:
+        self._pairs, self._counts, self._cumulants = pairs, counts, cumulants
         self._composed: dict[int, PrivacyLoss] = {}
 
     def epsilon(self, delta: float) -> float:
@@ -152,24 +152,27 @@ class _OneWay:
         law = self._cumulants.truncated(log_lost - math.log(rounds))
         window = law.window(law.tilt_for_delta(middle), log_lost)
         h = max(law.step(window.theta), window.width / (_FINEST + 600 * math.sqrt(rounds)))
-        for _ in range(4):
+        for _ in range(8):
             loss = compose(self._pairs, self._counts, law, window, h, log_lost)
             epsilon = loss.epsilon(math.exp(middle))
-            theta = law.tilt_for_mean(epsilon)
-            if not max(0, loss.lowest) < epsilon < math.inf or law.window(theta, log_lost).width <= 0:
+            if epsilon <= 0:
                 break
+            if not loss.lowest < epsilon < math.inf:
+                window = law.window(window.theta / 2, log_lost)
+                continue
+            theta = law.tilt_for_mean(epsilon)
             finer = math.sqrt(1.2e-3 * epsilon / (rounds * loss.slope(epsilon)))
             if theta > 0.8 * window.theta and finer > 0.8 * h:
                 break
             windows = [law.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
-            bound = middle - 10 - log_rounding(rounds)  # up to which rounding is next to nothing beside δ
-            harmless = [w for w in windows if law.at(w.theta).log - w.theta * epsilon < bound]
+            bound = middle - 8 - log_rounding(rounds)  # up to which rounding is next to nothing beside δ
+            harmless = [w for w in windows if law.at(w.theta).log - w.theta * epsilon < bound and w.width > 0]
             window, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
         return loss
 
 
 def compose(
-    pairs: Sequence[Pair], counts: Array, law: Cumulants, window: Window, h: float, log_lost: float
+    pairs: Sequence[Pair], counts: Array, cumulants: Cumulants, window: Window, h: float, log_lost: float
 ) -> PrivacyLoss:
     """The sum of the rounds' losses, on a window about its tilted mean.
 
@@ -180,15 +183,15 @@ def compose(
     factor e^(512 T u) for the tilts, whose exponents are numbers of at most some hundreds.
 
     Args:
-        law: the losses' cumulants; h: the largest step of the grid; log_lost: logarithm of the mass that may be taken for
+        cumulants: of the losses; h: the largest step of the grid; log_lost: logarithm of the mass that may be taken for
             infinite loss.
     """
-    total, theta, at = float(counts.sum()), window.theta, law.at(window.theta)
-    h = max(min(h, window.width / _FINEST), window.width / _COARSEST)
+    total, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
+    far = max(abs(window.low), abs(window.high))
+    h = max(min(h, window.width / _FINEST), window.width / _COARSEST, 2.0**-40 * far)
     first = math.floor(window.low / h)
     size = next_fast_len(math.ceil(window.high / h) - first + 1, real=True)
-    with np.errstate(divide="ignore"):
-        lowest = (at.logs - 40) / theta  # what has less is next to nothing of the tilted law
+    lowest = (at.logs - 40) / theta  # what has less is next to nothing of the tilted law
     convolution = Convolution(size)
     log, log_above, infinite = 0.0, 0.0, 0.0
     for rows in _portions(np.argsort(-at.variances), size):
@@ -198,11 +201,11 @@ def compose(
             losses = h * (start + np.arange(len(mass)))
             with np.errstate(divide="ignore"):
                 log_mass = np.log(mass)
-            moment = logsumexp(log_mass + theta * losses)
+            law, moment = _tilted(log_mass + theta * losses)
             starts.append(start)
-            tilted.append(np.exp(log_mass + theta * losses - moment))
+            tilted.append(law)
             log += counts[r] * moment
-            log_above += counts[r] * logsumexp(log_mass + window.steep * losses)
+            log_above += counts[r] * _tilted(log_mass + window.steep * losses)[1]
             infinite += counts[r] * beyond
         convolution.add(starts, tilted, counts[rows])
     losses = h * (first + np.arange(size))
@@ -213,6 +216,14 @@ def compose(
     with np.errstate(over="ignore"):
         infinite *= float(np.exp(-scale))
     return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale)
+
+
+def _tilted(log_mass: Array) -> tuple[Array, float]:
+    """Masses that sum to 1, and the logarithm of the sum that they had."""
+    top = log_mass.max()
+    mass = np.exp(log_mass - top)
+    total = mass.sum()
+    return mass / total, float(top + np.log(total))
 
 
 def _norm(theta: float, h: float, size: int) -> float:
