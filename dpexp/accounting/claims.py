@@ -22,11 +22,9 @@ CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
     "all": {"add_remove": _GAUSSIAN, "replace_one": _GAUSSIAN, "replace_null": _GAUSSIAN},
 }
 _WHY = {
-    "poisson": "",
     "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
     "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
     "shuffle": "a partition into equal batches only exists when n is the same on both sides",
-    "all": "",
 }
 
 

@@ -98,8 +98,8 @@ class Sampled:
         normal = {mean: _between((x - mean) / z) for mean in {0.0, a, a - 1}}
         (both, both_lost), (p, p_lost), (other, other_lost) = normal[0.0], normal[a], normal[a - 1]
         lower = edges[:-1]
-        excess = q * (p - _grown(lower, other)) - (1 - q) * _growth(lower, both)
-        excess += q * (p_lost + _grown(lower, other_lost)) + (1 - q) * np.abs(_growth(lower, both_lost))
+        excess = q * (p - _grown(lower, other)) - _growth(lower, (1 - q) * both)
+        excess += q * (p_lost + _grown(lower, other_lost)) + np.abs(_growth(lower, (1 - q) * both_lost))
         mass = (1 - q) * (both + both_lost) + q * (p + p_lost)
         below = (1 - q) * ndtr(x[0] / z) + q * ndtr((x[0] - a) / z)
         beyond = (1 - q) * ndtr(-x[-1] / z) + q * ndtr((a - x[-1]) / z)
