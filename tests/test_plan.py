@@ -271,7 +271,10 @@ def test_rounds_from_epochs_lose_no_step():
         ({"bound": Fixed(math.inf)}, "bound.value=inf"),
         ({"bound": Fixed(-1.0)}, "bound.value=-1"),
         ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
-        ({"sampling": "fixed_size", "adjacency": "add_remove"}, "adjacency=add_remove cannot be claimed for sampling=fi"),
+        (
+            {"sampling": "fixed_size", "adjacency": "add_remove"},
+            "adjacency=add_remove cannot be claimed for sampling=fi",
+        ),
         ({"sampling": "shuffle", "adjacency": "add_remove"}, "choose adjacency=replace_one or replace_null"),
         ({"adjacency": "remove"}, "known: add_remove"),
         ({"sampling": "poisson", "maximum": 5}, r"sampling\.maximum=5"),

@@ -20,8 +20,8 @@ from scipy.stats import chisquare
 
 import dpexp
 from dpexp.accounting.ledger import joined, read_ledger
-from dpexp.accounting.selection import ORDERS, dearest_curve, draw_repetitions, selection_epsilon, trial_curve
 from dpexp.accounting.renyi import log_moments
+from dpexp.accounting.selection import ORDERS, dearest_curve, draw_repetitions, selection_epsilon, trial_curve
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger
 

@@ -167,9 +167,7 @@ class WithoutReplacement:
         return added.first, masses, removed.beyond
 
     def points(self, step: float) -> tuple[Array, Array]:
-        (removed, log_p), (added, log_q) = (
-            Sampled(self.z, self.q, a).points(step) for a in (1.0, 0.0)
-        )
+        (removed, log_p), (added, log_q) = (Sampled(self.z, self.q, a).points(step) for a in (1.0, 0.0))
         losses = np.concatenate([removed[removed > 0], added[added < 0], [0.0]])
         log_mass = np.concatenate([log_p[removed > 0], log_q[added < 0]])
         return losses, np.append(log_mass, math.log(1 - np.exp(log_mass).sum()))

@@ -25,7 +25,8 @@ _ULP = 2.0**-53
 _FINEST, _COARSEST = 2**14, 2**21  # points of the composed grid
 _NATS = 14.0  # e^-14 is what cutting off tails may cost, relative to δ
 _LEVEL, _LOWEST = 7.0, -100  # nats of δ for which one tilt serves; and how many times as many there can be
-_NODES = 1 + 1e-12  # the losses at which masses were found are the grid's but for some units in the last place
+_NODES = 1 + 1e-12  # the losses that masses were found for are the grid's but for some units in the last place
+_KEPT = 4  # distributions
 _CELLS = 2**22  # numbers held at once
 
 
@@ -141,6 +142,8 @@ class _OneWay:
     def _near(self, level: int) -> PrivacyLoss:
         """The losses, tilted for δ between e^(7 level) and e^(7 (level+1))."""
         if level not in self._composed:
+            if len(self._composed) == _KEPT:
+                self._composed.clear()
             self._composed[level] = self._tilted(level * _LEVEL)
         return self._composed[level]
 
@@ -179,8 +182,8 @@ def compose(
     Its δ(ε) is at least the true one for every ε in the window. What lies above is counted as infinite loss, by
     Chernoff's bound, and so is what lies beyond the grid of a single round; what lies below has no part in δ(ε); what a
     circular convolution folds into the window only adds to it. With ΔL2 the norm of the tilted masses' errors that
-    `Convolution` states, δ(ε) errs by at most ΔL2 ‖g‖ with g(L) = e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz), and by a
-    factor e^(512 T u) for the tilts, whose exponents are numbers of at most some hundreds.
+    `Convolution` states, δ(ε) errs by at most ΔL2 ‖g‖ with g(L) = e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz), and by
+    factors e^(512 T u) for the tilts, whose exponents are numbers of at most some hundreds, and e^(4 N u) for sums of N.
 
     Args:
         cumulants: of the losses; h: the largest step of the grid; log_lost: logarithm of the mass that may be taken for
@@ -201,24 +204,24 @@ def compose(
             losses = h * (start + np.arange(len(mass)))
             with np.errstate(divide="ignore"):
                 log_mass = np.log(mass)
-            law, moment = _tilted(log_mass + theta * losses)
+            law, moment = _normalised(log_mass + theta * losses)
             starts.append(start)
             tilted.append(law)
             log += counts[r] * moment
-            log_above += counts[r] * _tilted(log_mass + window.steep * losses)[1]
+            log_above += counts[r] * _normalised(log_mass + window.steep * losses)[1]
             infinite += counts[r] * beyond
         convolution.add(starts, tilted, counts[rows])
     losses = h * (first + np.arange(size))
     infinite += math.exp(min(log_above - window.steep * losses[-1], 0.0))
     down = np.exp(-theta * (losses - at.mean))
     mass, error = convolution.masses(first)
-    scale = log - theta * at.mean + 512 * _ULP * total
+    scale = log - theta * at.mean + (512 * total + 4 * size) * _ULP
     with np.errstate(over="ignore"):
         infinite *= float(np.exp(-scale))
     return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale)
 
 
-def _tilted(log_mass: Array) -> tuple[Array, float]:
+def _normalised(log_mass: Array) -> tuple[Array, float]:
     """Masses that sum to 1, and the logarithm of the sum that they had."""
     top = log_mass.max()
     mass = np.exp(log_mass - top)
