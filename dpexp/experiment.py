@@ -139,8 +139,8 @@ def planned(cfg: DictConfig) -> PrivacyPlan:
     _check(cfg)
     if not is_private(cfg):
         raise ConfigError(
-            f"it is not private with privacy.enabled={cfg.privacy.enabled}, privacy.noise_seed={cfg.privacy.noise_seed} "
-            f"and diagnostics={cfg.diagnostics}."
+            f"it is not private with privacy.enabled={cfg.privacy.enabled}, "
+            f"privacy.noise_seed={cfg.privacy.noise_seed} and diagnostics={cfg.diagnostics}."
         )
     return plan_for(cfg, _module(cfg))
 

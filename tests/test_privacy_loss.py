@@ -1,5 +1,6 @@
 """Composed privacy losses far out in the tail, over many rounds, and over many kinds of them."""
 
+import itertools
 import math
 import time
 
@@ -74,7 +75,7 @@ def test_the_gaussian_mechanism_at_every_delta(mu, d):
 def test_delta_down_to_next_to_nothing():
     run = ledger(1.0, 0.01, 1000)
     deltas = [delta(run, e) for e in np.linspace(0, 60, 25)]
-    assert all(0 < b < a for a, b in zip(deltas, deltas[1:], strict=False)) and deltas[-1] < 1e-200
+    assert all(0 < b < a for a, b in itertools.pairwise(deltas)) and deltas[-1] < 1e-200
     assert epsilon(run, deltas[-1]) == pytest.approx(60, rel=1e-6)
 
 

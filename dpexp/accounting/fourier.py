@@ -24,12 +24,12 @@ class Convolution:
     """The circular convolution of distributions on `size` points.
 
     Where the product of characteristic functions is below e^-46, frequencies are dropped for good. Until few are left,
-    functions are found by FFT, in extended precision where the machine has it; then they are summed, 1 + Σ m (e^iφ - 1).
+    functions are found by FFT, in extended precision where the machine has it; then they are sums, 1 + Σ m (e^iφ - 1).
 
     Rounding, in units u of the precision. The FFT of N masses that sum to 1 errs by at most 8 (log2 N + 2) u at each
     frequency, since a radix-2 butterfly errs by less than 7u (Higham 2002, Accuracy and Stability of Numerical
-    Algorithms, section 24.1). The sum of K terms, 512 at a time, errs by at most 2 (K/512 + 520) u Σ m |e^iφ - 1|, where the
-    root of Σ m |e^iφ - 1|² is put for the sum. Characteristic functions are at most 1 in absolute value, so that the
+    Algorithms, section 24.1). The sum of K terms, 512 at a time, errs by at most 2 (K/512 + 520) u Σ m |e^iφ - 1|, and
+    that by at most the root of Σ m |e^iφ - 1|². Characteristic functions are at most 1 in absolute value, so that the
     errors of all T factors (powers are products) at most add up. By Parseval's identity the L2 norm of all masses'
     errors is the root mean square of that over the frequencies, to which the transform back adds 8 (log2 N + 3) u times
     the masses' own norm.

@@ -140,9 +140,9 @@ class WithoutReplacement:
     """A record of a sample of fixed size is replaced, the sensitivity being 2S.
 
     For α >= 1 the divergence is that of (1-q)Q + qP against Q, with P = N(1, z²) and Q = N(0, z²) (Balle, Barthe &
-    Gaboardi 2018, arXiv 1807.01647, theorem 9). Below 1 it follows from neighbours being so both ways: E_α = 1 - α + α E_1/α
-    (Zhu, Dong & Wang 2022, proposition 30). Losses above 0 are thus those of a removed record, losses below 0 those of
-    an added one, and what mass is left has the loss 0.
+    Gaboardi 2018, arXiv 1807.01647, theorem 9). Neighbours are so both ways, hence D_α = 1 - α + α D_1/α below 1 (Zhu,
+    Dong & Wang 2022, proposition 30). Losses above 0 are thus those of a removed record, losses below 0 those of an
+    added one, and what mass is left has the loss 0.
     """
 
     z: float

@@ -148,8 +148,8 @@ class _OneWay:
         return self._composed[level]
 
     def _tilted(self, log_delta: float) -> PrivacyLoss:
-        """First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, θ is then
-        too large and the grid too coarse, but from the ε that was found better ones follow."""
+        """First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, that is
+        too large and its grid too coarse, but from the ε that was found better ones follow."""
         rounds, middle = float(self._counts.sum()), log_delta + _LEVEL / 2
         log_lost = log_delta - _NATS
         law = self._cumulants.truncated(log_lost - math.log(rounds))
@@ -181,9 +181,9 @@ def compose(
 
     Its δ(ε) is at least the true one for every ε in the window. What lies above is counted as infinite loss, by
     Chernoff's bound, and so is what lies beyond the grid of a single round; what lies below has no part in δ(ε); what a
-    circular convolution folds into the window only adds to it. With ΔL2 the norm of the tilted masses' errors that
-    `Convolution` states, δ(ε) errs by at most ΔL2 ‖g‖ with g(L) = e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz), and by
-    factors e^(512 T u) for the tilts, whose exponents are numbers of at most some hundreds, and e^(4 N u) for sums of N.
+    circular convolution folds into the window only adds to it. The tilted masses err by what `Convolution` states, as
+    an L2 norm, so that δ(ε) errs by at most that times the norm of e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz); and
+    by a factor e^(512 T u) for the tilts, whose exponents are some hundreds at most, and e^(4 N u) for sums over N points.
 
     Args:
         cumulants: of the losses; h: the largest step of the grid; log_lost: logarithm of the mass that may be taken for
