@@ -91,8 +91,8 @@ class Cumulants:
         return self._root(lambda theta: log_delta - self.log_delta(theta))
 
     def log_delta(self, theta: float) -> float:
-        """Of δ at the tilted mean, were the tilted law Gaussian with standard deviation s: e^(K - θK') (B(θs) - B((1+θ)s))
-        with B(x) = e^(x²/2) Φ(-x)."""
+        """Of δ at the tilted mean, were the tilted law Gaussian with standard deviation s:
+        e^(K - θK') (B(θs) - B((1+θ)s)) with B(x) = e^(x²/2) Φ(-x)."""
         at = self.at(theta)
         x, s = theta * at.deviation, at.deviation
         first = math.exp(x**2 / 2 + log_ndtr(-x))
@@ -126,7 +126,7 @@ class Cumulants:
         return Window(theta, low, max(high, top - (at.mean - low) / 2), steep)
 
     def step(self, theta: float) -> float:
-        """Of a grid that raises ε by about a ten-thousandth: rounding to it multiplies each round's E[e^(θL)] by at most
+        """Of a grid that raises ε by about a ten-thousandth: it multiplies each round's E[e^(θL)] by at most
         1 + θ(1+θ)h²/8, and adds at most h²/4 to its variance."""
         at, rounds = self.at(theta), float(self._counts.sum())
         return math.sqrt(min(1.2e-3 * at.deviation**2, 8e-4 * max(at.mean, at.deviation) / (1 + theta)) / rounds)

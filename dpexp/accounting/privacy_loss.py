@@ -8,7 +8,8 @@ Any θ gives a bound; a good one gives a tight bound.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,10 +75,12 @@ class PrivacyLoss:
         down = min((target - bound[j]) / self._certain[j], 1 - 1e-16)
         return float(max(self._losses[j] + math.log1p(-down), self._losses[j - 1]))
 
-    def slope(self, epsilon: float) -> float:
-        """-d log δ/dε."""
+    def step(self, epsilon: float, rounds: float) -> float:
+        """The largest h with which ε is right to a ten-thousandth: it adds h²/6 to each round's variance, and half of
+        that times -d log δ/dε to ε."""
         j = min(int(np.searchsorted(self._losses, epsilon)), len(self._losses) - 1)
-        return float(self._certain[j] / (self._delta[j] + self._error[j]))
+        slope = float(self._certain[j] / (self._delta[j] + self._error[j]))
+        return math.sqrt(1.2e-3 * epsilon / (rounds * max(slope, 1e-300)))
 
     def _unscaled(self, mass: float) -> float:
         return min(1.0, math.exp(min(self._scale + math.log(mass), 0))) if mass > 0 else 0.0
@@ -112,26 +115,35 @@ class ComposedLoss:
         return min(self._unsampled.epsilon(delta), max(way.estimate(delta) for way in self._ways))
 
 
+class _Composed(NamedTuple):
+    loss: PrivacyLoss
+    law: Cumulants
+    window: Window
+    h: float
+
+
 class _OneWay:
-    """P against Q."""
+    """P against Q. What was composed is kept, by levels of δ."""
 
     def __init__(self, pairs: Sequence[Pair], counts: Array, cumulants: Cumulants) -> None:
         self._pairs, self._counts, self._cumulants = pairs, counts, cumulants
-        self._composed: dict[int, PrivacyLoss] = {}
+        self._rounds = float(counts.sum())
+        self._kept: dict[int, _Composed] = {}
 
     def epsilon(self, delta: float) -> float:
-        return max(0.0, self._near(self._level(math.log(delta))).epsilon(delta)) * _NODES
+        loss = self._settled(math.log(delta), lambda loss: loss.epsilon(delta))
+        return max(0.0, loss.epsilon(delta)) * _NODES
 
     def estimate(self, delta: float) -> float:
         return max(0.0, self._cumulants.at(self._cumulants.tilt_for_delta(math.log(delta))).mean)
 
     def delta(self, epsilon: float, enough: float) -> float:
         """The smallest bound of the levels that lead to the one that holds it; or any that is at most `enough`."""
-        theta = self._cumulants.tilt_for_mean(epsilon)
-        log_delta, tried, best = self._cumulants.log_delta(theta), set[int](), 1.0
+        log_delta = self._cumulants.log_delta(self._cumulants.tilt_for_mean(epsilon))
+        tried, best = set[int](), 1.0
         while (level := self._level(log_delta)) not in tried and best > enough:
             tried.add(level)
-            best = min(best, self._near(level).delta(epsilon))
+            best = min(best, self._settled(log_delta, lambda _: epsilon).delta(epsilon))
             log_delta = math.log(max(best, 1e-300))
         return best
 
@@ -139,39 +151,40 @@ class _OneWay:
     def _level(log_delta: float) -> int:
         return min(max(math.floor(log_delta / _LEVEL), _LOWEST), -1)
 
-    def _near(self, level: int) -> PrivacyLoss:
-        """The losses, tilted for δ between e^(7 level) and e^(7 (level+1))."""
-        if level not in self._composed:
-            if len(self._composed) == _KEPT:
-                self._composed.clear()
-            self._composed[level] = self._tilted(level * _LEVEL)
-        return self._composed[level]
+    def _settled(self, log_delta: float, epsilon_of: Callable[[PrivacyLoss], float]) -> PrivacyLoss:
+        """Losses that are tilted, and on a grid as fine, as suits δ and its ε.
 
-    def _tilted(self, log_delta: float) -> PrivacyLoss:
-        """First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, that is
-        too large and its grid too coarse, but from the ε that was found better ones follow."""
-        rounds, middle = float(self._counts.sum()), log_delta + _LEVEL / 2
-        log_lost = log_delta - _NATS
-        law = self._cumulants.truncated(log_lost - math.log(rounds))
-        window = law.window(law.tilt_for_delta(middle), log_lost)
-        h = max(law.step(window.theta), window.width / (_FINEST + 600 * math.sqrt(rounds)))
+        First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, that is
+        too large and its grid too coarse, but from the ε that was found better ones follow.
+        """
+        level = self._level(log_delta)
+        log_lost = level * _LEVEL - _NATS
+        loss, law, window, h = self._kept.get(level) or self._first(level, log_lost)
         for _ in range(8):
-            loss = compose(self._pairs, self._counts, law, window, h, log_lost)
-            epsilon = loss.epsilon(math.exp(middle))
+            epsilon = epsilon_of(loss)
             if epsilon <= 0:
                 break
-            if not loss.lowest < epsilon < math.inf:
+            if loss.lowest < epsilon < math.inf:
+                theta, finer = law.tilt_for_mean(epsilon), loss.step(epsilon, self._rounds)
+                if theta > 0.8 * window.theta and finer > 0.8 * h:
+                    break
+                bound = log_delta - 8 - log_rounding(self._rounds)  # up to which rounding is next to nothing beside δ
+                windows = [law.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
+                harmless = [w for w in windows if law.at(w.theta).log - w.theta * epsilon < bound and w.width > 0]
+                window, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
+            else:
                 window = law.window(window.theta / 2, log_lost)
-                continue
-            theta = law.tilt_for_mean(epsilon)
-            finer = math.sqrt(1.2e-3 * epsilon / (rounds * loss.slope(epsilon)))
-            if theta > 0.8 * window.theta and finer > 0.8 * h:
-                break
-            windows = [law.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
-            bound = middle - 8 - log_rounding(rounds)  # up to which rounding is next to nothing beside δ
-            harmless = [w for w in windows if law.at(w.theta).log - w.theta * epsilon < bound and w.width > 0]
-            window, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
+            loss = compose(self._pairs, self._counts, law, window, h, log_lost)
+        if len(self._kept) == _KEPT:
+            self._kept.clear()
+        self._kept[level] = _Composed(loss, law, window, h)
         return loss
+
+    def _first(self, level: int, log_lost: float) -> _Composed:
+        law = self._cumulants.truncated(log_lost - math.log(self._rounds))
+        window = law.window(law.tilt_for_delta((level + 0.5) * _LEVEL), log_lost)
+        h = max(law.step(window.theta), window.width / (_FINEST + 600 * math.sqrt(self._rounds)))
+        return _Composed(compose(self._pairs, self._counts, law, window, h, log_lost), law, window, h)
 
 
 def compose(
@@ -183,7 +196,7 @@ def compose(
     Chernoff's bound, and so is what lies beyond the grid of a single round; what lies below has no part in δ(ε); what a
     circular convolution folds into the window only adds to it. The tilted masses err by what `Convolution` states, as
     an L2 norm, so that δ(ε) errs by at most that times the norm of e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz); and
-    by a factor e^(512 T u) for the tilts, whose exponents are some hundreds at most, and e^(4 N u) for sums over N points.
+    by a factor e^(512 T u) for the tilts, whose exponents are some hundreds at most, and e^(4 N u) for sums of N terms.
 
     Args:
         cumulants: of the losses; h: the largest step of the grid; log_lost: logarithm of the mass that may be taken for
@@ -192,8 +205,9 @@ def compose(
     total, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
     far = max(abs(window.low), abs(window.high))
     h = max(min(h, window.width / _FINEST), window.width / _COARSEST, 2.0**-40 * far)
-    first = math.floor(window.low / h)
-    size = next_fast_len(math.ceil(window.high / h) - first + 1, real=True)
+    spread = 4 * h * math.sqrt(total)  # by more than that rounding to the grid hardly ever moves the sum
+    first = math.floor((window.low - spread) / h)
+    size = next_fast_len(math.ceil((window.high + spread) / h) - first + 1, real=True)
     lowest = (at.logs - 40) / theta  # what has less is next to nothing of the tilted law
     convolution = Convolution(size)
     log, log_above, infinite = 0.0, 0.0, 0.0
