@@ -34,6 +34,7 @@ from dpexp.errors import ConfigError
 
 MOMENTS = range(1, 33)  # λ
 _WHOLE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
+_TOO_MANY = 2**28  # rounds
 _CERTAIN = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
 
 
@@ -109,13 +110,16 @@ def _pair(release: Release) -> Pair:
     return Truncated(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
 
 
-def _privacy_loss(counts: Mapping[Release, int]) -> ComposedLoss | Gaussian:
-    """Full batches, and rounds in which sampling gains next to nothing, are one Gaussian release together."""
+def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
+    """Full batches, and rounds in which sampling gains next to nothing, are one Gaussian release together. For hundreds
+    of millions of rounds no grid is fine enough, and Rényi DP the tighter bound."""
     z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
     full = np.array([release.q == 1 or release.z < _CERTAIN for release in counts])
     unsampled = composed(z, times)
     if full.all():
         return unsampled
+    if times.sum() > _TOO_MANY and all(release.policy == "poisson" for release in counts):
+        return Renyi(z, np.where(full, 1.0, [release.q for release in counts]), times)
     pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
     times = times[~full]
     if full.any():

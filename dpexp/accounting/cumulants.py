@@ -13,6 +13,8 @@ from dpexp.accounting.renyi import Array
 
 _NEXT_TO_NOTHING = -750.0  # logarithm of a δ
 _FEW = 64  # kinds of rounds of which losses may be looked at closely
+_WIDE = 600.0  # e^600 is still a number
+_RESOLVED = 2.0**-30  # of a loss
 _BEYOND = 25  # e^-25 of a tilted law is next to nothing
 
 
@@ -67,19 +69,23 @@ class Cumulants:
         kept = log_above >= log_tail - self._coarse
         return Cumulants(self._losses, np.where(kept, self._log_mass, -np.inf), self._counts, self._coarse)
 
+    @property
+    def largest(self) -> Array:
+        """Loss of each kind of round [R]."""
+        return np.where(np.isfinite(self._log_mass), self._losses, -np.inf).max(axis=1)
+
     def at(self, theta: float) -> Tilted:
         if theta not in self._seen:
             exponent = self._log_mass + theta * self._losses
             top = exponent.max(axis=1, keepdims=True)
             weight = np.exp(exponent - top)
-            total = weight.sum(axis=1)
-            mean = (weight * self._losses).sum(axis=1) / total
-            variances = self._counts * (weight * (self._losses - mean[:, None]) ** 2).sum(axis=1) / total
-            logs = np.log(total) + top[:, 0]
-            deviation = math.sqrt(max(float(variances.sum()), 1e-300))
-            self._seen[theta] = Tilted(
-                float(self._counts @ logs), float(self._counts @ mean), deviation, logs, variances
-            )
+            norm = weight.sum(axis=1)
+            mean = (weight * self._losses).sum(axis=1) / norm
+            variances = self._counts * (weight * (self._losses - mean[:, None]) ** 2).sum(axis=1) / norm
+            logs = np.log(norm) + top[:, 0]
+            total = float(self._counts @ mean)
+            deviation = max(math.sqrt(float(variances.sum())), abs(total) * _RESOLVED, 1e-150)
+            self._seen[theta] = Tilted(float(self._counts @ logs), total, deviation, logs, variances)
         return self._seen[theta]
 
     def tilt_for_mean(self, loss: float) -> float:
@@ -102,12 +108,17 @@ class Cumulants:
             between = s * (1 / math.sqrt(2 * math.pi) - x * first)
         return at.log - theta * at.mean + math.log(max(between, 1e-300))
 
+    def light_log_delta(self, epsilon: float) -> float:
+        """Of δ(ε), where the tail is so light that this can be told; else that of 1."""
+        theta = self.tilt_for_mean(epsilon)
+        return self.log_delta(theta) if self.at(theta).deviation < 2 * self.at(0.0).deviation else 0.0
+
     def _root(self, rising: Callable[[float], float]) -> float:
         deviation = self.at(0.0).deviation
         low, high = 1e-3 / deviation, 1 / deviation
         if rising(low) >= 0:
             return low
-        while rising(high) < 0 and self.log_delta(high) > _NEXT_TO_NOTHING and high * deviation < 1e6:
+        while rising(high) < 0 and self.log_delta(high) > _NEXT_TO_NOTHING and high * deviation < 1e4:
             low, high = high, 2 * high
         if rising(high) <= 0:
             return high
@@ -119,7 +130,7 @@ class Cumulants:
         at = self.at(theta)
         steps = [k / at.deviation for k in (1 / 64, 1 / 16, 1 / 4, 1, 2, 4, 8)]
         low = max((at.log - self.at(theta - step).log - _BEYOND) / step for step in steps)
-        low = max(low, at.mean - 600 / theta)  # e^600 is still a number
+        low = max(low, at.mean - _WIDE / theta)
         top = min((self.at(theta + step).log - at.log + _BEYOND) / step for step in steps)
         steeps = [theta + k / at.deviation for k in (0, 1 / 32, 1 / 8, 1 / 2, 1, 2, 4, 8, 16)]
         high, steep = min(((self.at(steep).log - log_lost) / steep, steep) for steep in steeps)

@@ -12,7 +12,8 @@ from dpexp.accounting.renyi import Array
 _ULP, _LONG_ULP = 2.0**-53, float(np.finfo(np.longdouble).eps) / 2
 _GONE = -46.0  # logarithm of a characteristic function that is as good as 0
 _FEW = 1 / 64  # of all frequencies
-_TERMS = 512  # summed at a time
+_TURNS = 2**24  # that may be summed over
+_TERMS = 512  # at a time
 
 
 def log_rounding(rounds: float) -> float:
@@ -49,8 +50,9 @@ class Convolution:
         Args:
             starts: the first point of each; masses: at the points from there on, summing to 1.
         """
+        width = max(start + len(mass) for start, mass in zip(starts, masses, strict=True)) - min(starts)
         for r, (start, mass) in enumerate(zip(starts, masses, strict=True)):
-            if len(self._live) < _FEW * self._size:
+            if len(self._live) < min(_FEW * self._size, _TURNS / width):
                 self._sum(starts[r:], masses[r:], counts[r:])
                 return
             self._transform(start, mass, float(counts[r]))

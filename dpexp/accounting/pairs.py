@@ -31,6 +31,10 @@ class Pair(Protocol):
     def reverse(self) -> "Pair":
         """Q against P."""
 
+    @property
+    def most(self) -> float:
+        """No loss is larger; infinite if there is no such bound."""
+
     def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
         """The loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss.
 
@@ -83,6 +87,10 @@ class Sampled:
     @property
     def reverse(self) -> "Sampled":
         return Sampled(self.z, self.q, 1 - self.a)
+
+    @property
+    def most(self) -> float:
+        return -math.log1p(-self.q) if self.a == 0 else math.inf
 
     def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
         cells = self.cells(h, lowest, log_tail)
@@ -152,6 +160,10 @@ class WithoutReplacement:
     def reverse(self) -> "WithoutReplacement":
         return self
 
+    @property
+    def most(self) -> float:
+        return math.inf
+
     def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
         removed = Sampled(self.z, self.q, 1.0).cells(h, -h, log_tail)
         added = Sampled(self.z, self.q, 0.0).cells(h, min(lowest, -h), log_tail)
@@ -192,6 +204,10 @@ class Truncated:
     def reverse(self) -> "Truncated":
         return Truncated(self.z, self.q, self.n, self.maximum, 1 - self.a)
 
+    @property
+    def most(self) -> float:
+        return max(pair.most for _, pair in self._parts())
+
     def _parts(self) -> list[tuple[float, Sampled]]:
         others = binom(self.n - 1, self.q)
         parts = [(float(others.cdf(self.maximum - 1)), Sampled(self.z, self.q, self.a))]
@@ -222,7 +238,10 @@ def _between(u: Array) -> tuple[Array, Array]:
     err by less than 8 + 4u² units in the last place."""
     tail = ndtr(-np.abs(u))
     lost = tail * (8 + 4 * np.minimum(u**2, 2000)) * _ULP
-    mass = np.where((u[:-1] < 0) & (u[1:] > 0), 1 - tail[:-1] - tail[1:], np.abs(tail[1:] - tail[:-1]))
+    mass = np.abs(np.diff(tail))
+    first = int(np.searchsorted(u, 0))
+    if 0 < first < len(u):
+        mass[first - 1] = 1 - tail[first - 1] - tail[first]
     return mass, np.maximum(lost[:-1], lost[1:])
 
 

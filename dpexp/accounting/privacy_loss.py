@@ -40,6 +40,7 @@ class PrivacyLoss:
     """
 
     def __init__(self, h: float, first: int, mass: Array, infinite: float, error: Array, scale: float) -> None:
+        self.h = h
         self._losses = h * (first + np.arange(len(mass)))
         # C_j = Σ_{i>=j} m_i e^(L_j-L_i) and δ_j = δ_{j+1} + (1 - e^-h) C_{j+1}: sums without cancellation
         bands = np.ones((2, len(mass)))
@@ -52,6 +53,10 @@ class PrivacyLoss:
     @property
     def lowest(self) -> float:
         return float(self._losses[0])
+
+    @property
+    def points(self) -> int:
+        return len(self._losses)
 
     def delta(self, epsilon: float) -> float:
         """δ(ε) = E[(1 - e^(ε-L))⁺]; 1 for an ε below the lowest loss."""
@@ -72,15 +77,16 @@ class PrivacyLoss:
             return math.inf
         if j == 0:
             return self.lowest
-        down = min((target - bound[j]) / self._certain[j], 1 - 1e-16)
-        return float(max(self._losses[j] + math.log1p(-down), self._losses[j - 1]))
+        left = self._certain[j] - (target - bound[j])
+        down = math.log(left / self._certain[j]) if left > 0 else -math.inf
+        return float(max(self._losses[j] + down, self._losses[j - 1]))
 
     def step(self, epsilon: float, rounds: float) -> float:
         """The largest h with which ε is right to a ten-thousandth: it adds h²/6 to each round's variance, and half of
         that times -d log δ/dε to ε."""
         j = min(int(np.searchsorted(self._losses, epsilon)), len(self._losses) - 1)
-        slope = float(self._certain[j] / (self._delta[j] + self._error[j]))
-        return math.sqrt(1.2e-3 * epsilon / (rounds * max(slope, 1e-300)))
+        delta, slope = float(self._delta[j] + self._error[j]), float(self._certain[j])
+        return math.sqrt(1.2e-3 * epsilon * delta / (rounds * slope)) if delta and slope else math.inf
 
     def _unscaled(self, mass: float) -> float:
         return min(1.0, math.exp(min(self._scale + math.log(mass), 0))) if mass > 0 else 0.0
@@ -101,14 +107,16 @@ class ComposedLoss:
         self._unsampled = unsampled
 
     def delta(self, epsilon: float) -> float:
-        most, largest = self._unsampled.delta(epsilon), 0.0
+        largest = 0.0
         for way in self._ways:
-            largest = max(largest, way.delta(epsilon, largest))
-        return min(most, largest)
+            largest = max(largest, way.delta(epsilon, largest) if epsilon < way.most else 0.0)
+        return min(largest, self._unsampled.delta(epsilon))
 
     def epsilon(self, delta: float) -> float:
-        most = self._unsampled.epsilon(delta)
-        return min(most, max(way.epsilon(delta) for way in self._ways)) if most else 0.0
+        unsampled, largest = self._unsampled.epsilon(delta), 0.0
+        for way in self._ways:
+            largest = max(largest, min(way.epsilon(delta), way.most) if min(unsampled, way.most) > largest else 0.0)
+        return min(largest, unsampled)
 
     def estimate(self, delta: float) -> float:
         """ε within a few per cent where tails are light: no bound, but quick."""
@@ -119,7 +127,6 @@ class _Composed(NamedTuple):
     loss: PrivacyLoss
     law: Cumulants
     window: Window
-    h: float
 
 
 class _OneWay:
@@ -128,6 +135,7 @@ class _OneWay:
     def __init__(self, pairs: Sequence[Pair], counts: Array, cumulants: Cumulants) -> None:
         self._pairs, self._counts, self._cumulants = pairs, counts, cumulants
         self._rounds = float(counts.sum())
+        self.most = float(counts @ np.array([pair.most for pair in pairs]))
         self._kept: dict[int, _Composed] = {}
 
     def epsilon(self, delta: float) -> float:
@@ -139,8 +147,7 @@ class _OneWay:
 
     def delta(self, epsilon: float, enough: float) -> float:
         """The smallest bound of the levels that lead to the one that holds it; or any that is at most `enough`."""
-        log_delta = self._cumulants.log_delta(self._cumulants.tilt_for_mean(epsilon))
-        tried, best = set[int](), 1.0
+        tried, best, log_delta = set[int](), 1.0, self._cumulants.light_log_delta(epsilon)
         while (level := self._level(log_delta)) not in tried and best > enough:
             tried.add(level)
             best = min(best, self._settled(log_delta, lambda _: epsilon).delta(epsilon))
@@ -159,32 +166,32 @@ class _OneWay:
         """
         level = self._level(log_delta)
         log_lost = level * _LEVEL - _NATS
-        loss, law, window, h = self._kept.get(level) or self._first(level, log_lost)
+        loss, law, window = self._kept.get(level) or self._first(level, log_lost)
         for _ in range(8):
-            epsilon = epsilon_of(loss)
-            if epsilon <= 0:
+            epsilon, h = epsilon_of(loss), loss.h
+            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST:
                 break
             if loss.lowest < epsilon < math.inf:
                 theta, finer = law.tilt_for_mean(epsilon), loss.step(epsilon, self._rounds)
-                if theta > 0.8 * window.theta and finer > 0.8 * h:
+                if theta > 0.8 * window.theta and (finer > 0.8 * h or loss.points > 0.9 * _COARSEST):
                     break
                 bound = log_delta - 8 - log_rounding(self._rounds)  # up to which rounding is next to nothing beside δ
                 windows = [law.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
                 harmless = [w for w in windows if law.at(w.theta).log - w.theta * epsilon < bound and w.width > 0]
                 window, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
             else:
-                window = law.window(window.theta / 2, log_lost)
+                window = law.window(window.theta / 8, log_lost)
             loss = compose(self._pairs, self._counts, law, window, h, log_lost)
         if len(self._kept) == _KEPT:
             self._kept.clear()
-        self._kept[level] = _Composed(loss, law, window, h)
+        self._kept[level] = _Composed(loss, law, window)
         return loss
 
     def _first(self, level: int, log_lost: float) -> _Composed:
         law = self._cumulants.truncated(log_lost - math.log(self._rounds))
         window = law.window(law.tilt_for_delta((level + 0.5) * _LEVEL), log_lost)
         h = max(law.step(window.theta), window.width / (_FINEST + 600 * math.sqrt(self._rounds)))
-        return _Composed(compose(self._pairs, self._counts, law, window, h, log_lost), law, window, h)
+        return _Composed(compose(self._pairs, self._counts, law, window, h, log_lost), law, window)
 
 
 def compose(
@@ -203,12 +210,13 @@ def compose(
             infinite loss.
     """
     total, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
-    far = max(abs(window.low), abs(window.high))
-    h = max(min(h, window.width / _FINEST), window.width / _COARSEST, 2.0**-40 * far)
-    spread = 4 * h * math.sqrt(total)  # by more than that rounding to the grid hardly ever moves the sum
-    first = math.floor((window.low - spread) / h)
-    size = next_fast_len(math.ceil((window.high + spread) / h) - first + 1, real=True)
     lowest = (at.logs - 40) / theta  # what has less is next to nothing of the tilted law
+    far = max(abs(window.low), abs(window.high))
+    least = max(window.width / _COARSEST, float((cumulants.largest - lowest).max()) / _CELLS, 2.0**-40 * far)
+    h = max(min(h, window.width / _FINEST), least)
+    spread = 4 * h * math.sqrt(total)  # by more than that rounding to the grid hardly ever moves the sum
+    first = max(math.floor((window.low - spread) / h), math.floor((at.mean - 650 / theta) / h) + 1)
+    size = next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
     convolution = Convolution(size)
     log, log_above, infinite = 0.0, 0.0, 0.0
     for rows in _portions(np.argsort(-at.variances), size):
@@ -231,7 +239,7 @@ def compose(
     mass, error = convolution.masses(first)
     scale = log - theta * at.mean + (512 * total + 4 * size) * _ULP
     with np.errstate(over="ignore"):
-        infinite *= float(np.exp(-scale))
+        infinite = float(np.exp(math.log(infinite) - scale)) if infinite else 0.0
     return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale)
 
 
