@@ -16,7 +16,7 @@ from dp_accounting import pld, rdp
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger, write_ledger
 
 DELTA = 1e-5
 
@@ -30,13 +30,7 @@ def say(what: str, seconds: float, value: float) -> None:
 
 
 def million(path: Path) -> None:
-    writer = LedgerWriter(path)
-    writer.sample(SamplingEvent("poisson", 0.001, 60_000))
-    writer.query(SumQueryEvent("all", 1.0, 2.0))
-    writer.commit()
-    writer.close()
-    with path.open("a") as file:
-        file.writelines(['{"round": 0}\n'] * 999_999)
+    write_ledger(path, Ledger("add_remove", {round_of(2.0, 0.001): 10**6}))
 
 
 def by_dp_accounting(accountant: pld.PLDAccountant | rdp.RdpAccountant, rounds: list[tuple[float, float]]) -> float:

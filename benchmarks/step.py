@@ -178,7 +178,7 @@ def ours(name: str, grouping: str) -> Step:
     def step() -> None:
         ledger.sample(plan.sampling.event(plan.n))
         engine.start()
-        engine.accumulate(lambda one: loss_of(module(one[0]), one[1]), (x, y), len(x))
+        engine.accumulate(lambda one: loss_of(module(one[0]), one[1]), (x.unsqueeze(1), y.unsqueeze(1)), len(x))
         released = engine.release(ledger)
         for parameter, p in module.named_parameters():
             p.grad = released[parameter]

@@ -20,11 +20,12 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dpexp.accounting.accountants import APPROXIMATIONS, check_delta, check_names, delta, epsilon
 from dpexp.accounting.claims import claimable
-from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, read_ledger
+from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, ledger_so_far
 from dpexp.errors import ConfigError
 
 console = Console()
@@ -45,6 +46,7 @@ class Options:
 class Source:
     """A ledger with where it came from; δ and the MLflow run where they are known."""
 
+    name: str
     ledger: Ledger
     delta: float | None = None
     run_id: str | None = None
@@ -91,13 +93,13 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
 def _source(name: str, uri: str) -> Source:
     path = Path(name)
     if path.is_dir():
-        return Source(read_ledger(path / "ledger.jsonl"), _delta_of(path))
+        return Source(name, ledger_so_far(path / "ledger.jsonl"), _delta_of(path))
     if path.exists() or path.suffix:
-        return Source(read_ledger(path))
+        return Source(name, ledger_so_far(path))
     from dpexp.tracking.read import downloaded_run
 
     with downloaded_run(uri, name) as folder:
-        return Source(read_ledger(folder / "ledger.jsonl"), _delta_of(folder), name)
+        return Source(name, ledger_so_far(folder / "ledger.jsonl"), _delta_of(folder), name)
 
 
 def _delta_of(folder: Path) -> float | None:
@@ -129,8 +131,8 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     for source in sources:
         if source.ledger.truncated:
             console.print(
-                f"[bold red]A ledger ends in a half-written line[/]: it was read up to its last complete round, "
-                f"{len(source.ledger)}."
+                f"[bold red]The ledger of {escape(source.name)} ends early[/], after {len(source.ledger)} rounds: the "
+                "run was killed or is still writing it, or lines are missing at its end, and more was spent."
             )
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
     kinds = f"{len(ledger.rounds)} distinct" if len(ledger.rounds) > 1 else "all alike"

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
@@ -115,12 +115,14 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
     if plan is None or not path.exists():
         console.print("[bold]Interrupted.[/]")
         return
-    ledger = read_ledger(path)
+    ledger = ledger_so_far(path)
     console.print(
         f"[bold]Interrupted[/] after {len(ledger)} of {plan.rounds} rounds: "
         f"ε = {epsilon(ledger, delta, accountant):.4g} at δ = {delta:g} is spent."
     )
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
+    if ledger.truncated:
+        console.print("[bold red]It has no closing line[/], so that it reads as one that ends early.")
 
 
 def skipped(name: str) -> None:

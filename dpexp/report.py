@@ -27,7 +27,7 @@ from pandas import DataFrame, isna
 from dpexp import figures
 from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, check_delta, epsilon
 from dpexp.accounting.claims import claimable
-from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.overrides import sentence
 
@@ -138,7 +138,7 @@ def _page(
         *_plans(drawn, plans, out),
         *_rounds(drawn, spent, out),
         *_accountants(drawn, spent, out),
-        *_paragraphs([f"Left out: {note}" for note in notes], "note"),
+        *_paragraphs(notes, "note"),
     ]
     path = out / "report.html"
     path.write_text(
@@ -156,7 +156,7 @@ def _page(
 
 
 def _documents(runs: DataFrame, uri: str) -> tuple[dict[str, list[dict]], dict[str, Spent], list[str]]:
-    """By run id the groups of each plan and each ledger; and why a run's are missing."""
+    """By run id the groups of each plan and each ledger; and why a run's are missing or not whole."""
     from dpexp.tracking.read import downloaded_files
 
     plans, spent, notes = {}, {}, []
@@ -165,13 +165,15 @@ def _documents(runs: DataFrame, uri: str) -> tuple[dict[str, list[dict]], dict[s
             with downloaded_files(uri, run["run_id"], ["plan.json", "ledger.jsonl"]) as folder:
                 if (folder / "plan.json").exists():
                     plans[run["run_id"]] = _groups(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
-                ledger = read_ledger(folder / "ledger.jsonl")
+                ledger = ledger_so_far(folder / "ledger.jsonl")
             check_delta(run["delta"])
             accountants = claimable(ledger)
             reported = run["accountant"] if run["accountant"] in accountants else accountants[0]
             spent[run["run_id"]] = Spent(ledger, run["delta"], reported)
+            if ledger.truncated:
+                notes.append(f"The ledger of {run['name']} ({run['run_id']}) ends early, after {len(ledger)} rounds.")
         except (ValueError, KeyError, TypeError) as error:  # a document from elsewhere
-            notes.append(f"{run['name']} ({run['run_id']}): {error}")
+            notes.append(f"Left out: {run['name']} ({run['run_id']}): {error}")
     return plans, spent, notes
 
 

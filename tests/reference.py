@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.utils._pytree import tree_map
 
 from dpexp.privacy.engine.engine import MARGIN
 
@@ -14,6 +15,11 @@ def record(batch, i):
     if isinstance(batch, tuple):
         return tuple(record(value, i) for value in batch)
     return batch[i : i + 1]
+
+
+def stacked(batch):
+    """What the engine is given of a batch: each record as a batch of one."""
+    return tree_map(lambda t: t.unsqueeze(1), batch)
 
 
 def clipped_sums(plan, module, loss_of, batch, size):

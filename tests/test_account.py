@@ -2,6 +2,8 @@
 
 import math
 import sys
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,13 +64,21 @@ def test_another_adjacency_is_a_claim_of_its_own(written):
     assert account([path, "delta=1e-5", "adjacency=replace_null"]) == account([path, "delta=1e-5"])
 
 
-def test_a_truncated_ledger_is_read_up_to_its_last_round_and_says_so(written, capsys):
-    path = written("a.jsonl", ledger(2.0, 0.05, 9))
-    with open(path, "rb+") as file:
-        file.truncate(len(file.read()) - 3)
-    costs = account([path, "delta=1e-5"])
-    assert costs["pld"] == epsilon(ledger(2.0, 0.05, 8), 1e-5)
-    assert "half-written line" in capsys.readouterr().out
+@pytest.mark.parametrize("lost, rounds", [("half a closing line", 9), ("half a round", 8), ("but the header", 0)])
+def test_a_ledger_that_ends_early_is_read_so_far_and_said_once(written, capsys, lost, rounds):
+    path = Path(written("a.jsonl", ledger(2.0, 0.05, 9)))
+    lines = path.read_bytes().splitlines(keepends=True)
+    left = {
+        "half a closing line": [*lines[:-1], lines[-1][:9]],
+        "half a round": [*lines[:-2], lines[-2][:9]],
+        "but the header": lines[:1],
+    }
+    path.write_bytes(b"".join(left[lost]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        costs = account([str(path), "delta=1e-5"])
+    assert costs["pld"] == (epsilon(ledger(2.0, 0.05, rounds), 1e-5) if rounds else 0)
+    assert f"a.jsonl ends early, after {rounds} rounds: the run was killed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_job, capsys):

@@ -37,11 +37,14 @@ def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_
         f"group={group}", f"mechanism={mechanism}", f"allocation={allocation}", *noise,
     )  # fmt: skip
 
-    header, spec, *rounds = read_lines(output / "ledger.jsonl")
+    header, spec, *rounds, closing = read_lines(output / "ledger.jsonl")
     planned = {"policy": "poisson", "n": 1437, "q": [Q]}
-    assert header == {"dpexp_ledger": 1, "adjacency": "add_remove", "sampling": planned}
+    said = {key: value for key, value in header.items() if key not in ("format", "link")}
+    assert said == {"line": 1, "dpexp_ledger": 2, "adjacency": "add_remove", "sampling": planned}
     assert spec["sampling"] == {"policy": "poisson", "q": Q, "n": 1437}
-    assert rounds == [{"round": 0}] * ROUNDS
+    assert [spec["line"], spec["spec"]] == [2, 0]
+    assert [[line, kind] for line, kind, link in rounds] == [[3 + t, 0] for t in range(ROUNDS)]
+    assert [closing["line"], closing["rounds"]] == [3 + ROUNDS, ROUNDS]
     assert [query["group"] for query in spec["queries"]] == NAMES[group]
     inverse_square = sum((query["S"] / query["sigma"]) ** 2 for query in spec["queries"])
     result = json.loads((output / "result.json").read_text())

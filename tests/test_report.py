@@ -118,7 +118,11 @@ def test_the_page_shows_the_runs_and_stands_alone(dpexp_job, client, tmp_path):
     assert "3 of the trials show more than their (ε, δ) covers" in page
 
     (damaged,) = (run for run in runs if run.data.tags.get("dpexp.mechanism") == "joint")
-    (Path(damaged.info.artifact_uri) / "ledger.jsonl").write_text("{}\n")
+    left = Path(damaged.info.artifact_uri) / "ledger.jsonl"
+    left.write_text(left.read_text().rpartition('{"line"')[0])
+    page = report([f"out={tmp_path}/early"]).read_text()
+    assert f"({damaged.info.run_id}) ends early, after {len(spent)} rounds." in page and "Left out" not in page
+    left.write_text("{}\n")
     page = report([f"out={tmp_path}/again"]).read_text()
     left_out = re.findall(r"Left out: [^<]*", page)
     assert len(left_out) == 1, (left_out, trials)

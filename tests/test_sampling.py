@@ -8,12 +8,14 @@ import torch
 from scipy.stats import binom, binomtest, chisquare
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.sampling import All, FixedSize, Poisson, RoundSampler, Shuffle, TruncatedPoisson, make_policy
+from dpexp.privacy.delivery import RoundSampler
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.sampling import All, FixedSize, Poisson, Shuffle, TruncatedPoisson, make_policy
 from dpexp.privacy.schedules import schedule
 
 
 def sampler(size=100, q=0.1, rounds=50, physical=7, seed=0):
-    return RoundSampler(lambda t: Poisson(q), size, rounds, physical, torch.Generator().manual_seed(seed))
+    return RoundSampler(lambda t: Poisson(q), size, rounds, physical, KeyStream.known(seed, "sampling", 0))
 
 
 def samples(sampler):
@@ -23,7 +25,7 @@ def samples(sampler):
         chunk = sampler.pending.popleft()
         if chunk.first:
             rounds.append([])
-        rounds[-1].extend([] if chunk.empty else rows)
+        rounds[-1].extend(rows)
         chunks.append((rows, chunk))
         sampler.completed += chunk.last
     return rounds, chunks
@@ -31,10 +33,10 @@ def samples(sampler):
 
 def test_inclusion_is_independent_with_probability_q():
     q, size, rounds = 0.07, 40, 4000
-    generator = torch.Generator().manual_seed(1)
+    stream = KeyStream.known(1, "sampling", 0)
     included = torch.zeros(rounds, size, dtype=torch.long)
     for row in included:
-        row[Poisson(q).samples(size, generator)[0]] = 1
+        row[Poisson(q).samples(size, stream)[0]] = 1
     assert binomtest(int(included.sum()), rounds * size, q).pvalue > 1e-3
     counts = included.sum(0).double()
     assert chisquare(counts.numpy()).pvalue > 1e-3, "every record alike"
@@ -48,15 +50,14 @@ def test_inclusion_is_independent_with_probability_q():
 
 def test_a_tiny_rate_is_not_rounded_up():
     """In float32 a uniform below 1e-9 happens with probability 2^-24, sixty times too often."""
-    generator = torch.Generator().manual_seed(0)
-    assert sum(len(Poisson(1e-9).samples(10_000_000, generator)[0]) for _ in range(3)) <= 2
+    stream = KeyStream.known(0, "sampling", 0)
+    assert sum(len(Poisson(1e-9).samples(10_000_000, stream)[0]) for _ in range(3)) <= 2
 
 
 def test_chunks_put_a_sample_together():
     rounds, chunks = samples(sampler(q=0.3))
     assert max(len(rows) for rows, _ in chunks) == 7
-    assert all(chunk.size == len(rows) for rows, chunk in chunks)
-    expected = torch.Generator().manual_seed(0)
+    expected = KeyStream.known(0, "sampling", 0)
     assert rounds == [Poisson(0.3).samples(100, expected)[0] for _ in rounds]
 
 
@@ -64,8 +65,7 @@ def test_an_empty_sample_is_still_a_round():
     """Trap 3."""
     rounds, chunks = samples(sampler(size=3, q=0.01, rounds=200))
     assert [] in rounds and len(rounds) == 100
-    empty = [(rows, chunk) for rows, chunk in chunks if chunk.empty]
-    assert empty and all(rows == [0] and chunk.first and chunk.last for rows, chunk in empty)
+    assert all(chunk.first and chunk.last for rows, chunk in chunks if not rows)
 
 
 @pytest.mark.parametrize("size, batch", [(93, 1), (99, 1), (105, 1), (1437, 512), (50, 50), (10, 3)])
@@ -87,7 +87,8 @@ def test_reading_ahead_and_starting_again_keep_chunks_and_rows_together():
     abandoned = iter(run)
     list(islice(abandoned, 5))
     rows = list(islice(iter(run), 9))
-    assert [chunk.size for chunk in run.pending] == [len(chunk) for chunk in rows]
+    assert len(run.pending) == len(rows), "and none of those abandoned"
+    assert [chunk.last for chunk in run.pending][:-1] == [chunk.first for chunk in run.pending][1:]
 
 
 def test_an_empty_training_set_is_refused():
@@ -97,10 +98,10 @@ def test_an_empty_training_set_is_refused():
 
 def included(policy, size, draws, seed=2):
     """[samples, size]: which record is in which sample."""
-    generator = torch.Generator().manual_seed(seed)
+    stream = KeyStream.known(seed, "sampling", 0)
     rows = []
     while len(rows) < draws:
-        for sample in policy.samples(size, generator):
+        for sample in policy.samples(size, stream):
             assert len(set(sample)) == len(sample), "no record twice"
             row = torch.zeros(size, dtype=torch.long)
             row[sample] = 1
@@ -149,7 +150,7 @@ def test_all_is_everyone():
 
 def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
     """The permutation is gone with the process, so that further batches are not disjoint with the earlier ones."""
-    run = RoundSampler(lambda t: Shuffle(0.1), 100, 50, 7, torch.Generator().manual_seed(0))
+    run = RoundSampler(lambda t: Shuffle(0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
     samples(run)
     assert run.completed == 10
     run.completed = 14

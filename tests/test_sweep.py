@@ -184,6 +184,17 @@ def test_deleted_trials_have_spent_what_they_spent(dpexp_job, store, tmp_path):
     assert after == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9) and after > before
 
 
+def test_a_ledger_that_ends_early_is_told_of(dpexp_job, store, tmp_path, recwarn):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    dpexp_job(*sweep)
+    assert "ends early" not in store.parents()[0].data.tags["mlflow.note.content"]
+    path = next(tmp_path.glob("outputs/multirun/*/*/0/ledger.jsonl"))
+    path.write_text(path.read_text().rpartition('{"line"')[0])
+    dpexp_job(*sweep)
+    assert "1 with a ledger that ends early) covers" in store.parents()[0].data.tags["mlflow.note.content"]
+    assert not any("ends early" in str(warning.message) for warning in recwarn)
+
+
 def test_a_lost_ledger_is_not_taken_for_nothing(dpexp_job, store, tmp_path):
     sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
     dpexp_job(*sweep)

@@ -6,12 +6,27 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
 
 import dpexp
-from dpexp.accounting.ledger import read_ledger
+from dpexp import display
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    ledger_so_far,
+    read_ledger,
+    write_ledger,
+)
+from dpexp.errors import ConfigError
+from dpexp.tracking.run import keep_error
+from dpexp.training.classifier import Classifier
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=2", "model=logistic")
 
@@ -102,6 +117,47 @@ def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch
     assert len(read_ledger(ledger)) == 3
 
 
+@pytest.mark.parametrize("tracking, rounds", [("mlflow", 3), ("none", 3), ("none", 4)])
+def test_a_run_that_loses_its_ledger_stops_and_says_where_the_rounds_are(
+    dpexp_job, tmp_path, monkeypatch, tracking, rounds
+):
+    """Before the next release, or after the last of four."""
+    commit = LedgerWriter.commit
+
+    def losing(self):
+        commit(self)
+        if len(self.ledger) == rounds:
+            self.path.write_bytes(b"") if tracking == "mlflow" else self.path.unlink()
+
+    monkeypatch.setattr(LedgerWriter, "commit", losing)
+    with pytest.raises(
+        SystemExit, match=f"while its run was writing it, so training stops; its {rounds} rounds are in"
+    ):
+        dpexp_job(*QUICK, f"tracking={tracking}")
+    (rescued,) = tmp_path.glob("outputs/*/*/ledger.rescued1.jsonl")
+    assert len(read_ledger(rescued)) == rounds
+    if tracking == "mlflow":
+        run = only_run(tmp_path)
+        assert run.info.status == "FAILED" and "its 3 rounds are in" in run.data.tags["dpexp.error"]
+        assert "ledger.rescued1.jsonl" in artifacts(tmp_path, run)
+
+
+def test_the_planned_ledger_is_read_as_what_the_plan_costs(dpexp_job):
+    output = dpexp_job(*QUICK)
+    planned = read_ledger(output / "planned_ledger.jsonl")
+    assert len(planned) == 4 and planned == read_ledger(output / "ledger.jsonl")
+
+
+def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, capsys, recwarn):
+    sampling, query = SamplingEvent("poisson", 0.1, 100), SumQueryEvent("all", 1.0, 4.0)
+    early = Ledger("add_remove", {Round(sampling, (query,)): 3}, truncated=True)
+    write_ledger(tmp_path / "ledger.jsonl", early)
+    display.interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "after 3 of 9 rounds" in printed and "It has no closing line, so that it reads as one that ends" in printed
+    assert not recwarn
+
+
 @pytest.fixture
 def start():
     """Starts a job in a process of its own that would go on for hours; none outlives the test."""
@@ -139,8 +195,9 @@ def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatc
         jobs[name].send_signal(sent)
         printed, _ = jobs[name].communicate(timeout=60)
         assert jobs[name].returncode != 0, (name, printed[-2000:])
-        rounds = len(read_ledger(ledger))
-        assert rounds >= 19
+        found = ledger_so_far(ledger)
+        rounds = len(found)
+        assert rounds >= 19 and found.truncated == (name == "kill")
         if name == "kill":
             assert only_run(tmp_path / name).info.status == "RUNNING"
             continue
@@ -148,6 +205,7 @@ def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatc
         assert run.info.status == "KILLED"
         assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path / name, run)
         assert f"Interrupted after {rounds} of 1000000 rounds: ε =" in printed and "Traceback" not in printed
+        assert "Warning" not in printed and "ends early" not in printed
     from dpexp.__main__ import main
 
     monkeypatch.chdir(tmp_path / "kill")
@@ -155,3 +213,30 @@ def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatc
     main()
     runs = client(tmp_path / "kill").search_runs(["1"])
     assert sorted(run.info.status for run in runs) == ["FINISHED", "KILLED"]
+
+
+def test_error_texts_of_user_code_stay_on_this_machine(dpexp_job, tmp_path, monkeypatch):
+    """They may quote a record."""
+
+    def quoting(self, batch):
+        raise ValueError(f"Target {batch[1].tolist()} is out of bounds")
+
+    monkeypatch.setattr(Classifier, "training_step", quoting)
+    with pytest.raises(ValueError, match="Target"):
+        dpexp_job(*QUICK)
+    run = only_run(tmp_path)
+    said = run.data.tags["dpexp.error"]
+    assert said.startswith("ValueError in test_tracking.py, line ") and "Target" not in str(run.to_dictionary())
+    assert "Target" in (Path(run.data.tags["dpexp.output"]) / "error.txt").read_text()
+    assert "error.txt" not in artifacts(tmp_path, run)
+
+
+def test_mistakes_in_a_configuration_are_told_in_full(tmp_path):
+    assert keep_error(ConfigError("q=2 must lie in (0, 1]."), tmp_path) == "q=2 must lie in (0, 1]."
+    try:
+        try:
+            float("Smith, John")
+        except ValueError as error:
+            raise ConfigError(f"data.module: it cannot be made: {error}.") from error
+    except ConfigError as error:
+        assert keep_error(error, tmp_path).startswith("ValueError in test_tracking.py, line ")

@@ -1,12 +1,11 @@
 """What cannot be trained privately, refused by name before training."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import inspect
 
+import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import nn
 
 from dpexp.errors import ConfigError
 
@@ -34,80 +33,115 @@ def refuse_mixing_layers(module: nn.Module) -> None:
             )
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
             raise ConfigError(f"{where} has no sizes yet; run the model once on an example before training.")
+        if any(type(hook).__name__ == "SpectralNorm" for hook in layer._forward_pre_hooks.values()):
+            raise ConfigError(f"{where} has the old spectral_norm; use torch.nn.utils.parametrizations.spectral_norm.")
         if type(layer).__name__ == "OptimizedModule":
             raise ConfigError(f"{where} is compiled, so its gradients cannot be taken apart; pass the plain module.")
 
 
-def refuse_mixing_modules(module: nn.Module, step: Callable[[Any], Any], batch: Any) -> None:
-    """Refuses modules of any type that give a record another output alone than beside others.
-
-    The engine never lets one record see another, so such a module would not break privacy; it would train on
-    batches of one, which is hardly what its author means. Modules with randomness of their own are not judged.
-
-    Args:
-        step: what training does with a batch.
-        batch: two records along the first dimension of every tensor.
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuses backward hooks: a gradient of the whole batch, which they are for, never exists.
 
     Raises:
-        ConfigError: names the innermost such module.
+        ConfigError: names the parameter or the layer.
     """
-    first = tree_map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) else leaf, batch)
-    with _undisturbed(module):
-        together, alone, again = (
-            _outputs(module, step, part, seed) for part, seed in ((batch, 0), (first, 1), (first, 2))
-        )
-    for (name, beside), (_, single), (_, repeated) in zip(together, alone, again, strict=False):
-        for b, s, r in zip(beside, single, repeated, strict=False):
-            if len(b) != 2 * len(s) or not torch.equal(s, r):
-                continue
-            tolerance = 1e-3 if b.dtype in (torch.float32, torch.float64) else 5e-2
-            if not torch.allclose(b[: len(s)], s, rtol=tolerance, atol=tolerance / 10, equal_nan=True):
-                raise ConfigError(
-                    f"model: the module {name or '(root)'} ({type(module.get_submodule(name)).__name__}) mixes the "
-                    "records of a batch: its output for a record depends on the others; make it treat each alone."
-                )
-
-
-def _outputs(module: nn.Module, step: Callable, batch: Any, seed: int) -> list[tuple[str, list[Tensor]]]:
-    """Every module's output tensors in the order in which the modules finish."""
-    outputs: list[tuple[str, list[Tensor]]] = []
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            tensors = [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            outputs.append((name, [t for t in tensors if t.dim() and t.is_floating_point()]))
-
-        return hook
-
-    handles = [child.register_forward_hook(keep(name)) for name, child in module.named_modules()]
-    try:
-        torch.manual_seed(seed)
-        step(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs
-
-
-@contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Dropout layers off meanwhile; afterwards buffers, modes and random numbers are as they were."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    dropouts = [
-        layer for layer in module.modules() if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training
-    ]
-    for layer in dropouts:
-        layer.training = False
-    try:
-        with torch.random.fork_rng(), torch.no_grad():
-            yield
-    finally:
-        for layer in dropouts:
-            layer.training = True
-        for name, buffer in module.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"model: the parameter {name} has a gradient hook, which would not be called: gradients are clipped "
+                "record by record; change p.grad in on_before_optimizer_step instead, where it is the noisy average."
+            )
+    for name, layer in module.named_modules():
+        if layer._backward_hooks or layer._backward_pre_hooks:
+            raise ConfigError(
+                f"model: the layer {name or '(root)'} ({type(layer).__name__}) has a backward hook, which would not be "
+                "called: gradients are clipped record by record; remove it."
+            )
 
 
 def _learns_statistics(layer: nn.Module) -> bool:
     return layer.training or getattr(layer, "running_mean", None) is None
+
+
+def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: int) -> None:
+    """Refuses what the callback could not honour.
+
+    Args:
+        rounds: T.
+
+    Raises:
+        ConfigError: names the option or the hook.
+    """
+    if not pl_module.automatic_optimization:
+        raise ConfigError(
+            f"model: {type(pl_module).__name__} optimizes by hand (automatic_optimization=False), so a sample "
+            "cannot be tied to one release; use automatic optimization."
+        )
+    for owner in (pl_module, getattr(trainer, "datamodule", None)):
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
+            if owner is not None and is_overridden(hook, owner):
+                raise ConfigError(
+                    f"data: {type(owner).__name__}.{hook} sees whole batches, and may mix their records; do what it "
+                    "does in the data set or in training_step, which see one record."
+                )
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise ConfigError("model: training_step takes a dataloader_iter; let it take a batch.")
+    if trainer.world_size > 1:
+        raise ConfigError(
+            f"trainer.devices={trainer.world_size}: private training on several devices is not supported; use 1."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: a sample is taken "
+            "apart by trainer.physical_batch."
+        )
+    if trainer.precision == "16-mixed":
+        raise ConfigError("trainer.precision=16-mixed scales gradients by the data; use bf16-mixed or 32-true.")
+    if (trainer.min_steps or 0) > rounds:
+        raise ConfigError(
+            f"trainer.min_steps={trainer.min_steps} asks for more than the plan's {rounds} rounds; leave it out, since "
+            "sampling.steps or sampling.epochs says when training ends."
+        )
+    limit = trainer.limit_train_batches
+    whole = limit is None or (isinstance(limit, float) and limit == 1.0)
+    if not whole or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ConfigError(
+            "limit_train_batches, overfit_batches and fast_dev_run would cut samples short; "
+            "give sampling.steps instead."
+        )
+
+
+def refuse_finders(trainer: pl.Trainer) -> None:
+    """Refuses callbacks that train on raw batches before training begins.
+
+    Raises:
+        ConfigError: names the finder.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, pl.callbacks.LearningRateFinder | pl.callbacks.BatchSizeFinder):
+            raise ConfigError(
+                f"{type(callback).__name__} trains on records without noise, and no ledger would tell; try out "
+                "learning rates on public data, or by a sweep, whose parent run says what it cost."
+            )
+
+
+def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Refuses optimizers that would need another release, or that train what none releases.
+
+    Raises:
+        ConfigError: says which.
+    """
+    known = {id(parameter) for parameter in pl_module.parameters()}
+    for optimizer in trainer.optimizers:
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "optimizer: it holds a parameter that is not among the module's own, so no group releases it; "
+                "register the layer that owns it as an attribute of the module."
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigError("optimizer: SparseAdam takes no dense gradients, and noise is dense; choose Adam.")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "optimizer: LBFGS evaluates the loss several times a step, each of which would be another release; "
+                "choose SGD, Adam or another that does so once."
+            )

@@ -1,17 +1,13 @@
-"""Sampling policies, and the delivery of their samples in physical chunks."""
+"""Sampling policies (paper, section 5)."""
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch.utils.data import Sampler
-
 from dpexp.accounting.ledger import SamplingEvent
 from dpexp.errors import ConfigError
+from dpexp.privacy.keystream import KeyStream
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Policy(ABC):
         return whole if math.isclose(rounds, whole, rel_tol=1e-9) else math.ceil(rounds)
 
     @abstractmethod
-    def samples(self, size: int, generator: torch.Generator) -> list[list[int]]:
+    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
         """Indices of the next sample, or of the next several where those depend on each other."""
 
 
@@ -54,8 +50,8 @@ class Poisson(Policy):
     name: ClassVar[str] = "poisson"
     relies_on_n: ClassVar[bool] = False
 
-    def samples(self, size: int, generator: torch.Generator) -> list[list[int]]:
-        return [_independent(self.q, size, generator).tolist()]
+    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+        return [_independent(self.q, size, stream)]
 
 
 @dataclass(frozen=True)
@@ -74,10 +70,10 @@ class TruncatedPoisson(Policy):
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, maximum=self.maximum)
 
-    def samples(self, size: int, generator: torch.Generator) -> list[list[int]]:
-        sample = _independent(self.q, size, generator)
-        kept = torch.randperm(len(sample), generator=generator)[: self.maximum]
-        return [sample[kept].tolist()]
+    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+        sample = _independent(self.q, size, stream)
+        kept = stream.permutation(len(sample))[: self.maximum]
+        return [[sample[k] for k in kept]]
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,8 @@ class FixedSize(Policy):
 
     name: ClassVar[str] = "fixed_size"
 
-    def samples(self, size: int, generator: torch.Generator) -> list[list[int]]:
-        return [torch.randperm(size, generator=generator)[: whole_batch(self.q, size)].tolist()]
+    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+        return [stream.permutation(size)[: whole_batch(self.q, size)].tolist()]
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,8 @@ class Shuffle(Policy):
     def rounds_per_epoch(self) -> int:
         return math.floor(1 / self.q + 1e-9)
 
-    def samples(self, size: int, generator: torch.Generator) -> list[list[int]]:
-        order = torch.randperm(size, generator=generator)
+    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+        order = stream.permutation(size)
         batch = whole_batch(self.q, size)
         return [order[k * batch : (k + 1) * batch].tolist() for k in range(self.rounds_per_epoch)]
 
@@ -121,7 +117,7 @@ class All(Policy):
         if self.q != 1:
             raise ConfigError(f"sampling.q={self.q} must be 1 for sampling=all.")
 
-    def samples(self, size: int, generator: torch.Generator) -> list[list[int]]:
+    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
         return [list(range(size))]
 
 
@@ -157,74 +153,8 @@ def whole_batch(q: float, n: int) -> int:
     return batch
 
 
-def _independent(q: float, size: int, generator: torch.Generator) -> torch.Tensor:
-    """Uniforms are float64: float32's 2^-24 steps would bias a small q."""
-    uniforms = torch.rand(size, generator=generator, dtype=torch.float64)
-    return torch.nonzero(uniforms < q).flatten()
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One physical part of a sample: `size` rows, first and last of its round or not. The rows of an empty
-    sample's only chunk are a stand-in that counts for nothing. `epoch`: see Policy.event."""
-
-    size: int
-    first: bool
-    last: bool
-    empty: bool
-    epoch: int
-
-
-class RoundSampler(Sampler[list[int]]):
-    """A batch sampler that draws one sample a round and yields it in chunks of at most `physical_batch`.
-
-    It is drawn in the main process, so loader workers change nothing. Every chunk yielded is also queued in
-    `pending`, from which whoever consumes the loader's batches takes them in the same order, however far the
-    loader reads ahead. One iteration is one epoch: the rounds up to the next multiple of 1/q.
-
-    Args:
-        policy_at: the policy of each round.
-    """
-
-    def __init__(
-        self,
-        policy_at: Callable[[int], Policy],
-        size: int,
-        rounds: int,
-        physical_batch: int,
-        generator: torch.Generator,
-    ) -> None:
-        if size < 1:
-            raise ConfigError("data: the training set is empty.")
-        self.policy_at = policy_at
-        self.size = size
-        self.rounds = rounds
-        self.physical_batch = physical_batch
-        self.generator = generator
-        self.completed = 0
-        self.pending: deque[Chunk] = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        pending: deque[Chunk] = deque()
-        self.pending = pending
-        samples: deque[list[int]] = deque()
-        began = self.completed
-        for t in range(self.completed, self._epoch_end()):
-            if not samples:
-                samples.extend(self.policy_at(t).samples(self.size, self.generator))
-                began = t
-            sample = samples.popleft()
-            rows = sample or [0]
-            for start in range(0, len(rows), self.physical_batch):
-                chunk = rows[start : start + self.physical_batch]
-                last = start + self.physical_batch >= len(rows)
-                pending.append(Chunk(len(chunk), start == 0, last, not sample, began))
-                yield chunk
-
-    def _epoch_end(self) -> int:
-        """The round at which the epoch that is under way ends; rounds are never lost between epochs."""
-        policy = self.policy_at(0)
-        epoch = max(1, math.floor(self.completed / policy.rounds_per_epoch))
-        while policy.rounds(epoch) <= self.completed:
-            epoch += 1
-        return min(policy.rounds(epoch), self.rounds)
+def _independent(q: float, size: int, stream: KeyStream) -> list[int]:
+    """Each index with probability q, or less by under 2^-63."""
+    if q == 1:
+        return list(range(size))
+    return stream.words(size).lt(int(q * 2**63)).nonzero().flatten().tolist()

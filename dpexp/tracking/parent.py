@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from pandas import DataFrame
 
 from dpexp import figures
-from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
@@ -123,9 +123,9 @@ class Parent:
 
     def _ledger(self, run_id: str, output: Path) -> Ledger:
         if (output / "ledger.jsonl").exists():
-            return read_ledger(output / "ledger.jsonl")
+            return ledger_so_far(output / "ledger.jsonl")
         with downloaded_run(self._uri, run_id) as folder:
-            return read_ledger(folder / "ledger.jsonl")
+            return ledger_so_far(folder / "ledger.jsonl")
 
     def conclude(self, frame: DataFrame, metrics: dict[str, float], note: str, status: str, output: Path) -> None:
         """Logs the trials' table and figure, what choosing among them costs, and the parent's own end."""

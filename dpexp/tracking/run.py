@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers.logger import Logger
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import read_ledger, write_ledger
+from dpexp.accounting.ledger import ledger_so_far, write_ledger
 from dpexp.display import kept_for_later, plan_json
 from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds
@@ -129,12 +130,15 @@ class Tracked:
         self._outbox.file(self._output / "result.json")
 
     def log_ledger(self) -> None:
-        """The ledger up to the last release and its figure, however the run ended."""
-        ledger_path = self._output / "ledger.jsonl"
-        if not ledger_path.exists():
+        """The ledger up to the last release and its figure, however the run ended; if it lost its ledger, the one that
+        was rescued."""
+        for path in sorted(self._output.glob("ledger*.jsonl")):
+            self._outbox.file(path)
+        try:
+            ledger = ledger_so_far(self._output / "ledger.jsonl")
+        except ConfigError:  # none was begun, or it was damaged; the run's own end says so
             return
-        self._outbox.file(ledger_path)
-        figure = epsilon_over_rounds(read_ledger(ledger_path), self._cfg.privacy.delta, self._accountants)
+        figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
         figure.savefig(self._output / "epsilon.png", dpi=150)
         self._outbox.file(self._output / "epsilon.png")
 
@@ -164,7 +168,7 @@ def track(
         status = "KILLED"
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = keep_error(error, output)
         error.tracked = True  # type: ignore[attr-defined]
         raise
     finally:
@@ -174,6 +178,24 @@ def track(
             run.log_ledger()
         finally:
             run.end(status, reason)
+
+
+def keep_error(error: Exception, output: Path) -> str:
+    """Writes `error.txt` to the job's folder, and returns what others may read of it: a mistake in the configuration is
+    a sentence of dpexp's own; of any other error, whose text may quote a record, only type and place."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "error.txt").write_text("".join(traceback.format_exception(error)))
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    if isinstance(error, ConfigError) and type(root).__module__.partition(".")[0] in _OWN_WORDS:
+        return " ".join(str(error).split())
+    places = [frame for frame in traceback.extract_tb(root.__traceback__) if "site-packages" not in frame.filename]
+    where = f" in {Path(places[-1].filename).name}, line {places[-1].lineno}, {places[-1].name}" if places else ""
+    return f"{type(root).__name__}{where}; see error.txt in the job's folder"
+
+
+_OWN_WORDS = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning")
 
 
 def _in_main_thread() -> bool:
@@ -219,7 +241,7 @@ def record_failure(cfg: DictConfig, error: Exception) -> None:
     if cfg.tracking.uri is None or parent_id() is None or getattr(error, "tracked", False):
         return
     client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
-    reason = " ".join(f"{error}".split())
+    reason = keep_error(error, Path(HydraConfig.get().runtime.output_dir))
     run = client.create_run(experiment_id, tags=tags(cfg, None) | {"dpexp.error": reason}, run_name=_run_name(cfg))
     client.set_terminated(run.info.run_id, "FAILED")
 

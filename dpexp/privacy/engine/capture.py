@@ -1,32 +1,35 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
+from dpexp.privacy.isolation import Guard, State
 
 Record = Callable[[Tensor, Use], None]
 
 
-class Capture(TorchFunctionMode):
+class Capture(Guard):
     """While active, gradients reach no parameter; during the backward pass `record` is told of each parameter's
     per-record gradients instead.
 
     Args:
         anchor: [B] zeros that require gradients, batched by vmap: it marks every intercepted output as one
             that belongs to a record and that gradients must flow back to.
+        state: see Guard.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, record: Record) -> None:
-        super().__init__()
+    def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, record: Record, state: State) -> None:
+        super().__init__(state)
+        self._paused = False
         self._trainable = {id(parameter) for parameter in parameters}
         self.anchor = anchor
         self.record = record
@@ -36,6 +39,12 @@ class Capture(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in _OF_AUTOGRAD:
+            return func(_inner(args[0]))
+        if func in _BACKWARD:
+            raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
         if func in RULES:
             call = RULES[func](*args, **kwargs)
             if call is not None and self._fits(call):
@@ -51,7 +60,16 @@ class Capture(TorchFunctionMode):
         args, kwargs = self.with_copies(args), self.with_copies(kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile functions are watched, but not intercepted."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def trains(self, parameter: Tensor) -> bool:
         return id(parameter) in self._trainable
@@ -100,6 +118,21 @@ class Capture(TorchFunctionMode):
         if type(value) is dict:
             return {key: self.with_copies(item) for key, item in value.items()}
         return value
+
+
+# Under vmap a tensor does not say by itself what it would say without.
+_OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+_BACKWARD = {
+    Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
+    torch.autograd.grad, torch.autograd.backward,
+}  # fmt: skip
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    """The tensor of all records, of which vmap shows one."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _attention(

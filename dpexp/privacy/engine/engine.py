@@ -2,8 +2,9 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,79 +15,132 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.looped import culprit, looping
+from dpexp.privacy.engine.rounding import UNIT
 from dpexp.privacy.engine.uses import Dense, Use, merged
+from dpexp.privacy.isolation import Guard, State, Surroundings
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import Group, PrivacyPlan
 
-# A record is clipped to S less this much, relatively, so that its true norm is at most S although the norm was
-# computed with rounding errors.
-MARGIN = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}
+
+class NoLoss(Exception):
+    """A step has no loss for a record."""
+
+
+_NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
+_ONE_LOSS = "training_step must return one number for a record: its loss."
+MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
+_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
+
+
+@dataclass
+class _Way:
+    """How records of one look are processed: all together, but for some modules; or wholly one at a time."""
+
+    looped: set[str] = field(default_factory=set)
+    singly: bool = False
 
 
 class Engine:
     """Carries out a plan's mechanisms on a module's gradients.
 
-    Per sample: `start`, then `accumulate` for each chunk, then `release`.
+    Per sample: `start`, then `accumulate` for each chunk, then `release`. What a record contributes depends on no
+    other: how it is processed is chosen by what it looks like, never by its chunk.
 
     Args:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
 
+    Attributes:
+        around: what a step might change besides the module.
+
     Raises:
-        ConfigError: the plan was made for other parameters than the module's trainable ones.
+        ConfigError: the plan was made for other parameters than the module's trainable ones, or one is complex.
     """
 
     def __init__(self, plan: PrivacyPlan, module: nn.Module, noise: GaussianNoise, observe: bool = False) -> None:
         self.plan = self.now = plan
+        self.around = Surroundings()
         self._noise = noise
-        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        planned = {name for g in plan.groups for v in g.vectors for name in v.parameters}
-        if planned != set(trainable):
-            odd = sorted(planned.symmetric_difference(trainable))
-            raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
-        self._parameters = trainable
-        self._sums: dict[str, Tensor] = {}
         self._module = module
-        self._looped: set[str] = set()
-        self._slow = False
+        self._parameters = _trainable(module)
+        planned = {name for g in plan.groups for v in g.vectors for name in v.parameters}
+        if planned != set(self._parameters):
+            odd = sorted(planned.symmetric_difference(self._parameters))
+            raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
+        for name, parameter in self._parameters.items():
+            if parameter.is_complex():
+                raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
+        self._sums: dict[str, Tensor] = {}
+        self._ways: dict[Hashable, _Way] = {}
+        self._succeeded = False
+        self._said: set[str] = set()
         self.observe = observe
         self.observations: list[dict[str, Tensor]] = []
 
     def start(self, t: int = 0) -> None:
-        """Begins round t's sample: all sums are zero."""
+        """Begins round t's sample: all sums are zero.
+
+        Raises:
+            ConfigError: the module's trainable parameters are no longer those of the plan.
+        """
+        trained = _trainable(self._module)
+        changed = [
+            name for name in {**trained, **self._parameters} if trained.get(name) is not self._parameters.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"model: {', '.join(sorted(changed))} became trainable, ceased to be, or was replaced during training, "
+                "but the plan was made before; train in two jobs, the second from the first one's weights."
+            )
         self.now = self.plan.at(t)
         self._sums = {
-            name: torch.zeros_like(p, dtype=torch.promote_types(torch.float32, p.dtype))
+            name: torch.zeros(p.shape, dtype=torch.promote_types(torch.float32, p.dtype), device=p.device)
             for name, p in self._parameters.items()
         }
         self.observations = []
 
-    def accumulate(self, loss_of: Callable[[Any], Tensor], batch: Any, size: int, empty: bool = False) -> None:
-        """Adds one chunk's clipped vectors to the sums.
+    def accumulate(self, loss_of: Callable[[Any], Tensor], batch: Any, size: int) -> None:
+        """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing,
+        unless none ever could.
 
         Args:
-            loss_of: the loss of a batch of one record, as a scalar.
-            batch: tensors, in any nesting of tuples, lists and dicts, whose first dimension is `size`.
-            empty: the chunk stands for an empty sample and contributes nothing.
+            loss_of: the loss of one record, as a scalar.
+            batch: what it is given, stacked over the records: tensors [size, ...] in any nesting of tuples, lists and
+                dicts; whatever else the batch holds is the same for all of them.
 
         Raises:
-            ConfigError: the batch cannot be split into records, or a buffer changed.
+            ConfigError: the batch cannot be split into records, or a parameter changed.
         """
-        before = _state(self._module)
-        while not self._slow:
+        leaves, structure = records(batch, size)
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        state = State(self._module, self.around)
+        known = self._ways.setdefault(_look(leaves), _Way())
+        way = replace(known)
+        while not way.singly:
             try:
-                uses, losses = self._uses_together(loss_of, batch, size)
-            except (torch.OutOfMemoryError, ConfigError, KeyboardInterrupt):
+                uses, losses = self._uses_together(loss_of, leaves, structure, size, state, way)
+            except _NOT_OF_A_RECORD:
                 raise
             except Exception as reason:
-                _refuse_changes(before, self._module)
-                self._give_up(reason)
+                self._restore(state)
+                self._give_up(way, reason)
                 continue
+            self._restore(state)
             with _full_precision(losses.device), torch.no_grad():
-                self._clip_and_add(uses, losses, empty)
+                self._clip_and_add(uses, losses)
+            self._succeeded = True
             break
-        else:
-            self._accumulate_singly(loss_of, batch, size, empty)
-        _refuse_changes(before, self._module)
+        if way.singly and not known.singly and (bad := self._incomputable(loss_of, leaves, structure, size, state)):
+            good = [i for i in range(size) if i not in bad]
+            if good:  # it was the bad ones' fault
+                rest = [leaf[good] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                self.accumulate(loss_of, tree_unflatten(rest, structure), len(good))
+            return
+        if way.singly:
+            self._accumulate_singly(loss_of, leaves, structure, size, state)
+        if way != known:
+            self._warn_of_slowness(way)
+            self._ways[_look(leaves)] = way
 
     def release(self, ledger: LedgerWriter) -> dict[str, Tensor]:
         """Writes the sum query events, and only then returns v̂ for each parameter:
@@ -94,32 +148,47 @@ class Engine:
         for group in self.now.groups:
             ledger.query(group.query())
         ledger.commit()
-        qn = self.now.sampling.q * self.now.n
-        released = {}
-        for group, alpha, name in _by_parameter(self.now.groups):
-            total = self._sums[name]
-            released[name] = total.add_(self._noise(total), alpha=alpha * group.sigma).div_(qn)
-        self._sums = {}
+        released, self._sums = self._sums, {}
+        noisy = [(released[name], alpha * group.sigma) for group, alpha, name in _by_parameter(self.now.groups)]
+        self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
         return released
 
-    def _give_up(self, reason: Exception) -> None:
-        """Settles for processing one module's records, or the whole model's, one at a time."""
-        name = culprit(reason, self._module, self._looped)
-        if name is None:
-            self._slow, what = True, "this model's records"
-        else:
-            self._looped = {other for other in self._looped if not other.startswith(f"{name}.")} | {name}
-            what = f"the records of the module {name} ({type(self._module.get_submodule(name)).__name__})"
-        warnings.warn(
-            f"{what} are processed one at a time, which is right but slow, because they cannot be processed "
-            f"together: {(str(reason) or type(reason).__name__).splitlines()[0]}"
-        )
+    def _restore(self, state: State) -> list[str]:
+        changed = state.restore()
+        news = [name for name in changed if name not in self._said]
+        if news:
+            self._said.update(news)
+            warnings.warn(
+                f"training_step changes {', '.join(news)}, which is set back after each chunk of records, since "
+                "data would pass the noise that way."
+            )
+        return changed
 
-    def _uses_together(self, loss_of: Callable, batch: Any, size: int) -> tuple[dict[str, Use], Tensor]:
+    def _give_up(self, way: _Way, reason: Exception) -> None:
+        """Settles for processing one module's records, or the whole model's, one at a time."""
+        name = culprit(reason, self._module, way.looped)
+        self._reason = (str(reason) or type(reason).__name__).splitlines()[0]
+        if name is None:
+            way.singly = True
+        else:
+            way.looped = {other for other in way.looped if not other.startswith(f"{name}.")} | {name}
+
+    def _warn_of_slowness(self, way: _Way) -> None:
+        what = "this model's records"
+        if not way.singly:
+            kinds = [f"{name} ({type(self._module.get_submodule(name)).__name__})" for name in sorted(way.looped)]
+            what = f"the records of the module{'s' if len(kinds) > 1 else ''} {', '.join(kinds)}"
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(
+                f"{what} are processed one at a time, which is right but slow, because they cannot be processed "
+                f"together: {self._reason}"
+            )
+
+    def _uses_together(
+        self, loss_of: Callable, leaves: list[Any], structure: Any, size: int, state: State, way: _Way
+    ) -> tuple[dict[str, Use], Tensor]:  # fmt: skip
         """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
-        leaves, structure = records(batch, size)
-        for parameter in self._parameters.values():
-            parameter.grad = None
         uses: dict[int, list[Use]] = defaultdict(list)
 
         def record(parameter: Tensor, use: Use) -> None:
@@ -128,55 +197,79 @@ class Engine:
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(size, device=device, requires_grad=True)
 
-        def loss_of_one(anchor: Tensor, *leaves: Tensor) -> Tensor:
-            capture = Capture(self._parameters.values(), anchor, record)
-            with looping(self._module, self._looped, capture), capture:
+        def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
+            capture = Capture(self._parameters.values(), anchor, record, state)
+            with looping(self._module, way.looped, capture, self.around), capture:
                 return loss_of(tree_unflatten(list(leaves), structure))
 
-        in_dims = (0, *(None if leaf is None else 0 for leaf in leaves))
-        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(
-            anchor,
-            *(leaf if leaf is None else leaf.unsqueeze(1) for leaf in leaves),  # type: ignore[arg-type]
-        )
+        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in leaves))
+        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *leaves)
         if losses.dim() != 1:
-            raise ConfigError(f"training_step must return one loss; it has shape {tuple(losses.shape[1:])}.")
+            raise ConfigError(_ONE_LOSS)
         total = losses.sum()
-        with _full_precision(device), torch.no_grad():
+        with _full_precision(device), torch.no_grad(), Guard(state):
             if total.requires_grad:
-                total.backward()
-            if any(p.grad is not None for p in self._parameters.values()):
-                for p in self._parameters.values():
-                    p.grad = None
-                raise RuntimeError("a parameter is used in a way that was not seen.")
+                torch.autograd.backward(total)
+        if any(p.grad is not None for p in self._parameters.values()):
+            raise RuntimeError("a parameter is used in a way that was not seen.")
+        with _full_precision(device), torch.no_grad():
             return (
                 {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),
             )
 
-    def _accumulate_singly(self, loss_of: Callable, batch: Any, size: int, empty: bool) -> None:
-        leaves, structure = records(batch, size)
-        for i in range(size):
-            loss = loss_of(tree_unflatten([leaf if leaf is None else leaf[i : i + 1] for leaf in leaves], structure))
-            if loss.dim():
-                raise ConfigError(f"training_step must return one loss; it has shape {tuple(loss.shape)}.")
-            with _full_precision(loss.device):
-                gradients = (
-                    torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
-                    if loss.requires_grad
-                    else ()
-                )
-            with _full_precision(loss.device), torch.no_grad():
-                self._clip_and_add(
-                    {
-                        name: Dense(g[None].to(self._sums[name].dtype))
-                        for name, g in zip(self._parameters, gradients, strict=False)
-                        if g is not None
-                    },
-                    loss.detach()[None],
-                    empty,
-                )
+    def _incomputable(
+        self, loss_of: Callable, leaves: list[Any], structure: Any, size: int, state: State
+    ) -> set[int]:  # fmt: skip
+        """The records of which no loss can be computed, not even alone."""
+        return self._each(size, state, lambda i: self._loss(loss_of, _one(leaves, structure, i), state))
 
-    def _clip_and_add(self, uses: dict[str, Use], losses: Tensor, empty: bool) -> None:
+    def _accumulate_singly(
+        self, loss_of: Callable, leaves: list[Any], structure: Any, size: int, state: State
+    ) -> None:  # fmt: skip
+        def add(i: int) -> None:
+            loss = self._loss(loss_of, _one(leaves, structure, i), state)
+            if loss.requires_grad:
+                with _full_precision(loss.device), Guard(state):
+                    torch.autograd.backward(loss)
+            gradients = {name: _dense(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+            uses: dict[str, Use] = {name: Dense(g[None].to(self._sums[name].dtype)) for name, g in gradients.items()}
+            with _full_precision(loss.device), torch.no_grad():
+                self._clip_and_add(uses, loss.detach()[None])
+
+        self._each(size, state, add)
+
+    def _each(self, size: int, state: State, work: Callable[[int], Any]) -> set[int]:
+        """Does the work of each record alone, and returns those of which it could not be done."""
+        errors: dict[int, Exception] = {}
+        for i in range(size):
+            try:
+                work(i)
+            except _NOT_OF_A_RECORD:
+                raise
+            except Exception as error:
+                errors[i] = error
+            finally:
+                self._restore(state)
+        if len(errors) == size and not self._succeeded:
+            last = errors[size - 1]
+            raise ConfigError(str(last)) if isinstance(last, NoLoss) else last
+        self._succeeded = self._succeeded or size > 0
+        if errors and "failure" not in self._said:
+            self._said.add("failure")
+            first = next(iter(errors.values()))
+            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {first!r}")
+        return set(errors)
+
+    @staticmethod
+    def _loss(loss_of: Callable, one: Any, state: State) -> Tensor:
+        with Guard(state):
+            loss = loss_of(one)
+        if loss.dim():
+            raise ConfigError(_ONE_LOSS)
+        return loss
+
+    def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}
         for group in self.now.groups:
             members = [(alpha, name) for g, alpha, name in _by_parameter([group]) if name in uses]
@@ -184,38 +277,52 @@ class Engine:
                 continue
             norms = sum(uses[name].squared_norms() / alpha**2 for alpha, name in members).sqrt()  # type: ignore[union-attr]
             finite = torch.isfinite(norms)
-            c = torch.where(finite, clip_factors(norms, group.S), 0)
             observation[f"norm/{group.name}"] = norms
             to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
+            c = {
+                dtype: clip_factors(norms, group.S, dtype) for dtype in {self._sums[name].dtype for _, name in members}
+            }
             for _, name in members:
                 if to_zero:
                     uses[name].zero(~finite)
-                if not empty:
-                    uses.pop(name).add_weighted_sum(c, self._sums[name])
-        if self.observe and not empty:
+                total = self._sums[name]
+                uses.pop(name).add_weighted_sum(c[total.dtype], total)
+        if self.observe:
             self.observations.append(observation)
 
 
-def clip_factors(norms: Tensor, S: float) -> Tensor:
-    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016), with S less the rounding margin."""
-    return (S * (1 - MARGIN[norms.dtype]) / norms).clamp(max=1)
+def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
+    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016) [B], for vectors of a type, with S less what applying c rounds; 0 where
+    the norm is not finite."""
+    c = (S * (1 - MARGIN[dtype]) / norms).clamp(max=1)
+    return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
 
-def records(batch: Any, size: int) -> tuple[list[Tensor | None], Any]:
-    """A batch's tensors, each with the records along its first dimension, and its structure."""
+def _trainable(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _look(leaves: list[Any]) -> Hashable:
+    """Equal for records that are processed in the same way."""
+    return tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+
+
+def _one(leaves: list[Any], structure: Any, i: int) -> Any:
+    return tree_unflatten([leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+
+
+def records(batch: Any, size: int) -> tuple[list[Any], Any]:
+    """A batch's leaves, of which the tensors have the records along their first dimension, and its structure."""
     leaves, structure = tree_flatten(batch)
     for leaf in leaves:
-        if leaf is None:
-            continue
-        if not isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != size):
             raise ConfigError(
-                f"data: a training batch holds a {type(leaf).__name__}, which cannot be split into records; "
-                "make it tensors in tuples, lists or dicts."
-            )
-        if leaf.dim() == 0 or len(leaf) != size:
-            raise ConfigError(
-                f"data: a training batch of {size} records holds a tensor of shape {tuple(leaf.shape)}; "
-                "its first dimension must run over the records."
+                f"data: a training batch holds a tensor of shape {tuple(leaf.shape)}; its first dimension must run "
+                "over the records."
             )
     return leaves, structure
 
@@ -239,20 +346,3 @@ def _full_precision(device: torch.device) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
-
-
-def _state(module: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
-    """What must not change while data is seen: buffers, with a copy, and frozen parameters."""
-    buffers = {name: (b, b._version, b.clone()) for name, b in module.named_buffers()}
-    return buffers | {name: (p, p._version, None) for name, p in module.named_parameters() if not p.requires_grad}
-
-
-def _refuse_changes(before: dict[str, tuple[Tensor, int, Tensor | None]], module: nn.Module) -> None:
-    now = dict(module.named_buffers()) | dict(module.named_parameters())
-    for name, (tensor, version, copy) in before.items():
-        same = now.get(name) is tensor and tensor._version == version
-        if not same or not (copy is None or torch.equal(tensor, copy)):
-            raise ConfigError(
-                f"model: the buffer or frozen parameter {name} changed during training_step, so data would reach it "
-                "without noise; remove what updates it, or freeze it with eval()."
-            )

@@ -8,13 +8,17 @@ The rest of the model is not slowed.
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torchmetrics import Metric
 
+from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture, CopyTap, OnRecords
+from dpexp.privacy.isolation import CHANGED, Guard, State, Surroundings
 
 
 def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | None:
@@ -31,11 +35,15 @@ def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | No
 
 
 @contextmanager
-def looping(root: nn.Module, names: set[str], capture: Capture) -> Iterator[None]:
-    """Meanwhile the named modules run record by record."""
+def looping(root: nn.Module, names: set[str], capture: Capture, around: Surroundings) -> Iterator[None]:
+    """Meanwhile the named modules run record by record.
+
+    Where one record could reach the next, or the module's caller, other than by what is returned, because an attribute
+    or an argument is changed, or where records return different things, the module that contains it must be looped.
+    """
     modules = [root.get_submodule(name) for name in names]
     for module in modules:
-        module.forward = _loop(module, capture)  # type: ignore[method-assign]
+        module.forward = _loop(root, module, capture, around)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -43,29 +51,42 @@ def looping(root: nn.Module, names: set[str], capture: Capture) -> Iterator[None
             del module.forward
 
 
-def _loop(module: nn.Module, capture: Capture) -> Callable[..., Any]:
+def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surroundings) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with capture.paused():
             leaves, structure = tree_flatten((capture.with_copies(args), capture.with_copies(kwargs)))
-        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        shapes: list[Any] = []
+            places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            state = State(root, around)
+            inside = State(_Others([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))
+            parameters = {name: p for name, p in module.named_parameters() if capture.trains(p)}
+            returned: list[Any] = []
 
-        def one(tensors: list[Tensor], parameters: dict[str, Tensor]) -> list[Tensor]:
-            given = list(leaves)
-            for place, tensor in zip(places, tensors, strict=True):
-                given[place] = tensor
-            args, kwargs = tree_unflatten(given, structure)
-            patched = module.__dict__.pop("forward")
-            try:
-                result = torch.func.functional_call(module, parameters, args, kwargs)
-            finally:
-                module.forward = patched  # type: ignore[method-assign]
-            outputs, shape = tree_flatten(result)
-            shapes[:] = [shape]
-            return outputs
+            def one(tensors: list[Tensor], parameters: dict[str, Tensor]) -> list[Tensor]:
+                given = list(leaves)
+                for place, tensor in zip(places, tensors, strict=True):
+                    given[place] = tensor
+                args, kwargs = tree_unflatten(given, structure)
+                patched = module.__dict__.pop("forward")
+                versions = [tensor._version for tensor in tensors]
+                try:
+                    with Guard(state):
+                        result = torch.func.functional_call(module, parameters, args, kwargs)
+                finally:
+                    module.forward = patched  # type: ignore[method-assign]
+                    changed = [*inside.restore(), *state.restore()]
+                if not isinstance(module, Metric) and _beyond_torchs_own(changed):
+                    raise RuntimeError(f"it changes {changed[0]}, which others may read.")
+                after, shape = tree_flatten((args, kwargs))
+                if shape != structure or not all(map(is_, after, given)):
+                    raise RuntimeError("it changes what it is given.")
+                if versions != [tensor._version for tensor in tensors]:
+                    raise RuntimeError("it changes its input in place.")
+                outputs, shape = tree_flatten(result)
+                if not all(isinstance(output, Tensor) for output in outputs) or (returned and returned[0] != shape):
+                    raise RuntimeError("it returns different things for different records.")
+                returned[:] = [shape]
+                return outputs
 
-        parameters = {name: p for name, p in module.named_parameters() if capture.trains(p)}
-        with torch._C.DisableTorchFunction():
             outputs = _Looped.apply(
                 capture.anchor,
                 one,
@@ -74,9 +95,22 @@ def _loop(module: nn.Module, capture: Capture) -> Callable[..., Any]:
                 *parameters.values(),
                 *(leaves[k] for k in places),
             )
-        return tree_unflatten(list(outputs), shapes[0])
+            return tree_unflatten(list(outputs), returned[0])
 
     return forward
+
+
+class _Others(nn.Module):
+    """Holds arguments that are no tensors, so that a change of theirs is seen."""
+
+    def __init__(self, arguments: list[Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def _beyond_torchs_own(changed: list[str]) -> bool:
+    """Recurrent layers rebuild lists of their weights whenever these are replaced, as they are here."""
+    return any(not name.endswith(("_flat_weights", "_flat_weight_refs")) for name in changed)
 
 
 class _Looped(OnRecords):
@@ -88,6 +122,7 @@ class _Looped(OnRecords):
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         B, k = info.batch_size, len(names)
         copies = [CopyTap.apply(anchor, parameter, B, record).unbind(0) for parameter in tensors[:k]]
+        before = [parameter.detach().clone() for parameter in tensors[:k]]  # the copies' `.data` is not watched
         given = [
             [t] * B if dim is None else t.movedim(dim, 0).unbind(0)
             for t, dim in zip(tensors[k:], in_dims[4 + k :], strict=True)
@@ -96,5 +131,8 @@ class _Looped(OnRecords):
             one([g[i] for g in given], {name: copy[i] for name, copy in zip(names, copies, strict=True)})
             for i in range(B)
         ]
+        for name, parameter, copy in zip(names, tensors, before, strict=False):
+            if not torch.equal(parameter, copy):
+                raise ConfigError(CHANGED.format(name=f"the parameter {name}"))
         outputs = tuple(torch.stack(part) for part in zip(*each, strict=True))
         return outputs, (0,) * len(outputs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, Use
+from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, Use, held
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,9 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: t
         # the weight is large against the positions; then Gram matrices are 2 to 8 times faster. Keeping them for the
         # weighted sum pays only if there are many positions to sum over a second time.
         gram = space == 2 and groups == 1 and not transposed and 2 * positions * (d + p) < d * p
-        if gram or positions < 64:
-            weights: Use = Convolved(x, g, weight_gradient, unfold if gram else None, weight.numel())
+        if gram or (positions < 64 and not held(weight.numel())):
+            terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
+            weights: Use = Convolved(x, g, weight_gradient, unfold if gram else None, weight.shape, terms)
         else:
             weights = Dense(torch.func.vmap(weight_gradient)(x, g))
         return {"weight": weights, "bias": sums}

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dpexp.privacy.engine.rounding import LONG_RUN, UNIT, gram_norms, norms, row_norms
+
 
 class Use(ABC):
     """The gradients v^i of B records with respect to one parameter, through one use of it."""
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
-        """[B]: ‖v^i‖²."""
+        """[B] in float64: ‖v^i‖², or a little more, so that no rounding makes it too small (see `rounding`)."""
 
     @abstractmethod
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -39,7 +41,7 @@ class Dense(Use):
         self._gradients = gradients
 
     def squared_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self._flat(), dim=1).square()
+        return norms(self._gradients).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         total.view(-1).addmv_(self._flat().T, c)
@@ -75,10 +77,8 @@ class OuterProducts(Use):
         if self._products is not None:
             return Dense(self._products).squared_norms()
         if self.x.shape[1] == 1:
-            return (
-                torch.linalg.vector_norm(self.x, dim=(1, 2)) * torch.linalg.vector_norm(self.g, dim=(1, 2))
-            ).square()
-        return gram_product(self.x, self.g)
+            return (norms(self.x) * norms(self.g)).square()
+        return gram_norms(self.x, self.g).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         if self._products is not None:
@@ -108,11 +108,7 @@ class Rows(Use):
         self.rows = rows
 
     def squared_norms(self) -> Tensor:
-        same_row = self.index[:, :, None] == self.index[:, None, :]
-        gram = torch.bmm(self.g, self.g.transpose(1, 2))
-        lengths = gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1)
-        total = torch.where(same_row, gram, 0).sum((1, 2)).clamp(min=0)
-        return total + ROUNDING[self.g.dtype] * lengths.square()
+        return row_norms(self.index[:, :, None] == self.index[:, None, :], self.g).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
@@ -139,6 +135,7 @@ class Convolved(Use):
         images, g: [B, N, d, *space] and [B, N, p, *space], with the N images that one record may hold.
         weight_gradient: images [N, …] and output gradients [N, …] -> the weight's gradient summed over them.
         unfold: images -> [B, T, d·k], the inputs of each of the T output positions; None forbids Gram matrices.
+        weight: [p, d, *kernel]; positions: how many terms each number of its gradient is the sum of.
     """
 
     def __init__(
@@ -147,20 +144,25 @@ class Convolved(Use):
         g: Tensor,
         weight_gradient: Callable[[Tensor, Tensor], Tensor],
         unfold: Callable[[Tensor], Tensor] | None,
-        size: int,
+        weight: torch.Size,
+        positions: int,
     ) -> None:
         self._images = images
         self._g = g
         self._weight_gradient = weight_gradient
         self._unfold = unfold
-        self._size = size
+        self._size, self._kernel, self._positions = math.prod(weight), math.prod(weight[2:]), positions
 
     def squared_norms(self) -> Tensor:
         if self._unfold is not None:
-            return gram_product(self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2))
+            return gram_norms(self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)).square()
         records = max(1, _HELD // self._size)
         parts = zip(self._images.split(records), self._g.split(records), strict=True)
-        return torch.cat([Dense(self._gradients(x, g)).squared_norms() for x, g in parts])
+        found = torch.cat([norms(self._gradients(x, g), LONG_RUN) for x, g in parts])
+        # These are not the gradients that are summed later, so that the rounding of both counts (`rounding`, 3 and 4):
+        # Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
+        most = norms(self._g, LONG_RUN) * norms(self._images, LONG_RUN) * self._kernel**0.5
+        return (found + 2 * self._positions * UNIT[self._g.dtype] * most).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         weighted = self._g * c.reshape(-1, *(1,) * (self._g.dim() - 1))
@@ -193,31 +195,12 @@ def merged(uses: Sequence[Use]) -> Use:
 
 
 _HELD = 2**19  # numbers
-STRIP = 32  # positions; shorter strips save multiplications but run slower (measured)
 
 
-# Terms of a Gram sum may cancel, so that its rounding error is relative to what they were before.
-ROUNDING = {torch.float32: 2.0**-22, torch.float64: 2.0**-51}
-
-
-def gram_product(x: Tensor, g: Tensor) -> Tensor:
-    """[B]: Σ_ts (x_t·x_s)(g_t·g_s) = ‖Σ_t g_t ⊗ x_t‖², in strips, since both Gram matrices are symmetric.
-
-    Enlarged by (Σ_t ‖g_t‖‖x_t‖)² times a few units of rounding, so that a record is never clipped too little.
-    """
-    T = x.shape[1]
-    strip = max(STRIP, math.ceil(T / 4))
-    total, lengths = x.new_zeros(len(x)), x.new_zeros(len(x))
-    for start in range(0, T, strip):
-        end = min(start + strip, T)
-        product = torch.bmm(x[:, start:end], x[:, :end].transpose(1, 2))
-        product *= torch.bmm(g[:, start:end], g[:, :end].transpose(1, 2))
-        square = product[:, :, start:]
-        total += square.sum((1, 2))
-        lengths += square.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1)
-        if start:
-            total += 2 * product[:, :, :start].sum((1, 2))
-    return total.clamp(min=0) + ROUNDING[x.dtype] * lengths.square()
+def held(numbers: int) -> bool:
+    """Whether a record's gradient is so small that it is better held than computed twice, which also saves an allowance
+    for rounding. This is asked of one record: what becomes of it must not depend on how many others there are."""
+    return numbers <= _HELD // 512
 
 
 def _zeroed(x: Tensor, records: Tensor) -> Tensor:

@@ -1,0 +1,276 @@
+"""Does a ledger ever hold fewer rounds than were released? Training runs are killed, with SIGKILL, to find out.
+
+    python benchmarks/kills.py [KILLS]
+
+Each process trains through `pl.Trainer` with a `PrivacyCallback`, and a second callback writes one byte to a file of
+its own the moment that a noisy average is visible. It is killed by itself before, in or after a chosen call, or from
+outside at a random time; the run is then resumed from its last checkpoint and killed again, until it finishes. After
+every kill the ledger must be readable and hold at least as many rounds as there are bytes. It may hold one more a kill.
+
+`python benchmarks/kills.py KILLS late` does the same to a writer that writes a round only after its release, to show
+that what is looked for would be found.
+"""
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpexp
+from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
+from dpexp.errors import ConfigError
+
+N, ROUNDS, CHECKPOINT_EVERY = 40, 30, 4
+LONGEST = 0.5  # seconds until a kill from outside
+TOO_LONG = 60  # seconds after which a process hangs
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        return self.layer(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Before(pl.Callback):
+    """Stands before the privacy callback: gradients are clipped, and nothing is released."""
+
+    def on_before_optimizer_step(self, *args: Any) -> None: ...
+
+
+class Witness(pl.Callback):
+    """Stands behind the privacy callback: the noisy average is in `p.grad`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = folder / "last.ckpt"
+        self.seen = os.open(folder / "seen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        assert all(p.grad is not None for p in pl_module.parameters())
+        os.write(self.seen, b".")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step % CHECKPOINT_EVERY == 0:
+            trainer.save_checkpoint(self.checkpoint.with_suffix(".new"))
+            os.replace(self.checkpoint.with_suffix(".new"), self.checkpoint)
+
+
+def train(folder: Path) -> None:
+    """Begins a run, or resumes the one that was killed."""
+    module, witness = Model(), Witness(folder)
+    plan = dpexp.make_plan(module, n=N, q=0.2, steps=ROUNDS, noise_multiplier=1.0)
+    privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[Before(), privacy, witness],
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(torch.randn(N, 2)))
+    resumed = witness.checkpoint if witness.checkpoint.exists() else None
+    trainer.fit(module, data, ckpt_path=resumed, weights_only=False if resumed else None)
+
+
+# Where a process kills itself: before or after a call, or with half of its bytes written.
+
+OF_LEDGER = (b"[", b"{")
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    owner: Any
+    call: str
+    when: str
+    latest: int = 8  # the call at which it may happen, from 1 on
+    resumed: bool = False  # it only happens in resumed runs
+
+    def arm(self, nth: int) -> None:
+        """From now on the nth call is the process's last."""
+        real, calls = getattr(self.owner, self.call), 0
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if self.call == "write" and not args[1].startswith(OF_LEDGER):
+                return real(*args, **kwargs)
+            calls += 1
+            if calls == nth and self.when == "before":
+                die()
+            if calls == nth and self.when == "half-way through":
+                real(args[0], args[1][: len(args[1]) // 2])
+                die()
+            result = real(*args, **kwargs)
+            if calls == nth:
+                die()
+            return result
+
+        setattr(self.owner, self.call, call)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+POINTS = [
+    *(Point("the draw", LedgerWriter, "sample", when) for when in ("before", "after")),
+    *(Point("the clipped sum", Before, "on_before_optimizer_step", when) for when in ("before", "after")),
+    *(Point("the commit", LedgerWriter, "commit", when) for when in ("before", "after")),
+    *(Point("the write", os, "write", when) for when in ("before", "half-way through", "after")),
+    *(Point("its first write", os, "write", when, 1) for when in ("before", "half-way through", "after")),
+    *(Point("the release", Witness, "on_before_optimizer_step", when) for when in ("before", "after")),
+    *(Point("the step", Witness, "on_train_batch_end", when) for when in ("before", "after")),
+    *(Point("the checkpoint", os, "replace", when, 3) for when in ("before", "after")),
+    *(Point("fsync", os, "fsync", when, 3) for when in ("before", "after")),
+    *(Point("resumption", os, "ftruncate", when, 1, True) for when in ("before", "after")),
+    *(Point("the closing line", LedgerWriter, "close", when, 1) for when in ("before", "after")),
+]
+
+
+def write_late() -> None:
+    """A writer that puts each round on disk when the next is drawn."""
+    commit, sample = LedgerWriter.commit, LedgerWriter.sample
+
+    def sample_late(self: LedgerWriter, event: Any) -> None:
+        if self._queries:
+            commit(self)
+        sample(self, event)
+
+    LedgerWriter.commit, LedgerWriter.sample = (lambda self: None), sample_late  # type: ignore[method-assign]
+
+
+# Killing
+
+
+@dataclass
+class Run:
+    folder: Path
+    kills: int = 0
+
+    @property
+    def resumable(self) -> bool:
+        return (self.folder / "last.ckpt").exists()
+
+    def live(self, prepare: Callable[[], None], seconds: float | None) -> bool:
+        """Trains in a forked process; whether it was killed."""
+        child = os.fork()
+        if child == 0:
+            signal.alarm(TOO_LONG)
+            try:
+                prepare()
+                train(self.folder)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            self.kills += 1
+            return True
+        if status:
+            raise RuntimeError(f"a process ended with status {status}, in {self.folder}.")
+        return False
+
+    def counted(self) -> tuple[int, int]:
+        """Rounds in the ledger, and releases seen."""
+        seen = self.folder / "seen"
+        released = seen.stat().st_size if seen.exists() else 0
+        ledger = self.folder / "ledger.jsonl"
+        if not ledger.exists() or b"\n" not in ledger.read_bytes():  # killed before its header was written
+            return 0, released
+        return len(ledger_so_far(ledger)), released
+
+
+@dataclass
+class Findings:
+    kills: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
+    surplus: Counter[int] = field(default_factory=Counter)
+    fewer: list[str] = field(default_factory=list)
+    finished: int = 0
+
+
+def kill(times: int, folder: Path, prepare: Callable[[], None] = lambda: None, seed: int = 0) -> Findings:
+    chance, found, run = random.Random(seed), Findings(), Run(folder / "0")
+    points: list[Point | None] = []
+    runs = 1
+    run.folder.mkdir()
+    while found.kills.total() < times:
+        if not points:
+            points = [*POINTS, *[None] * (len(POINTS) // 2)]
+            chance.shuffle(points)
+        point = points.pop()
+        if point is not None and point.resumed and not run.resumable:
+            point = None
+        nth = chance.randint(1, point.latest) if point else 0
+        resumed = run.resumable
+
+        def armed(point: Point | None = point, nth: int = nth) -> None:
+            prepare()
+            if point is not None:
+                point.arm(nth)
+
+        killed = run.live(armed, None if point else chance.uniform(0, LONGEST))
+        name = f"{point.when} {point.name}" if point else "at a random time"
+        try:
+            rounds, released = run.counted()
+        except ConfigError as error:
+            rounds, released = -1, 0
+            found.fewer.append(f"killed {name}: {error}")
+        if killed:
+            found.kills[name] += 1
+            found.resumed += resumed
+            found.surplus[rounds - released] += 1
+        if 0 <= rounds < released:
+            found.fewer.append(f"killed {name}: {released} releases, {rounds} rounds in {run.folder / 'ledger.jsonl'}")
+        if rounds > released + run.kills:
+            found.fewer.append(f"killed {name}: {rounds} rounds of {released} releases after {run.kills} kills")
+        found.finished += not killed
+        if not killed or not run.resumable:
+            run = Run(folder / str(runs))
+            runs += 1
+            run.folder.mkdir()
+    return found
+
+
+def main(times: int, late: bool) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        found = kill(times, Path(folder), write_late if late else lambda: None)
+    for name, count in sorted(found.kills.items()):
+        print(f"{count:5} {name}")
+    print(f"{found.kills.total():5} kills, {found.resumed} of them of resumed runs; {found.finished} runs finished")
+    for surplus, count in sorted(found.surplus.items()):
+        print(f"{count:5} ledgers with {surplus:+d} rounds beside the releases seen")
+    for failure in found.fewer:
+        print(f"FAILED {failure}")
+    print(f"{len(found.fewer)} ledgers failed")
+    return not found.fewer
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    import logging
+
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    sys.exit(0 if main(int(sys.argv[1]) if len(sys.argv) > 1 else 300, "late" in sys.argv) else 1)

@@ -1,0 +1,62 @@
+"""The privacy ledger (McMahan et al. 2018, section 6), as events in memory and as JSON Lines on disk.
+
+The file is append-only and readable without this package:
+
+    {"line": 1, "dpexp_ledger": 2, "adjacency": "add_remove",
+     "sampling": {"policy": "poisson", "n": 60000, "q": [0.01]}, "format": "JSON Lines. …", "link": "1d0f"}
+    {"line": 2, "spec": 0, "sampling": {"policy": "poisson", "q": 0.01, "n": 60000},
+     "queries": [{"group": "all", "S": 1.0, "sigma": 4.0}], "link": "93c4"}
+    [3,0,"e07b"]
+    [4,0,"5a62"]
+    {"line": 5, "rounds": 2, "sha256": "…", "link": "b8f1"}
+
+A header with the sampling that was planned, and the format in words; each distinct round once, as a numbered spec;
+one short line a round, [line, spec, link]; a closing line. A round is on disk before its result is used, so that a
+crash can only count a round too many, never one too few.
+
+*Links.* Every line has its number and a link: the first four hex digits of the SHA-256 of all bytes of the file before
+the link, so that it covers its own line and all lines before. A line that was lost, repeated, moved, added or edited
+breaks the numbers or the links from there on; reading refuses the file and says where. The closing line has the whole
+SHA-256 of the lines before it. There is no key in this: it shows accidents and careless edits, and no forger, who can
+compute links for whatever he writes.
+
+*The end.* A run that ends, even by an error, closes its ledger. A ledger without a closing line at its end ends early:
+the run was killed or is still writing it, or lines were lost at the end, which nothing in the file can tell apart.
+A half-written last line is a round that was never released, and does not count.
+
+*Resumption.* A resumed run goes on behind the last complete line: behind a closing line, which then stands in the
+middle, or behind a round, where a half-written line is cut off first. Rounds are counted from the beginning of the
+file. So a ledger may have several closing lines, and a killed run that was resumed leaves no trace in it.
+
+Version 1, with {"round": 0} for a round and neither numbers nor links nor closing line, is read, but not continued.
+
+A ledger is a document from elsewhere: reading one executes nothing, and refuses whatever does not add up.
+"""
+
+from dpexp.accounting.ledger.events import (
+    ADJACENCIES,
+    LARGEST_Z,
+    POLICIES,
+    Ledger,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    joined,
+)
+from dpexp.accounting.ledger.reading import ledger_so_far, read_ledger
+from dpexp.accounting.ledger.writing import LedgerWriter, write_ledger
+
+__all__ = [
+    "ADJACENCIES",
+    "LARGEST_Z",
+    "POLICIES",
+    "Ledger",
+    "LedgerWriter",
+    "Round",
+    "SamplingEvent",
+    "SumQueryEvent",
+    "joined",
+    "ledger_so_far",
+    "read_ledger",
+    "write_ledger",
+]

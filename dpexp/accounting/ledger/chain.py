@@ -1,0 +1,78 @@
+"""The lines of a ledger file, each numbered and linked to all bytes before it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dpexp.accounting.ledger.events import Round
+
+VERSION = 2
+FORMAT = (
+    "JSON Lines. An object with a spec describes one kind of round: how its sample was drawn, and the L2 bound S and "
+    "the noise's standard deviation sigma of each sum that was released from it. [line, spec, link] is one round of "
+    "that kind, written before its result was used. An object with rounds closes the ledger: that many rounds were "
+    "written in all, and sha256 is that of all lines before it; a ledger whose last line is another ends early. line "
+    "counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the file before the link; it has no "
+    "key, so it shows accidents, not forgery."
+)
+
+
+@dataclass(slots=True)
+class Chain:
+    """Makes the lines of a ledger, one after the other: every method appends one, and returns its bytes.
+
+    Attributes:
+        lines, specs, rounds: how many there are so far; size: of them all, in bytes.
+    """
+
+    lines: int = 0
+    size: int = 0
+    specs: int = 0
+    rounds: int = 0
+    _sha: Any = field(default_factory=hashlib.sha256)
+
+    def header(self, facts: Mapping[str, object]) -> bytes:
+        return self._object({"dpexp_ledger": VERSION, **facts, "format": FORMAT})
+
+    def spec(self, round_: Round) -> bytes:
+        sampling = {key: value for key, value in asdict(round_.sampling).items() if value is not None}
+        queries = [asdict(query) for query in round_.queries]
+        line = self._object({"spec": self.specs, "sampling": sampling, "queries": queries})
+        self.specs += 1
+        return line
+
+    def round(self, spec: int) -> bytes:
+        self.rounds += 1
+        return self._linked(b'[%d,%d,"' % (self.lines + 1, spec), b'"]\n')
+
+    def closing(self) -> bytes:
+        return self._object({"rounds": self.rounds, "sha256": self.sha256()})
+
+    def add(self, line: bytes) -> bytes:
+        """Appends a line that somebody else made, and returns the link that it ought to have."""
+        self._sha.update(line[:-7])
+        link = self._sha.hexdigest()[:4].encode()
+        self._sha.update(line[-7:])
+        self.lines += 1
+        self.size += len(line)
+        return link
+
+    def sha256(self) -> str:
+        """Of all lines so far, in hex digits."""
+        return self._sha.hexdigest()
+
+    def copy(self) -> "Chain":
+        return replace(self, _sha=self._sha.copy())
+
+    def _object(self, content: dict[str, object]) -> bytes:
+        return self._linked(json.dumps({"line": self.lines + 1, **content})[:-1].encode() + b', "link": "', b'"}\n')
+
+    def _linked(self, before: bytes, after: bytes) -> bytes:
+        self._sha.update(before)
+        after = self._sha.hexdigest()[:4].encode() + after
+        self._sha.update(after)
+        self.lines += 1
+        self.size += len(before) + len(after)
+        return before + after

@@ -1,0 +1,129 @@
+"""What a ledger consists of (McMahan et al. 2018, section 6): sampling events and sum query events, in rounds."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dpexp.errors import ConfigError
+
+POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all")
+LARGEST_Z = 1e8
+ADJACENCIES = ("add_remove", "replace_one", "replace_null")
+
+
+@dataclass(frozen=True)
+class SamplingEvent:
+    """A sample was drawn (paper, section 6).
+
+    Attributes:
+        policy: `poisson` (each record independently at rate q), `truncated_poisson` (the same, then a random subset
+            of at most `maximum`), `fixed_size` (q·n of n, without replacement), `shuffle` (a batch of a partition of
+            the records into 1/q equal ones) or `all`.
+        q: the rate at which a record is included.
+        n: the number of records, published.
+        maximum: of `truncated_poisson` alone.
+        epoch: of `shuffle` alone; samples of the same epoch are disjoint.
+    """
+
+    policy: str
+    q: float
+    n: int
+    maximum: int | None = None
+    epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"sampling policy {self.policy!r} is unknown; known: {', '.join(POLICIES)}.")
+        if not (is_number(self.q) and 0 < self.q <= 1):
+            raise ConfigError(f"sampling rate q={self.q} must lie in (0, 1].")
+        if not (is_whole(self.n) and self.n >= 1):
+            raise ConfigError(f"number of records n={self.n} must be a whole number of at least 1.")
+        if self.policy == "all" and self.q != 1:
+            raise ConfigError(f"sampling policy all includes every record, so q={self.q} must be 1.")
+        if self.policy in ("fixed_size", "shuffle"):
+            batch = self.q * self.n
+            if round(batch) < 1 or not math.isclose(batch, round(batch), rel_tol=1e-9):
+                raise ConfigError(f"sampling policy {self.policy}: q·n={batch} must be a whole number of records.")
+        for name, owner, least in (("maximum", "truncated_poisson", 1), ("epoch", "shuffle", 0)):
+            value = getattr(self, name)
+            if (value is not None) != (self.policy == owner):
+                raise ConfigError(f"sampling policy {self.policy}: {name}={value}, which is for {owner} alone.")
+            if value is not None and not (is_whole(value) and value >= least):
+                raise ConfigError(f"sampling {name}={value} must be a whole number of at least {least}.")
+
+
+@dataclass(frozen=True)
+class SumQueryEvent:
+    """A Gaussian sum query with privacy tuple (S, σ̃): vectors of L2 norm at most S were summed and noise of
+    standard deviation σ̃ was added to the sum (paper, sections 2 and 6)."""
+
+    group: str
+    S: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, str):
+            raise ConfigError(f"group {self.group!r} must be a name.")
+        for name, value in (("S", self.S), ("sigma", self.sigma)):
+            if not (is_number(value) and value > 0):
+                raise ConfigError(f"group {self.group!r}: {name}={value} must be a finite number above 0.")
+        if not self.sigma / LARGEST_Z <= self.S <= self.sigma * LARGEST_Z:
+            raise ConfigError(
+                f"group {self.group!r}: S/sigma={self.S}/{self.sigma} must lie between 1e-8 and 1e8, beyond which "
+                "accounting loses its digits."
+            )
+
+
+def is_number(value: object) -> bool:
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+@dataclass(frozen=True)
+class Round:
+    """One sampling event and the sum queries that were answered on its sample."""
+
+    sampling: SamplingEvent
+    queries: tuple[SumQueryEvent, ...]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2): the round as one Gaussian sum query (paper, equation 1)."""
+        return 1 / math.sqrt(sum((query.S / query.sigma) ** 2 for query in self.queries))
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Distinct rounds with how often each happened. `truncated`: the file ends early, so that rounds may be missing."""
+
+    adjacency: str
+    rounds: Mapping[Round, int]
+    truncated: bool = False
+
+    def __len__(self) -> int:
+        return sum(self.rounds.values())
+
+
+def joined(ledgers: Sequence[Ledger]) -> Ledger:
+    """What several runs on the same data cost together: their rounds, one run after the other.
+
+    Raises:
+        ConfigError: they are stated for different adjacencies.
+    """
+    adjacencies = sorted({ledger.adjacency for ledger in ledgers})
+    if len(adjacencies) != 1:
+        raise ConfigError(f"ledgers for different adjacencies ({', '.join(adjacencies)}) cannot be composed.")
+    rounds: Counter[Round] = Counter()
+    epochs = 0
+    for ledger in ledgers:
+        for round_, count in ledger.rounds.items():
+            if round_.sampling.epoch is not None:  # epochs of different runs are not disjoint
+                sampling = replace(round_.sampling, epoch=round_.sampling.epoch + epochs)
+                round_ = replace(round_, sampling=sampling)
+            rounds[round_] += count
+        epochs = 1 + max((round_.sampling.epoch or 0 for round_ in rounds), default=0)
+    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers))

@@ -1,0 +1,282 @@
+"""From what happens to a ledger file. What its lines mean is said in this package's docstring."""
+
+import errno
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from weakref import WeakSet
+
+from dpexp.accounting.ledger.chain import Chain
+from dpexp.accounting.ledger.events import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger.reading import contents
+from dpexp.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class LedgerWriter:
+    """Appends rounds to the file at `path` as they happen.
+
+    The sampler reports `sample`, the mechanisms report `query`, and `commit` puts the round into the file. Whatever
+    stops the process, the file then holds every round whose `commit` has returned, and at most one more; for what
+    stops the machine there is `sync`.
+
+    Only one process writes a ledger, which it locks; a forked child neither writes nor holds the lock.
+
+    Args:
+        planned: the sampling events that the run may report, but for their epochs; they go into the header.
+        resume: continue the ledger already at `path`. Without it an existing file is an error, so that two
+            runs never share one.
+
+    Raises:
+        ConfigError: the file exists (or, with `resume`, does not, is damaged, or belongs to another plan), is being
+            written by another process, or cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        adjacency: str = "add_remove",
+        planned: Iterable[SamplingEvent] = (),
+        resume: bool = False,
+    ) -> None:
+        self.path = Path(path).absolute()
+        self._adjacency = adjacency
+        self._header = {"adjacency": adjacency} | _planned(planned)
+        self._chain = Chain()  # what is in the file
+        self._specs: dict[Round, int] = {}
+        self._counts: Counter[Round] = Counter()
+        self._sampling: SamplingEvent | None = None
+        self._queries: list[SumQueryEvent] = []
+        self._open(resume)
+        try:
+            self._lock()
+            self._continue() if resume else self._begin()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _open(self, resume: bool) -> None:
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags & ~os.O_CREAT if resume else flags | os.O_EXCL, 0o666)
+
+        if resume and not self.path.exists():
+            raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
+        if not resume and self.path.exists():
+            raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(self.path, "ab", opener=opener)
+        except OSError as error:
+            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+        _OPEN.add(self)
+
+    def _lock(self) -> None:
+        """Two processes that continue the same ledger would each know half of it."""
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"ledger={self.path} is being written by another process.") from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _begin(self) -> None:
+        chain = Chain()
+        try:
+            self._write(chain.header(self._header), chain)
+        except BaseException:
+            if not self._file.closed:
+                self.path.unlink(missing_ok=True)
+            raise
+
+    def _continue(self) -> None:
+        before = contents(self.path)
+        if before.chain is None:
+            raise ConfigError(
+                f"ledger={self.path} is of version 1, which is read but not continued; resume with the dpexp that "
+                "began it, or begin a new run and account for both."
+            )
+        found, planned = before.header.get("sampling"), self._header.get("sampling")
+        if before.ledger.adjacency != self._adjacency or (planned and found != planned):
+            raise ConfigError(
+                f"ledger={self.path} was begun for adjacency {before.ledger.adjacency} and sampling {found}, "
+                f"but the run that would continue it plans {self._adjacency} and {planned}."
+            )
+        self._header = {key: before.header[key] for key in ("adjacency", "sampling") if key in before.header}
+        self._specs = {round_: spec for spec, round_ in before.specs.items()}
+        self._counts = Counter(before.ledger.rounds)
+        self._chain = before.chain
+        os.ftruncate(self._file.fileno(), self._chain.size)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What has been committed so far."""
+        return Ledger(self._adjacency, dict(self._counts))
+
+    def sample(self, event: SamplingEvent) -> None:
+        """Opens a round. A sample that was drawn but whose sums were never released costs nothing."""
+        self._sampling = event
+        self._queries = []
+
+    def query(self, event: SumQueryEvent) -> None:
+        """Adds a sum query to the open round."""
+        self._queries.append(event)
+
+    def commit(self) -> None:
+        """Closes the open round and puts it into the file. Only then may its sums be released.
+
+        Raises:
+            ConfigError: the round is not in the file, which is full, or is no longer the one that was written so far;
+                then what was is rescued into a new file.
+        """
+        if self._sampling is None or not self._queries:
+            raise RuntimeError("a round needs a sampling event and at least one sum query event.")
+        round_ = Round(self._sampling, tuple(self._queries))
+        chain = self._chain.copy()
+        spec = self._specs.get(round_)
+        lines = b""
+        if spec is None:
+            spec = chain.specs
+            lines = chain.spec(round_)
+        self._write(lines + chain.round(spec), chain)
+        self._specs[round_] = spec
+        self._counts[round_] += 1
+        self._sampling = None
+
+    def _write(self, lines: bytes, chain: Chain) -> None:
+        try:
+            self._append(lines, chain)
+        except OSError as error:
+            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+
+    def _append(self, lines: bytes, chain: Chain) -> None:
+        """Appends lines, which take the file to `chain`: all of them or, if anything goes wrong, none."""
+        self._check_file()
+        try:
+            while lines:
+                lines = lines[os.write(self._file.fileno(), lines) :]
+            self._chain = chain
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._chain.size)
+            raise
+
+    def _check_file(self) -> None:
+        """A file that somebody deleted, replaced or changed is no record of what is released next."""
+        if self._file.closed:
+            raise RuntimeError(
+                f"the ledger {self.path} is closed, or belongs to the process that this one was forked from."
+            )
+        try:
+            found = os.stat(self.path)
+            if not os.path.samestat(found, os.fstat(self._file.fileno())):
+                what = "was replaced by another file"
+            elif found.st_size != self._chain.size:
+                what = f"was changed from {self._chain.size} bytes to {found.st_size}"
+            else:
+                return
+        except OSError as error:
+            gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
+            what = "was deleted or moved" if gone else f"cannot be reached ({error.strerror})"
+        self._file.close()
+        raise ConfigError(
+            f"ledger={self.path} {what} while its run was writing it, so training stops; {self._rescued()}."
+        )
+
+    def _rescued(self) -> str:
+        """Writes what was committed into a new file beside the lost one, and says where."""
+        number, rounds = 1, len(self.ledger)
+        while (path := self.path.with_name(f"{self.path.stem}.rescued{number}{self.path.suffix}")).exists():
+            number += 1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                file.writelines(_lines(self._header, self.ledger))
+        except OSError as error:
+            return f"its {rounds} rounds could not be saved in {path} ({error.strerror})"
+        return f"its {rounds} rounds are in {path}"
+
+    def sync(self) -> None:
+        """Puts the rounds so far where a power cut does not reach them.
+
+        Raises:
+            ConfigError: as `commit`.
+        """
+        if self._file.closed:
+            return
+        self._check_file()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+
+    def close(self) -> None:
+        """Writes the closing line and lets go of the file. Where there is no room for the line, a warning says so.
+
+        Raises:
+            ConfigError: the file is no longer the one that was written so far, as for `commit`.
+        """
+        if self._file.closed:
+            return
+        chain = self._chain.copy()
+        try:
+            try:
+                self._append(chain.closing(), chain)
+            except OSError as error:
+                warnings.warn(
+                    f"the ledger {self.path} could not be closed ({error.strerror}): it holds all of its rounds, but "
+                    "reads as one that ends early."
+                )
+            self.sync()
+        finally:
+            self._file.close()
+
+
+_OPEN: WeakSet[LedgerWriter] = WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child, such as a loader's worker: it would hold the lock for as long as it lives."""
+    for writer in _OPEN:
+        writer._file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def write_ledger(path: Path, ledger: Ledger) -> None:
+    """Writes a whole ledger, such as a plan's, as the file that carrying it out would leave."""
+    header = {"adjacency": ledger.adjacency} | _planned(round_.sampling for round_ in ledger.rounds)
+    with path.open("wb") as file:
+        file.writelines(_lines(header, ledger))
+
+
+def _lines(header: Mapping[str, object], ledger: Ledger) -> Iterator[bytes]:
+    chain = Chain()
+    yield chain.header(header)
+    for spec, (round_, count) in enumerate(ledger.rounds.items()):
+        yield chain.spec(round_)
+        for _ in range(count):
+            yield chain.round(spec)
+    if not ledger.truncated:
+        yield chain.closing()
+
+
+def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:
+    """What the header says of the sampling, if that is the same in all rounds but for its rate."""
+    events = list(events)
+    facts = {(event.policy, event.n) for event in events}
+    if len(facts) != 1:
+        return {}
+    ((policy, n),) = facts
+    return {"sampling": {"policy": policy, "n": n, "q": sorted({event.q for event in events})}}

@@ -1,0 +1,352 @@
+"""How a sample reaches the engine: in chunks of records that have not met.
+
+Whatever is given several records at once, such as a `collate_fn` that pads to the longest, can let one of them change
+another. So each is fetched and collated alone, as a batch of one, and only those batches are stacked whose tensors have
+equal shapes. Lightning and its hooks are handed one sealed `Sample` a round, so that what they count are rounds, and
+nothing that they keep, log or save has seen a record.
+"""
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
+from torch.utils.data.dataloader import default_collate
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.isolation import seed_everything
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.sampling import Policy
+
+
+@dataclass
+class Sample:
+    """A round's sample as Lightning passes it about: sealed.
+
+    Attributes:
+        round: its number, a tensor so that Lightning takes the batch for one of size 1.
+    """
+
+    round: Tensor
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ConfigError(_SEALED)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError(_SEALED)
+
+
+_SEALED = (
+    "a hook reads the training batch: outside training_step it is sealed, since what is learnt from records there "
+    "would leave without noise; validation batches are not."
+)
+
+
+@dataclass
+class Records:
+    """Records that look alike, to be processed together.
+
+    Attributes:
+        size: B.
+        batch: what training_step is given of each, stacked: its tensors are [B, ...], and whatever else it holds is
+            equal for all of them.
+    """
+
+    size: int
+    batch: Any
+
+    def to(self, device: torch.device) -> "Records":
+        return Records(self.size, move_data_to_device(self.batch, device))
+
+    def pin_memory(self) -> "Records":
+        return Records(
+            self.size, tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self.batch)
+        )
+
+
+class Alone:
+    """Collates each item by itself with the user's `collate_fn`: [items] -> records, by what they look like."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[Any]) -> list[Records]:
+        if self._collate is not default_collate:
+            return _stacked([self._collate([item]) for item in items])
+        # What default_collate does with items of one kind is known: it stacks them.
+        kinds: dict[Hashable, list[Any]] = {}
+        for item in items:
+            kinds.setdefault(_kind(item), []).append(item)
+        alike = kinds.pop(None, [])
+        found = _stacked([default_collate([item]) for item in alike])
+        for some in kinds.values():
+            batch = tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))
+            found.append(Records(len(some), batch))
+        return found
+
+
+def _kind(item: Any) -> Hashable:
+    """Equal for items that default_collate stacks without one of them changing another; None for others."""
+    kind: Any = type(item)
+    if isinstance(item, Tensor):
+        return (kind, item.dtype, item.shape) if item.layout == torch.strided and not item.is_nested else None
+    if kind is np.ndarray:
+        return kind, item.dtype, item.shape
+    if kind in (int, float, bool):
+        return kind
+    parts = item.items() if kind is dict else enumerate(item) if kind in (tuple, list) else None
+    if parts is None:
+        return None
+    kinds = [(key, _kind(part)) for key, part in parts]
+    return None if any(part is None for _, part in kinds) else (kind, *kinds)
+
+
+def _stacked(batches: list[Any]) -> list[Records]:
+    """Batches of one, stacked where all their tensors are of equal shapes and all else in them is equal."""
+    alike: dict[Hashable, list[tuple[TreeSpec, list[list[Any]]]]] = {}
+    for batch in batches:
+        leaves, structure = tree_flatten(batch)
+        kinds = alike.setdefault(tuple(map(_look, leaves)), [])
+        for known, some in kinds:
+            if _equal(known, structure):
+                some.append(leaves)
+                break
+        else:
+            kinds.append((structure, [leaves]))
+    return [
+        Records(len(some), tree_unflatten([_together(part) for part in zip(*some, strict=True)], structure))
+        for kinds in alike.values()
+        for structure, some in kinds
+    ]
+
+
+def _equal(known: TreeSpec, structure: TreeSpec) -> bool:
+    try:
+        return bool(known == structure)
+    except Exception:  # a container of the user's that cannot be compared
+        return False
+
+
+def _together(part: tuple[Any, ...]) -> Any:
+    return torch.stack(part) if isinstance(part[0], Tensor) else part[0]
+
+
+def _look(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided or leaf.is_nested:
+            raise ConfigError(
+                "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of "
+                "whatever size: records of different shapes are processed apart."
+            )
+        return type(leaf), leaf.dtype, leaf.shape
+    if type(leaf) is float:
+        return float, leaf.hex()  # 0.0 and -0.0 are equal, yet not the same
+    if type(leaf) in (str, int, bool, bytes, type(None)):
+        return type(leaf), leaf
+    return id(leaf)  # like no other, whatever it says of itself
+
+
+class _Rows(Dataset):
+    """A TensorDataset, of which many rows are fetched and collated at once: none can change another."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[Records]:
+        if not indices:
+            return []
+        return [Records(len(indices), [tensor[indices].unsqueeze(1) for tensor in self._tensors])]
+
+
+class _OneAtATime(Dataset):
+    """A data set of which `__getitems__`, which is given several records at once, is not seen."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One physical part of a sample: first and last of its round or not. `epoch`: see Policy.event."""
+
+    first: bool
+    last: bool
+    epoch: int
+
+
+class RoundSampler(Sampler[list[int]]):
+    """A batch sampler that draws one sample a round and yields it in chunks of at most `physical_batch`; an empty one
+    as an empty chunk.
+
+    It is drawn in the main process, so loader workers change nothing. Every chunk yielded is also queued in
+    `pending`, from which whoever consumes the loader's batches takes them in the same order, however far the
+    loader reads ahead. One iteration is one epoch: the rounds up to the next multiple of 1/q.
+
+    Args:
+        policy_at: the policy of each round.
+    """
+
+    def __init__(
+        self,
+        policy_at: Callable[[int], Policy],
+        size: int,
+        rounds: int,
+        physical_batch: int,
+        stream: KeyStream,
+    ) -> None:
+        if size < 1:
+            raise ConfigError("data: the training set is empty.")
+        self.policy_at = policy_at
+        self.size = size
+        self.rounds = rounds
+        self.physical_batch = physical_batch
+        self.stream = stream
+        self.completed = 0
+        self.pending: deque[Chunk] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        pending: deque[Chunk] = deque()
+        self.pending = pending
+        samples: deque[list[int]] = deque()
+        began = self.completed
+        for t in range(self.completed, self.epoch_end()):
+            if not samples:
+                samples.extend(self.policy_at(t).samples(self.size, self.stream))
+                began = t
+            rows = samples.popleft()
+            for start in range(0, max(1, len(rows)), self.physical_batch):
+                last = start + self.physical_batch >= len(rows)
+                pending.append(Chunk(start == 0, last, began))
+                yield rows[start : start + self.physical_batch]
+
+    def epoch_end(self) -> int:
+        """The round at which the epoch that is under way ends; rounds are never lost between epochs."""
+        policy = self.policy_at(0)
+        epoch = max(1, math.floor(self.completed / policy.rounds_per_epoch))
+        while policy.rounds(epoch) <= self.completed:
+            epoch += 1
+        return min(policy.rounds(epoch), self.rounds)
+
+
+class _Seeding:
+    """Gives each loader process secret random numbers of its own, then does what the user wants done."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._also = worker_init_fn
+        self.key = b""  # of the processes that are started next
+
+    def __call__(self, worker: int) -> None:
+        seed_everything(KeyStream(hashlib.sha256(self.key + worker.to_bytes(8, "big")).digest()))
+        if self._also is not None:
+            self._also(worker)
+
+
+class Rounds:
+    """What Lightning takes for the training loader: one sealed sample a round. An iteration is one epoch.
+
+    Args:
+        loader: the user's, of which data set, collation and workers are kept.
+        stream: of samples; randomness: of the loader processes' random numbers.
+
+    Raises:
+        ConfigError: the loader's records cannot be sampled as the plan says.
+    """
+
+    def __init__(
+        self, loader: Any, plan: PrivacyPlan, physical_batch: int, stream: KeyStream, randomness: KeyStream
+    ) -> None:
+        dataset = _sampled_dataset(loader)
+        size = len(dataset)  # type: ignore[arg-type]
+        if plan.sampling.relies_on_n and size != plan.n:
+            raise ConfigError(
+                f"data.n={plan.n}, but the training set holds {size} records; sampling={plan.sampling.name} is only "
+                "what is accounted if they are equal."
+            )
+        self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
+        self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
+        collate: Callable[[Any], list[Records]] = Alone(loader.collate_fn)
+        if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+            dataset, collate = _Rows(dataset), _unchanged
+        elif hasattr(dataset, "__getitems__"):
+            dataset = _OneAtATime(dataset)
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=self.sampler,
+            collate_fn=collate,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=self._seeding,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+        self._chunks: Iterator[list[Records]] = iter(())
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Draws nothing before it is asked for the first: Lightning begins an iteration just to see whether it can."""
+        self._seeding.key = self.randomness.words(4).numpy().tobytes()
+        self._chunks = iter(self._loader)
+        for t in range(self.sampler.completed, self.sampler.epoch_end()):
+            yield Sample(torch.tensor(t))
+
+    def forget(self) -> None:
+        """Drops the keys, so that they are nowhere."""
+        del self.sampler.stream, self.randomness
+        self._seeding.key = b""
+
+    def sample(self) -> Iterator[tuple[Chunk, list[Records]]]:
+        """The chunks of the round under way."""
+        last = False
+        while not last:
+            records = next(self._chunks)
+            chunk = self.sampler.pending.popleft()
+            last = chunk.last
+            yield chunk, records
+
+
+def _unchanged(records: list[Records]) -> list[Records]:
+    return records
+
+
+def _sampled_dataset(loader: Any) -> Dataset:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            f"data: the training loader is a {type(loader).__name__}; sampling needs one DataLoader over "
+            "a data set that can be indexed."
+        )
+    plain = (SequentialSampler, RandomSampler)
+    if type(loader.sampler) not in plain or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise ConfigError(
+            f"data: the training loader has a sampler of its own ({type(loader.sampler).__name__}), which the plan's "
+            "would replace; choose records with torch.utils.data.Subset instead."
+        )
+    if loader.batch_sampler is None:
+        raise ConfigError(
+            "data: the training loader has batch_size=None, so its data set gives whole batches; sampling draws "
+            "single records, so give it a batch_size and let the data set give one record for an index."
+        )
+    return loader.dataset

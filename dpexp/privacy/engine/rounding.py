@@ -1,0 +1,101 @@
+"""Norms that are never too small, although floating point rounds.
+
+Write u for the unit roundoff of a type (2^-24 in float32, 2^-53 in float64) and γ_k = k·u. Whatever the order in which
+k numbers are added up, the sum is off by at most γ_k times the sum of their absolute values (Higham 2002, section 4.2),
+to first order in u; so that
+
+1. a norm of k numbers, squared, added up and rooted, is off by at most (k + 1)u/2 of itself. Few numbers are added up
+   in float64, where that is nothing; of many, each RUN in float32 and the runs in float64, which leaves
+   8.5 u = 5e-7.
+2. a square below the smallest normal number may be lost: each number's part in a norm by as much as that number's
+   root, 2^-63 in float32. It is added.
+3. a matrix product of k terms is off by at most γ_k times the product of the factors' absolute values. A vector that
+   is a sum of outer products is never held; its squared norm Σ_ts A_ts G_ts, from Gram matrices A = x xᵀ and G = g gᵀ,
+   is off by at most γ_d ‖x‖² ‖G‖ + γ_p ‖g‖² ‖A‖ in Frobenius norms (Cauchy & Schwarz), and by γ_T ‖A‖ ‖G‖ for adding
+   up T² terms, row by row in float32.
+4. such a vector is added to a sum in T steps, each of which rounds what it has come to: in all by up to T u times
+   c Σ_t ‖g_t‖ ‖x_t‖, which cancellation may make far larger than the vector. That counts as part of its norm.
+5. a record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
+
+`clip_factors` takes from S what rounding c, c·g and c·g·x can add: 3 u. What is left, and is no matter of one record's
+norm, is that a sum of many records is itself rounded, at each addition by up to u of what it has come to.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+RUN, LONG_RUN = 16, 64  # LONG_RUN: where other allowances are larger, which leaves 32.5 u = 2e-6
+_FEW = 64  # numbers of a vector; up to there, float64 costs no more time than runs of float32
+UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+LARGEST = {torch.float32: 2.0**90, torch.float64: 2.0**900}
+_LOST = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
+_STRIP = 32  # positions; shorter strips save multiplications but run slower (measured)
+_ROUGH = 1.01  # makes up for what rounds in the error terms themselves
+
+
+def norms(x: Tensor, run: int = RUN) -> Tensor:
+    """[B] in float64: at least the L2 norm of each of B vectors [B, ...]; infinite beyond LARGEST."""
+    flat = x.reshape(len(x), -1)
+    d, dtype = flat.shape[1], x.dtype
+    if dtype == torch.float64 or d <= _FEW:
+        found = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64) * (1 + (d + 2) * 2.0**-53)
+        lost = _LOST[torch.float64] if dtype == torch.float64 else 0.0
+    else:
+        whole = d // run * run
+        runs = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, run)), dim=2)
+        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1)
+        found = torch.hypot(torch.linalg.vector_norm(runs.double(), dim=1), rest.double())
+        found, lost = found * (1 + (run + 1) / 2 * UNIT[dtype] + d * 2.0**-53), _LOST[dtype]
+    found = found + d**0.5 * lost
+    return torch.where(found <= LARGEST[dtype], found, torch.inf)
+
+
+def gram_norms(x: Tensor, g: Tensor) -> Tensor:
+    """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖ for x [B, T, d] and g [B, T, p], by 3 and 4 above.
+
+    Both Gram matrices are symmetric, so that strips below the diagonal suffice.
+    """
+    _, T, d = x.shape
+    p, u, lost = g.shape[2], UNIT[x.dtype], _LOST[x.dtype] ** 2
+    strip = max(_STRIP, math.ceil(T / 4))
+    total, A_squared, G_squared, lengths = (x.new_zeros(len(x), dtype=torch.float64) for _ in range(4))
+    for start in range(0, T, strip):
+        end = min(start + strip, T)
+        A = torch.bmm(x[:, start:end], x[:, :end].transpose(1, 2))
+        G = torch.bmm(g[:, start:end], g[:, :end].transpose(1, 2))
+        A_squared += _symmetric(A, start, lambda part: torch.linalg.vector_norm(part, dim=2).double().square())
+        G_squared += _symmetric(G, start, lambda part: torch.linalg.vector_norm(part, dim=2).double().square())
+        A *= G
+        total += _symmetric(A, start, lambda part: part.sum(2).double())
+        lengths += A[:, :, start:].diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().double().sum(1)
+    x_squared, g_squared = norms(x, LONG_RUN).square(), norms(g, LONG_RUN).square()
+    norm_A = A_squared.sqrt() * _ROUGH + d * (u * x_squared + T * lost)
+    norm_G = G_squared.sqrt() * _ROUGH + p * (u * g_squared + T * lost)
+    error = d * (u * x_squared + T * lost) * norm_G + p * (u * g_squared + T * lost) * norm_A + T * u * norm_A * norm_G
+    return _or_infinite((total.clamp(min=0) + _ROUGH * error).sqrt() + _ROUGH * T * u * lengths)
+
+
+def _symmetric(strip: Tensor, start: int, sums: Callable[[Tensor], Tensor]) -> Tensor:
+    """[B]: row sums of a strip of a symmetric matrix, where what lies left of its square stands for two."""
+    found = sums(strip[:, :, start:]).sum(1)
+    return found + 2 * sums(strip[:, :, :start]).sum(1) if start else found
+
+
+def row_norms(same_row: Tensor, g: Tensor) -> Tensor:
+    """[B] in float64: at least the norm of a table whose rows are sums of g_t [B, T, p], as same_row [B, T, T] says."""
+    _, T, p = g.shape
+    u, lost = UNIT[g.dtype], _LOST[g.dtype] ** 2
+    G = torch.bmm(g, g.transpose(1, 2))
+    length = G.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+    total = torch.where(same_row, G, 0).sum(2).double().sum(1)
+    lengths = torch.where(same_row, length[:, :, None] * length[:, None, :], 0).sum(2).double().sum(1)
+    lengths = _ROUGH * lengths + T**2 * p * lost
+    error = (p + T + 2) * u * lengths + T**2 * p * lost
+    return _or_infinite((total.clamp(min=0) + _ROUGH * error).sqrt() + T * u * lengths.sqrt())
+
+
+def _or_infinite(found: Tensor) -> Tensor:
+    return found.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -1,0 +1,615 @@
+"""Nothing leaves but what was noised: attacks on the callback in a real Trainer, with next to no noise."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from pytorch_lightning.callbacks import LearningRateFinder, LearningRateMonitor
+from pytorch_lightning.loggers import CSVLogger, Logger
+from pytorch_lightning.tuner import Tuner
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+from dpexp.errors import ConfigError
+from dpexp.privacy import bounds
+
+S, CLASSES = 0.5, 3
+SILENT = 1e-8  # a noise multiplier of next to no noise
+
+
+class Items(Dataset):
+    def __init__(self, items):
+        self.items = list(items)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def rows(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return list(zip(x, torch.randint(CLASSES, (count,), generator=generator), strict=True))
+
+
+def sequences(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 6, (count,), generator=generator).tolist()
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    return [
+        (torch.randn(n, 4, generator=generator, dtype=torch.float64), y) for n, y in zip(lengths, labels, strict=True)
+    ]
+
+
+class Model(pl.LightningModule):
+    def __init__(self, net=None, **optimizer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = net or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+        self.rate = optimizer.get("lr", 0.0)
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.net(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+class Released(pl.Callback):
+    """What leaves in each round: its noisy sum."""
+
+    def __init__(self):
+        self.sums = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        plan = next(c.plan for c in trainer.callbacks if isinstance(c, dpexp.PrivacyCallback))
+        grads = [p.grad.flatten() for p in module.parameters() if p.requires_grad]
+        self.sums.append(torch.cat(grads).double() * plan.n * plan.sampling.q)
+
+
+def trained(folder, module, loader, steps=1, z=SILENT, callbacks=(), callback=None, ckpt_path=None, **options):
+    """A fit on every record in every round."""
+    if not isinstance(loader, DataLoader):
+        loader = DataLoader(Items(loader), batch_size=2)
+    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=steps, noise_multiplier=z, bound=bounds.Fixed(S))
+    released = Released()
+    folder.mkdir(exist_ok=True)
+    ledger = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"
+    privacy = dpexp.PrivacyCallback(plan, ledger, **{"physical_batch": 4} | (callback or {}))
+    defaults = {"accelerator": "cpu", "max_epochs": -1, "logger": False, "enable_checkpointing": False,
+                "enable_progress_bar": False, "enable_model_summary": False}  # fmt: skip
+    run = pl.Trainer(callbacks=[privacy, *callbacks, released], **defaults | options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.fit(module, loader, ckpt_path=ckpt_path)
+    return released.sums, run
+
+
+def assert_bounded(folder, make, records, collate=default_collate, steps=1, **options):
+    """Removing any one record moves what the first release is by at most S."""
+
+    def release(items):
+        loader = DataLoader(Items(items), batch_size=2, collate_fn=collate)
+        return trained(folder, make(), loader, steps, **options)[0][0]
+
+    whole = release(records)
+    for out in range(len(records)):
+        moved = (whole - release(records[:out] + records[out + 1 :])).norm()
+        assert 0 < moved <= S * (1 + 1e-6), out
+
+
+# Collation
+
+
+def padded(items):
+    x, y = zip(*items, strict=True)
+    return pad_sequence(x, batch_first=True), torch.stack(y)
+
+
+class Unmasked(nn.Module):
+    """Averages over positions, padding included."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(4, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.embed(x).tanh().mean(1) * 30)
+
+
+def test_padding_to_the_longest_lets_no_record_change_another(tmp_path):
+    """Records 0 and 1 are of equal length."""
+    records = sequences(7)
+    records[1] = (torch.randn(len(records[0][0]), 4, dtype=torch.float64), records[1][1])
+    records.append((torch.randn(40, 4, dtype=torch.float64), torch.tensor(0)))
+    assert_bounded(tmp_path, lambda: Model(Unmasked()), records, padded)
+
+
+def test_sequences_of_any_length_train_as_one_by_one(tmp_path):
+    records, module = sequences(9), Model(Unmasked())
+    (released,), _ = trained(tmp_path, module, DataLoader(Items(records), batch_size=2, collate_fn=padded))
+    expected = torch.zeros_like(released)
+    for x, y in records:
+        loss = F.cross_entropy(module.net(x[None]), y[None])
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
+        expected += gradient * min(1, S / gradient.norm())
+    assert torch.allclose(released, expected, atol=1e-6)
+
+
+def test_a_collation_that_mixes_sees_one_record(tmp_path):
+    def centred(items):
+        x, y = default_collate(items)
+        return 100 * (x - 0.9 * x.mean(0)), y
+
+    assert_bounded(tmp_path, Model, rows(6), centred)
+
+
+def test_a_data_set_that_fetches_several_records_is_asked_for_one(tmp_path):
+    class Together(Items):
+        def __getitems__(self, indices):
+            found = [self.items[index] for index in indices]
+            middle = sum(x for x, _ in found) / len(found)
+            return [(50 * (x - 0.9 * middle), y) for x, y in found]
+
+    class Loader(DataLoader):
+        def __init__(self, items, **options):
+            super().__init__(Together(items.items), **options)
+
+    def release(items):
+        return trained(tmp_path, Model(), DataLoader(Together(items), batch_size=2))[0][0]
+
+    records = rows(6)
+    assert (release(records) - release(records[1:])).norm() <= S * (1 + 1e-6)
+
+
+def test_items_that_only_a_kind_of_default_collation_fits(tmp_path):
+    """Numbers, arrays and dicts are stacked as ever; a number's type does not depend on its neighbours'."""
+    items = [
+        {"x": np.array([1.0, k, 3, 4]), "y": k % 3, "w": 1 if k % 2 else 1.5, "name": "a" if k < 3 else "b"}
+        for k in range(7)
+    ]
+    seen = []
+
+    class Dicts(Model):
+        def training_step(self, batch, batch_idx):
+            if len(batch["x"]) == 1:  # where the callback tries out whether company matters, there are two
+                seen.append((batch["w"].dtype, batch["x"].shape, batch["name"]))
+            return F.cross_entropy(self.net(batch["x"]), batch["y"]) * batch["w"].double().sum()
+
+    (released,), _ = trained(tmp_path, Dicts(), items)
+    assert {dtype for dtype, _, _ in seen} == {torch.int64, torch.float64}
+    assert {tuple(shape) for _, shape, _ in seen} == {(1, 4)} and {str(n) for _, _, n in seen} == {"['a']", "['b']"}
+    by_hand = torch.zeros_like(released)
+    module = Dicts()
+    for item in items:
+        loss = module.training_step(default_collate([item]), 0)
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
+        by_hand += gradient * min(1, S / gradient.norm())
+    assert torch.allclose(released, by_hand, atol=1e-6)
+
+
+def test_whole_batches_as_items_are_refused(tmp_path):
+    loader = DataLoader(Items([(torch.randn(3, 4), torch.zeros(3))]), batch_size=None)
+    with pytest.raises(ConfigError, match="batch_size=None"):
+        trained(tmp_path, Model(), loader)
+
+
+# State
+
+
+class Scaled(Model):
+    """Keeps a running mean of the data in an attribute; by looking at a number, so record by record."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.scale = 0.5 * self.scale + 0.5 * float(x.abs().mean())
+        return F.cross_entropy(self.net(x) * self.scale, y)
+
+
+class Rates(Model):
+    """Sets the learning rate, and when to stop, by what it sees."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = float(loss)
+        self.trainer.should_stop = True
+        self.trainer.kept = float(loss)
+        return loss
+
+
+class InOtherCallbacks(Model):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.trainer.callbacks[1].losses.append(float(loss))
+        return loss
+
+
+class Losses(pl.Callback):
+    def __init__(self):
+        self.losses = []
+
+
+def test_what_training_step_keeps_reaches_no_other_record(tmp_path):
+    assert_bounded(tmp_path, Scaled, [(20 * x, y) for x, y in rows(5)], callback={"physical_batch": 1})
+
+
+def test_what_training_step_keeps_is_gone_afterwards(tmp_path):
+    module = Scaled()
+    trained(tmp_path, module, rows(5), callback={"physical_batch": 1})
+    assert module.scale == 1.0
+    module, losses = InOtherCallbacks(), Losses()
+    trained(tmp_path, module, rows(5), callbacks=[losses])
+    assert losses.losses == []
+
+
+def test_training_step_cannot_steer_the_trainer(tmp_path):
+    _, run = trained(tmp_path, Rates(lr=0.25), rows(5), steps=3)
+    assert run.global_step == 3 and run.optimizers[0].param_groups[0]["lr"] == 0.25 and not hasattr(run, "kept")
+
+
+class Measured(Model):
+    """What Lightning's documentation shows: metrics and lists of outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        loss = F.cross_entropy(scores, y)
+        self.accuracy(scores, y)
+        self.log("train_accuracy", self.accuracy)
+        self.outputs.append(loss.detach())
+        return {"loss": loss, "scores": scores}
+
+
+def test_metrics_and_lists_of_outputs_do_no_harm(tmp_path):
+    module = Measured()
+    (released,), run = trained(tmp_path, module, rows(6))
+    assert torch.allclose(released, trained(tmp_path, Model(), rows(6))[0][0], atol=1e-6)
+    assert module.outputs == [] and module.accuracy.update_count == 0 and not run.callback_metrics
+
+
+class Random(Model):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(F.dropout(x, 0.5)), y) * (1 + 0.1 * random.random() + np.random.rand())
+
+
+@pytest.mark.parametrize("physical", [1, 4])
+def test_random_generators_do_not_tell_how_many_records_there_were(tmp_path, physical):
+    def afterwards(count):
+        pl.seed_everything(3)
+        trained(tmp_path, Random(), rows(count), 2, callback={"physical_batch": physical})
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+    assert afterwards(4) == afterwards(9)
+
+
+def test_each_round_has_random_numbers_of_its_own(tmp_path):
+    (first, second), _ = trained(tmp_path, Model(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))), rows(6), 2)
+    assert not torch.allclose(first, second, atol=1e-3)
+
+
+# What Lightning counts, logs and saves
+
+
+def contents(thing, path=""):
+    """Every number of a checkpoint but the weights."""
+    if isinstance(thing, dict):
+        return {
+            k: v
+            for key, value in thing.items()
+            if key != "state_dict"
+            for k, v in contents(value, f"{path}/{key}").items()
+        }
+    if isinstance(thing, list | tuple):
+        return {k: v for i, value in enumerate(thing) for k, v in contents(value, f"{path}/{i}").items()}
+    return {path: thing}
+
+
+@pytest.mark.parametrize("physical", [1, 3])
+def test_checkpoints_hold_no_count_of_records(tmp_path, physical):
+    def checkpoint(count):
+        _, run = trained(tmp_path, Model(), rows(count), 3, z=1.0, callback={"physical_batch": physical})
+        run.save_checkpoint(tmp_path / "c.ckpt")
+        return contents(torch.load(tmp_path / "c.ckpt", weights_only=False))
+
+    few, many = checkpoint(6), checkpoint(7)
+    assert few.keys() == many.keys()
+    assert {key: value for key, value in few.items() if value != many[key]} == {}
+
+
+class Everything(Logger):
+    """Keeps what it is told."""
+
+    name, version = "everything", 0
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def log_hyperparams(self, *args, **kwargs): ...
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append((step, dict(metrics)))
+
+
+class Telling(Model):
+    """Tells its losses to whatever will listen."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("direct", loss)
+        self.log_dict({"several": loss})
+        if self.logger is not None:
+            self.logger.log_metrics({"raw": 1.0})
+            self.trainer.logger.log_metrics({"raw": 1.0})
+            [logger.log_metrics({"raw": 1.0}) for logger in self.loggers]
+        self.kept = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("hook", outputs["loss"])
+        self.log("index", float(batch_idx))
+
+    def on_train_epoch_end(self):
+        self.log("kept", float(self.kept))
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("kept_in_validation", float(self.kept))
+
+
+def test_loggers_get_nothing_from_training(tmp_path):
+    logger = Everything()
+    module = Telling()
+    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=3, noise_multiplier=1.0)
+    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", delta=1e-3, physical_batch=2)
+    run = pl.Trainer(
+        accelerator="cpu", max_epochs=-1, logger=logger, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[privacy, LearningRateMonitor()], log_every_n_steps=1,
+    )  # fmt: skip
+    data = DataLoader(Items(rows(7)), batch_size=2)
+    run.fit(module, data, DataLoader(Items(rows(4, seed=1)), batch_size=2))
+    told = {key: value for _, metrics in logger.told for key, value in metrics.items()}
+    public = {"epsilon", "val_loss", "lr-SGD"}
+    assert public <= told.keys() <= {*public, "epoch", "kept_in_validation"}
+    assert told["kept_in_validation"] == 0.0, "what training_step kept was set back"
+    assert set(run.callback_metrics) <= {*public, "kept_in_validation"}
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_hooks_are_given_a_sealed_batch(tmp_path, hook):
+    def look(self, *arguments):
+        x, _y = arguments[-2]
+        self.mean = x.mean()
+
+    for owner in (Model, pl.Callback):
+        nosy = type("Nosy", (owner,), {hook: look})
+        module, callbacks = (nosy(), []) if owner is Model else (Model(), [nosy()])
+        with pytest.raises(ConfigError, match="sealed"):
+            trained(tmp_path, module, rows(5), callbacks=callbacks)
+
+
+def test_a_sealed_batch_tells_nothing(tmp_path):
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            seen.append((repr(batch), batch_idx))
+
+    trained(tmp_path, Model(), rows(9), 2, callbacks=[Watch()], callback={"physical_batch": 1})
+    assert seen == [("Sample(round=tensor(0))", 0), ("Sample(round=tensor(1))", 0)], "rounds, not chunks"
+
+
+def test_validation_falls_after_rounds_not_chunks(tmp_path):
+    def validated(count):
+        after = []
+
+        class Watch(pl.Callback):
+            def on_validation_end(self, trainer, module):
+                after.append(trainer.global_step)
+
+        module = Model()
+        plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=6, noise_multiplier=1.0)
+        privacy = dpexp.PrivacyCallback(plan, tmp_path / f"{count}.jsonl", physical_batch=1)
+        pl.Trainer(
+            accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[privacy, Watch()], val_check_interval=2,
+            check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        ).fit(module, *(DataLoader(Items(rows(size)), batch_size=2) for size in (count, 2)))  # fmt: skip
+        return after
+
+    assert validated(5) == validated(8) == [2, 4, 6]
+
+
+# What trains on raw batches, or on other losses than it seems
+
+
+def test_learning_rate_finders_are_refused(tmp_path):
+    class Tunable(Model):
+        def __init__(self):
+            super().__init__()
+            self.lr = 0.1
+
+    with pytest.raises(ConfigError, match="LearningRateFinder trains on records without noise"):
+        trained(tmp_path, Tunable(), rows(5), callbacks=[LearningRateFinder()])
+    module = Tunable()
+    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=2, noise_multiplier=1.0)
+    run = pl.Trainer(
+        accelerator="cpu", callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="LearningRateFinder"):
+        Tuner(run).lr_find(module, DataLoader(Items(rows(5)), batch_size=2))
+    assert not (tmp_path / "l.jsonl").exists()
+
+
+def test_training_step_is_not_called_outside_rounds(tmp_path):
+    class Rogue(pl.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            module.training_step(default_collate(rows(2)), 0).backward()
+
+    with pytest.raises(ConfigError, match="outside the plan's rounds"):
+        trained(tmp_path, Model(), rows(5), callbacks=[Rogue()])
+
+
+def test_validation_may_call_training_step(tmp_path):
+    class Shared(Model):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.training_step(batch, batch_idx))
+
+    module = Shared()
+    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=3, noise_multiplier=1.0)
+    run = pl.Trainer(
+        accelerator="cpu", max_epochs=-1, logger=CSVLogger(tmp_path), enable_progress_bar=False,
+        enable_checkpointing=False, callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")],
+    )  # fmt: skip
+    run.fit(module, DataLoader(Items(rows(5)), batch_size=2), DataLoader(Items(rows(4)), batch_size=2))
+    assert run.global_step == 3 and "val_loss" in run.callback_metrics
+
+
+class Contrastive(Model):
+    """InfoNCE: each record against the others of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        one, other = (F.normalize(self.net(view), dim=1) for view in (x, x + 0.1))
+        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(x)))
+
+
+class Mixup(Model):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        share, order = np.random.beta(1.0, 1.0), torch.randperm(len(x))
+        scores = self.net(share * x + (1 - share) * x[order])
+        return share * F.cross_entropy(scores, y) + (1 - share) * F.cross_entropy(scores, y[order])
+
+
+class OfWords(Model):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4).double()
+
+    def training_step(self, batch, batch_idx):
+        x = F.normalize(self.net(self.embed(batch).mean(1)), dim=1)
+        return F.cross_entropy(x @ x.T / 0.1, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("build", [Contrastive, Mixup, OfWords])
+def test_losses_that_need_company_are_refused(tmp_path, build):
+    data = [torch.randint(7, (3,)) for _ in range(6)] if build is OfWords else rows(6)
+    with pytest.raises(ConfigError, match="depends on the others of its batch"):
+        trained(tmp_path, build(), data)
+    assert len(read_ledger(tmp_path / "0.jsonl")) == 0
+
+
+class DropPath(nn.Module):
+    """Leaves a record out, rarely."""
+
+    def forward(self, x):
+        kept = torch.rand(len(x), *[1] * (x.dim() - 1)) > 0.05
+        return x * kept / 0.95 if self.training else x
+
+
+class Counted(Model):
+    """A mean over the words that count, of which records have different numbers."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        scores = self.net(x)
+        counts = x[:, :1] > 0
+        return (scores.square() * counts).sum() / counts.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: Model(nn.Sequential(nn.Linear(4, 6), DropPath(), nn.Tanh(), nn.Linear(6, CLASSES))),
+        lambda: Model(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.01), nn.RReLU(), nn.Linear(6, CLASSES))),
+        Counted,
+    ],
+    ids=["drop path", "dropout", "weighted mean"],
+)
+def test_losses_of_records_on_their_own_are_not_mistaken_for_such(tmp_path, module):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        trained(tmp_path, module(), rows(6, seed))
+
+
+def test_large_inputs_are_not_mistaken_for_company(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, CLASSES))
+    module = Model(net).float()
+    trained(tmp_path, module, [(x.float() * 1e4, y) for x, y in rows(6)])
+
+
+@pytest.mark.parametrize("where", ["parameter", "accumulated", "layer", "before layer"])
+def test_hooks_that_would_not_be_called_are_refused_by_name(tmp_path, where):
+    module = Model()
+    layer = module.net[0]
+    {
+        "parameter": lambda: layer.weight.register_hook(lambda g: 2 * g),
+        "accumulated": lambda: layer.weight.register_post_accumulate_grad_hook(lambda p: None),
+        "layer": lambda: layer.register_full_backward_hook(lambda *a: None),
+        "before layer": lambda: layer.register_full_backward_pre_hook(lambda *a: None),
+    }[where]()
+    with pytest.raises(ConfigError, match=r"net\.0.*hook, which would not be called"):
+        trained(tmp_path, module, rows(5))
+
+
+def test_more_steps_than_the_plan_has_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="min_steps=9 asks for more than the plan's 3 rounds"):
+        trained(tmp_path, Model(), rows(5), steps=3, min_steps=9)
+
+
+def test_one_bad_record_does_not_end_the_training(tmp_path):
+    class Words(Model):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4).double()
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return F.cross_entropy(self.net(self.embed(x).mean(1)), y)
+
+    good = [(torch.randint(5, (3,)), y) for _, y in rows(6)]
+    bad = (torch.tensor([1, 2, 99]), torch.tensor(0))
+    (with_it,), _ = trained(tmp_path, Words(), [*good[:3], bad, *good[3:]])
+    (without,), _ = trained(tmp_path, Words(), good)
+    assert torch.allclose(with_it, without, atol=1e-6)

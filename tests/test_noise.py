@@ -1,0 +1,210 @@
+"""The key stream and the noise: RFC 8439's vectors, the normal distribution, and an attacker who guesses keys."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from scipy.stats import chisquare, kstest
+from torch import nn
+from torch.nn import functional as F
+
+from dpexp.accounting.ledger import LedgerWriter
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.keystream import BLOCK, KeyStream
+from dpexp.privacy.noise import PAIRS, GaussianNoise, box_muller, whole_blocks
+from dpexp.privacy.plan import make_plan
+
+RFC_KEY = bytes(range(32))
+RFC_NONCE = bytes.fromhex("000000090000004a00000000")
+# RFC 8439, section 2.3.2: the block of counter 1.
+RFC_BLOCK = bytes.fromhex(
+    "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+    "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+)
+
+
+def normals(count, stream=None, sigma=1.0, dtype=torch.float64):
+    total = torch.zeros(count, dtype=dtype)
+    GaussianNoise(stream).add_to([(total, sigma)])
+    return total
+
+
+def test_the_stream_is_chacha20():
+    out = torch.zeros(BLOCK // 8, dtype=torch.int64)
+    KeyStream(RFC_KEY).fill(out, RFC_NONCE, first=1)
+    assert out.numpy().tobytes() == RFC_BLOCK
+
+
+def test_the_kernel_for_cuda_is_the_same_stream_and_the_same_noise():
+    """In Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
+    script = f"""
+import torch, triton, triton.language as tl
+from dpexp.privacy import noise, noise_cuda
+from dpexp.privacy.keystream import KeyStream
+
+@triton.jit
+def words(out, state):
+    block = noise_cuda.chacha20(state, tl.arange(0, 2).to(tl.uint32))
+    for k in tl.static_range(16):
+        tl.store(out + tl.arange(0, 2) * 16 + k, block[k].to(tl.int32, bitcast=True))
+
+out = torch.zeros(32, dtype=torch.int32)
+state = torch.frombuffer(bytearray({RFC_KEY!r} + {RFC_NONCE!r}), dtype=torch.int32)
+words[(1,)](out, state)
+assert out[16:].numpy().tobytes() == {RFC_BLOCK!r}
+
+noise.PAIRS = 64  # several parts, the last one not whole
+for n in (1, 16, 17, 1000):
+    for dtype in (torch.float64, torch.float32):
+        on_cpu, by_kernel = torch.ones(n, dtype=dtype), torch.ones(n, dtype=dtype)
+        noise.GaussianNoise(KeyStream({RFC_KEY!r}))._add_on_cpu(on_cpu, 3.0, 7.0)
+        noise_cuda.add_normals(by_kernel, 3.0, 7.0, KeyStream({RFC_KEY!r}), 64)
+        assert torch.allclose(on_cpu, by_kernel, rtol=1e-6 if dtype == torch.float32 else 1e-14), (n, dtype)
+        assert (on_cpu != 1 / 7).all()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+
+
+def test_no_part_of_the_stream_is_used_twice():
+    stream = KeyStream()
+    drawn = torch.cat([stream.words(100), stream.words(7), stream.words(1000)])
+    assert len(set(drawn.tolist())) == len(drawn)
+    noise = [normals(40, stream), normals(40, stream), normals(3 * 2 * PAIRS, stream)]
+    every = torch.cat(noise)
+    assert len(every.unique()) == len(every), "parts of a large tensor neither"
+    assert not set(drawn.tolist()) & set(KeyStream().words(1000).tolist()), "fresh keys differ"
+
+
+def test_a_known_seed_gives_another_stream_for_each_purpose_and_each_beginning():
+    streams = [("noise", 0), ("sampling", 0), ("noise", 3), ("noise", 3)]
+    first, second, third, again = (KeyStream.known(5, *which).words(4).tolist() for which in streams)
+    assert third == again and len({first[0], second[0], third[0]}) == 3
+    assert KeyStream.known(5 + 2**32, "noise", 0).words(1) != first[0], "every bit of the seed counts"
+
+
+def test_words_are_uniform():
+    words = KeyStream.known(0, "test", 0).words(200_000)
+    assert words.min() >= 0
+    for shift in (55, 20, 0):
+        counts = torch.bincount(words.bitwise_right_shift(shift) & 255, minlength=256)
+        assert chisquare(counts.numpy()).pvalue > 1e-3
+    order = KeyStream.known(1, "test", 0).permutation(1000)
+    assert sorted(order.tolist()) == list(range(1000)) and order[:5].tolist() != [0, 1, 2, 3, 4]
+
+
+def test_the_noise_is_normal_and_independent():
+    drawn = normals(400_000, KeyStream.known(0, "test", 0), sigma=2.5).numpy() / 2.5
+    assert kstest(drawn, "norm").pvalue > 1e-3
+    neighbours = [drawn[:-1] * drawn[1:], drawn[: 2 * PAIRS][:PAIRS] * drawn[PAIRS : 2 * PAIRS]]
+    squares = (drawn[:PAIRS] ** 2 - 1) * (drawn[PAIRS : 2 * PAIRS] ** 2 - 1)  # of one radius, yet independent
+    for products in (*neighbours, squares):
+        assert abs(products.mean()) < 4 * products.std() / math.sqrt(len(products))
+
+
+@pytest.mark.parametrize("size", [5, 2**15])
+def test_the_noisy_sum_is_divided(size):
+    whole, part = torch.ones(size), torch.ones(size)
+    GaussianNoise(KeyStream(RFC_KEY)).add_to([(whole, 2.0)])
+    GaussianNoise(KeyStream(RFC_KEY)).add_to([(part, 2.0)], divisor=8.0)
+    assert torch.equal(whole / 8, part)
+
+
+def test_small_tensors_and_large_ones_are_noised_alike():
+    sizes = [3, 0, 100, 2**14 + 1, 2 * PAIRS + 5]
+    totals = [torch.full((size,), 7.0) for size in sizes]
+    GaussianNoise(KeyStream.known(3, "test", 0)).add_to([(total, 0.5) for total in totals])
+    assert [total.shape[0] for total in totals] == sizes
+    assert kstest((torch.cat(totals).double() - 7).numpy() / 0.5, "norm").pvalue > 1e-3
+    assert whole_blocks(1) == 8 and whole_blocks(16) == 8 and whole_blocks(17) == 16
+
+
+def test_the_tails_have_their_right_mass():
+    """float32 uniforms end at 5.77σ. Here, beyond r: the radii of the words below the one that gives r."""
+
+    def radius(word):
+        words = torch.tensor([[word], [0]])
+        normal = torch.empty(2, 1, dtype=torch.float64)
+        box_muller(words, 1.0, torch.empty(2, 1, dtype=torch.float64), normal)
+        return math.hypot(*normal[:, 0].tolist())
+
+    for r in (1.0, 5.0, 7.0, 8.0, 9.0):
+        low, high = 0, 2**63 - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if radius(middle) > r else (low, middle)
+        assert high / 2**63 == pytest.approx(math.exp(-(r**2) / 2), rel=1e-4), r
+    assert 9.3 < radius(0) < math.inf and 0 <= radius(2**63 - 1) < 1e-7
+
+
+class OneWord(KeyStream):
+    """A stream that always gives the same word."""
+
+    def __init__(self, word):
+        super().__init__()
+        self.word = word
+
+    def fill(self, out, nonce, first=0):
+        out.fill_(self.word)
+
+
+def test_float32_receives_what_lies_beyond_its_own_uniforms():
+    assert normals(4, OneWord(0), dtype=torch.float32)[0] > 9, "2^-64, of which float32 has no like"
+
+
+# The attack: a softmax layer's gradients add up to zero over the classes, so that what is left of a released sum is
+# its noise alone; of which candidates for the key can be tried until one fits, and the rest of the noise subtracted.
+
+CLASSES, BITS = 10, 20
+
+
+def released_sum(stream):
+    """What leaves a round of softmax regression on one feature [CLASSES], and the sum without noise."""
+    torch.manual_seed(0)
+    module = nn.Linear(1, CLASSES, bias=False)
+    plan = make_plan(module, n=100, q=1.0, sampling="all", steps=1, noise_multiplier=1.0)
+    engine = Engine(plan, module, GaussianNoise(stream))
+    engine.start()
+    x, y = torch.randn(100, 1, 1), torch.randint(CLASSES, (100, 1))
+    engine.accumulate(lambda one: F.cross_entropy(module(one[0]), one[1]), (x, y), 100)
+    true = engine._sums["weight"].clone()
+    return engine, true
+
+
+def noise_of(keys):
+    """The noise that each key gives in the first release [keys, CLASSES]."""
+    pairs, counter_and_nonce = whole_blocks(CLASSES), bytes(16)
+    zeros = bytes(16 * pairs)
+    blocks = [Cipher(ChaCha20(key, counter_and_nonce), None).encryptor().update(zeros) for key in keys]
+    words = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.int64).view(-1, 2, pairs)
+    words = words.transpose(0, 1).reshape(2, -1)
+    uniform, normal = (torch.empty(words.shape, dtype=torch.float64) for _ in range(2))
+    box_muller(words, 1.0, uniform, normal)
+    return normal.view(2, len(keys), pairs).transpose(0, 1).reshape(len(keys), 2 * pairs)[:, :CLASSES]
+
+
+def key_of(guess):
+    return guess.to_bytes(32, "big")
+
+
+def guessed(released):
+    for start in range(0, 2**BITS, 2**16):
+        candidates = noise_of([key_of(k) for k in range(start, start + 2**16)])
+        off = (candidates.sum(1) - released.double().sum()).abs()
+        for k in torch.nonzero(off < 1e-4).flatten().tolist():
+            yield start + k, candidates[k]
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_an_attacker_who_tries_keys_removes_the_noise_of_a_short_one_only(tmp_path, short):
+    secret = 0x6F3A1
+    engine, true = released_sum(KeyStream(key_of(secret)) if short else KeyStream())
+    ledger = LedgerWriter(tmp_path / "l.jsonl")
+    ledger.sample(engine.plan.sampling.event(100))
+    released = (engine.release(ledger)["weight"] * 100).flatten()
+    matching = (k for k, noise in guessed(released) if (released - noise - true.flatten()).abs().max() < 1e-4)
+    assert next(matching, None) == (secret if short else None)

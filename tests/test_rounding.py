@@ -1,0 +1,160 @@
+"""The bound in float32: a directed search for records whose true contribution exceeds S, beside random ones."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpexp.privacy import bounds
+from dpexp.privacy.engine.engine import Engine, clip_factors
+from dpexp.privacy.engine.rounding import gram_norms, norms
+from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+
+S = 0.3
+TINY, HUGE = 2.0**-149, 3e38
+
+
+def exact(values):
+    """The L2 norm of float32 numbers: their squares are exact in float64, and fsum rounds once."""
+    return math.sqrt(math.fsum(np.square(np.asarray(values, dtype=np.float64).ravel())))
+
+
+def awkward(generator, *shape):
+    """Numbers whose sums of squares round one way: equal ones, powers and their neighbours, of very unlike sizes."""
+    count = math.prod(shape)
+    base = torch.rand(1, generator=generator).item() + 0.5
+    kind = int(torch.randint(6, (1,), generator=generator))
+    numbers = {
+        0: lambda: torch.full((count,), base),
+        1: lambda: torch.logspace(-18, 0, count, 2.0) * base,
+        2: lambda: torch.where(torch.arange(count) % 7 == 0, base * 4096, base),
+        3: lambda: torch.full((count,), 1 + 2.0**-23) * 2.0 ** torch.randint(-3, 3, (count,), generator=generator),
+        4: lambda: torch.randn(count, generator=generator),
+        5: lambda: torch.randn(count, generator=generator).sign() * base,
+    }[kind]()
+    scale = (
+        2.0 ** float(torch.randint(-60, 60, (1,), generator=generator))
+        if torch.rand(1, generator=generator) < 0.4
+        else 1
+    )
+    return (numbers.float() * scale).view(shape)
+
+
+def contribution(use, shape):
+    """What one record adds to a sum, as it is."""
+    c = clip_factors(use.squared_norms().sqrt(), S, torch.float32)
+    use.zero(~torch.isfinite(use.squared_norms()))
+    total = torch.zeros(shape)
+    use.add_weighted_sum(c, total)
+    return total
+
+
+def uses(generator):
+    """A record's uses of each kind, small and large, with the shape of the sum."""
+    d, p, T = (int(torch.randint(1, most, (1,), generator=generator)) for most in (300, 200, 12))
+    x, g = awkward(generator, 1, T, d), awkward(generator, 1, T, p)
+    yield Dense(awkward(generator, 1, d * p)), (d * p,)
+    yield OuterProducts(x[:, :1], g[:, :1]), (p, d)
+    yield OuterProducts(x, g), (p, d)
+    if T > 1:  # all but cancelling
+        close = 2.0 ** -float(torch.randint(1, 23, (1,), generator=generator))
+        both = torch.cat([x, x * (1 + close)], 1), torch.cat([g, -g], 1)
+        yield OuterProducts(*both), (p, d)
+        by_gram = OuterProducts(*both)
+        by_gram._products = None
+        yield by_gram, (p, d)
+    index = torch.randint(5, (1, T), generator=generator)
+    yield Rows(index, g, 5), (5, p)
+    images, gradients = awkward(generator, 1, 1, 20, 6, 6), awkward(generator, 1, 1, 30, 4, 4)
+
+    def weight_gradient(x, g):
+        shape = torch.zeros(30, 20, 3, 3)
+        return torch.ops.aten.convolution_backward(
+            g, x, shape, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False)
+        )[1]
+
+    yield Convolved(images, gradients, weight_gradient, None, torch.Size([30, 20, 3, 3]), 16), (30, 20, 3, 3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_record_contributes_more_than_its_bound(seed):
+    generator = torch.Generator().manual_seed(seed)
+    for use, shape in uses(generator):
+        assert exact(contribution(use, shape)) <= S, type(use)
+
+
+def test_a_directed_search_finds_no_record_beyond_the_bound():
+    """Climbs towards larger contributions, bit by bit; starts where float32 sums are at their worst."""
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for d in (24, 25, 3000):
+        x, g = torch.full((1, 1, d), 1 + 2.0**-12), torch.full((1, 1, 7), 3.0)
+        reached = 0.0
+        for _ in range(150):
+            tried = x * (1 + 2.0**-23 * torch.randint(-3, 4, x.shape, generator=generator))
+            found = exact(contribution(OuterProducts(tried, g), (7, d))) / S
+            if found >= reached:
+                reached, x = found, tried
+        worst = max(worst, reached)
+    assert 1 - 1e-6 < worst <= 1
+
+
+@pytest.mark.parametrize("d", [2**18, 10**6, 4_200_000])
+@pytest.mark.parametrize("value", [0.1, 1.0, 3e-4])
+def test_large_layers_are_clipped_to_the_bound(d, value):
+    """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
+    module = nn.Linear(d, 1, bias=False)
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    engine = Engine(plan, module, GaussianNoise())
+    engine.start()
+    x = torch.full((1, 1, d), value)
+    engine.accumulate(lambda one: 1e6 * module(one).sum(), x, 1)
+    reached = exact(engine._sums["weight"]) / S
+    assert 1 - 1e-6 < reached <= 1
+    dense = Dense(x.view(1, -1).expand(3, -1).contiguous())
+    assert torch.all(dense.squared_norms().sqrt() >= exact(x)) and dense.squared_norms()[0].sqrt() < exact(x) * (
+        1 + 1e-6
+    )
+
+
+def test_norms_that_underflow():
+    """‖x‖² is 0 in float32, and g is large: the product is not small."""
+    module = nn.Linear(10_000, 1, bias=False)
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    engine = Engine(plan, module, GaussianNoise())
+    for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
+        engine.start()
+        engine.accumulate(lambda one, factor=factor: factor * module(one).sum(), torch.full((1, 1, 10_000), value), 1)
+        assert exact(engine._sums["weight"]) <= S
+    x = torch.full((2, 3, 50), 1e-25)
+    true = torch.bmm(torch.full((2, 60, 3), 1e20, dtype=torch.float64), x.double()).flatten(1).norm(dim=1)
+    assert (gram_norms(x, torch.full((2, 3, 60), 1e20)) >= true).all()
+
+
+def test_norms_that_overflow_count_as_infinite():
+    assert norms(torch.tensor([[HUGE, 1.0], [1e20, 0.0], [math.nan, 0.0], [math.inf, 1.0]])).isfinite().tolist() == [
+        False, True, False, False,
+    ]  # fmt: skip
+    large = torch.full((1, 3_000_000), 1e20)
+    assert norms(large).isinf().all() or norms(large)[0] >= exact(large)
+
+
+@pytest.mark.parametrize("shape", [(7, 10), (3, 3000), (600, 784), (40, 90_000), (2, 3, 4, 5)])
+def test_norms_are_enlarged_by_less_than_a_millionth(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    true = torch.tensor([exact(row) for row in x[:40]], dtype=torch.float64)
+    found = norms(x)[:40] / true - 1
+    assert found.min() >= 0 and found.max() < 1e-6
+
+
+@pytest.mark.parametrize("T, d, p", [(8, 300, 300), (128, 256, 1024), (512, 700, 700)])
+def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p):
+    """Not more than two thousandths, for vectors that do not cancel."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(2, T, d, generator=generator), torch.randn(2, T, p, generator=generator)
+    true = torch.bmm(g.double().transpose(1, 2), x.double()).flatten(1).norm(dim=1)
+    assert ((found := gram_norms(x, g) / true) >= 1).all() and (found < 1.003).all(), found
