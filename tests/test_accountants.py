@@ -324,10 +324,15 @@ def exact_gaussian_wide(mu, d):
     return brentq(excess, 0, mu**2 / 2 + 10 * mu, xtol=1e-10)
 
 
-def test_where_delta_is_beyond_fourier_transforms_renyi_dp_holds():
+def test_where_delta_is_small_and_rounds_are_many_pld_is_still_the_tightest():
     run = ledger(3.0, 0.01, 10**6)
-    assert epsilon(run, 1e-10) == epsilon(run, 1e-10, "rdp")
-    assert epsilon(run, 1e-5) < 0.95 * epsilon(run, 1e-5, "rdp")
+    for d in (1e-5, 1e-10, 1e-12):
+        assert epsilon(run, d) < 0.98 * epsilon(run, d, "rdp")
+
+
+def test_more_rounds_than_a_grid_resolves_cost_renyi_dp():
+    run = ledger(20.0, 1e-6, 2**29)
+    assert epsilon(run, 1e-6) == epsilon(run, 1e-6, "rdp")
 
 
 def test_truncated_sampling_with_little_noise_ends():

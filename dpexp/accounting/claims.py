@@ -108,7 +108,8 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
         elif sampling.policy == "truncated_poisson":
             counts[Release(z, sampling.q, sampling.policy, sampling.n, sampling.maximum)] += count
         elif sampling.policy == "fixed_size" and sampling.q < 1:
-            counts[Release(z, sampling.q, sampling.policy, sampling.n)] += count
+            size = math.ceil(sampling.q * sampling.n * (1 - 1e-9))  # whole, but for rounding
+            counts[Release(z, size / sampling.n, sampling.policy, sampling.n)] += count
         elif sampling.q < 1 and ledger.adjacency == "replace_one":
             counts[Release(z, sampling.q, "poisson_replaced")] += count
         else:

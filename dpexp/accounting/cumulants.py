@@ -63,16 +63,19 @@ class Cumulants:
         return Cumulants(-self._losses[:, ::-1], (self._log_mass - self._losses)[:, ::-1], self._counts, self._coarse)
 
     def truncated(self, log_tail: float) -> "Cumulants":
-        """Without the largest losses of each round, the mass of which is below e^log_tail."""
+        """Without each round's largest and smallest losses, the mass of which is below e^log_tail."""
+        mass = np.exp(self._log_mass)
         with np.errstate(divide="ignore"):
-            log_above = np.log(np.cumsum(np.exp(self._log_mass[:, ::-1]), axis=1)[:, ::-1])
-        kept = log_above >= log_tail - self._coarse
+            log_above, log_below = np.log(np.cumsum(mass[:, ::-1], axis=1)[:, ::-1]), np.log(np.cumsum(mass, axis=1))
+        kept = np.minimum(log_above, log_below) >= log_tail - self._coarse
         return Cumulants(self._losses, np.where(kept, self._log_mass, -np.inf), self._counts, self._coarse)
 
     @property
-    def largest(self) -> Array:
-        """Loss of each kind of round [R]."""
-        return np.where(np.isfinite(self._log_mass), self._losses, -np.inf).max(axis=1)
+    def range(self) -> tuple[Array, Array]:
+        """Smallest and largest loss of each kind of round [R]."""
+        kept = np.isfinite(self._log_mass)
+        smallest = np.where(kept, self._losses, np.inf).min(axis=1)
+        return smallest, np.where(kept, self._losses, -np.inf).max(axis=1)
 
     def at(self, theta: float) -> Tilted:
         if theta not in self._seen:

@@ -76,8 +76,12 @@ class Sampled:
     """P = (1-q) N(0, z²) + q N(a, z²) against Q = (1-q) N(0, z²) + q N(a-1, z²), in units of the sensitivity.
 
     a = 1: a record of a Poisson sample is removed, or replaced with null; a = 0: it is added (Zhu, Dong & Wang 2022,
-    theorem 11). a = 1/2: it is replaced by another, the sensitivity being 2S (Lebeda et al. 2025, proposition 13); with
-    q = 1, the Gaussian mechanism.
+    theorem 11). a = 1/2: it is replaced by another, the sensitivity being 2S; with q = 1, the Gaussian mechanism.
+
+    No other contributions x and y of the record are easier to tell apart. Given the rest of the sample, the divergence
+    is sup_A (1-q)(1-α) N₀(A) + q (N_x(A) - α N_y(A)). Of all A with N₀(A) = c, a half-space orthogonal to x has the
+    largest N_x(A), which rises with ‖x‖, and one orthogonal to y the smallest N_y(A), which falls with ‖y‖ (Neyman and
+    Pearson). With x = -y as long as may be, one half-space has both: for every c, hence for every α > 0.
     """
 
     z: float
@@ -103,14 +107,18 @@ class Sampled:
         first = math.floor(max(least, lowest) / h)
         edges = h * np.arange(first, max(math.ceil(most / h), first + 1) + 1, dtype=np.float64)
         x = self._where(edges)
-        normal = {mean: _between((x - mean) / z) for mean in {0.0, a, a - 1}}
+        off = self._off(edges, x) / z
+        normal = {mean: _between((x - mean) / z, off) for mean in {0.0, a, a - 1}}
         (both, both_lost), (p, p_lost), (other, other_lost) = normal[0.0], normal[a], normal[a - 1]
+        below = (1 - q) * (ndtr(x[0] / z) + both_lost[0]) + q * (ndtr((x[0] - a) / z) + p_lost[0])
+        beyond = (1 - q) * (ndtr(-x[-1] / z) + both_lost[-1]) + q * (ndtr((a - x[-1]) / z) + p_lost[-1])
+        both_lost, p_lost, other_lost = (lost[:-1] + lost[1:] for lost in (both_lost, p_lost, other_lost))
         lower = edges[:-1]
-        excess = q * (p - _grown(lower, other)) - _growth(lower, (1 - q) * both)
+        gained, grown = _growth(lower, (1 - q) * both), _grown(lower, other)
+        excess = q * (p - grown) - gained
         excess += q * (p_lost + _grown(lower, other_lost)) + np.abs(_growth(lower, (1 - q) * both_lost))
-        mass = (1 - q) * (both + both_lost) + q * (p + p_lost)
-        below = (1 - q) * ndtr(x[0] / z) + q * ndtr((x[0] - a) / z)
-        beyond = (1 - q) * ndtr(-x[-1] / z) + q * ndtr((a - x[-1]) / z)
+        excess += 8 * (1 + np.abs(lower)) * _ULP * (q * (p + grown) + np.abs(gained))
+        mass = ((1 - q) * (both + both_lost) + q * (p + p_lost)) * (1 + 8 * _ULP)
         return Cells(first, mass, excess, float(below), float(beyond))
 
     def points(self, step: float) -> tuple[Array, Array]:
@@ -141,6 +149,22 @@ class Sampled:
             small = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30)) / q, -1))
             large = losses + np.log1p(-(1 - q) * np.exp(-np.maximum(losses, 30))) - math.log(q)
         return sign * (z**2 * np.where(losses < 30, small, large) + 0.5)
+
+    def _off(self, losses: Array, x: Array) -> Array:
+        """How far rounding may have moved these x, when each operation errs by less than two units in the last place:
+        the errors of sums and products, times what the logarithm or the arsinh makes of them."""
+        z, q = self.z, self.q
+        size = np.where(np.isfinite(x), np.abs(x), 0)
+        if q == 1:
+            return 8 * _ULP * size
+        if self.a == 0.5:
+            with np.errstate(divide="ignore"):
+                terms = np.abs(losses) + np.abs(np.log(-np.expm1(-np.abs(losses))))
+            terms = np.minimum(terms, 750) + 1 / (8 * z**2) - math.log1p(-q) - math.log(q)
+            return 4 * (4 + terms) * _ULP * size
+        sign = 1 if self.a == 1 else -1
+        steep = np.exp(np.clip((0.5 - sign * x) / z**2, 0, 36))
+        return 8 * _ULP * (size + 1 + z**2 * (1 + np.abs(losses)) * steep)
 
 
 @dataclass(frozen=True)
@@ -191,7 +215,8 @@ class Truncated:
 
     With probability p the other records already fill the sample. Then nulling one may let another in, which is at
     worst a replacement at the rate at which records get into full samples; else it is as without truncation (Ganesh
-    2025, arXiv 2508.15089, in the form that dp-accounting gives it).
+    2025, arXiv 2508.15089, in the form that dp-accounting gives it, which counts a replacement as one by the opposite
+    of what the record had moved the sum by: 4S).
     """
 
     z: float
@@ -233,28 +258,27 @@ class Truncated:
         )
 
 
-def _between(u: Array) -> tuple[Array, Array]:
-    """Standard normal mass between neighbouring u, and what rounding may have taken from it: `ndtr` was measured to
-    err by less than 8 + 4u² units in the last place."""
+def _between(u: Array, off: Array) -> tuple[Array, Array]:
+    """Standard normal mass between neighbouring u, and what rounding may have moved across each of them: `ndtr` was
+    measured to err by less than 8 + 4u² units in the last place, and a tail grows by at most e^(d(|u|+1)) when u moves
+    by d."""
+    size = np.minimum(np.abs(u), _FAR + 2)
     tail = ndtr(-np.abs(u))
-    lost = tail * (8 + 4 * np.minimum(u**2, 2000)) * _ULP
+    lost = tail * ((8 + 4 * size**2) * _ULP + np.expm1(np.minimum(off * (size + 1), 40)))
     mass = np.abs(np.diff(tail))
     first = int(np.searchsorted(u, 0))
     if 0 < first < len(u):
         mass[first - 1] = 1 - tail[first - 1] - tail[first]
-    return mass, np.maximum(lost[:-1], lost[1:])
+    return mass, lost
 
 
 def _grown(losses: Array, mass: Array) -> Array:
     """e^losses · mass, also where e^losses overflows."""
-    if losses[-1] < 300:
-        return np.exp(losses) * mass
     with np.errstate(divide="ignore"):
-        return np.exp(losses + np.log(mass))
+        large = np.exp(losses + np.log(mass)) if losses[-1] >= 300 else 0.0
+    return np.where(losses < 300, np.exp(np.minimum(losses, 300)) * mass, large)
 
 
 def _growth(losses: Array, mass: Array) -> Array:
     """(e^losses - 1) · mass."""
-    if losses[-1] < 300:
-        return np.expm1(losses) * mass
-    return _grown(losses, mass) - mass
+    return np.where(losses < 300, np.expm1(np.minimum(losses, 300)) * mass, _grown(losses, mass))

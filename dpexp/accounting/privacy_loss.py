@@ -26,7 +26,7 @@ _ULP = 2.0**-53
 _FINEST, _COARSEST = 2**14, 2**21  # points of the composed grid
 _NATS = 14.0  # e^-14 is what cutting off tails may cost, relative to δ
 _LEVEL, _LOWEST = 7.0, -100  # nats of δ for which one tilt serves; and how many times as many there can be
-_NODES = 1 + 1e-12  # the losses that masses were found for are the grid's but for some units in the last place
+_NODES = 1 + 1e-12  # sums of losses are the grid's but for some units in the last place
 _KEPT = 4  # distributions
 _CELLS = 2**22  # numbers held at once
 
@@ -150,7 +150,7 @@ class _OneWay:
         tried, best, log_delta = set[int](), 1.0, self._cumulants.light_log_delta(epsilon)
         while (level := self._level(log_delta)) not in tried and best > enough:
             tried.add(level)
-            best = min(best, self._settled(log_delta, lambda _: epsilon).delta(epsilon))
+            best = min(best, self._settled(log_delta, lambda _: epsilon).delta(epsilon / _NODES))
             log_delta = math.log(max(best, 1e-300))
         return best
 
@@ -202,24 +202,26 @@ def compose(
     Its δ(ε) is at least the true one for every ε in the window. What lies above is counted as infinite loss, by
     Chernoff's bound, and so is what lies beyond the grid of a single round; what lies below has no part in δ(ε); what a
     circular convolution folds into the window only adds to it. The tilted masses err by what `Convolution` states, as
-    an L2 norm, so that δ(ε) errs by at most that times the norm of e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz); and
-    by a factor e^(512 T u) for the tilts, whose exponents are some hundreds at most, and e^(4 N u) for sums of N terms.
+    an L2 norm, so that δ(ε) errs by at most that times the norm of e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz). All
+    other sums are of positive terms: each round's tilting multiplies them by at most e^(4xu), with x the size of the
+    exponents, of which those below -746 are next to nothing, and sums of N terms by e^(4Nu).
 
     Args:
         cumulants: of the losses; h: the largest step of the grid; log_lost: logarithm of the mass that may be taken for
             infinite loss.
     """
     total, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
-    lowest = (at.logs - 40) / theta  # what has less is next to nothing of the tilted law
+    smallest, largest = cumulants.range
+    lowest = np.maximum((at.logs - 40) / theta, smallest)  # what has less is next to nothing of the tilted law
     far = max(abs(window.low), abs(window.high))
-    least = max(window.width / _COARSEST, float((cumulants.largest - lowest).max()) / _CELLS, 2.0**-40 * far)
+    least = max(window.width / _COARSEST, float((largest - lowest).max()) / _CELLS, 2.0**-40 * far)
     h = max(min(h, window.width / _FINEST), least)
     spread = 4 * h * math.sqrt(total)  # by more than that rounding to the grid hardly ever moves the sum
     first = max(math.floor((window.low - spread) / h), math.floor((at.mean - 650 / theta) / h) + 1)
     size = next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
     convolution = Convolution(size)
-    log, log_above, infinite = 0.0, 0.0, 0.0
-    for rows in _portions(np.argsort(-at.variances), size):
+    log, log_above, infinite, exponents = 0.0, 0.0, 0.0, 0.0
+    for rows in _portions(np.argsort(-at.variances), (largest - lowest) / h + 1):
         starts, tilted = [], []
         for r in rows:
             start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total))
@@ -232,12 +234,16 @@ def compose(
             log += counts[r] * moment
             log_above += counts[r] * _normalised(log_mass + window.steep * losses)[1]
             infinite += counts[r] * beyond
+            far = max(abs(losses[0]), abs(losses[-1]))
+            exponents += counts[r] * (1000 + max(theta, window.steep) * far + abs(moment))
         convolution.add(starts, tilted, counts[rows])
     losses = h * (first + np.arange(size))
-    infinite += math.exp(min(log_above - window.steep * losses[-1], 0.0))
+    far = max(abs(losses[0]), abs(losses[-1]), abs(at.mean))
+    slack = 4 * (exponents + max(theta, window.steep) * far + 1000 + size) * _ULP
+    infinite = (infinite + math.exp(min(log_above - window.steep * losses[-1], 0.0))) * math.exp(slack)
     down = np.exp(-theta * (losses - at.mean))
     mass, error = convolution.masses(first)
-    scale = log - theta * at.mean + (512 * total + 4 * size) * _ULP
+    scale = log - theta * at.mean + slack
     with np.errstate(over="ignore"):
         infinite = float(np.exp(math.log(infinite) - scale)) if infinite else 0.0
     return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale)
@@ -258,8 +264,10 @@ def _norm(theta: float, h: float, size: int) -> float:
     return math.sqrt(min(r * (1 - s) ** 2 * (1 + r * s) / apart, size) if apart > 0 else size)
 
 
-def _portions(order: NDArray[np.intp], size: int) -> Iterator[NDArray[np.intp]]:
+def _portions(order: NDArray[np.intp], widths: Array) -> Iterator[NDArray[np.intp]]:
     """Rounds that fit into memory together."""
-    most = max(1, min(64, _CELLS // size))
-    for start in range(0, len(order), most):
-        yield order[start : start + most]
+    while len(order):
+        widest = np.maximum.accumulate(widths[order[:64]])
+        most = max(1, int(np.count_nonzero(widest * np.arange(1, len(widest) + 1) <= _CELLS)))
+        yield order[:most]
+        order = order[most:]
