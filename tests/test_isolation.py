@@ -79,7 +79,7 @@ class Released(pl.Callback):
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         plan = next(c.plan for c in trainer.callbacks if isinstance(c, dpexp.PrivacyCallback))
-        grads = [p.grad.flatten() for p in module.parameters() if p.requires_grad]
+        grads = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
         self.sums.append(torch.cat(grads).double() * plan.n * plan.sampling.q)
 
 

@@ -198,9 +198,9 @@ def test_a_forked_child_does_not_hold_the_lock_of_its_killed_parent(tmp_path):
         """
 child = os.fork()
 if child == 0:
+    print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)
-print(child, flush=True)
 time.sleep(60)
 """,
         tmp_path / "l.jsonl",

@@ -40,6 +40,7 @@ def test_the_stream_is_chacha20():
     assert out.numpy().tobytes() == RFC_BLOCK
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
 def test_the_kernel_for_cuda_is_the_same_stream_and_the_same_noise():
     """In Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
     script = f"""

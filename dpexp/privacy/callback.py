@@ -251,8 +251,8 @@ class PrivacyCallback(pl.Callback):
         if self._ledger is not None:
             self._ledger.close()
         if self._rounds is not None:
-            self._rounds.forget()
-        self._engine = None
+            self._rounds.close()
+        self._rounds = self._engine = None
 
 
 def _loss(output: Any) -> Tensor:

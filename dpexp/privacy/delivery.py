@@ -313,8 +313,9 @@ class Rounds:
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
             yield Sample(torch.tensor(t))
 
-    def forget(self) -> None:
-        """Drops the keys, so that they are nowhere."""
+    def close(self) -> None:
+        """Ends the loader's processes, and drops the keys, so that they are nowhere."""
+        self._chunks = iter(())
         del self.sampler.stream, self.randomness
         self._seeding.key = b""
 

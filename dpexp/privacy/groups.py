@@ -114,11 +114,12 @@ def conv_fc() -> Groups:
 def owners(module: nn.Module) -> dict[str, nn.Module]:
     """Each trainable parameter's name (once, if tied) and the layer that owns it."""
     modules = dict(module.named_modules())
-    return {
-        name: modules[name.rpartition(".")[0]]
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    return {name: modules[name.rpartition(".")[0]] for name in trainable(module)}
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes: those that require gradients, and have elements."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
 
 
 def layer_name(parameter: str) -> str:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from operator import is_
 from typing import Any
 
@@ -186,10 +186,15 @@ class State:
         if isinstance(thing, nn.Module):
             return ((None, vars(thing)), (None, type(thing))) if _is_open[type(thing)] else ((None, vars(thing)),)
         if isinstance(thing, type):
-            return self._attributes(thing, dict(vars(thing)), parent, thing.__name__) if _is_open[thing] else ()
+            if not _is_open[thing]:
+                return ()
+            bases = [(None, base) for base in thing.__bases__]
+            return [*self._attributes(thing, dict(vars(thing)), parent, thing.__name__), *bases]
         if not _is_open[type(thing)]:
             return ()
         found: list[tuple[Any, Any]] = [(None, type(thing))]
+        if isinstance(thing, _lru_cache_wrapper):
+            self._kept.append(_Kept(thing, thing.cache_info(), 0, parent, key))
         if isinstance(thing, partial):
             found += [(None, thing.func), (None, thing.args), (None, thing.keywords)]
         if hasattr(thing, "__dict__"):
@@ -237,6 +242,11 @@ def _set_back(kept: _Kept) -> list[str]:
         return []
     if isinstance(before, _Attributes):
         return _set_attributes_back(kept)
+    if isinstance(thing, _lru_cache_wrapper):
+        if thing.cache_info() == before:
+            return []
+        thing.cache_clear()
+        return [kept.name]
     if isinstance(thing, Tensor):
         if thing.is_leaf and thing.grad is not None:
             thing.grad = None

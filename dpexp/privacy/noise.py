@@ -34,6 +34,8 @@ class GaussianNoise:
         """Adds N(0, σ²) to each coordinate of contiguous tensors and divides them, in place, for pairs (tensor, σ)."""
         small: dict[torch.device, list[tuple[Tensor, float]]] = {}
         for total, sigma in sums:
+            if total.numel() == 0:
+                continue
             if total.numel() < _SMALL:
                 small.setdefault(total.device, []).append((total, sigma))
             else:

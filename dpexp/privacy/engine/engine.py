@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpexp.accounting.ledger import LedgerWriter
@@ -17,6 +18,7 @@ from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.looped import culprit, looping
 from dpexp.privacy.engine.rounding import UNIT
 from dpexp.privacy.engine.uses import Dense, Use, merged
+from dpexp.privacy.groups import trainable
 from dpexp.privacy.isolation import Guard, State, Surroundings
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import Group, PrivacyPlan
@@ -61,7 +63,7 @@ class Engine:
         self.around = Surroundings()
         self._noise = noise
         self._module = module
-        self._parameters = _trainable(module)
+        self._parameters: dict[str, Tensor] = {**trainable(module)}
         planned = {name for g in plan.groups for v in g.vectors for name in v.parameters}
         if planned != set(self._parameters):
             odd = sorted(planned.symmetric_difference(self._parameters))
@@ -82,7 +84,7 @@ class Engine:
         Raises:
             ConfigError: the module's trainable parameters are no longer those of the plan.
         """
-        trained = _trainable(self._module)
+        trained: dict[str, Tensor] = {**trainable(self._module)}
         changed = [
             name for name in {**trained, **self._parameters} if trained.get(name) is not self._parameters.get(name)
         ]
@@ -207,9 +209,8 @@ class Engine:
         if losses.dim() != 1:
             raise ConfigError(_ONE_LOSS)
         total = losses.sum()
-        with _full_precision(device), torch.no_grad(), Guard(state):
-            if total.requires_grad:
-                torch.autograd.backward(total)
+        with torch.no_grad():
+            _backward(total, state)
         if any(p.grad is not None for p in self._parameters.values()):
             raise RuntimeError("a parameter is used in a way that was not seen.")
         with _full_precision(device), torch.no_grad():
@@ -229,9 +230,7 @@ class Engine:
     ) -> None:  # fmt: skip
         def add(i: int) -> None:
             loss = self._loss(loss_of, _one(leaves, structure, i), state)
-            if loss.requires_grad:
-                with _full_precision(loss.device), Guard(state):
-                    torch.autograd.backward(loss)
+            _backward(loss, state)
             gradients = {name: _dense(p.grad) for name, p in self._parameters.items() if p.grad is not None}
             uses: dict[str, Use] = {name: Dense(g[None].to(self._sums[name].dtype)) for name, g in gradients.items()}
             with _full_precision(loss.device), torch.no_grad():
@@ -298,10 +297,6 @@ def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
     return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
 
-def _trainable(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
 def _look(leaves: list[Any]) -> Hashable:
     """Equal for records that are processed in the same way."""
     return tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
@@ -332,6 +327,15 @@ def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):
             for name in vector.parameters:
                 yield group, alpha, name
+
+
+def _backward(loss: Tensor, state: State) -> None:
+    """Like torch.autograd.backward, which would put the guard aside: the model's own code may run in here."""
+    if loss.requires_grad:
+        with _full_precision(loss.device), Guard(state):
+            _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
 
 @contextmanager
