@@ -81,27 +81,23 @@ GRID = list(itertools.product((0.0005, 0.01, 0.05, 0.2, 0.7, 1.0), (0.6, 0.8, 1.
 ROUNDS, DELTAS = (1, 100, 3000), (1e-5, 1e-8)
 
 
-def test_pld_over_a_grid_against_dp_accounting():
-    """216 points. dp-accounting's default interval of 1e-4 is too coarse where a round's loss varies by less."""
+@pytest.mark.parametrize("q", sorted({q for q, _ in GRID}))
+def test_pld_over_a_grid_against_dp_accounting(q):
+    """216 points in all. dp-accounting's default interval of 1e-4 is too coarse where a round's loss varies by less."""
     points = 0
-    for q, z in GRID:
+    for z in (z for other, z in GRID if other == q):
         spread = q * math.sqrt(math.expm1(1 / z**2))
-        interval = max(2e-6, min(1e-4, 0.05 * spread))
         one = pld.privacy_loss_distribution.from_gaussian_mechanism(
-            z, sampling_prob=q, value_discretization_interval=interval
+            z, sampling_prob=q, value_discretization_interval=max(2e-6, min(2e-3, 0.03 * spread))
         )
         for rounds in ROUNDS:
             composed = one.self_compose(rounds)
             for d in DELTAS:
                 expected = composed.get_epsilon_for_delta(d)
-                assert epsilon(ledger(z, q, rounds), d) == pytest.approx(expected, rel=1e-3, abs=1e-9), (
-                    q,
-                    z,
-                    rounds,
-                    d,
-                )
+                found = epsilon(ledger(z, q, rounds), d)
+                assert found == pytest.approx(expected, rel=1e-3, abs=1e-9), (z, rounds, d)
                 points += 1
-    assert points == 216
+    assert points == 36
 
 
 def test_rdp_over_a_grid_against_dp_accounting():
@@ -282,7 +278,7 @@ def test_two_runs_cost_what_their_joined_ledgers_cost():
 def test_many_distinct_rounds_against_dp_accounting():
     rounds = {}
     accountants = {
-        "pld": pld.PLDAccountant(value_discretization_interval=2e-5),
+        "pld": pld.PLDAccountant(value_discretization_interval=5e-5),
         "rdp": rdp.RdpAccountant([k / 4 for k in range(40, 240)]),
     }
     for k in range(30):

@@ -146,9 +146,11 @@ class Sampled:
         sign = 1 if self.a == 1 else -1
         losses = sign * losses
         with np.errstate(divide="ignore"):
-            small = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30)) / q, -1))
+            log_ratio = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30)) / q, -1))
+        if losses.max() >= 30:
             large = losses + np.log1p(-(1 - q) * np.exp(-np.maximum(losses, 30))) - math.log(q)
-        return sign * (z**2 * np.where(losses < 30, small, large) + 0.5)
+            log_ratio = np.where(losses < 30, log_ratio, large)
+        return sign * (z**2 * log_ratio + 0.5)
 
     def _off(self, losses: Array, x: Array) -> Array:
         """How far rounding may have moved these x, when each operation errs by less than two units in the last place:
@@ -163,7 +165,7 @@ class Sampled:
             terms = np.minimum(terms, 750) + 1 / (8 * z**2) - math.log1p(-q) - math.log(q)
             return 4 * (4 + terms) * _ULP * size
         sign = 1 if self.a == 1 else -1
-        steep = np.exp(np.clip((0.5 - sign * x) / z**2, 0, 36))
+        steep = np.abs(np.expm1(np.minimum((0.5 - sign * x) / z**2, 36)))
         return 8 * _ULP * (size + 1 + z**2 * (1 + np.abs(losses)) * steep)
 
 
@@ -264,7 +266,9 @@ def _between(u: Array, off: Array) -> tuple[Array, Array]:
     by d."""
     size = np.minimum(np.abs(u), _FAR + 2)
     tail = ndtr(-np.abs(u))
-    lost = tail * ((8 + 4 * size**2) * _ULP + np.expm1(np.minimum(off * (size + 1), 40)))
+    moved = off * (size + 1)
+    grown = moved * (1 + moved) if moved.max() < 1 else np.expm1(np.minimum(moved, 40))
+    lost = tail * ((8 + 4 * size**2) * _ULP + grown)
     mass = np.abs(np.diff(tail))
     first = int(np.searchsorted(u, 0))
     if 0 < first < len(u):
@@ -274,11 +278,14 @@ def _between(u: Array, off: Array) -> tuple[Array, Array]:
 
 def _grown(losses: Array, mass: Array) -> Array:
     """e^losses · mass, also where e^losses overflows."""
-    with np.errstate(divide="ignore"):
-        large = np.exp(losses + np.log(mass)) if losses[-1] >= 300 else 0.0
-    return np.where(losses < 300, np.exp(np.minimum(losses, 300)) * mass, large)
+    return np.exp(losses) * mass if losses[-1] < 300 else _each(losses, np.exp, mass)
 
 
 def _growth(losses: Array, mass: Array) -> Array:
     """(e^losses - 1) · mass."""
-    return np.where(losses < 300, np.expm1(np.minimum(losses, 300)) * mass, _grown(losses, mass))
+    return np.expm1(losses) * mass if losses[-1] < 300 else _each(losses, np.expm1, mass)
+
+
+def _each(losses: Array, power: np.ufunc, mass: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.where(losses < 300, power(np.minimum(losses, 300)) * mass, np.exp(losses + np.log(mass)))

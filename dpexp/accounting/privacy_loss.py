@@ -28,6 +28,7 @@ _NATS = 14.0  # e^-14 is what cutting off tails may cost, relative to δ
 _LEVEL, _LOWEST = 7.0, -100  # nats of δ for which one tilt serves; and how many times as many there can be
 _NODES = 1 + 1e-12  # sums of losses are the grid's but for some units in the last place
 _KEPT = 4  # distributions
+_MANY = 1000  # kinds of rounds, for which a grid half as fine has to do
 _CELLS = 2**22  # numbers held at once
 
 
@@ -82,8 +83,8 @@ class PrivacyLoss:
         return float(max(self._losses[j] + down, self._losses[j - 1]))
 
     def step(self, epsilon: float, rounds: float) -> float:
-        """The largest h with which ε is right to a ten-thousandth: it adds h²/6 to each round's variance, and half of
-        that times -d log δ/dε to ε."""
+        """The largest h with which ε is right to a ten-thousandth (with twice it, to four): it adds h²/6 to each round's
+        variance, and half of that times -d log δ/dε to ε."""
         j = min(int(np.searchsorted(self._losses, epsilon)), len(self._losses) - 1)
         delta, slope = float(self._delta[j] + self._error[j]), float(self._certain[j])
         return math.sqrt(1.2e-3 * epsilon * delta / (rounds * slope)) if delta and slope else math.inf
@@ -135,6 +136,7 @@ class _OneWay:
     def __init__(self, pairs: Sequence[Pair], counts: Array, cumulants: Cumulants) -> None:
         self._pairs, self._counts, self._cumulants = pairs, counts, cumulants
         self._rounds = float(counts.sum())
+        self._coarse = 2.0 if len(pairs) > _MANY else 1.0
         self.most = float(counts @ np.array([pair.most for pair in pairs]))
         self._kept: dict[int, _Composed] = {}
 
@@ -172,7 +174,7 @@ class _OneWay:
             if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST:
                 break
             if loss.lowest < epsilon < math.inf:
-                theta, finer = law.tilt_for_mean(epsilon), loss.step(epsilon, self._rounds)
+                theta, finer = law.tilt_for_mean(epsilon), self._coarse * loss.step(epsilon, self._rounds)
                 if theta > 0.8 * window.theta and (finer > 0.8 * h or loss.points > 0.9 * _COARSEST):
                     break
                 bound = log_delta - 8 - log_rounding(self._rounds)  # up to which rounding is next to nothing beside δ
@@ -190,7 +192,7 @@ class _OneWay:
     def _first(self, level: int, log_lost: float) -> _Composed:
         law = self._cumulants.truncated(log_lost - math.log(self._rounds))
         window = law.window(law.tilt_for_delta((level + 0.5) * _LEVEL), log_lost)
-        h = max(law.step(window.theta), window.width / (_FINEST + 600 * math.sqrt(self._rounds)))
+        h = max(self._coarse * law.step(window.theta), window.width / (_FINEST + 600 * math.sqrt(self._rounds)))
         return _Composed(compose(self._pairs, self._counts, law, window, h, log_lost), law, window)
 
 
