@@ -130,6 +130,15 @@ def test_thousands_of_kinds_are_quick():
     assert time.monotonic() - started < 20
 
 
+def test_a_coarser_grid_for_many_kinds_costs_little(monkeypatch):
+    run = many(zip(np.linspace(4, 1, 200).tolist(), np.linspace(0.01, 0.02, 200).tolist(), strict=True))
+    fine = epsilon(run, 1e-6)
+    monkeypatch.setattr(privacy_loss, "_MANY", 100)
+    pairs = [Sampled(r.noise_multiplier, r.sampling.q) for r in run.rounds]
+    coarse = privacy_loss.ComposedLoss(pairs, np.ones(200), privacy_loss.Gaussian(1e3)).epsilon(1e-6)
+    assert fine < coarse < fine * (1 + 6e-4)
+
+
 def test_sampling_never_costs_more_than_none():
     for z, q, rounds in [(8.0, 0.9, 50), (0.05, 0.999, 3), (1.0, 1 - 1e-9, 7)]:
         sampled, full = ledger(z, q, rounds), ledger(z, 1.0, rounds)

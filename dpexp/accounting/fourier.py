@@ -29,11 +29,11 @@ class Convolution:
 
     Rounding, in units u of the precision. The FFT of N masses that sum to 1 errs by at most 8 (log2 N + 2) u at each
     frequency, since a radix-2 butterfly errs by less than 7u (Higham 2002, Accuracy and Stability of Numerical
-    Algorithms, section 24.1); another 16u are for the logarithm, the power and the exponential. The sum of K terms, 512 at a time, errs by at most 2 (K/512 + 520) u Σ m |e^iφ - 1|, and
-    that by at most the root of Σ m |e^iφ - 1|². Characteristic functions are at most 1 in absolute value, so that the
-    errors of all T factors (powers are products) at most add up. By Parseval's identity the L2 norm of all masses'
-    errors is the root mean square of that over the frequencies, to which the transform back adds 8 (log2 N + 3) u times
-    the masses' own norm.
+    Algorithms, section 24.1); another 16u are for the logarithm, the power and the exponential. The sum of K terms, 512
+    at a time, errs by at most 2 (K/512 + 520) u Σ m |e^iφ - 1|, and that by at most the root of Σ m |e^iφ - 1|².
+    Characteristic functions are at most 1 in absolute value, so that the errors of all T factors (powers are products)
+    at most add up. By Parseval's identity the L2 norm of all masses' errors is the root mean square of that over the
+    frequencies, to which the transform back adds 8 (log2 N + 3) u times the masses' own norm.
     """
 
     def __init__(self, size: int) -> None:

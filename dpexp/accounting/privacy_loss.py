@@ -83,8 +83,8 @@ class PrivacyLoss:
         return float(max(self._losses[j] + down, self._losses[j - 1]))
 
     def step(self, epsilon: float, rounds: float) -> float:
-        """The largest h with which ε is right to a ten-thousandth (with twice it, to four): it adds h²/6 to each round's
-        variance, and half of that times -d log δ/dε to ε."""
+        """The largest h with which ε is right to a ten-thousandth, and with twice it to four: it adds h²/6 to each
+        round's variance, and half of that times -d log δ/dε to ε."""
         j = min(int(np.searchsorted(self._losses, epsilon)), len(self._losses) - 1)
         delta, slope = float(self._delta[j] + self._error[j]), float(self._certain[j])
         return math.sqrt(1.2e-3 * epsilon * delta / (rounds * slope)) if delta and slope else math.inf
