@@ -82,9 +82,12 @@ class RenyiOfFixedSize:
 
     def __init__(self, counts: Mapping[Release, int]) -> None:
         self._total = sum(count * _renyi_of_fixed_size(release) for release, count in counts.items())
+        z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
+        self._unsampled = Renyi(z, np.ones(len(z)), times)
 
     def epsilon(self, delta: float) -> float:
-        return max(0.0, float(rdp.compute_epsilon(_WHOLE_ORDERS, self._total, delta)[0]))
+        sampled = max(0.0, float(rdp.compute_epsilon(_WHOLE_ORDERS, self._total, delta)[0]))
+        return min(sampled, self._unsampled.epsilon(delta))
 
 
 @lru_cache(maxsize=4096)
