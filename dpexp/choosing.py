@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from pandas import DataFrame
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger, joined
-from dpexp.accounting.selection import selection_epsilon
+from dpexp.accounting.selection import selection_epsilon, trial_curve
 from dpexp.errors import ConfigError
 from dpexp.tracking.parent import Spent
 
@@ -18,7 +18,8 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
 
     Args:
         frame: the trials, each once; spent: everything that was ever spent on them.
-        facts: of the sweep: `selects`, the sweeper's mean and shape or null, and its `draws`.
+        facts: of the sweep: `selects`, the sweeper's mean and shape or null, its `draws`, and `dearest`, the Rényi DP
+            of what they were drawn from.
 
     Returns:
         ε by kind of claim, and the sentence that says which of them may be made.
@@ -46,10 +47,8 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
         )
     if facts.get("selects"):
         sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
-    policies = {round_.sampling.policy for ledger in every.values() for round_ in ledger.rounds}
     try:
-        accountant = "rdp" if "fixed_size" in policies else "pld"
-        costs["all_composed"] = epsilon(joined(list(every.values())), delta, accountant)
+        costs["all_composed"] = epsilon(joined(list(every.values())), delta)
         early = sum(ledger.truncated for ledger in every.values())
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
         begun += f", {early} with a ledger that ends early" if early else ""
@@ -63,26 +62,28 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
 
 def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str:
     """Adds the price of private selection to `costs` if it may be claimed; says so, or why not."""
-    why = _unclaimable(finished, begun, facts)
-    if why is None:
-        mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
-        try:
-            costs["private"] = selection_epsilon(finished[0], costs["delta"], mean, shape)
-            return (
-                f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others "
-                "and their number stay secret"
-            )
-        except ConfigError as error:
-            why = str(error)
-    return f"private selection cannot be claimed, because {why}"
+    try:
+        why = _unclaimable(finished, begun, facts)
+    except ConfigError as error:
+        why = str(error)
+    if why is not None:
+        return f"private selection cannot be claimed, because {why}"
+    mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
+    costs["private"] = selection_epsilon(np.array(facts["dearest"]), costs["delta"], mean, shape)
+    return (
+        f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others and their "
+        "number stay secret"
+    )
 
 
 def _unclaimable(finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str | None:
     """Why the price of private selection may not be claimed."""
-    if len({frozenset(releases(ledger).items()) for ledger in finished}) > 1:
-        return "the trials' mechanisms differ"
+    if facts.get("dearest") is None:
+        return "its price was not fixed before trials were drawn"
     if len(finished) != len(facts.get("draws") or []):
         return "the trials are not those that were drawn"
     if begun > len(finished):
         return "some trials were begun more than once"
+    if any((trial_curve(ledger) > np.array(facts["dearest"]) * (1 + 1e-9)).any() for ledger in finished):
+        return "a trial cost more than the dearest of the grid was to cost"
     return None

@@ -130,6 +130,21 @@ def _use_threads(cfg: DictConfig) -> None:
         torch.set_num_threads(threads)
 
 
+def planned(cfg: DictConfig) -> PrivacyPlan:
+    """The plan of a private job, which is not trained.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured, or a job that is not private.
+    """
+    _check(cfg)
+    if not is_private(cfg):
+        raise ConfigError(
+            f"it is not private with privacy.enabled={cfg.privacy.enabled}, "
+            f"privacy.noise_seed={cfg.privacy.noise_seed} and diagnostics={cfg.diagnostics}."
+        )
+    return plan_for(cfg, _module(cfg))
+
+
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The privacy plan that a configuration asks for."""
     sampling = cfg.sampling

@@ -6,7 +6,7 @@ Imports nothing slow, since every press of Tab runs it.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hydra.core.override_parser.types import Override
@@ -16,13 +16,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.errors import ConfigError
 
+if TYPE_CHECKING:
+    from dpexp.accounting.ledger import Ledger
+
 Plugins.instance()  # loads Hydra's own plugins anew; a class imported before would not be theirs
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 
 class PrivateSelect(BasicSweeper):
     """`hydra/sweeper=private_select`: a random number of trials, each with a configuration drawn at random from the
-    grid. Only then may the best one be chosen at a known price.
+    grid. Only then may the best one be chosen at a known price, which is that of the grid's dearest: every member is
+    planned before any is drawn.
 
     Args:
         mean: of the number of trials; shape: η, 1 for geometric, inf for Poisson (see accounting.selection).
@@ -46,17 +50,33 @@ class PrivateSelect(BasicSweeper):
                     "the draws of this sweep's earlier start are lost, and others would not be those accounted for; "
                     "start afresh with tracking.resume=false."
                 )
-            from dpexp.accounting.selection import draw_repetitions
+            from dpexp.accounting.selection import dearest_curve, draw_repetitions
 
             (grid,) = BasicSweeper.split_arguments(overrides, None)
+            dearest = dearest_curve([self._planned(member) for member in grid])
             random = np.random.default_rng()  # the operating system's entropy: the draws must be secret
             count = draw_repetitions(self._mean, self._shape, random)
             chosen = [grid[random.integers(len(grid))] for _ in range(count)]
             PrivateSelect.draws = [[*map(str, overrides), f"draw={k}"] for k, overrides in enumerate(chosen)]
             if _sweep is not None:
-                _sweep.remember_draws(PrivateSelect.draws)
+                _sweep.remember_draws(PrivateSelect.draws, dearest.tolist())
         batch = PrivateSelect.draws
         return [batch] if batch else []
+
+    def _planned(self, member: list[str]) -> "Ledger":
+        """What a member of the grid would write.
+
+        Raises:
+            ConfigError: it is not private, or cannot be planned.
+        """
+        from dpexp.experiment import planned
+
+        assert self.hydra_context is not None and self.config is not None
+        cfg = self.hydra_context.config_loader.load_sweep_config(self.config, member)
+        try:
+            return planned(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])).ledger()
+        except ConfigError as error:
+            raise ConfigError(f"hydra/sweeper=private_select draws from {', '.join(member)} too: {error}") from error
 
 
 # Hydra only takes plugins whose name begins so; it finds the class itself where it is.
@@ -98,9 +118,9 @@ class Sweep:
         if selects and self.parent.resumed:
             PrivateSelect.draws = self.parent.facts.get("draws")
 
-    def remember_draws(self, draws: list[list[str]]) -> None:
-        """A second draw would not be the one that is accounted."""
-        self.parent.remember({"draws": draws})
+    def remember_draws(self, draws: list[list[str]], dearest: list[float]) -> None:
+        """A second draw would not be the one that is accounted; nor would a price of later be that of the draw."""
+        self.parent.remember({"draws": draws, "dearest": dearest})
 
     def conclude(self, interrupted: bool, broken: bool) -> None:
         from dpexp import display

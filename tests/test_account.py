@@ -17,7 +17,7 @@ from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds, trade_off
-from tests.test_accountants import ledger
+from tests.test_accountants import ledger, of
 
 
 @pytest.fixture
@@ -57,8 +57,10 @@ def test_several_ledgers_are_composed(written, capsys):
 
 def test_another_adjacency_is_a_claim_of_its_own(written):
     path = written("a.jsonl", ledger(4.0, 1.0, 5))
-    with pytest.raises(ConfigError, match="adjacency=replace_one cannot be claimed for sampling=poisson"):
-        account([path, "delta=1e-5", "adjacency=replace_one"])
+    replaced = account([path, "delta=1e-5", "adjacency=replace_one"])
+    assert replaced["pld"] == pytest.approx(epsilon(ledger(2.0, 1.0, 5), 1e-5), rel=1e-12)
+    with pytest.raises(ConfigError, match="adjacency=add_remove cannot be claimed for sampling=fixed_size"):
+        account([written("b.jsonl", of("fixed_size", "replace_one")), "delta=1e-5", "adjacency=add_remove"])
     assert account([path, "delta=1e-5", "adjacency=replace_null"]) == account([path, "delta=1e-5"])
 
 

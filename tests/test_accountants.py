@@ -81,27 +81,23 @@ GRID = list(itertools.product((0.0005, 0.01, 0.05, 0.2, 0.7, 1.0), (0.6, 0.8, 1.
 ROUNDS, DELTAS = (1, 100, 3000), (1e-5, 1e-8)
 
 
-def test_pld_over_a_grid_against_dp_accounting():
-    """216 points. dp-accounting's default interval of 1e-4 is too coarse where a round's loss varies by less."""
+@pytest.mark.parametrize("q", sorted({q for q, _ in GRID}))
+def test_pld_over_a_grid_against_dp_accounting(q):
+    """216 points in all. dp-accounting's default interval of 1e-4 is too coarse where a round's loss varies by less."""
     points = 0
-    for q, z in GRID:
+    for z in (z for other, z in GRID if other == q):
         spread = q * math.sqrt(math.expm1(1 / z**2))
-        interval = max(2e-6, min(1e-4, 0.05 * spread))
         one = pld.privacy_loss_distribution.from_gaussian_mechanism(
-            z, sampling_prob=q, value_discretization_interval=interval
+            z, sampling_prob=q, value_discretization_interval=max(2e-6, min(2e-3, 0.03 * spread))
         )
         for rounds in ROUNDS:
             composed = one.self_compose(rounds)
             for d in DELTAS:
                 expected = composed.get_epsilon_for_delta(d)
-                assert epsilon(ledger(z, q, rounds), d) == pytest.approx(expected, rel=1e-3, abs=1e-9), (
-                    q,
-                    z,
-                    rounds,
-                    d,
-                )
+                found = epsilon(ledger(z, q, rounds), d)
+                assert found == pytest.approx(expected, rel=1e-3, abs=1e-9), (z, rounds, d)
                 points += 1
-    assert points == 216
+    assert points == 36
 
 
 def test_rdp_over_a_grid_against_dp_accounting():
@@ -256,9 +252,9 @@ def test_every_claim_is_allowed_or_refused_by_name():
 
 def test_the_table_of_claims():
     """Design, section 6."""
-    assert "pld" in CLAIMS["poisson"]["add_remove"] and "replace_one" not in CLAIMS["poisson"]
+    assert "pld" in CLAIMS["poisson"]["add_remove"] and CLAIMS["poisson"]["replace_one"] == ("pld",)
     assert CLAIMS["truncated_poisson"] == {"replace_null": ("pld",)}
-    assert CLAIMS["fixed_size"] == {"replace_one": ("rdp",)}
+    assert CLAIMS["fixed_size"] == {"replace_one": ("pld", "rdp")}
     assert set(CLAIMS["shuffle"]) == {"replace_one", "replace_null"}
 
 
@@ -282,7 +278,7 @@ def test_two_runs_cost_what_their_joined_ledgers_cost():
 def test_many_distinct_rounds_against_dp_accounting():
     rounds = {}
     accountants = {
-        "pld": pld.PLDAccountant(value_discretization_interval=2e-5),
+        "pld": pld.PLDAccountant(value_discretization_interval=5e-5),
         "rdp": rdp.RdpAccountant([k / 4 for k in range(40, 240)]),
     }
     for k in range(30):
@@ -324,10 +320,15 @@ def exact_gaussian_wide(mu, d):
     return brentq(excess, 0, mu**2 / 2 + 10 * mu, xtol=1e-10)
 
 
-def test_where_delta_is_beyond_fourier_transforms_renyi_dp_holds():
+def test_where_delta_is_small_and_rounds_are_many_pld_is_still_the_tightest():
     run = ledger(3.0, 0.01, 10**6)
-    assert epsilon(run, 1e-10) == epsilon(run, 1e-10, "rdp")
-    assert epsilon(run, 1e-5) < 0.95 * epsilon(run, 1e-5, "rdp")
+    for d in (1e-5, 1e-10, 1e-12):
+        assert epsilon(run, d) < 0.98 * epsilon(run, d, "rdp")
+
+
+def test_more_rounds_than_a_grid_resolves_cost_renyi_dp():
+    run = ledger(20.0, 1e-6, 2**29)
+    assert epsilon(run, 1e-6) == epsilon(run, 1e-6, "rdp")
 
 
 def test_truncated_sampling_with_little_noise_ends():

@@ -219,9 +219,9 @@ def test_policies_that_rely_on_n_refuse_another_number_of_records(tmp_path, samp
 
 
 def test_an_accountant_without_a_claim_is_refused_before_training(tmp_path):
-    plan = plan_for(Model(), n=N, q=5 / N, sampling="fixed_size")
-    with pytest.raises(ConfigError, match="accountant=pld has no bound for sampling=fixed_size"):
-        fit(tmp_path, plan=plan, delta=1e-5)
+    plan = plan_for(Model(), n=N, q=5 / N, sampling="truncated_poisson", maximum=9)
+    with pytest.raises(ConfigError, match="accountant=rdp has no bound for sampling=truncated_poisson"):
+        fit(tmp_path, plan=plan, delta=1e-5, accountant="rdp")
 
 
 @pytest.mark.parametrize("build", [Images, Words])

@@ -271,7 +271,10 @@ def test_rounds_from_epochs_lose_no_step():
         ({"bound": Fixed(math.inf)}, "bound.value=inf"),
         ({"bound": Fixed(-1.0)}, "bound.value=-1"),
         ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
-        ({"adjacency": "replace_one"}, "adjacency=replace_one cannot be claimed for sampling=poisson"),
+        (
+            {"sampling": "fixed_size", "adjacency": "add_remove"},
+            "adjacency=add_remove cannot be claimed for sampling=fi",
+        ),
         ({"sampling": "shuffle", "adjacency": "add_remove"}, "choose adjacency=replace_one or replace_null"),
         ({"adjacency": "remove"}, "known: add_remove"),
         ({"sampling": "poisson", "maximum": 5}, r"sampling\.maximum=5"),
@@ -283,7 +286,10 @@ def test_rounds_from_epochs_lose_no_step():
         ({"calibrate": "lr"}, "calibrate=lr is unknown; choose one of noise, q"),
         ({"calibrate": "q", "epsilon": 1.0, "noise_multiplier": None}, "give both"),
         ({"calibrate": "q", "sampling": "shuffle", "epsilon": 1.0, "delta": 1e-5}, "choose sampling=poisson"),
-        ({"sampling": "fixed_size", "noise_multiplier": None, "epsilon": 1.0, "delta": 1e-5}, "choose accountant=rdp"),
+        (
+            {"adjacency": "replace_one", "noise_multiplier": None, "epsilon": 1.0, "delta": 1e-5, "accountant": "rdp"},
+            "choose accountant=pld",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(choices, message):

@@ -20,7 +20,8 @@ from scipy.stats import chisquare
 
 import dpexp
 from dpexp.accounting.ledger import joined, read_ledger
-from dpexp.accounting.selection import ORDERS, draw_repetitions, selection_epsilon
+from dpexp.accounting.renyi import log_moments
+from dpexp.accounting.selection import ORDERS, dearest_curve, draw_repetitions, selection_epsilon, trial_curve
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger
 
@@ -244,13 +245,84 @@ def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, 
     assert len(store.parents()) == 1 and len(store.trials()) == 3
 
 
-def test_trials_that_cost_differently_cannot_be_selected_among(dpexp_job, store, monkeypatch):
-    monkeypatch.setattr("dpexp.accounting.selection.draw_repetitions", lambda mean, shape, random: 12)
-    dpexp_job("-m", "hydra/sweeper=private_select", "model=logistic", "trainer.evaluations=0", "train=true",
-              "privacy.noise_multiplier=8", "sampling.steps=1,2")  # fmt: skip
+def selected_geometrically(z, q, rounds, mean, delta):
+    """Papernot & Steinke 2022, theorem 2 for η = 1 (γ = 1/mean), with Rényi DP by quadrature."""
+    orders = np.array(ORDERS)
+    moments = np.array([float(log_moments(np.array([z]), np.array([q]), a)[0]) for a in orders])  # see their own test
+    trial = rounds * moments / (orders - 1)
+    other = np.min((1 - 1 / orders) * trial + math.log(mean) / orders)
+    best = trial + math.log(mean) / (orders - 1) + 2 * other
+    return np.min(best + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1))
+
+
+SELECT = ("-m", "hydra/sweeper=private_select", "hydra.sweeper.mean=1", "model=logistic", "trainer.evaluations=0")
+
+
+def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(dpexp_job, store, monkeypatch):
+    """Only z = 8 is drawn; z = 1 might have been."""
+    random = np.random.default_rng
+
+    class Last:
+        def __init__(self):
+            self.random = random(0)
+
+        def integers(self, n):
+            return n - 1
+
+    monkeypatch.setattr(np.random, "default_rng", lambda *seed: random(*seed) if seed else Last())
+    sweep = (*SELECT, "sampling.steps=3", "privacy.noise_multiplier=1,8")
+    dpexp_job(*sweep)
+    (parent,), (trial,) = store.parents(), store.trials("FINISHED")
+    assert trial.data.metrics["noise_multiplier"] == 8
+    price = parent.data.metrics["selection/private"]
+    assert price == pytest.approx(selected_geometrically(1.0, 512 / 1437, 3, 1.0, 1e-4), rel=1e-9)
+    assert price > 10 * parent.data.metrics["selection/one_trial"]
+
+    def planned(cfg):
+        raise AssertionError("a sweep that is resumed keeps its price")
+
+    monkeypatch.setattr("dpexp.experiment.planned", planned)
+    dpexp_job(*sweep)
     (parent,) = store.parents()
-    assert "selection/private" not in parent.data.metrics
-    assert "cannot be claimed, because the trials' mechanisms differ" in parent.data.tags["mlflow.note.content"]
+    assert parent.data.metrics["selection/private"] == price and len(store.trials()) == 1
+
+
+def test_the_dearest_is_so_order_by_order():
+    """At low orders the sampled trial is cheaper, at high orders the one with more noise."""
+    sampled, noisy = ledger(1.0, 0.01, 10), ledger(6.0, 1.0, 10)
+    curves = np.array([trial_curve(sampled), trial_curve(noisy)])
+    assert set(curves.argmax(axis=0)) == {0, 1}
+    assert dearest_curve([sampled, noisy]).tolist() == curves.max(axis=0).tolist()
+    both = selection_epsilon(dearest_curve([sampled, noisy]), 1e-6, 5.0, 1.0)
+    assert both > max(selection_epsilon(curve, 1e-6, 5.0, 1.0) for curve in curves)
+
+
+@pytest.mark.parametrize("z, q, rounds", [(1.0, 1.0, 2), (2.0, 0.1, 50), (8.0, 0.4, 300)])
+def test_a_trials_curve_is_dp_accountings(z, q, rounds):
+    """At whole orders; between them dp-accounting's series is an upper bound, or does not converge."""
+    accountant = rdp.RdpAccountant(ORDERS)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), rounds)
+    curve = trial_curve(ledger(z, q, rounds))
+    whole = np.array(ORDERS) % 1 == 0
+    assert curve[whole] == pytest.approx(accountant.rdp[whole], rel=1e-7)
+    assert np.all(curve <= accountant.rdp * (1 + 1e-9))
+
+
+@pytest.mark.parametrize(
+    "grid, message",
+    [
+        ("privacy.epsilon=1,inf", r"privacy.epsilon=inf too: it is not private with privacy.enabled=False"),
+        ("diagnostics=none,unsafe", "diagnostics=unsafe too: it is not private"),
+        ("privacy.noise_seed=null,1", "noise_seed=1 too: it is not private"),
+        ("sampling=fixed_size,shuffle", "no bound for private selection"),
+        ("privacy.noise_multiplier=1,-1", "noise_multiplier=-1 too: privacy.noise_multiplier=-1.0 must be"),
+        ("privacy.adjacency=add_remove,replace_null", "different adjacencies"),
+    ],
+)
+def test_a_grid_without_a_price_is_refused_before_it_starts(dpexp_job, store, tmp_path, grid, message):
+    with pytest.raises(SystemExit, match=f"(?s)^dpexp: [^\n]*{message}"):
+        dpexp_job(*SELECT, "sampling.steps=3", grid)
+    assert not store.trials() and not list(tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl"))
 
 
 @pytest.mark.parametrize("mean, shape", [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5), (6.0, math.inf), (1.0, 1.0)])
@@ -273,11 +345,11 @@ def test_the_number_of_trials_has_the_distribution_that_is_accounted(mean, shape
 @pytest.mark.parametrize("mean, shape", [(0.0, 1.0), (0.5, 1.0), (math.nan, 1.0), (3.0, -1.0)])
 def test_distributions_that_do_not_exist_are_refused(mean, shape):
     with pytest.raises(ConfigError, match=r"hydra\.sweeper\."):
-        selection_epsilon(ledger(2.0, 0.1, 3), 1e-5, mean, shape)
+        selection_epsilon(trial_curve(ledger(2.0, 0.1, 3)), 1e-5, mean, shape)
 
 
 def test_selection_needs_a_renyi_bound():
     from tests.test_accountants import of
 
     with pytest.raises(ConfigError, match="no bound for private selection"):
-        selection_epsilon(of("fixed_size", "replace_one"), 1e-5, 3.0, 1.0)
+        trial_curve(of("fixed_size", "replace_one"))

@@ -4,9 +4,9 @@ Each round is collapsed to one Gaussian sum query first (paper, equation 1), and
 
 | name | what it is | applies to |
 |---|---|---|
-| `pld` | privacy loss distributions, the tightest | all but `fixed_size` |
+| `pld` | privacy loss distributions, the tightest | all |
 | `rdp` | Rényi DP at the best real order (for `fixed_size`: whole orders, Wang, Balle & Kasiviswanathan 2018) | all but
-  `truncated_poisson` |
+  `truncated_poisson`, and but `poisson` when a record is replaced |
 | `moments` | Abadi et al. 2016: whole moments λ <= 32 and their conversion | `poisson`, `shuffle`, `all` |
 | `strong` | Kairouz, Oh & Viswanath 2015, with amplification by sampling | `poisson`, `shuffle`, `all` |
 | `basic` | sequential composition | `poisson`, `shuffle`, `all` |
@@ -20,19 +20,21 @@ from typing import Protocol
 
 import dp_accounting
 import numpy as np
-from dp_accounting import NeighboringRelation, pld, rdp
+from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
 from dpexp.accounting.claims import Release, releases
 from dpexp.accounting.composition import Basic, Strong
 from dpexp.accounting.gaussian import Gaussian, central_limit, composed
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.pairs import Pair, Sampled, Truncated, WithoutReplacement
 from dpexp.accounting.privacy_loss import ComposedLoss
 from dpexp.accounting.renyi import Array, best_order, log_moments
 from dpexp.errors import ConfigError
 
 MOMENTS = range(1, 33)  # λ
-_FIXED_SIZE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
+_WHOLE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
+_TOO_MANY = 2**28  # rounds
 _CERTAIN = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
 
 
@@ -74,77 +76,71 @@ class Moments:
         return min(((moment - math.log(delta)) / k, k) for k, moment in self._moments.items())
 
 
-class _FixedSize:
+class RenyiOfFixedSize:
+    """Rényi DP of rounds of which some have samples of fixed size. dp-accounting's bound for these is general, and may
+    be above that of no sampling at all."""
+
     def __init__(self, counts: Mapping[Release, int]) -> None:
-        self._accountant = rdp.RdpAccountant(_FIXED_SIZE_ORDERS, NeighboringRelation.REPLACE_ONE)
-        for release, count in counts.items():
-            event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(release.z)
-            if release.policy == "fixed_size":
-                size = math.ceil(release.q * release.n - 1e-9)  # type: ignore[operator]
-                event = dp_accounting.SampledWithoutReplacementDpEvent(release.n, size, event)  # type: ignore[arg-type]
-            self._accountant.compose(event, count)
+        self._total = sum(count * _renyi_of_fixed_size(release) for release, count in counts.items())
+        z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
+        self._unsampled = Renyi(z, np.ones(len(z)), times)
 
     def epsilon(self, delta: float) -> float:
-        return float(self._accountant.get_epsilon(delta))
+        sampled = max(0.0, float(rdp.compute_epsilon(_WHOLE_ORDERS, self._total, delta)[0]))
+        return min(sampled, self._unsampled.epsilon(delta))
 
 
-class _Truncated:
-    def __init__(self, counts: Mapping[Release, int]) -> None:
-        interval = min(_interval(release) for release in counts)
-        self._accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, interval)
-        for r, count in counts.items():
-            event = (
-                dp_accounting.TruncatedSubsampledGaussianDpEvent(r.n, r.q, r.maximum, r.z)
-                if r.policy == "truncated_poisson"
-                else dp_accounting.PoissonSampledDpEvent(r.q, dp_accounting.GaussianDpEvent(r.z))
-            )
-            self._accountant.compose(event, count)
-
-    def epsilon(self, delta: float) -> float:
-        return float(self._accountant.get_epsilon(delta))
+@lru_cache(maxsize=4096)
+def _renyi_of_fixed_size(release: Release) -> Array:
+    unsampled = np.array(_WHOLE_ORDERS) / (2 * release.z**2)
+    if release.policy != "fixed_size":
+        return unsampled
+    size = round(release.q * release.n)  # type: ignore[operator]
+    accountant = rdp.RdpAccountant(_WHOLE_ORDERS, NeighboringRelation.REPLACE_ONE)
+    gaussian = dp_accounting.GaussianDpEvent(release.z)
+    accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(release.n, size, gaussian))  # type: ignore[arg-type]
+    return np.minimum(accountant.rdp, unsampled)
 
 
-class Tighter:
-    """The smaller of two bounds: Rényi DP still holds where δ comes near a Fourier transform's rounding errors."""
-
-    def __init__(self, composed: ComposedLoss, renyi: Renyi) -> None:
-        self._composed, self._renyi = composed, renyi
-
-    def epsilon(self, delta: float) -> float:
-        return min(self._composed.epsilon(delta), self._renyi.epsilon(delta))
-
-    def delta(self, epsilon: float) -> float:
-        return self._composed.delta(epsilon)
+def _pair(release: Release) -> Pair:
+    match release.policy:
+        case "poisson":
+            return Sampled(release.z, release.q)
+        case "poisson_replaced":
+            return Sampled(release.z, release.q, 0.5)
+        case "fixed_size":
+            return WithoutReplacement(release.z, release.q)
+    return Truncated(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
 
 
-def _interval(release: Release) -> float:
-    """Of dp-accounting's grid: a fraction of the loss's standard deviation, but no more than about 500 000 points."""
-    z = release.z
-    spread = release.q * math.sqrt(math.expm1(min(1 / z**2, 700)))
-    return max(min(1e-4, 0.05 * spread), (2 / z**2 + 20 / z) / 5e5)
-
-
-def _privacy_loss(z: Array, q: Array, counts: Array) -> Guarantee:
-    full = q == 1
+def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
+    """Full batches, and rounds in which sampling gains next to nothing, are one Gaussian release together. For hundreds
+    of millions of rounds no grid is fine enough, and Rényi DP the tighter bound."""
+    # Where a nulled record lets another into a full sample, a sum moves by up to 2S.
+    z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in counts])
+    times = np.array([float(count) for count in counts.values()])
+    full = np.array([release.q == 1 or release.z < _CERTAIN for release in counts])
+    unsampled = composed(z, times)
     if full.all():
-        return composed(z, counts)
+        return unsampled
+    if times.sum() > _TOO_MANY and all(release.policy == "poisson" for release in counts):
+        return Renyi(z, np.where(full, 1.0, [release.q for release in counts]), times)
+    pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
+    times = times[~full]
     if full.any():
-        gaussian = composed(z[full], counts[full])
-        z, q, counts = (
-            np.append(part[~full], last) for part, last in ((z, 1 / gaussian.mu), (q, 1.0), (counts, 1.0))
-        )  # fmt: skip
-    return Tighter(ComposedLoss(z, q, counts), Renyi(z, q, counts))
+        pairs.append(Sampled(1 / composed(z[full], np.array(list(counts.values()), float)[full]).mu, 1.0, 0.5))
+        times = np.append(times, 1.0)
+    return ComposedLoss(pairs, times, unsampled)
 
 
 _GAUSSIAN: dict[str, Callable[[Array, Array, Array], Guarantee]] = {
-    "pld": _privacy_loss,
     "rdp": Renyi,
     "moments": Moments,
     "strong": Strong,
     "basic": Basic,
     "gdp": central_limit,
 }
-NAMES = tuple(_GAUSSIAN)
+NAMES = ("pld", *_GAUSSIAN)
 APPROXIMATIONS = ("gdp",)
 
 
@@ -160,11 +156,10 @@ def guarantee(ledger: Ledger, accountant: str = "pld") -> Guarantee:
 
 @lru_cache(maxsize=8)
 def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guarantee:
-    policies = {release.policy for release, _ in counts}
-    if "fixed_size" in policies:
-        return _FixedSize(dict(counts))
-    if "truncated_poisson" in policies:
-        return _Truncated(dict(counts))
+    if accountant == "pld":
+        return _privacy_loss(dict(counts))
+    if any(release.policy == "fixed_size" for release, _ in counts):
+        return RenyiOfFixedSize(dict(counts))
     z = np.array([release.z for release, _ in counts])
     q = np.array([release.q if release.z >= _CERTAIN else 1.0 for release, _ in counts])
     return _GAUSSIAN[accountant](z, q, np.array([float(count) for _, count in counts]))
@@ -184,6 +179,12 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
     return guarantee(ledger, accountant).epsilon(delta) if ledger.rounds else 0.0
 
 
+def estimate(ledger: Ledger, delta: float) -> float:
+    """Nearly what `epsilon` gives by `pld`, but quick: no bound."""
+    said = guarantee(ledger)
+    return said.estimate(delta) if isinstance(said, ComposedLoss) else said.epsilon(delta)
+
+
 def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
     """δ such that what the ledger records is (ε, δ)-differentially private; no more than 1e-4 (relative) above the
     accountant's smallest, and 0 if that is below 1e-300.
@@ -197,7 +198,7 @@ def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
     if not ledger.rounds:
         return 0.0
     said = guarantee(ledger, accountant)
-    if isinstance(said, Tighter | Gaussian):
+    if isinstance(said, ComposedLoss | Gaussian):
         return said.delta(epsilon)
 
     def excess(log_delta: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scipy.optimize import brentq
 
-from dpexp.accounting.accountants import check_delta, epsilon
+from dpexp.accounting.accountants import check_delta, epsilon, estimate
 from dpexp.accounting.ledger import Ledger
 from dpexp.errors import ConfigError
 
@@ -85,16 +85,18 @@ def solve(
     if not (math.isfinite(target) and target > 0):
         raise ConfigError(f"privacy.epsilon={target} must be a finite number above 0.")
     facts = KNOBS[knob]
-    search = _Search(ledger_at, target, delta, accountant, precision, facts.whole)
     low, high = math.log(max(facts.lowest, lowest or 0)), math.log(facts.highest)
     cheap, dear = (low, high) if facts.rising else (high, low)
+    search = _Search(lambda value: epsilon(ledger_at(value), delta, accountant), target, precision, facts.whole)
     if knob == "q":
         found = search.between_neighbours(cheap, dear, math.log(0.75))
     else:
-        near = math.log(start)
-        if accountant == "pld":  # Rényi DP is cheaper, and near
-            near = math.log(_by_rdp(knob, ledger_at, target, delta, start, lowest))
-        found = search.around(min(max(near, low), high), cheap, dear, math.log(1.1 if accountant == "pld" else 4))
+        near, step = min(max(math.log(start), low), high), math.log(4)
+        if accountant == "pld":
+            rough = _Search(lambda value: estimate(ledger_at(value), delta), target, 0.01, facts.whole)
+            found = rough.around(near, cheap, dear, step)
+            near, step = (math.log(found[0]), math.log(1.02)) if found else (near, step)
+        found = search.around(near, cheap, dear, step)
     if found is None:
         value, cost = min(search.trace, key=lambda probe: probe[1])
         raise ConfigError(
@@ -104,27 +106,14 @@ def solve(
     return Calibration(knob, found[0], found[1], tuple(search.trace))
 
 
-def _by_rdp(
-    knob: str, ledger_at: Callable[[float], Ledger], target: float, delta: float, start: float, lowest: float | None
-) -> float:
-    try:
-        return solve(knob, ledger_at, target, delta, "rdp", start=start, lowest=lowest, precision=0.05).value
-    except ConfigError:  # no bound for this sampling, or out of its reach
-        return start
-
-
 class _Enough(Exception):
     """A probe is close enough to the target."""
 
 
 class _Search:
-    def __init__(
-        self, ledger_at: Callable[[float], Ledger], target: float, delta: float, accountant: str, precision: float,
-        whole: bool,
-    ) -> None:  # fmt: skip
-        self._ledger_at = ledger_at
-        self._target, self._delta, self._accountant = target, delta, accountant
-        self._precision, self._whole = precision, whole
+    def __init__(self, cost_at: Callable[[float], float], target: float, precision: float, whole: bool) -> None:
+        self._cost_at = cost_at
+        self._target, self._precision, self._whole = target, precision, whole
         self._costs: dict[float, float] = {}
         self.trace: list[tuple[float, float]] = []
 
@@ -190,6 +179,6 @@ class _Search:
     def _cost(self, t: float) -> float:
         value = self._value(t)
         if value not in self._costs:
-            self._costs[value] = epsilon(self._ledger_at(value), self._delta, self._accountant)
+            self._costs[value] = self._cost_at(value)
             self.trace.append((value, self._costs[value]))
         return self._costs[value]

@@ -15,18 +15,16 @@ _SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}
 _GAUSSIAN = ("pld", "rdp", "moments", "strong", "basic", "gdp")
 CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
     # Removing a record from a Poisson sample and nulling it are the same pair of distributions.
-    "poisson": {"add_remove": _GAUSSIAN, "replace_null": _GAUSSIAN},
+    "poisson": {"add_remove": _GAUSSIAN, "replace_null": _GAUSSIAN, "replace_one": ("pld",)},
     "truncated_poisson": {"replace_null": ("pld",)},
-    "fixed_size": {"replace_one": ("rdp",)},
+    "fixed_size": {"replace_one": ("pld", "rdp")},
     "shuffle": {"replace_one": _GAUSSIAN, "replace_null": _GAUSSIAN},
     "all": {"add_remove": _GAUSSIAN, "replace_one": _GAUSSIAN, "replace_null": _GAUSSIAN},
 }
 _WHY = {
-    "poisson": "replacing a record of a Poisson sample is removing one and adding one, so ask for add_remove",
     "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
     "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
     "shuffle": "a partition into equal batches only exists when n is the same on both sides",
-    "all": "",
 }
 
 
@@ -71,7 +69,7 @@ class Release:
 
     Attributes:
         z: σ̃ over the sensitivity; q: 1 means that no sampling amplifies.
-        policy: poisson, truncated_poisson or fixed_size, where q < 1.
+        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson or fixed_size.
         n: of truncated_poisson and fixed_size; maximum: of truncated_poisson.
     """
 
@@ -110,7 +108,10 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
         elif sampling.policy == "truncated_poisson":
             counts[Release(z, sampling.q, sampling.policy, sampling.n, sampling.maximum)] += count
         elif sampling.policy == "fixed_size" and sampling.q < 1:
-            counts[Release(z, sampling.q, sampling.policy, sampling.n)] += count
+            size = math.ceil(sampling.q * sampling.n * (1 - 1e-9))  # whole, but for rounding
+            counts[Release(z, size / sampling.n, sampling.policy, sampling.n)] += count
+        elif sampling.q < 1 and ledger.adjacency == "replace_one":
+            counts[Release(z, sampling.q, "poisson_replaced")] += count
         else:
             counts[Release(z, sampling.q)] += count
     for z in epochs.values():

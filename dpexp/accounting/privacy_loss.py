@@ -1,178 +1,275 @@
-"""Privacy loss distributions of Poisson-sampled Gaussian rounds, composed in the Fourier domain.
+"""Composed privacy losses, as exponentially tilted discrete distributions.
 
-With P = (1-q) N(0, z²) + q N(1, z²) and Q = N(0, z²), removing a record compares P with Q, adding one Q with P. Each
-privacy loss is put on a grid of step h so that the mass which P, and the mass which Q, has in a cell stay what they
-are ("connect the dots": Doroshenko et al. 2022, arXiv 2207.04380), which can only raise δ(ε). A composition's
-characteristic function is the product of the rounds' (Koskela et al. 2020, arXiv 1906.03049).
+The characteristic function of a sum of losses is the product of theirs (Koskela et al. 2020, arXiv 1906.03049). But a
+Fourier transform's rounding errors are relative to the largest mass, while δ is the mass of a tail. Each round's
+masses m(L) are therefore multiplied by e^(θL)/M, with M = Σ m(L) e^(θL), before the transform, and the composed ones
+by e^(-θL) ΠM afterwards: with θ such that the tilted loss is ε on average, the tail is where the masses are largest.
+Any θ gives a bound; a good one gives a tight bound.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.fft import irfft, next_fast_len, rfft
-from scipy.special import ndtr, ndtri
+from scipy.fft import next_fast_len
+from scipy.linalg import solve_banded
 
-from dpexp.accounting.renyi import log_moments
+from dpexp.accounting.cumulants import Cumulants, Window, cumulants_of
+from dpexp.accounting.fourier import Convolution, log_rounding
+from dpexp.accounting.gaussian import Gaussian
+from dpexp.accounting.pairs import Pair
+from dpexp.accounting.renyi import Array
 
-Array = NDArray[np.float64]
-
-_TAIL = 1e-16  # of each round's and of the composed distribution; counted as certain harm
-_FINEST, _COARSEST = 2**15, 2**21  # points of the composed grid
-_ROUNDING = 2.0**-48  # of a round's Fourier transform; measured 2^-51
+_ULP = 2.0**-53
+_FINEST, _COARSEST = 2**14, 2**21  # points of the composed grid
+_NATS = 14.0  # e^-14 is what cutting off tails may cost, relative to δ
+_LEVEL, _LOWEST = 7.0, -100  # nats of δ for which one tilt serves; and how many times as many there can be
+_NODES = 1 + 1e-12  # sums of losses are the grid's but for some units in the last place
+_KEPT = 4  # distributions
+_MANY = 1000  # kinds of rounds, for which a grid half as fine has to do
+_CELLS = 2**22  # numbers held at once
 
 
 class PrivacyLoss:
-    """A discrete privacy loss distribution.
+    """A discrete privacy loss distribution on the losses h·(first + 0, 1, …).
 
     Args:
-        losses: increasing; mass: of each; infinite: mass of the infinite loss.
+        mass: of each; infinite: mass of the infinite loss; error: by how much δ at each loss may be too small.
+        scale: the logarithm of the unit of these three.
     """
 
-    def __init__(self, losses: Array, mass: Array, infinite: float) -> None:
-        harmful = losses > 0
-        self._losses = losses[harmful]
-        mass = np.maximum(mass[harmful], 0)
-        self._upper = infinite + np.cumsum(mass[::-1])[::-1]
-        self._lower = np.cumsum((mass * np.exp(-self._losses))[::-1])[::-1]
-        self._infinite = infinite
+    def __init__(self, h: float, first: int, mass: Array, infinite: float, error: Array, scale: float) -> None:
+        self.h = h
+        self._losses = h * (first + np.arange(len(mass)))
+        # C_j = Σ_{i>=j} m_i e^(L_j-L_i) and δ_j = δ_{j+1} + (1 - e^-h) C_{j+1}: sums without cancellation
+        bands = np.ones((2, len(mass)))
+        bands[0] = -math.exp(-h)
+        self._certain = solve_banded((0, 1), bands, mass, check_finite=False)
+        above = np.append(self._certain[1:], 0.0)[::-1]
+        self._delta = infinite - math.expm1(-h) * np.cumsum(above)[::-1]
+        self._error, self._infinite, self._scale = error, infinite, scale
+
+    @property
+    def lowest(self) -> float:
+        return float(self._losses[0])
+
+    @property
+    def points(self) -> int:
+        return len(self._losses)
 
     def delta(self, epsilon: float) -> float:
-        """δ(ε) = E[(1 - e^(ε-L))⁺], for ε >= 0."""
-        j = int(np.searchsorted(self._losses, epsilon, side="right"))
+        """δ(ε) = E[(1 - e^(ε-L))⁺]; 1 for an ε below the lowest loss."""
+        if epsilon < self._losses[0]:
+            return 1.0
+        j = int(np.searchsorted(self._losses, epsilon))
         if j == len(self._losses):
-            return min(1.0, self._infinite)
-        return float(min(1.0, max(self._upper[j] - self._scaled(epsilon, self._lower[j]), 0)))
+            return self._unscaled(self._infinite)
+        within = math.expm1(epsilon - self._losses[j]) * self._certain[j]
+        return self._unscaled(self._delta[j] - within + self._error[max(j - 1, 0)])
 
     def epsilon(self, delta: float) -> float:
-        """The smallest ε >= 0 with δ(ε) <= delta; infinite if none is known."""
-        if self._infinite > delta:
+        """The smallest ε >= `lowest` with δ(ε) <= delta; infinite if there is none."""
+        target = math.exp(min(math.log(delta) - self._scale, 700))
+        bound = self._delta + np.append(self._error[:1], self._error[:-1])
+        j = len(bound) - int(np.searchsorted(bound[::-1], target, side="right"))
+        if j == len(bound):
             return math.inf
-        beyond = np.append(self._upper[1:], self._infinite), np.append(self._lower[1:], 0.0)
-        at_losses = beyond[0] - self._scaled(self._losses, beyond[1])  # falls
-        over = np.flatnonzero(at_losses > delta)
-        j = int(over[-1]) + 1 if len(over) else 0
-        if j == len(self._losses) or self._upper[j] - delta <= self._lower[j]:
-            return 0.0
-        if self._lower[j] < 1e-290:  # of which too few digits are left
-            return float(self._losses[j])
-        return math.log((self._upper[j] - delta) / self._lower[j])
+        if j == 0:
+            return self.lowest
+        left = self._certain[j] - (target - bound[j])
+        down = math.log(left / self._certain[j]) if left > 0 else -math.inf
+        return float(max(self._losses[j] + down, self._losses[j - 1]))
 
-    @staticmethod
-    def _scaled(epsilon: Any, lower: Any) -> Any:
-        """e^ε·lower, also where e^ε overflows."""
-        with np.errstate(divide="ignore"):
-            return np.exp(epsilon + np.log(lower))
+    def step(self, epsilon: float, rounds: float) -> float:
+        """The largest h with which ε is right to a ten-thousandth, and with twice it to four: it adds h²/6 to each
+        round's variance, and half of that times -d log δ/dε to ε."""
+        j = min(int(np.searchsorted(self._losses, epsilon)), len(self._losses) - 1)
+        delta, slope = float(self._delta[j] + self._error[j]), float(self._certain[j])
+        return math.sqrt(1.2e-3 * epsilon * delta / (rounds * slope)) if delta and slope else math.inf
+
+    def _unscaled(self, mass: float) -> float:
+        return min(1.0, math.exp(min(self._scale + math.log(mass), 0))) if mass > 0 else 0.0
 
 
 class ComposedLoss:
-    """The privacy losses of removing and of adding a record, for rounds (z, q) [R] that happened `counts` [R] times."""
+    """Of rounds with dominating pairs `pairs`, which happened `counts` [R] times.
 
-    def __init__(self, z: Array, q: Array, counts: Array) -> None:
-        self._directions = [_composed(z, q, counts, sign) for sign in (1, -1)]
+    Args:
+        unsampled: what they would cost if every record were in every sample, which is never less.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], counts: Array, unsampled: Gaussian) -> None:
+        cumulants = cumulants_of(pairs, counts)
+        self._ways = [_OneWay(pairs, counts, cumulants)]
+        if any(pair.reverse != pair for pair in pairs):
+            self._ways.append(_OneWay([pair.reverse for pair in pairs], counts, cumulants.reverse))
+        self._unsampled = unsampled
 
     def delta(self, epsilon: float) -> float:
-        return max(direction.delta(epsilon) for direction in self._directions)
+        largest = 0.0
+        for way in self._ways:
+            largest = max(largest, way.delta(epsilon, largest) if epsilon < way.most else 0.0)
+        return min(largest, self._unsampled.delta(epsilon))
 
     def epsilon(self, delta: float) -> float:
-        return max(direction.epsilon(delta) for direction in self._directions)
+        unsampled, largest = self._unsampled.epsilon(delta), 0.0
+        for way in self._ways:
+            largest = max(largest, min(way.epsilon(delta), way.most) if min(unsampled, way.most) > largest else 0.0)
+        return min(largest, unsampled)
+
+    def estimate(self, delta: float) -> float:
+        """ε within a few per cent where tails are light: no bound, but quick."""
+        return min(self._unsampled.epsilon(delta), max(way.estimate(delta) for way in self._ways))
 
 
-def _composed(z: Array, q: Array, counts: Array, sign: int) -> PrivacyLoss:
-    """sign: 1 for the loss of P against Q (a record removed), -1 for that of Q against P (added)."""
-    total = float(counts.sum())
-    low, high = _range(z, q, counts, sign)
-    variance = float(np.dot(counts, _variances(z, q, sign)))
-    # A round's variance grows by at most h²/4, which is then under 0.03 % of it on average.
-    h = min(0.03 * math.sqrt(variance / total), (high - low) / _FINEST)
-    h = max(h, (high - low) / _COARSEST)
-    first, last = math.floor(low / h), math.ceil(high / h)
-    size = next_fast_len(last - first + 1, real=True)
-    transform, infinite = np.ones(size // 2 + 1, dtype=complex), _TAIL + _ROUNDING * total
-    for z_r, q_r, count in zip(z, q, counts, strict=True):
-        start, mass, beyond = discretized(z_r, q_r, h, sign, _TAIL / total)
-        folded = np.bincount((start + np.arange(len(mass))) % size, mass, minlength=size)
-        transform *= rfft(folded) ** count
-        infinite += count * beyond
-    mass = np.roll(irfft(transform, size), -(first % size))
-    return PrivacyLoss(h * (first + np.arange(size)), mass, min(infinite, 1.0))
+class _Composed(NamedTuple):
+    loss: PrivacyLoss
+    law: Cumulants
+    window: Window
 
 
-def _range(z: Array, q: Array, counts: Array, sign: int) -> tuple[float, float]:
-    """Between which values the composed loss lies but for a mass of _TAIL on each side, by Chernoff's bound."""
-    nats = -math.log(_TAIL)
-    variance = max(float(np.dot(counts, _variances(z, q, sign))), 1e-300)
-    affordable = 1e4 * float(np.min(z * np.minimum(0.5, 0.55 * z)))  # for `log_moments`
+class _OneWay:
+    """P against Q. What was composed is kept, by levels of δ."""
 
-    def reach(way: int) -> float:
-        """The smallest bound over θ, halved from a Gaussian's best on until that no longer helps."""
-        best, theta = math.inf, min(4 * math.sqrt(2 * nats / variance), affordable)
-        while True:
-            order = 1 + way * theta if sign > 0 else -way * theta
-            bound = (float(np.dot(counts, log_moments(z, q, order))) + nats) / theta
-            if bound >= best:
-                return best
-            best, theta = bound, theta / 2
+    def __init__(self, pairs: Sequence[Pair], counts: Array, cumulants: Cumulants) -> None:
+        self._pairs, self._counts, self._cumulants = pairs, counts, cumulants
+        self._rounds = float(counts.sum())
+        self._coarse = 2.0 if len(pairs) > _MANY else 1.0
+        self.most = float(counts @ np.array([pair.most for pair in pairs]))
+        self._kept: dict[int, _Composed] = {}
 
-    return -reach(-1), reach(1)
+    def epsilon(self, delta: float) -> float:
+        loss = self._settled(math.log(delta), lambda loss: loss.epsilon(delta))
+        return max(0.0, loss.epsilon(delta)) * _NODES
 
+    def estimate(self, delta: float) -> float:
+        return max(0.0, self._cumulants.at(self._cumulants.tilt_for_delta(math.log(delta))).mean)
 
-def _variances(z: Array, q: Array, sign: int) -> Array:
-    """Of each round's loss, from its cumulants' second differences."""
-    t = 0.01 * np.minimum(1, np.min(z))
-    at = (1, 1 + t, 1 - t) if sign > 0 else (0, t, -t)
-    middle, right, left = (log_moments(z, q, float(a)) for a in at)
-    return np.maximum((right + left - 2 * middle) / t**2, 1e-30)
+    def delta(self, epsilon: float, enough: float) -> float:
+        """The smallest bound of the levels that lead to the one that holds it; or any that is at most `enough`."""
+        tried, best, log_delta = set[int](), 1.0, self._cumulants.light_log_delta(epsilon)
+        while (level := self._level(log_delta)) not in tried and best > enough:
+            tried.add(level)
+            best = min(best, self._settled(log_delta, lambda _: epsilon).delta(epsilon / _NODES))
+            log_delta = math.log(max(best, 1e-300))
+        return best
 
+    @staticmethod
+    def _level(log_delta: float) -> int:
+        return min(max(math.floor(log_delta / _LEVEL), _LOWEST), -1)
 
-def discretized(z: float, q: float, h: float, sign: int, tail: float) -> tuple[int, Array, float]:
-    """One round's loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss."""
-    far = -z * float(ndtri(tail))
-    low_x, high_x = -far, 1 + far
-    first, last = math.floor(_loss(z, q, low_x) / h), math.ceil(_loss(z, q, high_x) / h)
-    edges = h * np.arange(first, last + 1, dtype=np.float64)
-    x = _where(z, q, edges)
-    under_q = _between(x / z)
-    under_p = (1 - q) * under_q + q * _between((x - 1) / z)
-    if sign > 0:
-        numerator, other, near = under_p, under_q, edges[:-1]
-        beyond = (1 - q) * ndtr(-x[-1] / z) + q * ndtr(-(x[-1] - 1) / z)
-        below = (1 - q) * ndtr(x[0] / z) + q * ndtr((x[0] - 1) / z)
-    else:
-        numerator, other, near = under_q[::-1], under_p[::-1], -edges[:0:-1]
-        beyond, below = ndtr(x[0] / z), ndtr(-x[-1] / z)
-        first = -last
-    mass = np.zeros(len(edges))
-    with np.errstate(divide="ignore"):
-        upper = (numerator - np.exp(near + np.log(other))) / -math.expm1(-h)
-    upper = np.clip(upper, 0, numerator)
-    mass[1:] += upper
-    mass[:-1] += numerator - upper
-    mass[0] += below
-    return first, mass, float(beyond)
+    def _settled(self, log_delta: float, epsilon_of: Callable[[PrivacyLoss], float]) -> PrivacyLoss:
+        """Losses that are tilted, and on a grid as fine, as suits δ and its ε.
 
+        First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, that is
+        too large and its grid too coarse, but from the ε that was found better ones follow.
+        """
+        level = self._level(log_delta)
+        log_lost = level * _LEVEL - _NATS
+        loss, law, window = self._kept.get(level) or self._first(level, log_lost)
+        for _ in range(8):
+            epsilon, h = epsilon_of(loss), loss.h
+            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST:
+                break
+            if loss.lowest < epsilon < math.inf:
+                theta, finer = law.tilt_for_mean(epsilon), self._coarse * loss.step(epsilon, self._rounds)
+                if theta > 0.8 * window.theta and (finer > 0.8 * h or loss.points > 0.9 * _COARSEST):
+                    break
+                bound = log_delta - 8 - log_rounding(self._rounds)  # up to which rounding is next to nothing beside δ
+                windows = [law.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
+                harmless = [w for w in windows if law.at(w.theta).log - w.theta * epsilon < bound and w.width > 0]
+                window, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
+            else:
+                window = law.window(window.theta / 8, log_lost)
+            loss = compose(self._pairs, self._counts, law, window, h, log_lost)
+        if len(self._kept) == _KEPT:
+            self._kept.clear()
+        self._kept[level] = _Composed(loss, law, window)
+        return loss
 
-def _loss(z: float, q: float, x: float) -> float:
-    y = (2 * x - 1) / (2 * z**2)
-    if q == 1:
-        return y
-    return math.log1p(q * math.expm1(y)) if y < 30 else y + math.log(q + (1 - q) * math.exp(-y))
-
-
-def _where(z: float, q: float, losses: Array) -> Array:
-    """The x at which the loss has these values; -∞ where it never falls so low."""
-    if q == 1:
-        return z**2 * losses + 0.5
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.expm1(np.minimum(losses, 30)) / q
-        y = np.where(
-            losses < 30, np.log1p(np.maximum(ratio, -1)), losses + np.log1p(-(1 - q) * np.exp(-losses)) - math.log(q)
-        )
-    return z**2 * y + 0.5
+    def _first(self, level: int, log_lost: float) -> _Composed:
+        law = self._cumulants.truncated(log_lost - math.log(self._rounds))
+        window = law.window(law.tilt_for_delta((level + 0.5) * _LEVEL), log_lost)
+        h = max(self._coarse * law.step(window.theta), window.width / (_FINEST + 600 * math.sqrt(self._rounds)))
+        return _Composed(compose(self._pairs, self._counts, law, window, h, log_lost), law, window)
 
 
-def _between(u: Array) -> Array:
-    """Standard normal mass between neighbouring u, without cancellation in the upper tail."""
-    flipped = u[:-1] > 0
-    return np.where(flipped, ndtr(-u[:-1]) - ndtr(-u[1:]), ndtr(u[1:]) - ndtr(u[:-1]))
+def compose(
+    pairs: Sequence[Pair], counts: Array, cumulants: Cumulants, window: Window, h: float, log_lost: float
+) -> PrivacyLoss:
+    """The sum of the rounds' losses, on a window about its tilted mean.
+
+    Its δ(ε) is at least the true one for every ε in the window. What lies above is counted as infinite loss, by
+    Chernoff's bound, and so is what lies beyond the grid of a single round; what lies below has no part in δ(ε); what a
+    circular convolution folds into the window only adds to it. The tilted masses err by what `Convolution` states, as
+    an L2 norm, so that δ(ε) errs by at most that times the norm of e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy and Schwarz). All
+    other sums are of positive terms: each round's tilting multiplies them by at most e^(4xu), with x the size of the
+    exponents, of which those below -746 are next to nothing, and sums of N terms by e^(4Nu).
+
+    Args:
+        cumulants: of the losses; h: the largest step of the grid; log_lost: logarithm of the mass that may be taken for
+            infinite loss.
+    """
+    total, theta, at = float(counts.sum()), window.theta, cumulants.at(window.theta)
+    smallest, largest = cumulants.range
+    lowest = np.maximum((at.logs - 40) / theta, smallest)  # what has less is next to nothing of the tilted law
+    far = max(abs(window.low), abs(window.high))
+    least = max(window.width / _COARSEST, float((largest - lowest).max()) / _CELLS, 2.0**-40 * far)
+    h = max(min(h, window.width / _FINEST), least)
+    spread = 4 * h * math.sqrt(total)  # by more than that rounding to the grid hardly ever moves the sum
+    first = max(math.floor((window.low - spread) / h), math.floor((at.mean - 650 / theta) / h) + 1)
+    size = next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
+    convolution = Convolution(size)
+    log, log_above, infinite, exponents = 0.0, 0.0, 0.0, 0.0
+    for rows in _portions(np.argsort(-at.variances), (largest - lowest) / h + 1):
+        starts, tilted = [], []
+        for r in rows:
+            start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total))
+            losses = h * (start + np.arange(len(mass)))
+            with np.errstate(divide="ignore"):
+                log_mass = np.log(mass)
+            law, moment = _normalised(log_mass + theta * losses)
+            starts.append(start)
+            tilted.append(law)
+            log += counts[r] * moment
+            log_above += counts[r] * _normalised(log_mass + window.steep * losses)[1]
+            infinite += counts[r] * beyond
+            far = max(abs(losses[0]), abs(losses[-1]))
+            exponents += counts[r] * (1000 + max(theta, window.steep) * far + abs(moment))
+        convolution.add(starts, tilted, counts[rows])
+    losses = h * (first + np.arange(size))
+    far = max(abs(losses[0]), abs(losses[-1]), abs(at.mean))
+    slack = 4 * (exponents + max(theta, window.steep) * far + 1000 + size) * _ULP
+    infinite = (infinite + math.exp(min(log_above - window.steep * losses[-1], 0.0))) * math.exp(slack)
+    down = np.exp(-theta * (losses - at.mean))
+    mass, error = convolution.masses(first)
+    scale = log - theta * at.mean + slack
+    with np.errstate(over="ignore"):
+        infinite = float(np.exp(math.log(infinite) - scale)) if infinite else 0.0
+    return PrivacyLoss(h, first, mass * down, infinite, error * _norm(theta, h, size) * down, scale)
+
+
+def _normalised(log_mass: Array) -> tuple[Array, float]:
+    """Masses that sum to 1, and the logarithm of the sum that they had."""
+    top = log_mass.max()
+    mass = np.exp(log_mass - top)
+    total = mass.sum()
+    return mass / total, float(top + np.log(total))
+
+
+def _norm(theta: float, h: float, size: int) -> float:
+    """Of e^(-θL) (1 - e^-L) over L = h, 2h, …"""
+    r, s = math.exp(-2 * theta * h), math.exp(-h)
+    apart = (1 - r) * (1 - r * s) * (1 - r * s**2)
+    return math.sqrt(min(r * (1 - s) ** 2 * (1 + r * s) / apart, size) if apart > 0 else size)
+
+
+def _portions(order: NDArray[np.intp], widths: Array) -> Iterator[NDArray[np.intp]]:
+    """Rounds that fit into memory together."""
+    while len(order):
+        widest = np.maximum.accumulate(widths[order[:64]])
+        most = max(1, int(np.count_nonzero(widest * np.arange(1, len(widest) + 1) <= _CELLS)))
+        yield order[:most]
+        order = order[most:]

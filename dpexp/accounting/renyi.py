@@ -56,7 +56,7 @@ def _by_trapezoids(z: Array, q: Array, alpha: float) -> Array:
     count = int(_points(z, alpha).max())
     step = (end - start) / (count - 1)
     u = start + step * np.arange(count)  # x = z u, with u standard normal under Q
-    loss = privacy_loss(z, q, u)
+    loss = log_mixed(q, u / z - 1 / (2 * z**2))
     log_weight = -(u**2) / 2 + np.log(step / math.sqrt(2 * math.pi))
     exponent = alpha * loss
     top = (log_weight + exponent).max(axis=1)
@@ -68,12 +68,11 @@ def _by_trapezoids(z: Array, q: Array, alpha: float) -> Array:
     return np.where((top < 100) & np.isfinite(small), small, large)
 
 
-def privacy_loss(z: Array, q: Array, u: Array) -> Array:
-    """L at x = z u."""
-    y = u / z - 1 / (2 * z**2)
-    return np.where(
-        y > 30, y + np.log(q + (1 - q) * np.exp(-np.maximum(y, 0))), np.log1p(q * np.expm1(np.minimum(y, 30)))
-    )
+def log_mixed(q: Array | float, y: Array) -> Array:
+    """log(1 - q + q e^y)."""
+    with np.errstate(divide="ignore"):
+        small = np.log1p(q * np.expm1(np.minimum(y, 30)))
+        return np.where((y > 30) | (q == 1), y + np.log(q + (1 - q) * np.exp(-np.maximum(y, 30))), small)
 
 
 def epsilon_at(total: Callable[[float], float], alpha: float, delta: float) -> float:

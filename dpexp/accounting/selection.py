@@ -5,15 +5,15 @@ The number of trials is drawn at random: K ~ a truncated negative binomial distr
 """
 
 import math
+from collections.abc import Iterable
 
-import dp_accounting
 import numpy as np
-from absl import logging
 from dp_accounting import rdp
 from scipy.optimize import brentq
 
 from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.renyi import Array, log_moments
 from dpexp.errors import ConfigError
 
 ORDERS = [1 + k / 10 for k in range(1, 100)] + list(range(11, 129)) + [2**k for k in range(8, 15)]
@@ -54,27 +54,41 @@ def _mean(gamma: float, shape: float) -> float:
     return shape * (1 - gamma) / (gamma * -math.expm1(shape * math.log(gamma)))
 
 
-def selection_epsilon(ledger: Ledger, delta: float, mean: float, shape: float) -> float:
-    """ε at `delta` of releasing only the best of K trials, each of which costs what `ledger` records, by Rényi DP.
+def trial_curve(ledger: Ledger) -> Array:
+    """Rényi DP of one trial at ORDERS.
 
     Raises:
-        ConfigError: the claim cannot be made, or the trial's sampling has no Rényi bound.
+        ConfigError: the claim cannot be made, or the trial's sampling has no Rényi bound here.
+    """
+    counts = releases(ledger, "rdp")
+    for release in counts:
+        if release.policy != "poisson":
+            raise ConfigError(f"sampling={release.policy} has no bound for private selection; choose sampling=poisson.")
+    z, q = np.array([release.z for release in counts]), np.array([release.q for release in counts])
+    times = np.array(list(counts.values()), dtype=float)
+    return np.array([float(times @ log_moments(z, q, order)) / (order - 1) for order in ORDERS])
+
+
+def dearest_curve(ledgers: Iterable[Ledger]) -> Array:
+    """Rényi DP at ORDERS that holds whichever trial is run: at each order that of the dearest.
+
+    Raises:
+        ConfigError: as for `trial_curve`, or the ledgers are stated for different adjacencies.
+    """
+    trials = {(ledger.adjacency, frozenset(ledger.rounds.items())): ledger for ledger in ledgers}
+    adjacencies = sorted({adjacency for adjacency, _ in trials})
+    if len(adjacencies) > 1:
+        raise ConfigError(f"trials for different adjacencies ({', '.join(adjacencies)}) cannot be selected among.")
+    return np.max([trial_curve(ledger) for ledger in trials.values()], axis=0)
+
+
+def selection_epsilon(curve: Array, delta: float, mean: float, shape: float) -> float:
+    """ε at `delta` of releasing only the best of K trials (theorems 2 and 6).
+
+    Args:
+        curve: Rényi DP at ORDERS of the mechanism that is repeated: draw a configuration from the whole grid, and run
+            that trial.
     """
     check_repetitions(mean, shape)
-    trial = [
-        dp_accounting.SelfComposedDpEvent(
-            dp_accounting.PoissonSampledDpEvent(release.q, dp_accounting.GaussianDpEvent(release.z)), count
-        )
-        for release, count in releases(ledger, "rdp").items()
-        if release.policy == "poisson" or _no_bound(release.policy)
-    ]
-    accountant = rdp.RdpAccountant(ORDERS)  # z is relative to the sensitivity already, whatever the adjacency
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # orders whose series does not converge are left out, which is safe
-    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(dp_accounting.ComposedDpEvent(trial), mean, shape))
-    logging.set_verbosity(before)
-    return float(accountant.get_epsilon(delta))
-
-
-def _no_bound(policy: str) -> bool:
-    raise ConfigError(f"sampling={policy} has no bound for private selection; choose sampling=poisson.")
+    repeated = rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select(ORDERS, curve, mean, shape)  # of any curve
+    return max(0.0, float(rdp.compute_epsilon(ORDERS, repeated, delta)[0]))
