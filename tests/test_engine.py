@@ -301,6 +301,7 @@ def sums_of(engine, loss_of, batch, size=B, chunk=B):
         for start in range(0, size, chunk):
             part = _slice(batch, start, start + chunk)
             engine.accumulate(loss_of, stacked(part), min(chunk, size - start))
+    engine.finish()
     return engine._sums
 
 

@@ -23,6 +23,7 @@ from dpexp.privacy import bounds
 
 S, CLASSES = 0.5, 3
 SILENT = 1e-8  # a noise multiplier of next to no noise
+SEEN = []  # out of the callback's reach
 
 
 class Items(Dataset):
@@ -185,17 +186,17 @@ def test_items_that_only_a_kind_of_default_collation_fits(tmp_path):
         {"x": np.array([1.0, k, 3, 4]), "y": k % 3, "w": 1 if k % 2 else 1.5, "name": "a" if k < 3 else "b"}
         for k in range(7)
     ]
-    seen = []
+    SEEN.clear()
 
     class Dicts(Model):
         def training_step(self, batch, batch_idx):
             if len(batch["x"]) == 1:  # where the callback tries out whether company matters, there are two
-                seen.append((batch["w"].dtype, batch["x"].shape, batch["name"]))
+                SEEN.append((batch["w"].dtype, batch["x"].shape, batch["name"]))
             return F.cross_entropy(self.net(batch["x"]), batch["y"]) * batch["w"].double().sum()
 
     (released,), _ = trained(tmp_path, Dicts(), items)
-    assert {dtype for dtype, _, _ in seen} == {torch.int64, torch.float64}
-    assert {tuple(shape) for _, shape, _ in seen} == {(1, 4)} and {str(n) for _, _, n in seen} == {"['a']", "['b']"}
+    assert {dtype for dtype, _, _ in SEEN} == {torch.int64, torch.float64}
+    assert {tuple(shape) for _, shape, _ in SEEN} == {(1, 4)} and {str(n) for _, _, n in SEEN} == {"['a']", "['b']"}
     by_hand = torch.zeros_like(released)
     module = Dicts()
     for item in items:

@@ -16,9 +16,12 @@ from dpexp.accounting.claims import check_claim
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company
-from dpexp.privacy.delivery import Records, Rounds, Sample
+from dpexp.privacy.delivery import Failed, Records, Rounds, Sample
 from dpexp.privacy.engine.engine import Engine, NoLoss
-from dpexp.privacy.isolation import mute, nothing_logged, own_randomness, surroundings, unmute
+from dpexp.privacy.isolation.randomness import own_randomness
+from dpexp.privacy.isolation.signals import signals_wait
+from dpexp.privacy.isolation.silence import mute, nothing_logged, unmute
+from dpexp.privacy.isolation.surroundings import surroundings
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
@@ -84,6 +87,7 @@ class PrivacyCallback(pl.Callback):
         self._awaited = False  # a sample was begun and has not been processed
         self._released = False  # the round has
         self._company_tried = False
+        self._step_of_its_own: Any = None
         self._rounds: Rounds | None = None
         self._ledger: LedgerWriter | None = None
         self._engine: Engine | None = None
@@ -138,6 +142,7 @@ class PrivacyCallback(pl.Callback):
                 "that not every round would release its average; remove the GradientAccumulationScheduler."
             )
         self._awaited, self._released = True, False
+        refuse_hooks(pl_module)
         refresh_spectral_norms(pl_module)
 
     def on_before_optimizer_step(
@@ -204,6 +209,7 @@ class PrivacyCallback(pl.Callback):
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step
+        self._step_of_its_own = pl_module.__dict__.get("training_step")
 
         @wraps(training_step)
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,9 +223,10 @@ class PrivacyCallback(pl.Callback):
             self._awaited = False
             assert self._rounds
             with own_randomness(pl_module.device, self._rounds.randomness), nothing_logged(trainer):
+                converted = trainer.precision_plugin.convert_input
                 self._process_sample(
-                    trainer, pl_module, lambda record: _loss(training_step(record, *args, **kwargs))
-                )  # fmt: skip
+                    trainer, pl_module, lambda record: _loss(training_step(converted(record), *args, **kwargs))
+                )
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = private_step  # type: ignore[method-assign]
@@ -234,19 +241,26 @@ class PrivacyCallback(pl.Callback):
                 self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, epoch))
                 engine.start(self.completed)
             for records in parts:
-                self._process(trainer, pl_module, loss_of, records)
+                if isinstance(records, Failed):
+                    engine.fail(1, records.reason)
+                else:
+                    with signals_wait():
+                        self._process(pl_module, loss_of, records)
+        engine.finish()
 
-    def _process(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss_of: Any, records: Records) -> None:
+    def _process(self, pl_module: pl.LightningModule, loss_of: Any, records: Records) -> None:
         assert self._engine
         records = records.to(pl_module.device)
-        batch = trainer.precision_plugin.convert_input(records.batch)
         if records.size > 1 and not self._company_tried:
             self._company_tried = True
-            refuse_company(pl_module, loss_of, batch, pl_module.device, self._engine.around)
-        self._engine.accumulate(loss_of, batch, records.size)
+            refuse_company(pl_module, loss_of, records.batch, pl_module.device, self._engine.around)
+        self._engine.accumulate(loss_of, records.batch, records.size)
 
     def _close(self, pl_module: pl.LightningModule) -> None:
-        pl_module.__dict__.pop("training_step", None)
+        if self._step_of_its_own is not None:
+            pl_module.training_step = self._step_of_its_own  # type: ignore[method-assign]
+        else:
+            pl_module.__dict__.pop("training_step", None)
         unmute(pl_module)
         if self._ledger is not None:
             self._ledger.close()

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.isolation import Guard, State, Surroundings, own_randomness
+from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.randomness import own_randomness
+from dpexp.privacy.isolation.state import State
+from dpexp.privacy.isolation.surroundings import Surroundings
 from dpexp.privacy.keystream import KeyStream
 
 _TRIES = 6  # what mixes at random may leave two records as they are

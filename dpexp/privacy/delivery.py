@@ -9,7 +9,7 @@ nothing that they keep, log or save has seen a record.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.isolation import seed_everything
+from dpexp.privacy.isolation.randomness import seed_everything
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.sampling import Policy
@@ -63,6 +63,27 @@ _SEALED = (
 
 
 @dataclass
+class Failed:
+    """A record that cannot be fetched or collated.
+
+    Attributes:
+        reason: made anew, since not every error can be sent from one process to another.
+    """
+
+    reason: Exception
+
+    @classmethod
+    def because(cls, error: Exception) -> "Failed":
+        return cls(error if type(error) is ConfigError else RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def to(self, device: torch.device) -> "Failed":
+        return self
+
+    def pin_memory(self) -> "Failed":
+        return self
+
+
+@dataclass
 class Records:
     """Records that look alike, to be processed together.
 
@@ -90,19 +111,33 @@ class Alone:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[Any]) -> list[Records]:
-        if self._collate is not default_collate:
-            return _stacked([self._collate([item]) for item in items])
+    def __call__(self, items: list[Any]) -> list[Records | Failed]:
+        found: list[Records | Failed] = [item for item in items if isinstance(item, Failed)]
+        items = [item for item in items if not isinstance(item, Failed)]
         # What default_collate does with items of one kind is known: it stacks them.
         kinds: dict[Hashable, list[Any]] = {}
         for item in items:
-            kinds.setdefault(_kind(item), []).append(item)
-        alike = kinds.pop(None, [])
-        found = _stacked([default_collate([item]) for item in alike])
+            kinds.setdefault(_kind(item) if self._collate is default_collate else None, []).append(item)
+        others = kinds.pop(None, [])
         for some in kinds.values():
-            batch = tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))
-            found.append(Records(len(some), batch))
-        return found
+            try:
+                found.append(Records(len(some), tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))))
+            except Exception:  # that of one of them
+                others += some
+        return found + self._each(others)
+
+    def _each(self, items: list[Any]) -> list[Records | Failed]:
+        failed: list[Records | Failed] = []
+        batches = []
+        for item in items:
+            try:
+                leaves, structure = tree_flatten(self._collate([item]))
+                # Copies, since a collate_fn may use the same memory for each.
+                leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                batches.append((tuple(map(_look, leaves)), leaves, structure))
+            except Exception as error:
+                failed.append(Failed.because(error))
+        return failed + _stacked(batches)
 
 
 def _kind(item: Any) -> Hashable:
@@ -121,12 +156,11 @@ def _kind(item: Any) -> Hashable:
     return None if any(part is None for _, part in kinds) else (kind, *kinds)
 
 
-def _stacked(batches: list[Any]) -> list[Records]:
+def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[Records | Failed]:
     """Batches of one, stacked where all their tensors are of equal shapes and all else in them is equal."""
     alike: dict[Hashable, list[tuple[TreeSpec, list[list[Any]]]]] = {}
-    for batch in batches:
-        leaves, structure = tree_flatten(batch)
-        kinds = alike.setdefault(tuple(map(_look, leaves)), [])
+    for look, leaves, structure in batches:
+        kinds = alike.setdefault(look, [])
         for known, some in kinds:
             if _equal(known, structure):
                 some.append(leaves)
@@ -155,8 +189,8 @@ def _look(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_nested:
             raise ConfigError(
-                "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of "
-                "whatever size: records of different shapes are processed apart."
+                "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of whatever "
+                "size: records of different shapes are processed apart."
             )
         return type(leaf), leaf.dtype, leaf.shape
     if type(leaf) is float:
@@ -185,7 +219,10 @@ class _OneAtATime(Dataset):
         self._dataset = dataset
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            return Failed.because(error)
 
 
 @dataclass(frozen=True)
@@ -287,10 +324,10 @@ class Rounds:
             )
         self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
-        collate: Callable[[Any], list[Records]] = Alone(loader.collate_fn)
+        collate: Callable[[Any], list[Records | Failed]] = Alone(loader.collate_fn)
         if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
             dataset, collate = _Rows(dataset), _unchanged
-        elif hasattr(dataset, "__getitems__"):
+        else:
             dataset = _OneAtATime(dataset)
         self._loader = DataLoader(
             dataset,
@@ -304,7 +341,7 @@ class Rounds:
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
-        self._chunks: Iterator[list[Records]] = iter(())
+        self._chunks: Iterator[list[Records | Failed]] = iter(())
 
     def __iter__(self) -> Iterator[Sample]:
         """Draws nothing before it is asked for the first: Lightning begins an iteration just to see whether it can."""
@@ -319,7 +356,7 @@ class Rounds:
         del self.sampler.stream, self.randomness
         self._seeding.key = b""
 
-    def sample(self) -> Iterator[tuple[Chunk, list[Records]]]:
+    def sample(self) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
         """The chunks of the round under way."""
         last = False
         while not last:
@@ -329,7 +366,7 @@ class Rounds:
             yield chunk, records
 
 
-def _unchanged(records: list[Records]) -> list[Records]:
+def _unchanged(records: list[Records | Failed]) -> list[Records | Failed]:
     return records
 
 

@@ -52,6 +52,11 @@ def refuse_hooks(module: nn.Module) -> None:
                 "record by record; change p.grad in on_before_optimizer_step instead, where it is the noisy average."
             )
     for name, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"model: the module {name or '(root)'} is one of TorchScript, which could keep what it sees out of "
+                "reach; use the module that it was made from."
+            )
         if layer._backward_hooks or layer._backward_pre_hooks:
             raise ConfigError(
                 f"model: the layer {name or '(root)'} ({type(layer).__name__}) has a backward hook, which would not be "

@@ -12,7 +12,8 @@ from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
-from dpexp.privacy.isolation import Guard, State
+from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.state import State
 
 Record = Callable[[Tensor, Use], None]
 
@@ -40,7 +41,18 @@ class Capture(Guard):
     ) -> Any:
         kwargs = kwargs or {}
         if self._paused:
-            return super().__torch_function__(func, types, args, kwargs)
+            error = self.error
+            try:
+                return super().__torch_function__(func, types, args, kwargs)
+            finally:
+                self.error = error  # that of one record
+        try:
+            return self._intercept(func, types, args, kwargs)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict) -> Any:
         if func in _OF_AUTOGRAD:
             return func(_inner(args[0]))
         if func in _BACKWARD:

@@ -3,7 +3,6 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +15,14 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.looped import culprit, looping
+from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.rounding import UNIT
 from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.groups import trainable
-from dpexp.privacy.isolation import Guard, State, Surroundings
+from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.randomness import of_python
+from dpexp.privacy.isolation.state import State
+from dpexp.privacy.isolation.surroundings import Surroundings
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import Group, PrivacyPlan
 
@@ -30,6 +33,7 @@ class NoLoss(Exception):
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _ONE_LOSS = "training_step must return one number for a record: its loss."
+_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
 _SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
 
@@ -42,11 +46,32 @@ class _Way:
     singly: bool = False
 
 
+@dataclass
+class _Chunk:
+    """Records that look alike: leaves [size, ...] and their structure."""
+
+    loss_of: Callable[[Any], Tensor]
+    leaves: list[Any]
+    structure: Any
+    size: int
+    state: State
+
+    def part(self, rows: list[int]) -> "_Chunk":
+        leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return replace(self, leaves=leaves, size=len(rows))
+
+    def one(self, i: int) -> Any:
+        """A copy: what lies beside a record in memory is out of its reach."""
+        return tree_unflatten(
+            [leaf[i].clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.structure
+        )
+
+
 class Engine:
     """Carries out a plan's mechanisms on a module's gradients.
 
-    Per sample: `start`, then `accumulate` for each chunk, then `release`. What a record contributes depends on no
-    other: how it is processed is chosen by what it looks like, never by its chunk.
+    Per sample: `start`, then `accumulate` for each chunk, then `finish` and `release`. What a record contributes
+    depends on no other: together are processed those that look alike and that could be so each by itself.
 
     Args:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
@@ -74,6 +99,8 @@ class Engine:
         self._sums: dict[str, Tensor] = {}
         self._ways: dict[Hashable, _Way] = {}
         self._succeeded = False
+        self._failed = 0
+        self._reason_of_failure: Exception | None = None
         self._said: set[str] = set()
         self.observe = observe
         self.observations: list[dict[str, Tensor]] = []
@@ -116,33 +143,34 @@ class Engine:
         for parameter in self._module.parameters():
             parameter.grad = None
         state = State(self._module, self.around)
-        known = self._ways.setdefault(_look(leaves), _Way())
-        way = replace(known)
-        while not way.singly:
-            try:
-                uses, losses = self._uses_together(loss_of, leaves, structure, size, state, way)
-            except _NOT_OF_A_RECORD:
-                raise
-            except Exception as reason:
-                self._restore(state)
-                self._give_up(way, reason)
-                continue
+        try:
+            self._accumulate(_Chunk(loss_of, leaves, structure, size, state))
+        except BaseException:
             self._restore(state)
-            with _full_precision(losses.device), torch.no_grad():
-                self._clip_and_add(uses, losses)
-            self._succeeded = True
-            break
-        if way.singly and not known.singly and (bad := self._incomputable(loss_of, leaves, structure, size, state)):
-            good = [i for i in range(size) if i not in bad]
-            if good:  # it was the bad ones' fault
-                rest = [leaf[good] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                self.accumulate(loss_of, tree_unflatten(rest, structure), len(good))
-            return
-        if way.singly:
-            self._accumulate_singly(loss_of, leaves, structure, size, state)
-        if way != known:
-            self._warn_of_slowness(way)
-            self._ways[_look(leaves)] = way
+            raise
+
+    def fail(self, count: int, reason: Exception) -> None:
+        """Notes records that contribute nothing, because they could not even be fetched, or have no loss.
+
+        Raises:
+            ConfigError, or the reason: so many, and none ever contributed.
+        """
+        self._failed, self._reason_of_failure = self._failed + count, reason
+        if "failure" not in self._said:
+            self._said.add("failure")
+            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {reason!r}")
+        if self._failed >= _ENOUGH:
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends the sample.
+
+        Raises:
+            ConfigError, or what the last record raised: more than one record has failed, and none ever contributed.
+        """
+        if self._failed > 1 and not self._succeeded and self._reason_of_failure is not None:
+            reason = self._reason_of_failure
+            raise ConfigError(str(reason)) if isinstance(reason, NoLoss) else reason
 
     def release(self, ledger: LedgerWriter) -> dict[str, Tensor]:
         """Writes the sum query events, and only then returns v̂ for each parameter:
@@ -187,9 +215,7 @@ class Engine:
                 f"together: {self._reason}"
             )
 
-    def _uses_together(
-        self, loss_of: Callable, leaves: list[Any], structure: Any, size: int, state: State, way: _Way
-    ) -> tuple[dict[str, Use], Tensor]:  # fmt: skip
+    def _uses_together(self, chunk: "_Chunk", way: _Way) -> tuple[dict[str, Use], Tensor]:
         """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
         uses: dict[int, list[Use]] = defaultdict(list)
 
@@ -197,75 +223,107 @@ class Engine:
             uses[id(parameter)].append(use)
 
         device = next(iter(self._parameters.values())).device
-        anchor = torch.zeros(size, device=device, requires_grad=True)
+        anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
+        drawn = of_python()
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
-            capture = Capture(self._parameters.values(), anchor, record, state)
+            capture = Capture(self._parameters.values(), anchor, record, chunk.state)
             with looping(self._module, way.looped, capture, self.around), capture:
-                return loss_of(tree_unflatten(list(leaves), structure))
+                loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
+            if capture.error is not None:
+                raise RuntimeError(
+                    "training_step catches an error, which may be of one record alone."
+                ) from capture.error
+            return loss
 
-        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in leaves))
-        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *leaves)
+        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
+        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *chunk.leaves)
         if losses.dim() != 1:
-            raise ConfigError(_ONE_LOSS)
+            raise NoLoss(_ONE_LOSS)
         total = losses.sum()
         with torch.no_grad():
-            _backward(total, state)
+            _backward(total, chunk.state)
+        if of_python() != drawn:
+            raise RuntimeError(
+                "training_step draws random numbers by Python's or NumPy's generator, once for all records."
+            )
         if any(p.grad is not None for p in self._parameters.values()):
             raise RuntimeError("a parameter is used in a way that was not seen.")
-        with _full_precision(device), torch.no_grad():
+        with full_precision(device), torch.no_grad():
             return (
                 {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),
             )
 
-    def _incomputable(
-        self, loss_of: Callable, leaves: list[Any], structure: Any, size: int, state: State
-    ) -> set[int]:  # fmt: skip
-        """The records of which no loss can be computed, not even alone."""
-        return self._each(size, state, lambda i: self._loss(loss_of, _one(leaves, structure, i), state))
-
-    def _accumulate_singly(
-        self, loss_of: Callable, leaves: list[Any], structure: Any, size: int, state: State
-    ) -> None:  # fmt: skip
-        def add(i: int) -> None:
-            loss = self._loss(loss_of, _one(leaves, structure, i), state)
-            _backward(loss, state)
-            gradients = {name: _dense(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-            uses: dict[str, Use] = {name: Dense(g[None].to(self._sums[name].dtype)) for name, g in gradients.items()}
-            with _full_precision(loss.device), torch.no_grad():
-                self._clip_and_add(uses, loss.detach()[None])
-
-        self._each(size, state, add)
-
-    def _each(self, size: int, state: State, work: Callable[[int], Any]) -> set[int]:
-        """Does the work of each record alone, and returns those of which it could not be done."""
-        errors: dict[int, Exception] = {}
-        for i in range(size):
+    def _accumulate(self, chunk: "_Chunk") -> None:
+        look = _look(chunk.leaves)
+        known = self._ways.setdefault(look, _Way())
+        way, added = replace(known), False
+        while not way.singly and not added:
             try:
-                work(i)
+                uses, losses = self._uses_together(chunk, way)
+            except _NOT_OF_A_RECORD:
+                raise
+            except Exception as reason:
+                self._restore(chunk.state)
+                others = [i for i in range(chunk.size) if self._runs_alone(chunk.part([i]), way)]
+                if 0 < len(others) < chunk.size:  # it was the fault of some
+                    self._accumulate(chunk.part(others))
+                    self._accumulate_singly(chunk.part([i for i in range(chunk.size) if i not in others]))
+                    return
+                self._give_up(way, reason)
+                continue
+            self._restore(chunk.state)
+            with full_precision(losses.device), torch.no_grad():
+                self._clip_and_add(uses, losses)
+            self._succeeded = added = True
+        if way.singly:
+            added = self._accumulate_singly(chunk)
+        if way != known and added:
+            self._warn_of_slowness(way)
+            self._ways[look] = way
+
+    def _runs_alone(self, chunk: "_Chunk", way: _Way) -> bool:
+        """Whether a record by itself could be one of several that are processed together."""
+        if chunk.size == 0:
+            return False
+        try:
+            self._uses_together(chunk, way)
+        except _NOT_OF_A_RECORD:
+            raise
+        except Exception:
+            return False
+        finally:
+            self._restore(chunk.state)
+        return True
+
+    def _accumulate_singly(self, chunk: "_Chunk") -> bool:
+        """Whether one of the records contributed."""
+        failed = 0
+        for i in range(chunk.size):
+            try:
+                loss = self._loss(chunk.loss_of, chunk.one(i), chunk.state)
+                _backward(loss, chunk.state)
+                with full_precision(loss.device), torch.no_grad():
+                    gradients = {name: _dense(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+                    self._restore(chunk.state)
+                    uses: dict[str, Use] = {n: Dense(g[None].to(self._sums[n].dtype)) for n, g in gradients.items()}
+                    self._clip_and_add(uses, loss.detach()[None])
             except _NOT_OF_A_RECORD:
                 raise
             except Exception as error:
-                errors[i] = error
-            finally:
-                self._restore(state)
-        if len(errors) == size and not self._succeeded:
-            last = errors[size - 1]
-            raise ConfigError(str(last)) if isinstance(last, NoLoss) else last
-        self._succeeded = self._succeeded or size > 0
-        if errors and "failure" not in self._said:
-            self._said.add("failure")
-            first = next(iter(errors.values()))
-            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {first!r}")
-        return set(errors)
+                self._restore(chunk.state)
+                failed += 1
+                self.fail(1, error)
+        self._succeeded = self._succeeded or failed < chunk.size
+        return failed < chunk.size
 
     @staticmethod
     def _loss(loss_of: Callable, one: Any, state: State) -> Tensor:
         with Guard(state):
             loss = loss_of(one)
         if loss.dim():
-            raise ConfigError(_ONE_LOSS)
+            raise NoLoss(_ONE_LOSS)
         return loss
 
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
@@ -302,10 +360,6 @@ def _look(leaves: list[Any]) -> Hashable:
     return tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
-def _one(leaves: list[Any], structure: Any, i: int) -> Any:
-    return tree_unflatten([leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.clone()
 
@@ -332,21 +386,7 @@ def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:
 def _backward(loss: Tensor, state: State) -> None:
     """Like torch.autograd.backward, which would put the guard aside: the model's own code may run in here."""
     if loss.requires_grad:
-        with _full_precision(loss.device), Guard(state):
+        with full_precision(loss.device), Guard(state):
             _engine_run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Norms, sums and noise are never computed in the autocast type, nor in TF32."""
-    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = cudnn

@@ -18,7 +18,9 @@ from torchmetrics import Metric
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture, CopyTap, OnRecords
-from dpexp.privacy.isolation import CHANGED, Guard, State, Surroundings
+from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.state import CHANGED, State
+from dpexp.privacy.isolation.surroundings import Surroundings
 
 
 def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | None:
@@ -124,7 +126,7 @@ class _Looped(OnRecords):
         copies = [CopyTap.apply(anchor, parameter, B, record).unbind(0) for parameter in tensors[:k]]
         before = [parameter.detach().clone() for parameter in tensors[:k]]  # the copies' `.data` is not watched
         given = [
-            [t] * B if dim is None else t.movedim(dim, 0).unbind(0)
+            [t] * B if dim is None else [one.clone() for one in t.movedim(dim, 0).unbind(0)]
             for t, dim in zip(tensors[k:], in_dims[4 + k :], strict=True)
         ]
         each = [

@@ -1,0 +1,283 @@
+"""What a step may change, with what it held before: a class for each kind of thing."""
+
+import random
+import types
+from array import array
+from collections import OrderedDict, deque
+from functools import _lru_cache_wrapper
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_NOTHING = object()
+
+
+class Kept:
+    """A thing, what it held, and the way to it.
+
+    Args:
+        key: by which its parent holds it.
+        attributes: what it holds is held by names of the programmer's, not by keys that may come from a record.
+    """
+
+    __slots__ = ("attributes", "before", "key", "parent", "thing")
+
+    def __init__(self, thing: Any, parent: "Kept | None", key: Any, attributes: bool = False) -> None:
+        self.thing, self.parent, self.key, self.attributes = thing, parent, key, attributes
+        self.before = self.contents()
+
+    def contents(self) -> Any:
+        raise NotImplementedError
+
+    def set_back(self) -> list[str]:
+        """Returns the names of what had changed.
+
+        Raises:
+            Exception: it cannot be set back.
+        """
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        if self.parent is None:
+            return "" if self.key is None else str(self.key)
+        return self.parent.name_of(self.key)
+
+    def name_of(self, key: Any) -> str:
+        own = self.name
+        named = self.attributes and key not in ("_modules", "_buffers", "_parameters")
+        return ".".join(part for part in (own, str(key) if named else "") if part)
+
+
+class KeptDict(Kept):
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        return dict(self.thing) if self.thing else None
+
+    def set_back(self) -> list[str]:
+        thing, before = self.thing, self.before or {}
+        if len(thing) == len(before) == 0:
+            return []
+        same = len(thing) == len(before) and all(map(is_, thing, before))
+        if same and all(map(is_, dict.values(thing), before.values())):
+            return []
+        changed = [k for k in {**before, **thing} if dict.get(thing, k, _NOTHING) is not before.get(k, _NOTHING)]
+        kind = OrderedDict if isinstance(thing, OrderedDict) else dict  # whatever a subclass makes of it
+        kind.clear(thing)
+        for key, value in before.items():
+            kind.__setitem__(thing, key, value)
+        return [*dict.fromkeys(self.name_of(key) for key in changed)] or [self.name]
+
+
+class KeptList(Kept):
+    """A list or a deque."""
+
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        return list(self.thing)
+
+    def set_back(self) -> list[str]:
+        if len(self.thing) == len(self.before) and all(map(is_, self.thing, self.before)):
+            return []
+        kind: Any = deque if isinstance(self.thing, deque) else list
+        kind.clear(self.thing)
+        kind.extend(self.thing, self.before)
+        return [self.name]
+
+
+class KeptSet(Kept):
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        return list(self.thing)
+
+    def set_back(self) -> list[str]:
+        if {id(value) for value in self.thing} == {id(value) for value in self.before}:
+            return []
+        set.clear(self.thing)
+        set.update(self.thing, self.before)
+        return [self.name]
+
+
+class KeptBytes(Kept):
+    """A bytearray, or an array of the standard library's."""
+
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        return self.thing[:]
+
+    def set_back(self) -> list[str]:
+        if bytes(self.thing) == bytes(self.before):
+            return []
+        self.thing[:] = self.before
+        return [self.name]
+
+
+class KeptNumbers(Kept):
+    """An array of NumPy's."""
+
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        return self.thing.copy()
+
+    def set_back(self) -> list[str]:
+        if self.thing.shape == self.before.shape and self.thing.tobytes() == self.before.tobytes():
+            return []
+        if self.thing.shape != self.before.shape:
+            self.thing.resize(self.before.shape, refcheck=False)
+        self.thing[...] = self.before
+        return [self.name]
+
+
+class KeptTensor(Kept):
+    """A tensor that is no parameter. On a GPU only its version is asked for: a look at its numbers would wait."""
+
+    __slots__ = ("form", "version")
+
+    def contents(self) -> Any:
+        tensor = self.thing
+        self.version = tensor._version
+        self.form = _form(tensor)
+        return tensor.detach().clone() if self.form is not None else None
+
+    def set_back(self) -> list[str]:
+        tensor, before = self.thing, self.before
+        if tensor.is_leaf and tensor.grad is not None:
+            tensor.grad = None
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return [self.name] if tensor._version != self.version else []
+        same = _form(tensor) == self.form and tensor._version == self.version
+        if same and (before is None or tensor.is_cuda or _identical(tensor, before)):
+            return []
+        with torch.no_grad():
+            if before is None or self.form is None:
+                tensor.zero_()
+                raise RuntimeError
+            if _form(tensor) == self.form:
+                tensor.copy_(before)
+            else:
+                tensor.requires_grad_(self.form[-1])
+                tensor.data = before.clone()
+        return [self.name]
+
+
+def _form(tensor: Tensor) -> tuple | None:
+    """What a tensor is besides its numbers; None where it is of a kind that cannot be set back."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if wrapped or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    return tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.requires_grad
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    """To the last bit: 0.0 is not -0.0, and NaN is NaN."""
+    a, b = (t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+class KeptAttributes(Kept):
+    """Attributes of what has no dictionary that could be written to: slots, classes, cells of closures."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, thing: Any, parent: Kept | None, key: Any, names: tuple[str, ...] | None = None) -> None:
+        self.names = names
+        super().__init__(thing, parent, key, attributes=True)
+
+    def contents(self) -> Any:
+        if isinstance(self.thing, type):
+            return dict(vars(self.thing))
+        found = ((name, slot(self.thing, name)) for name in self.names or ())
+        return {name: value for name, value in found if value is not _NOTHING}
+
+    def set_back(self) -> list[str]:
+        now, before = self.contents(), self.before
+        changed = [k for k in {**before, **now} if now.get(k, _NOTHING) is not before.get(k, _NOTHING)]
+        kind: Any = type if isinstance(self.thing, type) else object
+        for name in changed:
+            if name in before:
+                kind.__setattr__(self.thing, name, before[name])
+            else:
+                kind.__delattr__(self.thing, name)
+        return [self.name_of(name) for name in changed]
+
+
+def slot(thing: Any, name: str) -> Any:
+    try:
+        return getattr(thing, name)
+    except Exception:  # it is empty, and the thing's own __getattr__ may say so in its own way
+        return _NOTHING
+
+
+class KeptCache(Kept):
+    """A functools.lru_cache: empty for each record, since what fills it need not be told from what it held."""
+
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        self.thing.cache_clear()
+
+    def set_back(self) -> list[str]:
+        if not self.thing.cache_info().currsize:
+            return []
+        self.thing.cache_clear()
+        return [self.name]
+
+
+class KeptGenerator(Kept):
+    """A random number generator of the module's own."""
+
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        thing = self.thing
+        if isinstance(thing, torch.Generator):
+            return thing.get_state()
+        return thing.getstate() if isinstance(thing, random.Random) else thing.bit_generator.state
+
+    def set_back(self) -> list[str]:
+        thing, before = self.thing, self.before
+        if isinstance(thing, torch.Generator):
+            if torch.equal(thing.get_state(), before):
+                return []
+            thing.set_state(before)
+        elif isinstance(thing, random.Random):
+            if thing.getstate() == before:
+                return []
+            thing.setstate(before)
+        else:
+            if repr(thing.bit_generator.state) == repr(before):
+                return []
+            thing.bit_generator.state = before
+        return [self.name]
+
+
+_KINDS: tuple[tuple[type | tuple[type, ...], type[Kept]], ...] = (
+    (dict, KeptDict),
+    ((list, deque), KeptList),
+    (set, KeptSet),
+    ((bytearray, array), KeptBytes),
+    (np.ndarray, KeptNumbers),
+    (Tensor, KeptTensor),
+    (_lru_cache_wrapper, KeptCache),
+    ((torch.Generator, random.Random, np.random.Generator), KeptGenerator),
+    (types.CellType, KeptAttributes),
+)
+
+
+class _Kinds(dict[type, type[Kept] | None]):
+    """How a thing of a type is kept; None for what holds nothing itself."""
+
+    def __missing__(self, kind: type) -> type[Kept] | None:
+        self[kind] = next((kept for types_, kept in _KINDS if issubclass(kind, types_)), None)
+        return self[kind]
+
+
+kind_of = _Kinds()

@@ -1,0 +1,30 @@
+"""Nothing is logged from where data is seen."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+
+
+@contextmanager
+def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
+    """Meanwhile whatever is logged by way of the module or the Trainer is lost."""
+    loggers, loop = trainer.loggers, trainer.fit_loop.epoch_loop
+    results = loop._results
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    loop._results = _ResultCollection(training=True)
+    try:
+        yield
+    finally:
+        trainer.loggers, loop._results = loggers, results
+
+
+def mute(module: pl.LightningModule) -> None:
+    """From now on `log` does nothing: in training, what a module could tell was computed from records without noise."""
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+
+def unmute(module: pl.LightningModule) -> None:
+    module.__dict__.pop("log", None)

@@ -1,0 +1,201 @@
+"""What a module and its surroundings hold before a step, and are made to hold after it."""
+
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.isolation.kept import Kept, KeptAttributes, KeptDict, kind_of, slot
+from dpexp.privacy.isolation.surroundings import Surroundings
+
+_ATOMS = {str, int, float, complex, bool, bytes, type(None), torch.device, torch.dtype, torch.Size}
+_CONTAINERS = (dict, list, set, deque, bytearray)
+# Packages of whose objects nothing is remembered but modules, and those of them whose objects hold plain data.
+_CLOSED = {
+    *sys.stdlib_module_names, "torch", "pytorch_lightning", "lightning_fabric", "lightning", "numpy", "pandas", "dpexp",
+    "mlflow", "rich",
+}  # fmt: skip
+_OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions")
+_OF_MODULES = ("_modules", "_buffers", "_parameters")
+
+
+class _Unnamed:
+    """Stands for the name of what is held without one."""
+
+
+_OWN, _ELEMENT = _Unnamed(), _Unnamed()  # a thing's dictionary of attributes; all else
+
+CHANGED = (
+    "model: {name} is changed inside training_step, so data could reach it without noise; leave parameters to the "
+    "optimizer, or change them in a hook such as on_train_batch_end."
+)
+
+
+class State:
+    """All that is reached from a module through attributes, containers, functions and classes of the user's.
+
+    Attributes:
+        known: ids of all that was reached.
+    """
+
+    def __init__(self, module: nn.Module, around: Surroundings | None = None) -> None:
+        around = around or Surroundings()
+        parameters = list(module.named_parameters())
+        fixed = [*((f"the parameter {name}", parameter) for name, parameter in parameters), *around.tensors]
+        self._fixed = [(name, tensor, _version(tensor)) for name, tensor in fixed]
+        self._trained = [(parameter, parameter.requires_grad) for _, parameter in parameters]
+        self._kept: list[Kept] = []
+        self.known = {id(tensor) for _, tensor in fixed}
+        self._walk([(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)])
+        for holder in around.holders:
+            self._keep_shallowly(holder if isinstance(holder, dict) else vars(holder))
+
+    def restore(self) -> list[str]:
+        """Sets everything back; returns the names of what had changed.
+
+        Raises:
+            ConfigError: a parameter was changed, or something else that cannot be set back. All else was.
+        """
+        changed: list[str] = []
+        lost: list[str] = []
+        for kept in self._kept:
+            try:
+                changed += kept.set_back()
+            except Exception:
+                lost.append(f"{kept.name}, which cannot be set back,")
+        for parameter, trained in self._trained:
+            parameter.grad = None
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
+                changed.append("requires_grad of a parameter")
+        for name, tensor, version in self._fixed:
+            if _version(tensor) != version:
+                with torch.no_grad():
+                    tensor.zero_()  # lest it be saved on the way out
+                lost.append(name)
+        if lost:
+            raise ConfigError(CHANGED.format(name=" and ".join(lost[:3])))
+        return changed
+
+    def name(self, tensor: Tensor) -> str:
+        """Of a tensor that was reached."""
+        named = {id(fixed): name for name, fixed, _ in self._fixed}
+        return ({id(kept.thing): kept.name for kept in self._kept} | named)[id(tensor)]
+
+    def _keep_shallowly(self, attributes: dict) -> None:
+        if id(attributes) in self.known:
+            return
+        self.known.add(id(attributes))
+        kept = KeptDict(attributes, None, None, attributes=True)
+        self._kept.append(kept)
+        for key, value in list(attributes.items()):
+            if isinstance(value, _CONTAINERS) and id(value) not in self.known:
+                self.known.add(id(value))
+                if kind := kind_of[type(value)]:
+                    self._kept.append(kind(value, kept, key))
+
+    def _walk(self, ahead: list[tuple[Any, Kept | None, Any]]) -> None:
+        known, ways = self.known, [(thing, parent, key, False) for thing, parent, key in ahead]
+        while ways:
+            thing, parent, key, own = ways.pop()
+            if type(thing) in _ATOMS or id(thing) in known:
+                continue
+            known.add(id(thing))
+            if isinstance(thing, Tensor) and thing.is_inference():
+                continue  # which nothing can change
+            if isinstance(thing, type):
+                parent = KeptAttributes(thing, None, thing.__name__) if _is_open[thing] else None
+            elif isinstance(thing, types.CellType):
+                parent = KeptAttributes(thing, parent, key, ("cell_contents",))
+            elif kind := kind_of[type(thing)]:
+                parent = kind(thing, parent, key, own or key in _OF_MODULES)
+            elif _slots[type(thing)] and _is_open[type(thing)]:
+                parent = KeptAttributes(thing, parent, key, _slots[type(thing)])
+            else:
+                ways += [
+                    (value, parent, key if isinstance(k, _Unnamed) else k, k is _OWN) for k, value in _inside(thing)
+                ]
+                continue
+            if parent is not None:
+                self._kept.append(parent)
+                ways += [
+                    (value, parent, key if isinstance(k, _Unnamed) else k, k is _OWN) for k, value in _inside(thing)
+                ]
+
+
+def _version(tensor: Tensor) -> tuple:
+    return (0 if tensor.is_inference() else tensor._version), tensor.shape, tensor.requires_grad and tensor.data_ptr()
+
+
+def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
+    """(name, value) of what a thing holds, as far as it is worth going."""
+    kind = type(thing)
+    if isinstance(thing, dict):
+        held: list[tuple[Any, Any]] = [*dict.items(thing)]
+        return held if kind is dict else [*held, *_own(thing)]
+    if isinstance(thing, list | tuple | set | frozenset | deque):
+        return [*((_ELEMENT, value) for value in thing), *_own(thing)]
+    if isinstance(thing, Tensor):
+        return _own(thing) if vars(thing) else ()
+    if isinstance(thing, nn.Module):
+        return [*_own(thing), (_ELEMENT, kind)] if _is_open[kind] else _own(thing)
+    if isinstance(thing, type):
+        return [*vars(thing).items(), *((_ELEMENT, base) for base in thing.__bases__)]
+    if isinstance(thing, types.MethodType):
+        return [(_ELEMENT, thing.__self__), (_ELEMENT, thing.__func__)]
+    if isinstance(thing, types.FunctionType):
+        if not _is_open_package(thing.__module__):
+            return ()
+        parts = (thing.__defaults__, thing.__kwdefaults__, *(thing.__closure__ or ()), vars(thing) or None)
+        return [(_ELEMENT, part) for part in parts if part is not None]
+    if isinstance(thing, property | staticmethod | classmethod):
+        functions = (thing.fget, thing.fset) if isinstance(thing, property) else (thing.__func__,)
+        return [(_ELEMENT, function) for function in functions]
+    if isinstance(thing, types.CellType):
+        held_there = slot(thing, "cell_contents")
+        return [(_ELEMENT, held_there)]
+    if not _is_open[kind]:
+        return ()
+    found = [*_own(thing), (_ELEMENT, kind)]
+    if isinstance(thing, functools.partial):
+        found += [(_ELEMENT, thing.func), (_ELEMENT, thing.args), (_ELEMENT, thing.keywords)]
+    return found + [(name, slot(thing, name)) for name in _slots[kind]]
+
+
+def _own(thing: Any) -> list[tuple[Any, Any]]:
+    return [(_OWN, vars(thing))] if hasattr(thing, "__dict__") else []
+
+
+class _Openness(dict[type, bool]):
+    """Whether objects of a type are looked into."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = _is_open_package(kind.__module__)
+        return self[kind]
+
+
+def _is_open_package(name: Any) -> bool:
+    return isinstance(name, str) and (name.partition(".")[0] not in _CLOSED or name.startswith(_OPEN))
+
+
+class _Slots(dict[type, tuple[str, ...]]):
+    """The names of a type's slots."""
+
+    def __missing__(self, kind: type) -> tuple[str, ...]:
+        found = []
+        for base in kind.__mro__:
+            declared = vars(base).get("__slots__", ())
+            for name in (declared,) if isinstance(declared, str) else declared:
+                private = name.startswith("__") and not name.endswith("__")
+                found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+        self[kind] = tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+        return self[kind]
+
+
+_is_open, _slots = _Openness(), _Slots()
