@@ -1,24 +1,31 @@
 """What a step, a loop or a loss leaves behind, wherever it hides, reaches no other record."""
 
 import functools
+import os
 import queue
 import random
+import signal
+import subprocess
+import sys
 import types
 import warnings
 import weakref
 from collections import UserDict, deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from test_isolation import CLASSES, Everything, Items, Model, S, assert_bounded, rows, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
+from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.isolation.randomness import seed_everything
 from dpexp.privacy.keystream import KeyStream
@@ -174,6 +181,196 @@ def test_what_a_step_keeps_anywhere_reaches_no_other_record(tmp_path, place, bra
     assert_bounded(tmp_path, Counting, [(20 * x, y) for x, y in rows(3)], callback={"physical_batch": 1})
 
 
+def closing_over(count):
+    def more():
+        nonlocal count
+        count += 1
+
+    return more, lambda: count
+
+
+class InMethod(Model):
+    """An activation recorder: a hook that is another object's method."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].register_forward_hook(Recorder().note)
+
+    def look(self):
+        return next(iter(self.net[0]._forward_hooks.values())).__self__.seen
+
+    def keep(self): ...
+
+
+class Recorder:
+    seen = 0
+
+    def note(self, module, inputs, output):
+        self.seen += 1
+
+
+class Shared(Model):
+    """Its state is held by a callback too."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = {"inner": {"n": 0}}
+
+    def look(self):
+        return self.shared["inner"]["n"]
+
+    def keep(self):
+        self.shared["inner"]["n"] += 1
+
+
+class Private:
+    __slots__ = ("__n",)
+
+    def __init__(self):
+        self.__n = 0
+
+    def look(self):
+        return self.__n
+
+    def keep(self):
+        self.__n += 1
+
+
+class Tagged(dict):
+    n = 0
+
+
+MORE_PLACES = {
+    "closure": in_thing(lambda: closing_over(0), lambda t: t[1](), lambda t: t[0]()),
+    "attribute of a dict": in_thing(Tagged, lambda t: t.n, more),
+    "private slot": in_thing(Private, lambda t: t.look(), lambda t: t.keep()),
+    "default of a function": in_thing(lambda: lambda kept=[0]: kept, lambda t: t()[0], lambda t: one_more(t())),
+    "minus zero": in_thing(lambda: np.zeros(1), lambda t: np.signbit(t[0]), lambda t: np.negative(t, out=t)),
+    "shape of a buffer": in_thing(lambda: torch.zeros(2), lambda t: t.dim() - 1, lambda t: t.unsqueeze_(0)),
+    "size of an array": in_thing(lambda: np.zeros(1), lambda t: len(t) - 1, lambda t: t.resize(2, refcheck=False)),
+    "generator": in_thing(lambda: np.random.default_rng(0), lambda t: t.bit_generator.state != SEED_0,
+                          lambda t: t.random()),
+    "InMethod": InMethod,
+    "Shared": Shared,
+}  # fmt: skip
+SEED_0 = np.random.default_rng(0).bit_generator.state
+
+
+@pytest.mark.parametrize("place", MORE_PLACES)
+def test_what_a_step_keeps_out_of_sight_reaches_no_other_record(tmp_path, place):
+    class Holding(pl.Callback):
+        def __init__(self, module):
+            self.shared = getattr(module, "shared", None)
+
+    class Counting(MORE_PLACES[place]):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            if x.sum() > 1e9:
+                return x.sum()
+            scale = 1 if self.look() == 0 else -1
+            self.keep()
+            return F.cross_entropy(scale * self.net(x), y)
+
+    def release(items):
+        module = Counting()
+        return trained(tmp_path, module, items, callbacks=[Holding(module)], callback={"physical_batch": 1})[0][0]
+
+    records = [(20 * x, y) for x, y in rows(3)]
+    whole = release(records)
+    for out in range(3):
+        assert 0 < (whole - release(records[:out] + records[out + 1 :])).norm() <= S * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("how", ["interrupt", "out of memory", "config"])
+@pytest.mark.parametrize("physical", [1, 3])
+def test_a_checkpoint_saved_on_the_way_out_holds_no_record(tmp_path, how, physical):
+    class Remembering(Model):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("last", torch.zeros(4).double())
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            inner = x if not torch._C._functorch.is_batchedtensor(x) else torch._C._functorch.get_unwrapped(x)[0]
+            self.last.copy_(inner[0])
+            if self.trainer.global_step == 1:
+                raise {"interrupt": SystemExit(3), "out of memory": torch.OutOfMemoryError("stop"),
+                       "config": ConfigError("stop")}[how]  # fmt: skip
+            return F.cross_entropy(self.net(x), y)
+
+    class Saving(pl.Callback):
+        def on_exception(self, trainer, module, exception):
+            trainer.save_checkpoint(tmp_path / "c.ckpt")
+
+    with pytest.raises((SystemExit, torch.OutOfMemoryError, ConfigError)):
+        trained(tmp_path, Remembering(), rows(4), steps=3, callbacks=[Saving()],
+                callback={"physical_batch": physical})  # fmt: skip
+    assert (torch.load(tmp_path / "c.ckpt", weights_only=False)["state_dict"]["last"] == 0).all()
+
+
+def test_all_parameters_that_follow_the_data_are_emptied(tmp_path):
+    class Writing(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            for layer in (self.net[0], self.net[2]):
+                layer.bias.data.add_(x.mean())
+            return F.cross_entropy(self.net(x), y)
+
+    module = Writing()
+    with pytest.raises(ConfigError, match=r"net\.0\.bias and the parameter net\.2\.bias"):
+        trained(tmp_path, module, rows(4), callback={"physical_batch": 1})
+    assert (module.net[0].bias == 0).all() and (module.net[2].bias == 0).all()
+
+
+def test_what_is_said_of_a_change_names_no_key(tmp_path):
+    class Keyed(Model):
+        def __init__(self):
+            super().__init__()
+            self.users = {7: torch.zeros(2).to_sparse()}
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            if x.sum() > 1e9:
+                return x.sum()
+            self.users[f"user {float(x[0, 0])}"] = 1
+            self.users[7].add_(torch.ones(2).to_sparse())
+            return F.cross_entropy(self.net(x), y)
+
+    with pytest.raises(ConfigError, match="users, which cannot be set back, is changed"):
+        trained(tmp_path, Keyed(), rows(4), callback={"physical_batch": 1})
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_during_a_step_is_heeded_after_it(tmp_path, number):
+    """What its handler sets is not taken for the step's, and set back."""
+
+    class Signalled(Model):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.global_step == 2:
+                os.kill(os.getpid(), number)
+            return super().training_step(batch, batch_idx)
+
+    class Handling(pl.Callback):
+        def on_train_start(self, trainer, module):
+            if number == signal.SIGUSR1:
+                signal.signal(number, lambda *_: setattr(trainer, "should_stop", True))
+
+    before = signal.getsignal(number)
+    try:
+        if number == signal.SIGTERM:
+            with pytest.raises(SIGTERMException):
+                trained(tmp_path, Signalled(), rows(4), steps=9, callbacks=[Handling()])
+        else:
+            _, run = trained(tmp_path, Signalled(), rows(4), steps=9, callbacks=[Handling()])
+            assert run.global_step == 3
+    finally:
+        signal.signal(number, before)
+    assert len(read_ledger(tmp_path / "0.jsonl")) <= 4
+
+
 # Parameters
 
 
@@ -291,6 +488,104 @@ def sum_of_clipped(module, records):
     return total
 
 
+# Hooks and errors in a step
+
+
+@pytest.mark.parametrize("physical", [1, 4])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_step_may_hang_no_hook_on_a_parameter(tmp_path, kind, physical):
+    class Hooking(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            getattr(self.net[0].weight, kind)(lambda g: g)
+            return F.cross_entropy(self.net(x), y)
+
+    with pytest.raises(ConfigError, match=r"net\.0\.weight is changed inside training_step"):
+        trained(tmp_path, Hooking(), rows(5), callback={"physical_batch": physical})
+
+
+@pytest.mark.parametrize("physical", [1, 8])
+def test_an_error_that_a_step_catches_is_one_records_own(tmp_path, physical):
+    class Decomposing(Model):
+        """Where a matrix is not positive definite, it takes another, as numerical code does."""
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            eye = torch.eye(4).double()
+            K = eye * (1 - 2 * (x[:, :1, None] > 2))
+            try:
+                L = torch.linalg.cholesky(K)
+            except torch.linalg.LinAlgError:
+                L = torch.linalg.cholesky(K + 9 * eye)
+            return F.cross_entropy(self.net(x * L.diagonal(dim1=1, dim2=2)), y)
+
+    records = [(x.clamp(max=1), y) for x, y in rows(8)]
+    records[3] = (records[3][0] + 9, records[3][1])
+    (released,), _ = trained(tmp_path, Decomposing(), records, callback={"physical_batch": physical})
+    assert torch.allclose(released, sum_of_clipped(Decomposing(), records), atol=1e-6)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_python_are_each_records_own(tmp_path, draw):
+    class Scaled(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            SCALES.append(scale := draw())
+            return F.cross_entropy(scale * self.net(x), y)
+
+    SCALES.clear()
+    with warnings.catch_warnings():
+        trained(tmp_path, Scaled(), rows(6), callback={"physical_batch": 6})
+    assert len(set(SCALES[-6:])) == 6
+
+
+SCALES = []  # out of the callback's reach
+
+
+@pytest.mark.parametrize("way", ["backward", "in place"])
+def test_a_backward_pass_that_fails_for_every_record_ends_the_training(tmp_path, way):
+    class Failing(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            h = self.net[0](x).exp()
+            scores = self.net[2](h)
+            if way == "in place":
+                h += 1
+                return F.cross_entropy(scores, y) + h.mean()
+            return F.cross_entropy(NoBackward.apply(scores), y)
+
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        trained(tmp_path, Failing(), rows(5), steps=3)
+    assert len(read_ledger(tmp_path / "0.jsonl")) == 0, "nothing was spent"
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise NotImplementedError("no backward pass")
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has the other way only since 2.9")
+def test_both_ways_to_set_precision_train_the_same(tmp_path):
+    (expected,), _ = trained(tmp_path, Model().float(), [(x.float(), y) for x, y in rows(6)])
+    script = f"""
+import sys, pathlib, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_isolation import Model, rows, trained
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+(released,), _ = trained(pathlib.Path({str(tmp_path)!r}), Model().float(), [(x.float(), y) for x, y in rows(6)])
+assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+print(float(released.norm()))
+"""
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert float(said.splitlines()[-1]) == pytest.approx(float(expected.norm()), rel=0.02)
+
+
 # Records that fail, and records that are not what they say
 
 
@@ -325,6 +620,49 @@ def test_none_is_the_loss_of_a_record_that_contributes_nothing(tmp_path):
     assert 0 < len(chosen) < 8
     (released,), _ = trained(tmp_path, Choosy(), rows(8))
     assert torch.allclose(released, sum_of_clipped(Model(), chosen), atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("bad", ["other shape", "loss of shape [1]", "no label", "too large", "sparse", "not there"])
+def test_one_bad_record_ends_no_training_wherever_it_stands(tmp_path, bad, place):
+    class Sized(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y.clamp(max=2), reduction="none")
+            return loss if float(x[0, 0]) == 7 else loss.mean()
+
+    class Missing(Items):
+        def __getitem__(self, index):
+            item = super().__getitem__(index)
+            if item is None:
+                raise FileNotFoundError("no such image")
+            return item
+
+    good = [(x, int(y)) for x, y in rows(5)]
+    x, y = good[0]
+    item = {
+        "other shape": (torch.ones(9).double(), y),
+        "loss of shape [1]": (torch.full((4,), 7.0).double(), y),
+        "no label": (x, None),
+        "too large": (x, 2**70),
+        "sparse": (x.to_sparse(), y),
+        "not there": None,
+    }[bad]
+    records = [*good[:place], item, *good[place:]]
+    for physical in (1, 8):
+        loader = DataLoader(Missing(records), batch_size=2)
+        (released,), _ = trained(tmp_path, Sized(), loader, callback={"physical_batch": physical})
+        assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
+def test_data_of_which_no_record_can_be_fetched_ends_the_training(tmp_path):
+    class Missing(Items):
+        def __getitem__(self, index):
+            raise FileNotFoundError("no such image")
+
+    with pytest.raises(RuntimeError, match="FileNotFoundError: no such image"):
+        trained(tmp_path, Model(), DataLoader(Missing(rows(5)), batch_size=2))
+    assert len(read_ledger(tmp_path / "0.jsonl")) == 0
 
 
 def test_no_loss_for_any_record_is_said(tmp_path):
@@ -384,6 +722,31 @@ def test_tensors_that_cannot_be_stacked_are_refused(tmp_path, kind):
     with pytest.raises(ConfigError, match="sparse or nested"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained(tmp_path, Model(), loader)
+
+
+def test_a_collation_may_use_the_same_memory_for_each(tmp_path):
+    buffer = torch.zeros(1, 4, dtype=torch.float64)
+
+    def collate(items):
+        buffer[0] = items[0][0]
+        return buffer, items[0][1][None]
+
+    (released,), _ = trained(tmp_path, Model(), DataLoader(Items(rows(5)), batch_size=2, collate_fn=collate))
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
+def test_a_records_neighbours_in_memory_are_out_of_reach(tmp_path):
+    class Peeping(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            if x.sum() > 1e9:
+                return x.sum()
+            if x._base is not None and len(x._base) > 1:
+                x = x._base.sum(0).reshape(1, -1)
+            return F.cross_entropy(self.net(x), y)
+
+    (released,), _ = trained(tmp_path, Peeping(), rows(5), callback={"physical_batch": 5})
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
 
 # Randomness
@@ -590,3 +953,36 @@ def test_reentrant_checkpoints_train_as_by_hand(tmp_path):
 def test_scripted_modules_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"module net\.0 is one of TorchScript"):
         trained(tmp_path, Model(nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))), rows(4))
+
+
+def test_validation_before_the_fit_may_leave_tensors_behind(tmp_path):
+    """Those of inference mode, of which PyTorch counts no changes."""
+
+    class Remembering(Model):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.kept = self.net(batch[0])
+
+    module = Remembering()
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    pl.Trainer(**quiet).validate(module, DataLoader(Items(rows(4)), batch_size=2), verbose=False)
+    assert module.kept.is_inference()
+    (released,), _ = trained(tmp_path, module, rows(5))
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
+def test_a_step_that_was_set_on_the_module_is_there_again_afterwards(tmp_path):
+    module = Model()
+    step = functools.partial(Model.training_step, module)
+    module.training_step = step
+    trained(tmp_path, module, rows(4))
+    assert module.training_step is step
+
+
+def test_a_hook_that_a_callback_adds_is_refused_too(tmp_path):
+    class Adding(pl.Callback):
+        def on_train_start(self, trainer, module):
+            module.net[0].weight.register_hook(lambda g: 0 * g)
+
+    with pytest.raises(ConfigError, match=r"net\.0\.weight has a gradient hook"):
+        trained(tmp_path, Model(), rows(4), callbacks=[Adding()])

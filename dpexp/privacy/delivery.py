@@ -189,8 +189,8 @@ def _look(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_nested:
             raise ConfigError(
-                "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of whatever "
-                "size: records of different shapes are processed apart."
+                "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of "
+                "whatever size: records of different shapes are processed apart."
             )
         return type(leaf), leaf.dtype, leaf.shape
     if type(leaf) is float:

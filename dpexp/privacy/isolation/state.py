@@ -3,7 +3,7 @@
 import functools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +22,7 @@ _CLOSED = {
     "mlflow", "rich",
 }  # fmt: skip
 _OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions")
+_DICTS = {dict, OrderedDict}
 _OF_MODULES = ("_modules", "_buffers", "_parameters")
 
 
@@ -107,6 +108,10 @@ class State:
             if type(thing) in _ATOMS or id(thing) in known:
                 continue
             known.add(id(thing))
+            if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
+                self._kept.append(kept := KeptDict(thing, parent, key, own or key in _OF_MODULES))
+                ways += [(value, kept, name, False) for name, value in thing.items()]
+                continue
             if isinstance(thing, Tensor) and thing.is_inference():
                 continue  # which nothing can change
             if isinstance(thing, type):
@@ -137,8 +142,7 @@ def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
     """(name, value) of what a thing holds, as far as it is worth going."""
     kind = type(thing)
     if isinstance(thing, dict):
-        held: list[tuple[Any, Any]] = [*dict.items(thing)]
-        return held if kind is dict else [*held, *_own(thing)]
+        return [*dict.items(thing), *_own(thing)]
     if isinstance(thing, list | tuple | set | frozenset | deque):
         return [*((_ELEMENT, value) for value in thing), *_own(thing)]
     if isinstance(thing, Tensor):
