@@ -1,5 +1,6 @@
 """The callback in a real Lightning Trainer, against the same training done by hand."""
 
+import copy
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -20,6 +21,7 @@ from dpexp.privacy import bounds, groups, mechanisms
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.sampling import Poisson
+from tests.test_ledger_file import edited
 
 N, Q, T, SEED = 40, 0.15, 12, 5
 
@@ -376,10 +378,77 @@ def test_a_checkpoint_is_only_resumed_with_the_ledger_of_its_run(tmp_path):
     run.save_checkpoint(tmp_path / "five.ckpt")
     lines = (tmp_path / "l.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "l.jsonl").write_text("".join(lines[:-3]))
-    with pytest.raises(ConfigError, match="holds 3 rounds, but the checkpoint was made after 5"):
+    with pytest.raises(ConfigError, match="does not begin with the rounds that the checkpoint's run had written"):
         resumed(tmp_path, tmp_path / "five.ckpt", T)
     with pytest.raises(ConfigError, match="the run that would continue it plans"):
         resumed(tmp_path, tmp_path / "five.ckpt", T, q=0.2)
+
+
+def test_a_checkpoint_is_not_resumed_with_the_cheaper_ledger_of_a_run_alike(tmp_path):
+    for name, z in (("dear", 0.3), ("cheap", 30.0)):
+        (tmp_path / name).mkdir()
+        module = Model()
+        plan = plan_for(module, noise_multiplier=z)
+        _, run, _ = fit(tmp_path / name, module, plan=plan, options={"max_steps": 5})
+        run.save_checkpoint(tmp_path / name / "five.ckpt")
+    cheap = (tmp_path / "cheap" / "l.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="is another run's or was changed since"):
+        resumed(tmp_path / "cheap", tmp_path / "dear" / "five.ckpt", T, noise_multiplier=30.0)
+    assert (tmp_path / "cheap" / "l.jsonl").read_bytes() == cheap, "nothing was released, and nothing written"
+    spent = dpexp.epsilon(read_ledger(tmp_path / "dear" / "l.jsonl"), 1e-5)
+    assert resumed(tmp_path / "dear", tmp_path / "dear" / "five.ckpt", T, noise_multiplier=30.0).global_step == T
+    ledger = read_ledger(tmp_path / "dear" / "l.jsonl")
+    assert sorted(ledger.rounds.values()) == [5, T - 5] and dpexp.epsilon(ledger, 1e-5) > spent > 10
+
+
+def test_rounds_between_the_state_of_a_checkpoint_and_its_saving_belong_to_its_run(tmp_path):
+    """As when one is saved in the background."""
+
+    class Late(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                self.checkpoint = copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint())
+
+        def on_train_end(self, *args):
+            torch.save(self.checkpoint, tmp_path / "three.ckpt")
+
+    module, late = Model(), Late()
+    trainer(dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"), late, max_steps=5).fit(module, Data())
+    assert resumed(tmp_path, tmp_path / "three.ckpt", T).global_step == T
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5 + T - 3
+
+
+@pytest.mark.parametrize("lacks", ["ledger", "callbacks"])
+def test_a_checkpoint_that_does_not_say_what_its_ledger_held_is_not_resumed(tmp_path, lacks):
+    """As when the number of rounds was all that was saved."""
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
+    run.save_checkpoint(tmp_path / "five.ckpt")
+    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
+    del (checkpoint if lacks == "callbacks" else checkpoint["callbacks"]["PrivacyCallback"])[lacks]
+    torch.save(checkpoint, tmp_path / "five.ckpt")
+    with pytest.raises(ConfigError, match="does not say what its run's ledger held, as none made by an older dpexp"):
+        resumed(tmp_path, tmp_path / "five.ckpt", T)
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
+
+
+def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_path):
+    class Edit(pl.Callback):
+        released = 0
+
+        def on_before_optimizer_step(self, *args):
+            self.released += 1
+
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                edited(tmp_path / "l.jsonl")
+
+    module, edit = Model(), Edit()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
+    with pytest.raises(ConfigError, match="was edited while its run was writing it, so training stops; its 5 rounds"):
+        trainer(privacy, edit).fit(module, Data())
+    assert edit.released == 5
+    assert len(read_ledger(tmp_path / "l.rescued1.jsonl")) == 5
 
 
 # Refusals, before anything is released

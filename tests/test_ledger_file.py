@@ -1,5 +1,6 @@
 """What may happen to a ledger's file while a run is writing it."""
 
+import hashlib
 import json
 import os
 import signal
@@ -60,6 +61,21 @@ def added_to(path):
         file.write(b"[6,0,")
 
 
+def edited(path):
+    """In place, as often as the clock of the file's times needs to go on."""
+    before = path.stat().st_mtime_ns
+    while path.stat().st_mtime_ns == before:
+        with path.open("rb+") as file:
+            file.seek(path.read_bytes().index(b'"sigma": ') + len(b'"sigma": '))
+            file.write(b"9")
+
+
+def edited_with_its_time_set_back(path):
+    before = path.stat()
+    edited(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def replaced(path):
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
@@ -80,6 +96,8 @@ LOSSES = {
     emptied: "was changed from [0-9]+ bytes to 0",
     without_a_line: "was changed from",
     added_to: "was changed from",
+    edited: "was edited while",
+    edited_with_its_time_set_back: "was edited while",
     replaced: "was replaced by another file",
     deleted: "was deleted or moved",
     deleted_with_its_folder: "was deleted or moved",
@@ -105,6 +123,128 @@ def test_a_lost_ledger_stops_the_run_and_is_rescued(writer, lose, act):
     one_round(again)
     again.close()
     assert len(read_ledger(path)) == 4
+
+
+@pytest.mark.parametrize("act", ["sync", "close"])
+def test_an_edit_that_no_time_tells_of_is_found_by_the_next_checkpoint_and_the_end(writer, monkeypatch, act):
+    """One within a tick of the file system's clock, say."""
+    monkeypatch.setattr("dpexp.accounting.ledger.writing._times", lambda found: (0, 0))
+    one_round(writer)
+    edited(writer.path)
+    one_round(writer)
+    left = writer.path.read_bytes()
+    with pytest.raises(ConfigError, match=r"was edited while .* its 5 rounds are in"):
+        getattr(writer, act)()
+    assert writer.path.read_bytes() == left
+    assert read_ledger(writer.path.with_name("l.rescued1.jsonl")) == writer.ledger
+
+
+def touched(path):
+    before = path.stat().st_mtime_ns
+    while path.stat().st_mtime_ns == before:
+        path.touch()
+
+
+def rewritten_as_it_was(path):
+    with path.open("rb+") as file:
+        file.write(path.read_bytes())
+
+
+def given_a_second_name(path):
+    os.link(path, path.with_name("backup"))
+
+
+def made_read_only(path):
+    path.chmod(0o400)
+
+
+@pytest.mark.parametrize("act", ["commit", "sync", "close"])
+@pytest.mark.parametrize(
+    "touch", [touched, rewritten_as_it_was, given_a_second_name, made_read_only], ids=lambda touch: touch.__name__
+)
+def test_a_file_that_was_touched_and_holds_what_it_held_stops_nothing(writer, touch, act):
+    touch(writer.path)
+    one_round(writer) if act == "commit" else getattr(writer, act)()
+    writer.close()
+    assert read_ledger(writer.path) == writer.ledger
+    assert not list(writer.path.parent.glob("*rescued*"))
+
+
+def test_what_nobody_touched_is_not_read_again_each_round(writer, monkeypatch):
+    monkeypatch.setattr(LedgerWriter, "_content", lambda self: pytest.fail("was read"))
+    one_round(writer)
+    monkeypatch.undo()
+    writer.close()
+
+
+def test_what_is_rescued_is_the_file_itself(writer):
+    """In its order, so that a checkpoint from before the loss is resumed with it."""
+    position = writer.position
+    one_round(writer, SumQueryEvent("other", 1.0, 2.0))
+    one_round(writer)
+    before = writer.path.read_bytes()
+    emptied(writer.path)
+    with pytest.raises(ConfigError, match="its 5 rounds are in"):
+        writer.sync()
+    rescued = writer.path.with_name("l.rescued1.jsonl")
+    assert rescued.read_bytes().startswith(before)
+    again = LedgerWriter(rescued, planned=[SAMPLING], resume=True, position=position)
+    one_round(again)
+    rescued.unlink()
+    with pytest.raises(ConfigError, match=r"its 6 rounds are in .*l\.rescued1\.rescued1\.jsonl"):
+        one_round(again)
+    twice = rescued.with_name("l.rescued1.rescued1.jsonl")
+    assert twice.read_bytes().startswith(before) and read_ledger(twice) == again.ledger
+
+
+# Another run's
+
+
+def written(path, rounds):
+    """A closed ledger of rounds with these σ̃."""
+    writer = LedgerWriter(path, planned=[SAMPLING])
+    for sigma in rounds:
+        one_round(writer, SumQueryEvent("all", 1.0, sigma))
+    writer.close()
+    return writer
+
+
+def resumed(path, position):
+    writer = LedgerWriter(path, planned=[SAMPLING], resume=True, position=position)
+    one_round(writer)
+    writer.close()
+    return len(read_ledger(path))
+
+
+def test_a_position_is_the_sha256_of_the_file_so_far(writer):
+    file = writer.path.read_bytes()
+    assert writer.position == {"bytes": len(file), "sha256": hashlib.sha256(file).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [[90, 90, 90], [4, 90, 90], [90, 4, 4, 90], [4, 90, 4, 4], [4, 4], []],
+    ids=["cheaper", "one of them cheaper", "one put before", "another order", "lost at the end", "all lost"],
+)
+def test_only_what_begins_as_the_run_to_resume_did_is_continued(tmp_path, rounds):
+    """However many rounds it has, and although its links are right."""
+    position = written(tmp_path / "own.jsonl", [4, 4, 90]).position
+    written(tmp_path / "other.jsonl", rounds)
+    before = (tmp_path / "other.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="does not begin with the rounds that the checkpoint's run had written"):
+        resumed(tmp_path / "other.jsonl", position)
+    assert (tmp_path / "other.jsonl").read_bytes() == before
+    assert resumed(tmp_path / "own.jsonl", position) == 4
+
+
+def test_the_run_to_resume_may_have_gone_on(writer):
+    position = writer.position
+    one_round(writer, SumQueryEvent("all", 1.0, 9.0))
+    writer.close()
+    with writer.path.open("ab") as file:
+        file.write(b"[6,")
+    assert resumed(writer.path, position) == 5
+    assert resumed(writer.path, position) == 6
 
 
 def test_a_file_that_shrinks_in_the_middle_of_a_commit_gets_no_gap(writer, monkeypatch):

@@ -83,6 +83,7 @@ class PrivacyCallback(pl.Callback):
         self._noise_seed = noise_seed
         self._reading_every = math.ceil(plan.rounds / EPSILON_READINGS)
         self._read_at = 0
+        self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
         self._rounds_undone = 0  # rounds in the ledger that the checkpoint resumed from does not know
         self._awaited = False  # a sample was begun and has not been processed
         self._released = False  # the round has
@@ -108,16 +109,18 @@ class PrivacyCallback(pl.Callback):
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
         rounds = Rounds(source.dataloader(), self.plan, self.physical_batch, sampling, randomness)
+        resume = trainer.ckpt_path is not None
+        if resume and self._position is None:
+            raise ConfigError(
+                f"the checkpoint {trainer.ckpt_path} does not say what its run's ledger held, as none made by an older "
+                f"dpexp or without a PrivacyCallback does, so ledger={self.ledger_path} may be another run's; begin a "
+                "new run, and account for both."
+            )
         self._ledger = LedgerWriter(
-            self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume=trainer.ckpt_path is not None
+            self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume, self._position
         )
         begun = len(self._ledger.ledger)
         self._rounds_undone = begun - self.completed
-        if self._rounds_undone < 0:
-            raise ConfigError(
-                f"ledger={self.ledger_path} holds {begun} rounds, but the checkpoint was made after "
-                f"{self.completed}; resume with the ledger of the run that made it."
-            )
         if self._noise_seed is not None:
             for purpose, stream in (("sampling", sampling), ("noise", noise), ("randomness", randomness)):
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
@@ -202,10 +205,12 @@ class PrivacyCallback(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._ledger is not None:
             self._ledger.sync()  # no checkpoint may outlive the rounds that it knows of
-        return {"completed": self.completed}
+        position = self._ledger.position if self._ledger is not None else self._position
+        return {"completed": self.completed, "ledger": position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.completed = state_dict["completed"]
+        self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
+        self._ledger = None
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step

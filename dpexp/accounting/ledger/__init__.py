@@ -26,7 +26,15 @@ A half-written last line is a round that was never released, and does not count.
 
 *Resumption.* A resumed run goes on behind the last complete line: behind a closing line, which then stands in the
 middle, or behind a round, where a half-written line is cut off first. Rounds are counted from the beginning of the
-file. So a ledger may have several closing lines, and a killed run that was resumed leaves no trace in it.
+file. So a ledger may have several closing lines, and a killed run that was resumed leaves no trace in it. A checkpoint
+holds the size and the SHA-256 of the ledger at its time, and is resumed only with a ledger that begins so, whatever
+came after. Two runs of one plan that did the same have the same ledger, byte by byte, and are not told apart.
+
+*Under way.* Before each line the file must still be the one that was written so far: the same file, of the same size,
+and, if its times tell that somebody touched it, with the same bytes. At every checkpoint and at the end all bytes are
+looked at. So an edit in place that no time tells of, because a clock was set back or has not gone on since the last
+write, or because a network file system tells of it late, may be found only then, and one made after the end only by
+the next reader. What was written so far is rescued into a new file, byte by byte.
 
 Version 1, with {"round": 0} for a round and neither numbers nor links nor closing line, is read, but not continued.
 

@@ -1,13 +1,15 @@
 """From what happens to a ledger file. What its lines mean is said in this package's docstring."""
 
 import errno
+import hashlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 from dpexp.accounting.ledger.chain import Chain
@@ -34,10 +36,12 @@ class LedgerWriter:
         planned: the sampling events that the run may report, but for their epochs; they go into the header.
         resume: continue the ledger already at `path`. Without it an existing file is an error, so that two
             runs never share one.
+        position: of the run to resume, when its checkpoint was made. The ledger must begin with what it had then, and
+            may have gone on since.
 
     Raises:
-        ConfigError: the file exists (or, with `resume`, does not, is damaged, or belongs to another plan), is being
-            written by another process, or cannot be written.
+        ConfigError: the file exists (or, with `resume`, does not, is damaged, or belongs to another plan or run), is
+            being written by another process, or cannot be written.
     """
 
     def __init__(
@@ -46,11 +50,14 @@ class LedgerWriter:
         adjacency: str = "add_remove",
         planned: Iterable[SamplingEvent] = (),
         resume: bool = False,
+        position: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._adjacency = adjacency
         self._header = {"adjacency": adjacency} | _planned(planned)
         self._chain = Chain()  # what is in the file
+        self._written = bytearray()  # the same, byte by byte, to be rescued
+        self._times: tuple[int, int] | None = None  # of the file after the last write, unless it has to be read again
         self._specs: dict[Round, int] = {}
         self._counts: Counter[Round] = Counter()
         self._sampling: SamplingEvent | None = None
@@ -58,7 +65,7 @@ class LedgerWriter:
         self._open(resume)
         try:
             self._lock()
-            self._continue() if resume else self._begin()
+            self._continue(position) if resume else self._begin()
         except BaseException:
             self._file.close()
             raise
@@ -73,7 +80,7 @@ class LedgerWriter:
             raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = FileIO(self.path, "ab", opener=opener)
+            self._file = FileIO(self.path, "ab+", opener=opener)
         except OSError as error:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
         _OPEN.add(self)
@@ -98,7 +105,7 @@ class LedgerWriter:
                 self.path.unlink(missing_ok=True)
             raise
 
-    def _continue(self) -> None:
+    def _continue(self, position: Mapping[str, Any] | None) -> None:
         before = contents(self.path)
         if before.chain is None:
             raise ConfigError(
@@ -111,16 +118,26 @@ class LedgerWriter:
                 f"ledger={self.path} was begun for adjacency {before.ledger.adjacency} and sampling {found}, "
                 f"but the run that would continue it plans {self._adjacency} and {planned}."
             )
-        self._header = {key: before.header[key] for key in ("adjacency", "sampling") if key in before.header}
+        written = self._content()[: before.chain.size]
+        if position and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
+            raise ConfigError(
+                f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written when it was "
+                "made, so it is another run's or was changed since; resume with the ledger of the run that made it."
+            )
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
-        self._chain = before.chain
+        self._chain, self._written = before.chain, bytearray(written)
         os.ftruncate(self._file.fileno(), self._chain.size)
 
     @property
     def ledger(self) -> Ledger:
         """What has been committed so far."""
         return Ledger(self._adjacency, dict(self._counts))
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """How many bytes were written so far, and their SHA-256: which run this is, and where it stands."""
+        return {"bytes": self._chain.size, "sha256": self._chain.sha256()}
 
     def sample(self, event: SamplingEvent) -> None:
         """Opens a round. A sample that was drawn but whose sums were never released costs nothing."""
@@ -162,8 +179,11 @@ class LedgerWriter:
         """Appends lines, which take the file to `chain`: all of them or, if anything goes wrong, none."""
         self._check_file()
         try:
-            while lines:
-                lines = lines[os.write(self._file.fileno(), lines) :]
+            left = lines
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+            self._times = _times(os.fstat(self._file.fileno()))
+            self._written[self._chain.size :] = lines
             self._chain = chain
         except BaseException:
             with suppress(OSError):
@@ -171,7 +191,9 @@ class LedgerWriter:
             raise
 
     def _check_file(self) -> None:
-        """A file that somebody deleted, replaced or changed is no record of what is released next."""
+        """A file that somebody deleted, replaced or changed is no record of what is released next.
+
+        It is read again only where its times tell that somebody touched it."""
         if self._file.closed:
             raise RuntimeError(
                 f"the ledger {self.path} is closed, or belongs to the process that this one was forked from."
@@ -182,7 +204,10 @@ class LedgerWriter:
                 what = "was replaced by another file"
             elif found.st_size != self._chain.size:
                 what = f"was changed from {self._chain.size} bytes to {found.st_size}"
+            elif _times(found) != self._times and hashlib.sha256(self._content()).hexdigest() != self._chain.sha256():
+                what = "was edited"
             else:
+                self._times = _times(found)
                 return
         except OSError as error:
             gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
@@ -192,27 +217,32 @@ class LedgerWriter:
             f"ledger={self.path} {what} while its run was writing it, so training stops; {self._rescued()}."
         )
 
+    def _content(self) -> bytes:
+        self._file.seek(0)
+        return self._file.readall()
+
     def _rescued(self) -> str:
-        """Writes what was committed into a new file beside the lost one, and says where."""
-        number, rounds = 1, len(self.ledger)
+        """Writes what was committed, byte by byte, into a new file beside the lost one, and says where."""
+        number, rounds = 1, self._chain.rounds
         while (path := self.path.with_name(f"{self.path.stem}.rescued{number}{self.path.suffix}")).exists():
             number += 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("xb") as file:
-                file.writelines(_lines(self._header, self.ledger))
+                file.write(self._written[: self._chain.size] + self._chain.copy().closing())
         except OSError as error:
             return f"its {rounds} rounds could not be saved in {path} ({error.strerror})"
         return f"its {rounds} rounds are in {path}"
 
     def sync(self) -> None:
-        """Puts the rounds so far where a power cut does not reach them.
+        """Puts the rounds so far, of which every byte is looked at, where a power cut does not reach them.
 
         Raises:
             ConfigError: as `commit`.
         """
         if self._file.closed:
             return
+        self._times = None
         self._check_file()
         try:
             os.fsync(self._file.fileno())
@@ -228,6 +258,7 @@ class LedgerWriter:
         if self._file.closed:
             return
         chain = self._chain.copy()
+        self._times = None
         try:
             try:
                 self._append(chain.closing(), chain)
@@ -256,20 +287,21 @@ if hasattr(os, "register_at_fork"):
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
     """Writes a whole ledger, such as a plan's, as the file that carrying it out would leave."""
-    header = {"adjacency": ledger.adjacency} | _planned(round_.sampling for round_ in ledger.rounds)
-    with path.open("wb") as file:
-        file.writelines(_lines(header, ledger))
-
-
-def _lines(header: Mapping[str, object], ledger: Ledger) -> Iterator[bytes]:
     chain = Chain()
-    yield chain.header(header)
-    for spec, (round_, count) in enumerate(ledger.rounds.items()):
-        yield chain.spec(round_)
-        for _ in range(count):
-            yield chain.round(spec)
-    if not ledger.truncated:
-        yield chain.closing()
+    with path.open("wb") as file:
+        file.write(
+            chain.header({"adjacency": ledger.adjacency} | _planned(round_.sampling for round_ in ledger.rounds))
+        )
+        for spec, (round_, count) in enumerate(ledger.rounds.items()):
+            file.write(chain.spec(round_))
+            file.writelines(chain.round(spec) for _ in range(count))
+        if not ledger.truncated:
+            file.write(chain.closing())
+
+
+def _times(found: os.stat_result) -> tuple[int, int]:
+    """When a file was changed; whoever sets back the first of them changes the second."""
+    return found.st_mtime_ns, found.st_ctime_ns
 
 
 def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:
