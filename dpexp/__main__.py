@@ -13,16 +13,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from dpexp import config, sweep
+from dpexp import config
+from dpexp.commands import sweep
+from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError
-from dpexp.overrides import check, sentence
 
 config.register()
 
 
 @hydra.main(config_path=str(config.CONF), config_name="config", version_base="1.3")
 def job(cfg: DictConfig) -> float | None:
-    from dpexp.experiment import run
+    from dpexp.commands.train import run
 
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         try:
@@ -44,7 +45,7 @@ def main() -> None:
         sys.argv.append("--resolve")
     try:
         if sys.argv[1:2] == ["account"]:
-            from dpexp.account import account
+            from dpexp.commands.account import account
 
             account(sys.argv[2:])
             return

@@ -28,8 +28,8 @@ from dpexp import figures
 from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, check_delta, epsilon
 from dpexp.accounting.claims import claimable
 from dpexp.accounting.ledger import Ledger, ledger_so_far
+from dpexp.commands.overrides import sentence
 from dpexp.errors import ConfigError
-from dpexp.overrides import sentence
 
 # What the table of trials shows: title, column and format.
 _COLUMNS = {

@@ -11,10 +11,10 @@ from mlflow import MlflowClient
 from scipy.stats import norm
 
 from dpexp.__main__ import main
-from dpexp.account import account
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
+from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds, trade_off
 from tests.test_accountants import ledger, of

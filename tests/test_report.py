@@ -17,12 +17,12 @@ import dpexp
 from dpexp import figures
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import read_ledger
-from dpexp.display import plan_json
 from dpexp.errors import ConfigError
 from dpexp.privacy.bounds import Dimension
 from dpexp.privacy.groups import conv_fc
 from dpexp.privacy.mechanisms import Joint
 from dpexp.report import Spent, _costs, _groups, report
+from dpexp.showing.terminal import plan_json
 from dpexp.tracking import read
 from dpexp.training.models import cnn
 from tests.test_accountants import ledger

@@ -149,10 +149,10 @@ def test_calibration_without_training(dpexp_job, store):
 
 
 def test_the_job_returns_its_objective(dpexp_job, monkeypatch):
-    from dpexp import experiment
+    from dpexp.commands import train
 
-    returned, run = [], experiment.run
-    monkeypatch.setattr(experiment, "run", lambda cfg: returned.append(run(cfg)))
+    returned, run = [], train.run
+    monkeypatch.setattr(train, "run", lambda cfg: returned.append(run(cfg)))
     dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=noise")
     dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=epsilon")
     dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2")
@@ -281,7 +281,7 @@ def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(d
     def planned(cfg):
         raise AssertionError("a sweep that is resumed keeps its price")
 
-    monkeypatch.setattr("dpexp.experiment.planned", planned)
+    monkeypatch.setattr("dpexp.commands.building.planned", planned)
     dpexp_job(*sweep)
     (parent,) = store.parents()
     assert parent.data.metrics["selection/private"] == price and len(store.trials()) == 1

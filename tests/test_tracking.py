@@ -13,7 +13,6 @@ import pytest
 from mlflow import MlflowClient
 
 import dpexp
-from dpexp import display
 from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
@@ -25,6 +24,7 @@ from dpexp.accounting.ledger import (
     write_ledger,
 )
 from dpexp.errors import ConfigError
+from dpexp.showing import terminal
 from dpexp.tracking.run import keep_error
 from dpexp.training.classifier import Classifier
 
@@ -152,7 +152,7 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     sampling, query = SamplingEvent("poisson", 0.1, 100), SumQueryEvent("all", 1.0, 4.0)
     early = Ledger("add_remove", {Round(sampling, (query,)): 3}, truncated=True)
     write_ledger(tmp_path / "ledger.jsonl", early)
-    display.interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
+    terminal.interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
     printed = " ".join(capsys.readouterr().out.split())
     assert "after 3 of 9 rounds" in printed and "It has no closing line, so that it reads as one that ends" in printed
     assert not recwarn

@@ -21,10 +21,10 @@ from pytorch_lightning.loggers.logger import Logger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far, write_ledger
-from dpexp.display import kept_for_later, plan_json
 from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing.terminal import kept_for_later, plan_json
 from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import HOST, end_dead_runs, open_store
 

@@ -69,7 +69,7 @@ class PrivateSelect(BasicSweeper):
         Raises:
             ConfigError: it is not private, or cannot be planned.
         """
-        from dpexp.experiment import planned
+        from dpexp.commands.building import planned
 
         assert self.hydra_context is not None and self.config is not None
         cfg = self.hydra_context.config_loader.load_sweep_config(self.config, member)
@@ -123,8 +123,8 @@ class Sweep:
         self.parent.remember({"draws": draws, "dearest": dearest})
 
     def conclude(self, interrupted: bool, broken: bool) -> None:
-        from dpexp import display
-        from dpexp.choosing import cost
+        from dpexp.commands.choosing import cost
+        from dpexp.showing import terminal
 
         frame = self.parent.trials()
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
@@ -134,7 +134,7 @@ class Sweep:
         status = "KILLED" if interrupted else "FAILED" if len(failed) or broken else "FINISHED"
         metrics = {f"selection/{key}": value for key, value in costs.items()}
         self.parent.conclude(frame, metrics, note, status, self._output)
-        display.swept(frame, failed, best, costs, sentence, self.parent.address)
+        terminal.swept(frame, failed, best, costs, sentence, self.parent.address)
 
 
 def under_way() -> bool:

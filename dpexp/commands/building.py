@@ -1,0 +1,205 @@
+"""What a composed configuration asks for, made: module, plan, callback, Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, check_delta
+from dpexp.accounting.claims import CLAIMS
+from dpexp.errors import ConfigError
+from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.plan import PrivacyPlan, make_plan
+from dpexp.privacy.refusals import refuse_mixing_layers
+from dpexp.privacy.sampling import Policy, make_policy
+from dpexp.showing import terminal
+from dpexp.training.classifier import Classifier
+
+DIAGNOSTICS = ("none", "unsafe")
+
+
+def check(cfg: DictConfig) -> None:
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given.")
+    if cfg.diagnostics not in DIAGNOSTICS:
+        raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
+    names = list(cfg.accountant.names)
+    if not names or any(name not in (*NAMES, "all") for name in names):
+        raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
+    if names[0] in APPROXIMATIONS:
+        raise ConfigError(
+            f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
+            "be the one reported; put another first."
+        )
+    check_delta(cfg.privacy.delta)
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
+    if cfg.trainer.threads is not None and cfg.trainer.threads < 1:
+        raise ConfigError(f"trainer.threads={cfg.trainer.threads} must be at least 1.")
+    for name in ("evaluations", "workers"):
+        if cfg.trainer[name] < 0:
+            raise ConfigError(f"trainer.{name}={cfg.trainer[name]} must be at least 0.")
+
+
+def planned(cfg: DictConfig) -> PrivacyPlan:
+    """The plan of a private job, which is not trained.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured, or a job that is not private.
+    """
+    check(cfg)
+    if not is_private(cfg):
+        raise ConfigError(
+            f"it is not private with privacy.enabled={cfg.privacy.enabled}, "
+            f"privacy.noise_seed={cfg.privacy.noise_seed} and diagnostics={cfg.diagnostics}."
+        )
+    return plan_for(cfg, module_of(cfg))
+
+
+def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
+    """The privacy plan that a configuration asks for."""
+    sampling = cfg.sampling
+    group, bound, mechanism, allocation = (
+        make(section, cfg[section]) for section in ("group", "bound", "mechanism", "allocation")
+    )
+    return make_plan(
+        module,
+        n=cfg.data.n,
+        sampling=sampling.policy,
+        q=sampling.q,
+        expected_batch_size=sampling.expected_batch_size,
+        maximum=sampling.maximum,
+        steps=sampling.steps,
+        epochs=sampling.epochs,
+        epsilon=cfg.privacy.epsilon,
+        noise_multiplier=cfg.privacy.noise_multiplier,
+        delta=cfg.privacy.delta,
+        adjacency=cfg.privacy.adjacency,
+        group=group,
+        vectors_by=cfg.vectors,
+        bound=bound,
+        mechanism=mechanism,
+        allocation=allocation,
+        schedules=OmegaConf.to_container(cfg.schedule, resolve=True),  # type: ignore[arg-type]
+        accountant=reported(cfg),
+        calibrate=cfg.calibrate,
+    )
+
+
+def reported(cfg: DictConfig) -> str:
+    """The accountant whose ε is reported and calibrated with."""
+    return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
+
+
+def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
+    """Those asked for, the reported one first; `all` stands for every one that has a bound for the plan's claim."""
+    if "all" not in cfg.accountant.names:
+        return list(cfg.accountant.names)
+    return list(CLAIMS[plan.sampling.name][plan.adjacency])
+
+
+def is_private(cfg: DictConfig) -> bool:
+    """Whether everything that the run shows is covered by its (ε, δ)."""
+    return cfg.privacy.enabled and cfg.diagnostics == "none" and cfg.privacy.noise_seed is None
+
+
+def make(section: str, node: Any, **arguments: Any) -> Any:
+    """Instantiates a `_target_` section; a mistake in it becomes a sentence."""
+    try:
+        return instantiate(node, _convert_="all", **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        cause = error.__cause__ or str(error).splitlines()[0]
+        target = node.get("_target_") if node else None
+        raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
+
+
+def module_of(cfg: DictConfig) -> pl.LightningModule:
+    model = make("model", cfg.model)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
+    if cfg.privacy.enabled:
+        refuse_mixing_layers(model)
+    if isinstance(model, pl.LightningModule):
+        return model
+    module = Classifier(
+        model,
+        make("optimizer", cfg.optimizer, _partial_=True),
+        make("scheduler", cfg.scheduler, _partial_=True) if cfg.scheduler else None,
+    )
+    try:
+        module.configure_optimizers()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer or scheduler: {error}.") from error
+    return module
+
+
+def callback_for(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallback:
+    return PrivacyCallback(
+        plan,
+        output / "ledger.jsonl",
+        delta=cfg.privacy.delta,
+        accountant=accountants(cfg, plan)[0],
+        physical_batch=cfg.trainer.physical_batch,
+        noise_seed=cfg.privacy.noise_seed,
+        unsafe_diagnostics=cfg.diagnostics == "unsafe",
+    )
+
+
+def trainer_for(
+    cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, output: Path
+) -> pl.Trainer:
+    policy = plan.sampling if plan else policy_of(cfg)
+    rounds = plan.rounds if plan else rounds_of(cfg)
+    per_epoch = max(1, round(policy.rounds_per_epoch))
+    bar = terminal.RoundBar(rounds, callback)
+    try:
+        return pl.Trainer(
+            accelerator=cfg.trainer.accelerator,
+            devices=_devices(cfg),
+            precision=cfg.trainer.precision,
+            max_epochs=-1,
+            max_steps=rounds,
+            check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.evaluations))),
+            limit_val_batches=1.0 if cfg.trainer.evaluations else 0,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            logger=False,
+            callbacks=[callback, bar] if callback else [bar],
+            default_root_dir=output,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+    except Exception as error:  # Lightning raises many types for what is always a wrong value
+        raise ConfigError(f"trainer: {error}") from error
+
+
+def _devices(cfg: DictConfig) -> int | list[int]:
+    """One; trials of a sweep take turns among several GPUs."""
+    hydra = HydraConfig.get()
+    if cfg.trainer.accelerator in ("gpu", "cuda") and hydra.mode == RunMode.MULTIRUN and torch.cuda.device_count() > 1:
+        return [hydra.job.num % torch.cuda.device_count()]
+    return 1
+
+
+def policy_of(cfg: DictConfig) -> Policy:
+    sampling, n = cfg.sampling, cfg.data.n
+    q = sampling.q if sampling.q is not None else sampling.expected_batch_size / n
+    return make_policy(sampling.policy, q, n, sampling.maximum)
+
+
+def rounds_of(cfg: DictConfig) -> int:
+    return cfg.sampling.steps or policy_of(cfg).rounds(cfg.sampling.epochs)

@@ -1,0 +1,172 @@
+"""One experiment, from a composed configuration to a trained, accounted and tracked model."""
+
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.commands.building import (
+    accountants,
+    callback_for,
+    check,
+    is_private,
+    make,
+    module_of,
+    plan_for,
+    policy_of,
+    reported,
+    trainer_for,
+)
+from dpexp.errors import ConfigError
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing import terminal
+from dpexp.tracking.run import Tracked, finished_trial, track
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Runs the experiment and returns its objective (None if it has none).
+
+    The output directory gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration, and `result.json`. A trial
+    that an earlier start of the same sweep has finished is not run again.
+
+    Raises:
+        ConfigError: before training, for any choice that cannot be honoured.
+    """
+    _quieten()
+    check(cfg)
+    finished = finished_trial(cfg) if cfg.tracking.resume else None
+    if finished is not None:
+        terminal.skipped(finished.info.run_name)
+        metrics = finished.data.metrics
+        return metrics.get(f"epsilon_{reported(cfg)}" if cfg.objective == "epsilon" else cfg.objective)
+    _use_threads(cfg)
+    output = Path(HydraConfig.get().runtime.output_dir)
+    pl.seed_everything(cfg.seed, verbose=False)
+    data = make("data.module", cfg.data.module)
+    module = module_of(cfg)
+    plan = plan_for(cfg, module) if cfg.privacy.enabled else None
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    terminal.announce(cfg, plan)
+    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
+        result = _trained(cfg, plan, module, data, output, tracked) if cfg.train else _planned(cfg, plan)
+        result["mlflow_run_id"] = tracked.run_id if tracked else None
+        (output / "result.json").write_text(json.dumps(result, indent=2))
+        if tracked:
+            tracked.finish(result)
+    terminal.conclude(result, cfg, output)
+    return _objective(cfg, plan, result)
+
+
+def _trained(
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    module: pl.LightningModule,
+    data: pl.LightningDataModule,
+    output: Path,
+    tracked: Tracked | None,
+) -> dict[str, Any]:
+    callback = callback_for(cfg, plan, output) if plan else None
+    trainer = trainer_for(cfg, plan, callback, output)
+    if tracked:
+        trainer.logger = tracked.logger
+        tracked.logger.rounds = lambda: trainer.global_step
+    if hasattr(data, "workers"):
+        data.workers = cfg.trainer.workers
+    if plan is None and hasattr(data, "batch_size"):
+        data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
+    started = time.monotonic()
+    try:
+        trainer.fit(module, datamodule=data)
+    except (KeyboardInterrupt, SystemExit):
+        terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
+        raise
+    seconds = time.monotonic() - started
+    tested = trainer.test(module, datamodule=data, verbose=False)
+    metrics = {name: value for part in tested for name, value in part.items()}
+    ledger = read_ledger(output / "ledger.jsonl") if plan else None
+    return _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+
+
+def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
+    """train=false: what training would cost."""
+    if plan is None:
+        raise ConfigError("train=false has nothing to plan with privacy.enabled=false.")
+    return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
+
+
+def _objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
+    known = dict(result["metrics"])
+    if "epsilon" in result:
+        known["epsilon"] = next(iter(result["epsilon"].values()))
+    if plan is not None and plan.calibration is not None:
+        known[plan.calibration.knob] = plan.calibration.value
+    if cfg.objective not in known and cfg.objective != "test_accuracy":
+        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
+    return known.get(cfg.objective)
+
+
+def _use_threads(cfg: DictConfig) -> None:
+    """Parallel trials share the cores instead of fighting for them."""
+    threads = cfg.trainer.threads
+    hydra = HydraConfig.get()
+    if threads is None and hydra.mode == RunMode.MULTIRUN:
+        launcher = hydra.runtime.choices.get("hydra/launcher", "basic")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if launcher == "joblib":
+            jobs = hydra.launcher.n_jobs
+            threads = max(1, cores // (cores if jobs < 1 else jobs))
+        elif launcher != "basic":
+            threads = hydra.launcher.get("cpus_per_task") or 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _result(
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    ledger: Ledger | None,
+    rounds: int,
+    metrics: dict[str, float],
+    seconds: float,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "private": is_private(cfg),
+        "trained": cfg.train,
+        "rounds": rounds,
+        "metrics": metrics,
+        "seconds": round(seconds, 3),
+    }
+    if plan is not None and ledger is not None:
+        result |= {
+            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
+            "delta": cfg.privacy.delta,
+            "adjacency": plan.adjacency,
+            "noise_multiplier": plan.noise_multiplier,
+            "q": plan.sampling.q,
+            "n": plan.n,
+            "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
+        }
+        if plan.calibration is not None:
+            result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
+    return result
+
+
+def _quieten() -> None:
+    """Lightning's advice is for those who write the training loop."""
+    import logging
+
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*GPU available but not used.*"):
+        warnings.filterwarnings("ignore", message)
