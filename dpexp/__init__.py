@@ -13,6 +13,7 @@ _HOMES = {
     "PrivacyCallback": "dpexp.privacy.callback",
     "read_ledger": "dpexp.accounting.ledger",
     "epsilon": "dpexp.accounting.accountants",
+    "load": "dpexp.commands.saved",
     "ConfigError": "dpexp.errors",
 }
 __all__ = list(_HOMES)

@@ -49,6 +49,16 @@ def main() -> None:
 
             account(sys.argv[2:])
             return
+        if sys.argv[1:2] == ["evaluate"]:
+            from dpexp.commands.evaluate import evaluate
+
+            evaluate(sys.argv[2:])
+            return
+        if sys.argv[1:2] == ["predict"]:
+            from dpexp.commands.predict import predict
+
+            predict(sys.argv[2:])
+            return
         if sys.argv[1:2] == ["report"]:
             from dpexp.report import report
 

@@ -98,6 +98,7 @@ class Config:
     train: bool = True
     objective: str = "test_accuracy"
     draw: int | None = None
+    register: str | None = None
     seed: int = 0
     vectors: str = "layer"
     diagnostics: str = "none"

@@ -1,5 +1,6 @@
 """What a composed configuration asks for, made: module, plan, callback, Trainer."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,13 @@ def policy_of(cfg: DictConfig) -> Policy:
 
 def rounds_of(cfg: DictConfig) -> int:
     return cfg.sampling.steps or policy_of(cfg).rounds(cfg.sampling.epochs)
+
+
+def quieten() -> None:
+    """Lightning's advice is for those who write the training loop."""
+    import logging
+
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*GPU available but not used.*"):
+        warnings.filterwarnings("ignore", message)

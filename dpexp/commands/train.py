@@ -3,7 +3,6 @@
 import json
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,11 @@ from dpexp.commands.building import (
     module_of,
     plan_for,
     policy_of,
+    quieten,
     reported,
     trainer_for,
 )
+from dpexp.commands.saved import keep
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
@@ -42,7 +43,7 @@ def run(cfg: DictConfig) -> float | None:
     Raises:
         ConfigError: before training, for any choice that cannot be honoured.
     """
-    _quieten()
+    quieten()
     check(cfg)
     finished = finished_trial(cfg) if cfg.tracking.resume else None
     if finished is not None:
@@ -95,7 +96,11 @@ def _trained(
     tested = trainer.test(module, datamodule=data, verbose=False)
     metrics = {name: value for part in tested for name, value in part.items()}
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
-    return _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    about = keep(cfg, plan, module, data, result, output)
+    if tracked:
+        tracked.log_model(about, result["rounds"])
+    return result
 
 
 def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
@@ -160,13 +165,3 @@ def _result(
         if plan.calibration is not None:
             result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
     return result
-
-
-def _quieten() -> None:
-    """Lightning's advice is for those who write the training loop."""
-    import logging
-
-    for name in ("pytorch_lightning", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*GPU available but not used.*"):
-        warnings.filterwarnings("ignore", message)

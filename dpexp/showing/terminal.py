@@ -164,6 +164,12 @@ def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:
         console.print(f"Compare runs: mlflow ui --backend-store-uri {cfg.tracking.uri}", soft_wrap=True)
 
 
+def measured(metrics: dict[str, float]) -> None:
+    """Prints metrics of the test set."""
+    for name, value in metrics.items():
+        console.print(f"{name}: {value:.2%}" if name.endswith("accuracy") else f"{name}: {value:.4g}")
+
+
 def plan_json(plan: PrivacyPlan) -> str:
     """The plan as JSON, z included."""
     z = plan.noise_multiplier

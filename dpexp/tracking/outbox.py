@@ -13,6 +13,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from dpexp.tracking.model import send_model
+
 BATCH = 1000  # metrics a request, MLflow's own limit
 EVERY = 2.0  # seconds
 
@@ -46,6 +48,10 @@ class Outbox:
 
     def file(self, path: Path) -> None:
         self._add([{"file": str(path.resolve())}])
+
+    def model(self, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None) -> None:
+        """A folder in MLflow's form, to be a logged model and under a name a registered one."""
+        self._add([{"model": [str(folder.resolve()), rounds, dict(tags), name]}])
 
     def close(self, status: str, patience: float = 20.0) -> bool:
         """Sends the rest, the run's status last; returns whether all of it arrived.
@@ -150,5 +156,8 @@ def _request(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> 
         client.log_batch(run_id, tags=[RunTag(*value) for value in values])
     elif kind == "file" and Path(values[0]).exists():  # it may have been deleted while the server was away
         client.log_artifact(run_id, values[0])
+    elif kind == "model" and Path(values[0][0]).exists():
+        folder, *facts = values[0]
+        send_model(client, run_id, Path(folder), *facts)
     elif kind == "status":
         client.set_terminated(run_id, values[0])

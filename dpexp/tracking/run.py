@@ -25,6 +25,7 @@ from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.terminal import kept_for_later, plan_json
+from dpexp.tracking.model import check_name
 from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import HOST, end_dead_runs, open_store
 
@@ -75,6 +76,8 @@ class Tracked:
         self._output = output
         uri = cfg.tracking.uri
         client, experiment_id = open_store(uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+        if cfg.register is not None:
+            check_name(client, cfg.register)
         try:
             end_dead_runs(client, experiment_id)
             run = client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
@@ -128,6 +131,15 @@ class Tracked:
         """Logs what is known at the end."""
         self._outbox.metrics({f"epsilon_{key}": v for key, v in result.get("epsilon", {}).items()}, result["rounds"])
         self._outbox.file(self._output / "result.json")
+
+    def log_model(self, about: Mapping[str, str], rounds: int) -> None:
+        """Logs the model that lies in the job's folder, and registers it if that is asked for."""
+        for name in ("weights.safetensors", "card.md"):
+            self._outbox.file(self._output / name)
+        self._outbox.tags({"mlflow.note.content": (self._output / "card.md").read_text()})
+        folder = self._output / "mlflow_model"
+        if folder.exists():
+            self._outbox.model(folder, rounds, about, self._cfg.register)
 
     def log_ledger(self) -> None:
         """The ledger up to the last release and its figure, however the run ended; if it lost its ledger, the one that

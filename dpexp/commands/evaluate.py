@@ -1,0 +1,35 @@
+"""`python -m dpexp evaluate RUN` measures a trained model on its test set once more.
+
+RUN is a job's folder or an MLflow run id. Options: uri=sqlite:///outputs/mlflow.db, the store that has the run.
+"""
+
+from collections.abc import Sequence
+
+import pytorch_lightning as pl
+
+from dpexp.commands.arguments import Arguments
+from dpexp.commands.building import make, quieten
+from dpexp.commands.saved import located, restored
+from dpexp.showing.terminal import measured
+
+
+def evaluate(arguments: Sequence[str]) -> dict[str, float]:
+    """Prints and returns the metrics of the test set.
+
+    Raises:
+        ConfigError: there is no such run, or it kept no model.
+    """
+    given = Arguments.parsed("evaluate", __doc__, arguments, {"uri": None})
+    if given is None:
+        return {}
+    quieten()
+    with located(given.run, given.options["uri"]) as folder:
+        cfg, module = restored(folder)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    found = trainer.test(module, datamodule=make("data.module", cfg.data.module), verbose=False)
+    metrics = {name: value for part in found for name, value in part.items()}
+    measured(metrics)
+    return metrics

@@ -1,0 +1,77 @@
+"""`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.
+
+RUN is a job's folder or an MLflow run id. Options:
+    data=FILE             inputs, one a row: .npy, .npz (its first array), .pt (a tensor) or .csv (numbers)
+    out=predictions.csv   where the predictions go: for a classifier, class and probabilities
+    uri=sqlite:///outputs/mlflow.db
+"""
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from pandas import DataFrame, read_csv
+from torch import Tensor
+
+from dpexp.commands.arguments import Arguments
+from dpexp.commands.saved import bare, located, restored
+from dpexp.errors import ConfigError
+from dpexp.showing.terminal import console
+from dpexp.training.classifier import Classifier
+
+_AT_ONCE = 1000
+
+
+def predict(arguments: Sequence[str]) -> DataFrame | None:
+    """Writes and returns the predictions, one row for each input.
+
+    Raises:
+        ConfigError: there is no such run or file, or they do not fit.
+    """
+    given = Arguments.parsed("predict", __doc__, arguments, {"data": None, "out": "predictions.csv", "uri": None})
+    if given is None:
+        return None
+    if given.options["data"] is None:
+        raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
+    path = Path(given.options["data"])
+    with located(given.run, given.options["uri"]) as folder:
+        cfg, module = restored(folder)
+    x = _inputs(path, cfg)
+    model = bare(module).eval()
+    try:
+        with torch.no_grad():
+            outputs = torch.cat([model(part) for part in x.split(_AT_ONCE)])
+    except Exception as error:
+        raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
+    if isinstance(module, Classifier):
+        chances = outputs.softmax(1)
+        table = DataFrame({"class": chances.argmax(1)} | {f"p_{k}": chances[:, k] for k in range(chances.shape[1])})
+    else:
+        table = DataFrame(outputs.reshape(len(outputs), -1).numpy())
+    table.to_csv(str(given.options["out"]), index=False)
+    console.print(f"{len(table)} predictions: {given.options['out']}", soft_wrap=True)
+    return table
+
+
+def _inputs(path: Path, cfg: DictConfig) -> Tensor:
+    readers: dict[str, Any] = {
+        ".npy": lambda: np.load(path, allow_pickle=False),
+        ".npz": lambda: next(iter(np.load(path, allow_pickle=False).values())),
+        ".pt": lambda: torch.load(path, weights_only=True).numpy(),
+        ".csv": lambda: read_csv(path).to_numpy(),
+    }
+    if path.suffix not in readers:
+        raise ConfigError(f"data={path} must be a file that ends in {', '.join(readers)}.")
+    try:
+        x = torch.as_tensor(np.asarray(readers[path.suffix]()))
+    except (OSError, ValueError, TypeError, AttributeError, StopIteration, zipfile.BadZipFile, RuntimeError) as error:
+        raise ConfigError(f"data={path} cannot be read: {' '.join(str(error).split())}") from error
+    x = x.float() if x.is_floating_point() or path.suffix == ".csv" else x
+    shape = list(cfg.data.get("shape") or [])
+    if shape and x.dim() == 2 and x[0].numel() == int(np.prod(shape)):
+        x = x.reshape(-1, *shape)
+    return x

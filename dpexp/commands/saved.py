@@ -1,0 +1,120 @@
+"""A job's model: kept at its end, and found again by the job's folder or its MLflow run."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.tradeoff import type_two_errors
+from dpexp.commands.building import module_of, reported
+from dpexp.errors import ConfigError
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing.card import card
+from dpexp.training.classifier import Classifier
+from dpexp.training.weights import load_weights, save_weights
+
+WEIGHTS, CARD, OF_MLFLOW = "weights.safetensors", "card.md", "mlflow_model"
+_FALSE_POSITIVES = {"1 in 1000": 1e-3, "1 in 100": 1e-2, "1 in 10": 1e-1}
+_SECTIONS = ("data", "model", "group", "bound", "mechanism", "allocation", "sampling")
+
+
+def keep(
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    module: pl.LightningModule,
+    data: pl.LightningDataModule,
+    result: dict[str, Any],
+    output: Path,
+) -> dict[str, str]:
+    """Writes weights, card, and MLflow's own form of the model into the job's folder.
+
+    Returns:
+        What tells the model from others in a registry.
+    """
+    from dpexp.tracking.model import save_as_mlflow
+
+    model = bare(module)
+    about = {"private": str(result["private"]), "rounds": str(result["rounds"])}
+    if "epsilon" in result:
+        accountant, epsilon = next(iter(result["epsilon"].items()))
+        about |= {"epsilon": f"{epsilon:.6g}", "delta": f"{result['delta']:g}", "adjacency": result["adjacency"]}
+        about |= {"accountant": accountant}
+    save_weights(model, output / WEIGHTS, about)
+    risk = {}
+    if plan is not None:
+        errors = type_two_errors(read_ledger(output / "ledger.jsonl"), [*_FALSE_POSITIVES.values()], reported(cfg))
+        risk = {name: 1 - float(error) for name, error in zip(_FALSE_POSITIVES, errors, strict=True)}
+    choices = HydraConfig.get().runtime.choices
+    text = card({name: str(choices.get(name)) for name in _SECTIONS}, result, plan, risk, str(output))
+    (output / CARD).write_text(text)
+    try:
+        example = _example(data)
+        with torch.no_grad():
+            save_as_mlflow(model.eval(), example, model(example), output / OF_MLFLOW)
+    except Exception as error:  # whatever the user's model or data do not offer
+        warnings.warn(f"MLflow gets no model that it can load, only {WEIGHTS}: {type(error).__name__}: {error}")
+    return about
+
+
+def bare(module: pl.LightningModule) -> nn.Module:
+    """What predicts: the classifier's own model, or the whole of another LightningModule."""
+    return module.model if isinstance(module, Classifier) else module
+
+
+def load(run: str | Path, uri: str | None = None) -> nn.Module:
+    """The trained model of a finished job, in evaluation mode.
+
+    Args:
+        run: the job's folder, or its MLflow run id.
+        uri: of the tracking server that has the run; by default, outputs/mlflow.db here.
+
+    Raises:
+        ConfigError: there is no such run, or it kept no model.
+    """
+    with located(run, uri) as folder:
+        return bare(restored(folder)[1]).eval()
+
+
+def restored(folder: Path) -> tuple[DictConfig, pl.LightningModule]:
+    """A job's configuration, and its module with the trained weights."""
+    cfg = OmegaConf.load(folder / "config.yaml")
+    assert isinstance(cfg, DictConfig)
+    module = module_of(cfg)
+    load_weights(bare(module), folder / WEIGHTS)
+    return cfg, module
+
+
+@contextmanager
+def located(run: str | Path, uri: str | None) -> Iterator[Path]:
+    """A folder with the configuration and the weights of a run.
+
+    Raises:
+        ConfigError: there is no such run, or it kept no model.
+    """
+    path = Path(run)
+    if path.is_dir():
+        if not (path / WEIGHTS).exists() or not (path / "config.yaml").exists():
+            raise ConfigError(f"{run} holds no {WEIGHTS}: only a job that trained to its end keeps a model.")
+        yield path
+        return
+    from dpexp.tracking.read import downloaded_files
+
+    uri = uri or f"sqlite:///{Path.cwd()}/outputs/mlflow.db"
+    with downloaded_files(uri, str(run), ["config.yaml", WEIGHTS]) as folder:
+        if not (folder / WEIGHTS).exists():
+            raise ConfigError(f"{run} is no folder, and no run of {uri} that kept a model.")
+        yield folder
+
+
+def _example(data: pl.LightningDataModule) -> Tensor:
+    """A record of the test set, which is taken as public."""
+    x, *_ = next(iter(data.test_dataloader()))
+    return x[:1]

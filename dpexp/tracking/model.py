@@ -1,0 +1,71 @@
+"""A trained model as MLflow keeps models: loaded by `mlflow.pytorch` and `mlflow.pyfunc`, registered by name."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import mlflow
+import mlflow.pytorch
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, infer_signature
+from torch import Tensor, nn
+
+from dpexp.errors import ConfigError
+
+_NEEDED = ("torch", "pytorch-lightning", "numpy")
+
+
+def save_as_mlflow(module: nn.Module, example: Tensor, outputs: Tensor, folder: Path) -> None:
+    """Writes MLflow's model folder, without a server.
+
+    Args:
+        example: inputs [B, …] that may be shown to anyone; outputs: what the module makes of them.
+    """
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mlflow.pytorch.save_model(
+            module,
+            str(folder),
+            signature=infer_signature(example.numpy(), outputs.numpy()),
+            input_example=example.numpy(),
+            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _NEEDED],
+            serialization_format="pickle",
+        )
+
+
+def send_model(
+    client: MlflowClient, run_id: str, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None
+) -> None:
+    """Makes a saved folder a logged model of a run, and under a name a version in the registry."""
+    run = client.get_run(run_id)
+    logged = client.create_logged_model(run.info.experiment_id, "model", source_run_id=run_id, tags=dict(tags))
+    described = Model.load(str(folder))
+    described.run_id, described.model_id = run_id, logged.model_id
+    described.save(str(folder / "MLmodel"))
+    client.log_model_artifacts(logged.model_id, str(folder))
+    client.finalize_logged_model(logged.model_id, "READY")
+    client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, rounds)])
+    if name is not None:
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        client.create_model_version(name, logged.artifact_location, run_id, tags=dict(tags), model_id=logged.model_id)
+
+
+def check_name(client: MlflowClient, name: str) -> None:
+    """Raises:
+    ConfigError: the registry would refuse the name.
+    """
+    try:
+        client.search_registered_models(f"name = '{name}'")
+    except MlflowException as error:
+        raise ConfigError(f"register={name} cannot be used: {' '.join(str(error).split())}") from error
+    if not name or any(character in name for character in "/:.%\"'"):
+        raise ConfigError(f"register={name} is no name for a model: it must have none of / : . % and quotation marks.")
