@@ -65,6 +65,7 @@ def _guarantee(result: Mapping[str, Any], plan: PrivacyPlan, risk: Mapping[str, 
         f"noise multiplier z = {plan.noise_multiplier:.4g}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
         *(f"| {group.name} | {group.d:,} | {group.S:.4g} | {group.sigma:.4g} |" for group in plan.groups), "",
-        "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "", _NOT_COVERED, "",
+        "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
+        _NOT_COVERED, "",
     ]  # fmt: skip
     return lines

@@ -1,0 +1,148 @@
+"""A finished job's model: kept, loaded, measured and used again."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from mlflow import MlflowClient
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import dpexp
+from dpexp.errors import ConfigError
+
+QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
+
+
+@pytest.fixture
+def job(dpexp_job):
+    return dpexp_job(*QUICK, "group=per_layer", "accountant=all", "register=digits")
+
+
+def result_of(output):
+    return json.loads((output / "result.json").read_text())
+
+
+def client(folder):
+    return MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
+
+
+def test_weights_are_kept_with_what_they_cost(job):
+    weights = load_file(job / "weights.safetensors")
+    assert {name: tuple(w.shape) for name, w in weights.items()} == {"1.weight": (10, 64), "1.bias": (10,)}
+    with safe_open(job / "weights.safetensors", "pt") as file:
+        about = file.metadata()
+    assert about["private"] == "True" and about["adjacency"] == "add_remove" and about["accountant"] == "pld"
+    assert float(about["epsilon"]) == pytest.approx(result_of(job)["epsilon"]["pld"], rel=1e-5)
+
+
+def test_a_job_can_be_loaded_by_folder_and_by_run(job, tmp_path):
+    run_id = result_of(job)["mlflow_run_id"]
+    models = [dpexp.load(job), dpexp.load(run_id), dpexp.load(run_id, f"sqlite:///{tmp_path}/outputs/mlflow.db")]
+    x = torch.randn(3, 1, 8, 8)
+    assert not any(model.training for model in models)
+    assert all(torch.equal(model(x), models[0](x)) for model in models)
+    weights = load_file(job / "weights.safetensors")
+    assert torch.allclose(models[0](x), x.flatten(1) @ weights["1.weight"].T + weights["1.bias"], atol=1e-6)
+
+
+def test_evaluate_measures_what_the_job_measured(job, dpexp_job, capsys):
+    dpexp_job("evaluate", str(job))
+    accuracy = result_of(job)["metrics"]["test_accuracy"]
+    assert f"test_accuracy: {accuracy:.2%}" in capsys.readouterr().out
+    dpexp_job("evaluate", result_of(job)["mlflow_run_id"])
+    assert f"test_accuracy: {accuracy:.2%}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["npy", "flat npy", "npz", "pt", "csv"])
+def test_predictions_for_a_file(job, dpexp_job, tmp_path, kind):
+    x = np.random.default_rng(0).normal(size=(5, 1, 8, 8)).astype(np.float32)
+    path = tmp_path / f"x.{kind.split()[-1]}"
+    if kind == "npz":
+        np.savez(path, x=x)
+    elif kind == "pt":
+        torch.save(torch.from_numpy(x), path)
+    elif kind == "csv":
+        np.savetxt(path, x.reshape(5, -1), delimiter=",", header=",".join(map(str, range(64))), comments="")
+    else:
+        np.save(path, x.reshape(5, -1) if kind.startswith("flat") else x)
+    dpexp_job("predict", str(job), f"data={path}", f"out={tmp_path}/p.csv")
+    found = np.genfromtxt(tmp_path / "p.csv", delimiter=",", skip_header=1)
+    expected = dpexp.load(job)(torch.from_numpy(x)).softmax(1).detach().numpy()
+    assert np.allclose(found[:, 1:], expected, atol=1e-5) and (found[:, 0] == expected.argmax(1)).all()
+
+
+def test_mlflow_loads_it_elsewhere_and_the_registry_knows_its_price(job, tmp_path):
+    script = f"""
+import mlflow, numpy as np
+mlflow.set_tracking_uri("sqlite:///{tmp_path}/outputs/mlflow.db")
+(model,) = mlflow.search_logged_models(output_format="list")
+x = np.ones((2, 1, 8, 8), dtype=np.float32)
+by_pyfunc = mlflow.pyfunc.load_model("models:/digits/1").predict(x)
+import torch
+by_torch = mlflow.pytorch.load_model(model.model_uri)(torch.from_numpy(x)).detach().numpy()
+assert np.allclose(by_pyfunc, by_torch)
+print(by_pyfunc[0, 0])
+"""
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert float(said.split()[-1]) == pytest.approx(float(dpexp.load(job)(torch.ones(1, 1, 8, 8))[0, 0]), rel=1e-5)
+    tags = client(tmp_path).get_model_version("digits", "1").tags
+    assert float(tags["epsilon"]) == pytest.approx(result_of(job)["epsilon"]["pld"], rel=1e-5)
+    assert tags["delta"] == "0.0001" and tags["private"] == "True"
+
+
+def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path):
+    card = (job / "card.md").read_text()
+    epsilon = result_of(job)["epsilon"]
+    for expected in ("logistic on digits", "adding or removing one record", f"| pld | {epsilon['pld']:.4g} |",
+                     "n = 1437", "1 in 1000", f'dpexp.load("{job}")', "does not cover"):  # fmt: skip
+        assert expected in card
+    run = client(tmp_path).get_run(result_of(job)["mlflow_run_id"])
+    assert run.data.tags["mlflow.note.content"] == card
+
+
+def test_the_card_of_the_non_private_twin_says_so(dpexp_job):
+    output = dpexp_job("tracking=none", "sampling.steps=3", "privacy.enabled=false", "model=logistic")
+    card = (output / "card.md").read_text()
+    assert "**Not private**" in card and "ε" not in card
+    assert dpexp.load(output)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["evaluate"], "needs one job's folder"),
+        (["evaluate", "a", "b"], "needs one job's folder"),
+        (["evaluate", "{job}", "size=3"], "size is unknown; known: uri"),
+        (["evaluate", "{empty}"], "only a job that trained to its end"),
+        (["evaluate", "nosuchrun"], "nosuchrun"),
+        (["predict", "{job}"], "needs data=FILE"),
+        (["predict", "{job}", "data=x.txt"], "must be a file that ends in .npy"),
+        (["predict", "{job}", "data=missing.npy"], "cannot be read"),
+        (["predict", "{job}", "data={wrong}"], "does not fit the model"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(job, dpexp_job, tmp_path, arguments, expected):
+    np.save(tmp_path / "wrong.npy", np.zeros((2, 3, 5), dtype=np.float32))
+    (tmp_path / "empty").mkdir()
+    places = {"job": job, "empty": tmp_path / "empty", "wrong": tmp_path / "wrong.npy"}
+    with pytest.raises(SystemExit) as raised:
+        dpexp_job(*(argument.format(**places) for argument in arguments))
+    said = str(raised.value)
+    assert expected in said and said.startswith("dpexp: ") and "\n" not in said
+
+
+def test_a_name_that_the_registry_refuses_is_told_before_training(dpexp_job, tmp_path):
+    with pytest.raises(SystemExit, match="register=a/b is no name"):
+        dpexp_job(*QUICK, "register=a/b")
+    assert client(tmp_path).search_runs(["1"]) == []
+
+
+def test_weights_of_another_model_are_refused(job):
+    config = (job / "config.yaml").read_text()
+    (job / "config.yaml").write_text(config.replace("classes: 10", "classes: 9"))
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        dpexp.load(job)
