@@ -119,7 +119,7 @@ class LedgerWriter:
                 f"but the run that would continue it plans {self._adjacency} and {planned}."
             )
         written = self._content()[: before.chain.size]
-        if position and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
+        if position is not None and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
             raise ConfigError(
                 f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written when it was "
                 "made, so it is another run's or was changed since; resume with the ledger of the run that made it."
