@@ -79,7 +79,7 @@ def test_mlflow_loads_it_elsewhere_and_the_registry_knows_its_price(job, tmp_pat
     script = f"""
 import mlflow, numpy as np
 mlflow.set_tracking_uri("sqlite:///{tmp_path}/outputs/mlflow.db")
-(model,) = mlflow.search_logged_models(output_format="list")
+(model,) = mlflow.search_logged_models(["1"], output_format="list")
 x = np.ones((2, 1, 8, 8), dtype=np.float32)
 by_pyfunc = mlflow.pyfunc.load_model("models:/digits/1").predict(x)
 import torch
