@@ -3,8 +3,11 @@
 `python -m dpexp account` computes what ledgers cost.
 """
 
+import errno
 import os
+import shlex
 import sys
+from importlib.metadata import version
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -14,24 +17,23 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import config
-from dpexp.commands import sweep
+from dpexp.commands import sweep, values
 from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError
 
 config.register()
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 @hydra.main(config_path=str(config.CONF), config_name="config", version_base="1.3")
 def job(cfg: DictConfig) -> float | None:
-    from dpexp.commands.train import run
-
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         try:
-            return run(cfg)
+            return _run(cfg)
         except ConfigError as error:
             sys.exit(f"dpexp: {error}")
     try:
-        return run(cfg)
+        return _run(cfg)
     except Exception as error:
         from dpexp.tracking.run import record_failure
 
@@ -39,8 +41,21 @@ def job(cfg: DictConfig) -> float | None:
         raise
 
 
+def _run(cfg: DictConfig) -> float | None:
+    values.check(cfg)
+    from dpexp.commands.train import run
+
+    return run(cfg)
+
+
 def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
+    os.environ[config.COMMAND] = shlex.join(["dpexp", *sys.argv[1:]])
+    if sys.argv[1:2] == ["version"] or "--version" in sys.argv:
+        print(f"dpexp {version('dpexp')}")
+        return
+    if sys.argv[1:2] == ["help"]:
+        sys.argv[1] = "--help"
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
     try:
@@ -70,6 +85,10 @@ def main() -> None:
         sys.exit(f"dpexp: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"dpexp: {sentence(error)}")
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        sys.exit(f"dpexp: {error.filename or os.getcwd()} cannot be written: {error.strerror}.")
 
 
 def _job() -> None:

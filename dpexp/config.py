@@ -11,6 +11,7 @@ from omegaconf import MISSING, OmegaConf
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = _CHECKOUT / "conf" if (_CHECKOUT / "pyproject.toml").exists() else Path(__file__).parent / "conf"
+COMMAND = "DPEXP_COMMAND"  # an environment variable with the command line, for the processes of every launcher
 
 
 @dataclass

@@ -23,7 +23,9 @@ import numpy as np
 from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
-from dpexp.accounting.claims import Release, releases
+from dpexp.accounting.claims import APPROXIMATIONS as APPROXIMATIONS
+from dpexp.accounting.claims import NAMES as NAMES
+from dpexp.accounting.claims import Release, check_delta, check_names, releases
 from dpexp.accounting.composition import Basic, Strong
 from dpexp.accounting.gaussian import Gaussian, central_limit, composed
 from dpexp.accounting.ledger import Ledger
@@ -140,8 +142,6 @@ _GAUSSIAN: dict[str, Callable[[Array, Array, Array], Guarantee]] = {
     "basic": Basic,
     "gdp": central_limit,
 }
-NAMES = ("pld", *_GAUSSIAN)
-APPROXIMATIONS = ("gdp",)
 
 
 def guarantee(ledger: Ledger, accountant: str = "pld") -> Guarantee:
@@ -210,20 +210,3 @@ def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
     if excess(highest) > 0:
         return 1.0
     return min(1.0, math.exp(brentq(excess, lowest, highest, xtol=2e-5) + 4e-5))
-
-
-def check_delta(delta: float) -> None:
-    """Raises:
-    ConfigError: δ is not strictly between 0 and 1.
-    """
-    if not (math.isfinite(delta) and 0 < delta < 1):
-        raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
-
-
-def check_names(accountants: list[str]) -> None:
-    """Raises:
-    ConfigError: one of them is unknown.
-    """
-    for name in accountants:
-        if name not in NAMES:
-            raise ConfigError(f"accountant={name} is unknown; known: {', '.join(NAMES)}.")

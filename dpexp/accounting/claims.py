@@ -12,14 +12,15 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.errors import ConfigError
 
 _SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}
-_GAUSSIAN = ("pld", "rdp", "moments", "strong", "basic", "gdp")
+NAMES = ("pld", "rdp", "moments", "strong", "basic", "gdp")  # of accountants
+APPROXIMATIONS = ("gdp",)
 CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
     # Removing a record from a Poisson sample and nulling it are the same pair of distributions.
-    "poisson": {"add_remove": _GAUSSIAN, "replace_null": _GAUSSIAN, "replace_one": ("pld",)},
+    "poisson": {"add_remove": NAMES, "replace_null": NAMES, "replace_one": ("pld",)},
     "truncated_poisson": {"replace_null": ("pld",)},
     "fixed_size": {"replace_one": ("pld", "rdp")},
-    "shuffle": {"replace_one": _GAUSSIAN, "replace_null": _GAUSSIAN},
-    "all": {"add_remove": _GAUSSIAN, "replace_one": _GAUSSIAN, "replace_null": _GAUSSIAN},
+    "shuffle": {"replace_one": NAMES, "replace_null": NAMES},
+    "all": {"add_remove": NAMES, "replace_one": NAMES, "replace_null": NAMES},
 }
 _WHY = {
     "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
@@ -48,6 +49,23 @@ def check_claim(policy: str, adjacency: str, accountant: str | None = None) -> N
             f"accountant={accountant} has no bound for sampling={policy} under adjacency={adjacency}; "
             f"choose accountant={' or '.join(allowed)}, or another sampling policy."
         )
+
+
+def check_delta(delta: float) -> None:
+    """Raises:
+    ConfigError: δ is not strictly between 0 and 1.
+    """
+    if not (math.isfinite(delta) and 0 < delta < 1):
+        raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
+
+
+def check_names(accountants: list[str]) -> None:
+    """Raises:
+    ConfigError: one of them is unknown.
+    """
+    for name in accountants:
+        if name not in NAMES:
+            raise ConfigError(f"accountant={name} is unknown; known: {', '.join(NAMES)}.")
 
 
 def claimable(ledger: Ledger) -> list[str]:

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dpexp.accounting.accountants import APPROXIMATIONS, check_delta, check_names, delta, epsilon
-from dpexp.accounting.claims import claimable
+from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, ledger_so_far
 from dpexp.errors import ConfigError
 

@@ -11,10 +11,9 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, check_delta
 from dpexp.accounting.claims import CLAIMS
+from dpexp.commands.values import check, reported
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
@@ -22,36 +21,6 @@ from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
 from dpexp.showing import terminal
 from dpexp.training.classifier import Classifier
-
-DIAGNOSTICS = ("none", "unsafe")
-
-
-def check(cfg: DictConfig) -> None:
-    try:
-        OmegaConf.to_container(cfg, resolve=True)
-        missing = sorted(OmegaConf.missing_keys(cfg))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
-    if missing:
-        raise ConfigError(f"{missing[0]} must be given.")
-    if cfg.diagnostics not in DIAGNOSTICS:
-        raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
-    names = list(cfg.accountant.names)
-    if not names or any(name not in (*NAMES, "all") for name in names):
-        raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
-    if names[0] in APPROXIMATIONS:
-        raise ConfigError(
-            f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
-            "be the one reported; put another first."
-        )
-    check_delta(cfg.privacy.delta)
-    if not 0 <= cfg.seed < 2**32:
-        raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
-    if cfg.trainer.threads is not None and cfg.trainer.threads < 1:
-        raise ConfigError(f"trainer.threads={cfg.trainer.threads} must be at least 1.")
-    for name in ("evaluations", "workers"):
-        if cfg.trainer[name] < 0:
-            raise ConfigError(f"trainer.{name}={cfg.trainer[name]} must be at least 0.")
 
 
 def planned(cfg: DictConfig) -> PrivacyPlan:
@@ -97,11 +66,6 @@ def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
         accountant=reported(cfg),
         calibrate=cfg.calibrate,
     )
-
-
-def reported(cfg: DictConfig) -> str:
-    """The accountant whose ε is reported and calibrated with."""
-    return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:

@@ -3,11 +3,15 @@
 What Hydra says itself takes several lines, and its advice for a misspelt group is to add it as a new one.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -15,20 +19,41 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
+COMMANDS = ("account", "evaluate", "predict", "report", "version", "help")
+# What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its module).
+EXTRAS = {
+    "joblib": ("joblib", "hydra_joblib_launcher"),
+    "submitit_local": ("slurm", "hydra_submitit_launcher"),
+    "submitit_slurm": ("slurm", "hydra_submitit_launcher"),
+    "ray": ("ray", "hydra_ray_launcher"),
+    "ray_aws": ("ray", "hydra_ray_launcher"),
+    "optuna": ("optuna", "hydra_optuna_sweeper"),
+}
+
 
 def check(arguments: Sequence[str]) -> None:
-    """Refuses an override whose key or option does not exist, naming the nearest that does.
+    """Refuses a flag or an override whose key or option does not exist, naming the nearest that does.
 
     Raises:
-        ConfigError: names the override and what would be accepted.
+        ConfigError: names the flag or the override, and what would be accepted.
     """
-    roots = [CONF, *_config_dirs(arguments)]
-    groups = sorted({path.name for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()})
+    given = _parsed(arguments)
+    if given.resolve and not given.cfg:
+        raise ConfigError("--resolve goes with --cfg job, which it shows with every value worked out.")
+    own = Path(given.config_dir) if given.config_dir else None
+    if own is not None and not own.is_dir():
+        raise ConfigError(f"--config-dir={own}: there is no such folder.")
+    roots = [CONF, own] if own else [CONF]
+    groups = sorted({path.name for root in roots for path in root.iterdir() if path.is_dir()})
     keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"})
-    for argument in arguments:
+    for argument in given.overrides:
         key, equals, value = argument.partition("=")
-        if not equals or argument.startswith(("-", "+", "~")):
+        if argument.startswith(("+", "~")):
             continue
+        if not equals:
+            raise ConfigError(
+                f"{argument}: this is no key=value, and no command{_nearest(argument, COMMANDS)} Values are key=value."
+            )
         head = key.partition(".")[0].partition("/")[0].partition("@")[0]
         if head not in keys:
             raise ConfigError(f"{argument}: there is no {head!r}{_nearest(head, keys)}")
@@ -37,15 +62,21 @@ def check(arguments: Sequence[str]) -> None:
             for option in value.split(","):
                 if option not in {*options, "null"} and option.replace("_", "").isalnum():
                     raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
+        if key in ("hydra/launcher", "hydra/sweeper") and value in EXTRAS:
+            extra, module = EXTRAS[value]
+            if find_spec(f"hydra_plugins.{module}") is None:
+                raise ConfigError(f"{argument} needs a plugin: pip install 'dpexp[{extra}]'.")
 
 
-def _config_dirs(arguments: Sequence[str]) -> list[Path]:
-    dirs = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, _, value = argument.partition("=")
-        if name in ("--config-dir", "-cd"):
-            dirs.append(Path(value or following))
-    return dirs
+def _parsed(arguments: Sequence[str]) -> Namespace:
+    """As Hydra will parse them."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{' '.join(arguments)}: {message}; see --help.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(arguments))
 
 
 def sentence(error: HydraException | OmegaConfBaseException) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
-from dpexp.commands.building import module_of, reported
+from dpexp.commands.building import module_of
+from dpexp.commands.values import reported
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.card import card

@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from dpexp.commands.values import refuse_taken
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ class PrivateSelect(BasicSweeper):
                     "the draws of this sweep's earlier start are lost, and others would not be those accounted for; "
                     "start afresh with tracking.resume=false."
                 )
+            from numpy.random import default_rng
+
             from dpexp.accounting.selection import dearest_curve, draw_repetitions
 
             (grid,) = BasicSweeper.split_arguments(overrides, None)
             dearest = dearest_curve([self._planned(member) for member in grid])
-            random = np.random.default_rng()  # the operating system's entropy: the draws must be secret
+            random = default_rng()  # the operating system's entropy: the draws must be secret
             count = draw_repetitions(self._mean, self._shape, random)
             chosen = [grid[random.integers(len(grid))] for _ in range(count)]
             PrivateSelect.draws = [[*map(str, overrides), f"draw={k}"] for k, overrides in enumerate(chosen)]
@@ -84,15 +86,37 @@ Plugins.instance().class_name_to_class["hydra_plugins.dpexp.PrivateSelect"] = Pr
 
 
 class SweepCallback(Callback):
-    """Begins the parent run; `conclude` ends it, since Hydra calls no hook after a failed or interrupted sweep."""
+    """Begins the parent run; `conclude` ends it, since Hydra calls no hook after a failed or interrupted sweep. Keeps
+    Hydra from writing into a folder that is taken."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if not OmegaConf.select(config, "checkpoint.resume"):
+            _free(Path(config.hydra.run.dir))
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         global _sweep
+        _same_sweep(config)
         if config.tracking.uri is not None:
             try:
                 _sweep = Sweep(config)
             except Exception as error:  # Hydra would go on without a parent; it lets SystemExit through
                 raise SystemExit(f"dpexp: {' '.join(str(error).split())}") from error
+
+
+def _free(folder: Path) -> None:
+    try:
+        refuse_taken(folder)
+    except ConfigError as error:  # Hydra would go on; it lets SystemExit through
+        raise SystemExit(f"dpexp: {error}") from error
+
+
+def _same_sweep(config: DictConfig) -> None:
+    """A sweep's folder may only be used again by the same sweep, which goes on in it."""
+    before = Path(config.hydra.sweep.dir) / "multirun.yaml"
+    if before.exists():
+        asked = OmegaConf.select(OmegaConf.load(before), "hydra.overrides.task")
+        if asked != config.hydra.overrides.task:
+            _free(before.parent)
 
 
 _sweep: "Sweep | None" = None

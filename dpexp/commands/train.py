@@ -17,17 +17,16 @@ from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.commands.building import (
     accountants,
     callback_for,
-    check,
     is_private,
     make,
     module_of,
     plan_for,
     policy_of,
     quieten,
-    reported,
     trainer_for,
 )
 from dpexp.commands.saved import keep
+from dpexp.commands.values import check, refuse_taken, reported
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
@@ -52,6 +51,7 @@ def run(cfg: DictConfig) -> float | None:
         return metrics.get(f"epsilon_{reported(cfg)}" if cfg.objective == "epsilon" else cfg.objective)
     _use_threads(cfg)
     output = Path(HydraConfig.get().runtime.output_dir)
+    refuse_taken(output)
     pl.seed_everything(cfg.seed, verbose=False)
     data = make("data.module", cfg.data.module)
     module = module_of(cfg)

@@ -11,8 +11,8 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from dpexp.accounting.accountants import check_delta, check_names, epsilon
-from dpexp.accounting.claims import check_claim
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company

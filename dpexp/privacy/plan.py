@@ -9,16 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from dpexp.accounting.calibration import KNOBS, Calibration, solve
-from dpexp.accounting.claims import adjacencies, check_claim
-from dpexp.accounting.ledger import ADJACENCIES, Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.calibration import Calibration, solve
+from dpexp.accounting.claims import check_claim
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
-from dpexp.privacy.bounds import Bound, Fixed, positive
+from dpexp.privacy.asked import check_noise, check_schedules, claimed, sampled
+from dpexp.privacy.bounds import Bound, Fixed
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
 from dpexp.privacy.refusals import refuse_mixing_layers
-from dpexp.privacy.sampling import Policy, make_policy
+from dpexp.privacy.sampling import Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
 
 
@@ -149,24 +150,17 @@ def make_plan(
             layers mix records.
     """
     refuse_mixing_layers(module)
-    if not (isinstance(n, int) and n >= 1):
-        raise ConfigError(f"data.n={n} must be a whole number of at least 1.")
-    _exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
-    _exactly_one("sampling", steps=steps, epochs=epochs)
-    rate = q if q is not None else _rate(positive("sampling.expected_batch_size", expected_batch_size or 0), n)
-    policy = make_policy(sampling, rate, n, maximum)
-    adjacency = adjacency or adjacencies(sampling)[0]
-    _check_claim(sampling, adjacency)
-    rounds = policy.rounds(epochs) if epochs is not None else steps
-    if rounds is None or rounds < 1:
-        raise ConfigError(f"sampling.steps={rounds} must be at least 1.")
+    policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs)
+    rate = policy.q
+    adjacency = claimed(sampling, adjacency)
+    check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit))
+    check_schedules(schedules or {}, sampling, calibrate)
     members = (group or flat())(module)
     if not members:
         raise ConfigError("model: it has no trainable parameter, so there is nothing to release.")
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
     clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
     w = (allocation or Proportional()).shares(grouped, clipping)
-    _check_schedules(schedules or {}, sampling)
 
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
@@ -181,7 +175,7 @@ def make_plan(
             schedule(steps, **(schedules or {})),
         )
 
-    z = _noise_given(allocation, clipping, epsilon, noise_multiplier, calibrate)
+    z = allocation.noise_multiplier(clipping) if isinstance(allocation, Explicit) else noise_multiplier
     if z is not None and calibrate == "noise":
         plan = plan_at(z)
         plan.ledger()  # every round's numbers make sense
@@ -190,12 +184,6 @@ def make_plan(
         raise ConfigError("privacy.delta must be given with privacy.epsilon.")
     check_claim(sampling, adjacency, accountant)
     z = z or 1.0
-    if calibrate.startswith("q") and (schedules or {}).get("q") is not None:
-        raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
-    if calibrate == "steps" and any(isinstance(kind, list) for kind in (schedules or {}).values()):
-        raise ConfigError("calibrate=steps cannot stretch a schedule that lists every round; give linear or step.")
-    if calibrate.startswith("q") and sampling not in ("poisson", "truncated_poisson"):
-        raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
     ways: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
         "noise": (plan_at, 1.0),
         "q": (lambda q: plan_at(z * q / rate, q=q), rate),
@@ -209,59 +197,3 @@ def make_plan(
         start=start, lowest=1 / n if calibrate.startswith("q") else None,
     )  # fmt: skip
     return replace(at(solved.value), calibration=solved)
-
-
-def _noise_given(
-    allocation: Allocation | None,
-    clipping: Mapping[str, Any],
-    epsilon: float | None,
-    noise_multiplier: float | None,
-    calibrate: str,
-) -> float | None:
-    """z where the configuration gives it, and None where it is to be solved for."""
-    if calibrate not in KNOBS:
-        raise ConfigError(f"calibrate={calibrate} is unknown; choose one of {', '.join(KNOBS)}.")
-    if isinstance(allocation, Explicit):
-        if noise_multiplier is not None or (epsilon is not None and calibrate == "noise"):
-            raise ConfigError(
-                "allocation=explicit fixes the noise itself; set privacy.noise_multiplier=null, and "
-                "privacy.epsilon=null unless another knob is calibrated."
-            )
-        return allocation.noise_multiplier(clipping)  # type: ignore[arg-type]
-    if calibrate == "noise":
-        _exactly_one("privacy", epsilon=epsilon, noise_multiplier=noise_multiplier)
-    elif noise_multiplier is None or epsilon is None:
-        raise ConfigError(
-            f"calibrate={calibrate} solves for the target privacy.epsilon={epsilon} from the noise "
-            f"privacy.noise_multiplier={noise_multiplier}; give both."
-        )
-    return None if noise_multiplier is None else positive("privacy.noise_multiplier", noise_multiplier)
-
-
-def _check_claim(sampling: str, adjacency: str) -> None:
-    if adjacency not in ADJACENCIES:
-        raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
-    check_claim(sampling, adjacency)
-
-
-def _check_schedules(schedules: Mapping[str, Any], sampling: str) -> None:
-    unknown = sorted(set(schedules) - {"z", "q", "S"})
-    if unknown:
-        raise ConfigError(f"schedule.{unknown[0]} is unknown; known: z, q, S.")
-    if schedules.get("q") is not None and sampling not in ("poisson", "truncated_poisson"):
-        raise ConfigError(f"schedule.q={schedules['q']} needs sampling=poisson; {sampling}'s q cannot vary.")
-
-
-def _rate(expected_batch_size: float, n: int) -> float:
-    if expected_batch_size > n:
-        raise ConfigError(
-            f"sampling.expected_batch_size={expected_batch_size:g} exceeds data.n={n}, so q would exceed 1."
-        )
-    return expected_batch_size / n
-
-
-def _exactly_one(section: str, **choices: float | None) -> None:
-    given = [f"{section}.{key}={value}" for key, value in choices.items() if value is not None]
-    if len(given) != 1:
-        wanted = " or ".join(f"{section}.{key}" for key in choices)
-        raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")

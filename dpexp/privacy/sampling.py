@@ -3,11 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from dpexp.accounting.ledger import SamplingEvent
 from dpexp.errors import ConfigError
-from dpexp.privacy.keystream import KeyStream
+
+if TYPE_CHECKING:
+    from dpexp.privacy.keystream import KeyStream
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Policy(ABC):
         return whole if math.isclose(rounds, whole, rel_tol=1e-9) else math.ceil(rounds)
 
     @abstractmethod
-    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
         """Indices of the next sample, or of the next several where those depend on each other."""
 
 
@@ -50,7 +52,7 @@ class Poisson(Policy):
     name: ClassVar[str] = "poisson"
     relies_on_n: ClassVar[bool] = False
 
-    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [_independent(self.q, size, stream)]
 
 
@@ -70,7 +72,7 @@ class TruncatedPoisson(Policy):
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, maximum=self.maximum)
 
-    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
         sample = _independent(self.q, size, stream)
         kept = stream.permutation(len(sample))[: self.maximum]
         return [[sample[k] for k in kept]]
@@ -82,7 +84,7 @@ class FixedSize(Policy):
 
     name: ClassVar[str] = "fixed_size"
 
-    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [stream.permutation(size)[: whole_batch(self.q, size)].tolist()]
 
 
@@ -99,7 +101,7 @@ class Shuffle(Policy):
     def rounds_per_epoch(self) -> int:
         return math.floor(1 / self.q + 1e-9)
 
-    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
         order = stream.permutation(size)
         batch = whole_batch(self.q, size)
         return [order[k * batch : (k + 1) * batch].tolist() for k in range(self.rounds_per_epoch)]
@@ -117,7 +119,7 @@ class All(Policy):
         if self.q != 1:
             raise ConfigError(f"sampling.q={self.q} must be 1 for sampling=all.")
 
-    def samples(self, size: int, stream: KeyStream) -> list[list[int]]:
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [list(range(size))]
 
 
@@ -153,7 +155,7 @@ def whole_batch(q: float, n: int) -> int:
     return batch
 
 
-def _independent(q: float, size: int, stream: KeyStream) -> list[int]:
+def _independent(q: float, size: int, stream: "KeyStream") -> list[int]:
     """Each index with probability q, or less by under 2^-63."""
     if q == 1:
         return list(range(size))

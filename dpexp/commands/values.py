@@ -1,0 +1,114 @@
+"""What can be said of a configuration before torch is imported, which takes seconds: whether its values make sense, and
+whether its folder is free."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
+from dpexp.errors import ConfigError
+from dpexp.privacy.asked import check_noise, check_schedules, claimed, sampled
+from dpexp.privacy.schedules import schedule
+
+DIAGNOSTICS = ("none", "unsafe")
+OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "allocation")
+OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml")
+
+
+def check(cfg: DictConfig) -> None:
+    """Raises:
+    ConfigError: the first value that is missing, out of range or contradicts another.
+    """
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given.")
+    for key in _not_numbers(values):
+        raise ConfigError(f"{key}=nan is not a number.")
+    _check_objects(cfg)
+    if cfg.diagnostics not in DIAGNOSTICS:
+        raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
+    _check_trainer(cfg.trainer)
+    _check_accountants(list(cfg.accountant.names))
+    check_delta(cfg.privacy.delta)
+    _check_privacy(cfg)
+
+
+def reported(cfg: DictConfig) -> str:
+    """The accountant whose ε is reported and calibrated with."""
+    return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raises:
+    ConfigError: another run's files are in the folder.
+    """
+    found = [name for name in OF_A_RUN if (folder / name).exists()]
+    if found:
+        raise ConfigError(
+            f"{folder} already holds a run, of which it has {found[0]}; choose another hydra.run.dir, or delete it."
+        )
+
+
+def _not_numbers(node: Any, key: str = "") -> Iterator[str]:
+    if isinstance(node, float) and math.isnan(node):
+        yield key
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from _not_numbers(child, f"{key}.{name}" if key else str(name))
+
+
+def _check_objects(cfg: DictConfig) -> None:
+    for key in OBJECTS:
+        node = OmegaConf.select(cfg, key)
+        if node is None and key == "scheduler":
+            continue
+        if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
+            shown = "null" if node is None else str(node)
+            raise ConfigError(
+                f"{key}={shown} does not say what to make; choose an option of that group, or give "
+                f"'{key}={{_target_: package.Name}}' with its arguments."
+            )
+
+
+def _check_trainer(trainer: DictConfig) -> None:
+    for name, least in (("physical_batch", 1), ("threads", 1), ("evaluations", 0), ("workers", 0)):
+        if trainer[name] is not None and trainer[name] < least:
+            raise ConfigError(f"trainer.{name}={trainer[name]} must be at least {least}.")
+
+
+def _check_accountants(names: list[str]) -> None:
+    if not names or any(name not in (*NAMES, "all") for name in names):
+        raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
+    if names[0] in APPROXIMATIONS:
+        raise ConfigError(
+            f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
+            "be the one reported; put another first."
+        )
+
+
+def _check_privacy(cfg: DictConfig) -> None:
+    asked, privacy, kinds = cfg.sampling, cfg.privacy, OmegaConf.to_container(cfg.schedule, resolve=True)
+    policy, rounds = sampled(
+        cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs
+    )
+    if not privacy.enabled:
+        return
+    adjacency = claimed(policy.name, privacy.adjacency)
+    target = cfg.allocation._target_
+    if target.startswith("dpexp."):  # an allocation of somebody else's may fix the noise itself
+        explicit = target.endswith(".Explicit")
+        check_noise(privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit)
+    check_claim(policy.name, adjacency, reported(cfg))
+    assert isinstance(kinds, dict)
+    check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]
+    schedule(rounds, **{str(kind): value for kind, value in kinds.items()})

@@ -1,0 +1,119 @@
+"""What is asked of a plan before any model is looked at: samples, rounds, claim, noise. Imports nothing slow."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dpexp.accounting.claims import adjacencies, check_claim, check_delta
+from dpexp.accounting.knobs import KNOBS
+from dpexp.accounting.ledger import ADJACENCIES
+from dpexp.errors import ConfigError
+from dpexp.privacy.bounds import positive
+from dpexp.privacy.sampling import Policy, make_policy
+
+
+def sampled(
+    n: int,
+    sampling: str,
+    q: float | None,
+    expected_batch_size: float | None,
+    maximum: int | None,
+    steps: int | None,
+    epochs: float | None,
+) -> tuple[Policy, int]:
+    """The sampling policy and the number of rounds T; arguments as of `make_plan`.
+
+    Raises:
+        ConfigError: a value out of range, or none or both of two alternatives.
+    """
+    if not (isinstance(n, int) and n >= 1):
+        raise ConfigError(f"data.n={n} must be a whole number of at least 1.")
+    _exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
+    _exactly_one("sampling", steps=steps, epochs=epochs)
+    rate = q if q is not None else _rate(positive("sampling.expected_batch_size", expected_batch_size or 0), n)
+    policy = make_policy(sampling, rate, n, maximum)
+    rounds = policy.rounds(epochs) if epochs is not None else steps
+    if rounds is None or rounds < 1:
+        raise ConfigError(f"sampling.steps={rounds} must be at least 1.")
+    return policy, rounds
+
+
+def claimed(sampling: str, adjacency: str | None) -> str:
+    """The adjacency, by default the first that the policy may claim.
+
+    Raises:
+        ConfigError: it is unknown, or cannot be claimed.
+    """
+    adjacency = adjacency or adjacencies(sampling)[0]
+    if adjacency not in ADJACENCIES:
+        raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
+    check_claim(sampling, adjacency)
+    return adjacency
+
+
+def check_noise(
+    epsilon: float | None, noise_multiplier: float | None, delta: float | None, calibrate: str, explicit: bool
+) -> None:
+    """Whether there is one noise to be had.
+
+    Args:
+        explicit: the allocation gives every σ̃_g.
+
+    Raises:
+        ConfigError: too much is given or too little, or a value out of range.
+    """
+    if calibrate not in KNOBS:
+        raise ConfigError(f"calibrate={calibrate} is unknown; choose one of {', '.join(KNOBS)}.")
+    if epsilon is not None:
+        positive("privacy.epsilon", epsilon)
+    if noise_multiplier is not None:
+        positive("privacy.noise_multiplier", noise_multiplier)
+    if delta is not None:
+        check_delta(delta)
+    if explicit:
+        if noise_multiplier is not None or (epsilon is not None and calibrate == "noise"):
+            raise ConfigError(
+                "allocation=explicit fixes the noise itself; set privacy.noise_multiplier=null, and "
+                "privacy.epsilon=null unless another knob is calibrated."
+            )
+    elif calibrate == "noise":
+        _exactly_one("privacy", epsilon=epsilon, noise_multiplier=noise_multiplier)
+    elif noise_multiplier is None or epsilon is None:
+        raise ConfigError(
+            f"calibrate={calibrate} solves for the target privacy.epsilon={epsilon} from the noise "
+            f"privacy.noise_multiplier={noise_multiplier}; give both."
+        )
+
+
+def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str) -> None:
+    """Whether z, q and S may vary as asked, and the knob be solved for beside.
+
+    Raises:
+        ConfigError: names the schedule or the knob.
+    """
+    unknown = sorted(set(schedules) - {"z", "q", "S"})
+    if unknown:
+        raise ConfigError(f"schedule.{unknown[0]} is unknown; known: z, q, S.")
+    varies = sampling in ("poisson", "truncated_poisson")
+    if schedules.get("q") is not None and not varies:
+        raise ConfigError(f"schedule.q={schedules['q']} needs sampling=poisson; {sampling}'s q cannot vary.")
+    if calibrate.startswith("q") and schedules.get("q") is not None:
+        raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
+    if calibrate == "steps" and any(isinstance(kind, list) for kind in schedules.values()):
+        raise ConfigError("calibrate=steps cannot stretch a schedule that lists every round; give linear or step.")
+    if calibrate.startswith("q") and not varies:
+        raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
+
+
+def _rate(expected_batch_size: float, n: int) -> float:
+    if expected_batch_size > n:
+        raise ConfigError(
+            f"sampling.expected_batch_size={expected_batch_size:g} exceeds data.n={n}, so q would exceed 1."
+        )
+    return expected_batch_size / n
+
+
+def _exactly_one(section: str, **choices: float | None) -> None:
+    given = [f"{section}.{key}={value}" for key, value in choices.items() if value is not None]
+    if len(given) != 1:
+        wanted = " or ".join(f"{section}.{key}" for key in choices)
+        raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")
