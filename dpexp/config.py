@@ -111,7 +111,19 @@ def register() -> None:
     OmegaConf.register_new_resolver("unless", _unless, replace=True)
     OmegaConf.register_new_resolver("finite", lambda value: value is None or math.isfinite(value), replace=True)
     OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
+    OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
+    OmegaConf.register_new_resolver("beside", _beside, replace=True)
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
+
+
+def tracking_uri() -> str:
+    """Where runs are kept, unless a configuration says otherwise."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.getcwd()}/outputs/mlflow.db"
+
+
+def _beside(uri: str | None, folder: str) -> str | None:
+    """The folder for a database in a file; a server knows itself where artifacts go."""
+    return folder if uri is None or uri.startswith("sqlite:") else None
 
 
 def _unless(given: Any, default: Any) -> Any:

@@ -15,6 +15,7 @@ def dpexp_job(tmp_path, monkeypatch):
     directory of the job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
     def run(*arguments: str) -> Path:
         monkeypatch.setattr(sys, "argv", ["dpexp", *arguments])

@@ -10,7 +10,7 @@ A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several ar
     adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
     figure=F.png      draw ε(δ), and the errors of whoever tests for one record
     write=true        log ε as a metric to the MLflow run
-    uri=…             where MLflow runs are; default: outputs/mlflow.db here
+    uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ from rich.table import Table
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, ledger_so_far
+from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 
 console = Console()
@@ -66,7 +67,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
         return {}
     given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
     cfg: Options = OmegaConf.to_object(OmegaConf.merge(Options, given))  # type: ignore[assignment]
-    cfg.uri = cfg.uri or f"sqlite:///{Path.cwd()}/outputs/mlflow.db"
+    cfg.uri = cfg.uri or tracking_uri()
     sources = [_source(argument, cfg.uri) for argument in arguments if "=" not in argument]
     if not sources:
         raise ConfigError("account needs a ledger file, an output folder or an MLflow run id; see account --help.")

@@ -16,6 +16,7 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.building import module_of
 from dpexp.commands.values import reported
+from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.card import card
@@ -75,7 +76,7 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
 
     Args:
         run: the job's folder, or its MLflow run id.
-        uri: of the tracking server that has the run; by default, outputs/mlflow.db here.
+        uri: of the tracking server that has the run; by default $MLFLOW_TRACKING_URI, or outputs/mlflow.db here.
 
     Raises:
         ConfigError: there is no such run, or it kept no model.
@@ -108,7 +109,7 @@ def located(run: str | Path, uri: str | None) -> Iterator[Path]:
         return
     from dpexp.tracking.read import downloaded_files
 
-    uri = uri or f"sqlite:///{Path.cwd()}/outputs/mlflow.db"
+    uri = uri or tracking_uri()
     with downloaded_files(uri, str(run), ["config.yaml", WEIGHTS]) as folder:
         if not (folder / WEIGHTS).exists():
             raise ConfigError(f"{run} is no folder, and no run of {uri} that kept a model.")

@@ -31,6 +31,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.run import Tracked, finished_trial, track
+from dpexp.tracking.store import SAME
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -48,7 +49,7 @@ def run(cfg: DictConfig) -> float | None:
     if finished is not None:
         terminal.skipped(finished.info.run_name)
         metrics = finished.data.metrics
-        return metrics.get(f"epsilon_{reported(cfg)}" if cfg.objective == "epsilon" else cfg.objective)
+        return _objective_of(metrics, cfg.objective)
     _use_threads(cfg)
     output = Path(HydraConfig.get().runtime.output_dir)
     refuse_taken(output)
@@ -65,7 +66,7 @@ def run(cfg: DictConfig) -> float | None:
         (output / "result.json").write_text(json.dumps(result, indent=2))
         if tracked:
             tracked.finish(result)
-    terminal.conclude(result, cfg, output)
+    terminal.conclude(result, output, tracked.address if tracked else None)
     return _objective(cfg, plan, result)
 
 
@@ -119,6 +120,13 @@ def _objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]
     if cfg.objective not in known and cfg.objective != "test_accuracy":
         raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
     return known.get(cfg.objective)
+
+
+def _objective_of(metrics: dict[str, float], objective: str) -> float | None:
+    """Of a run that MLflow remembers."""
+    if objective == "epsilon":
+        return metrics.get("epsilon", metrics.get("epsilon_planned"))
+    return metrics.get(objective, metrics.get(SAME.get(objective, "")))
 
 
 def _use_threads(cfg: DictConfig) -> None:

@@ -138,7 +138,7 @@ def swept(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence:
     if best is not None:
         console.print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}")
     console.print(sentence)
-    console.print(f"In the MLflow UI, with columns set: {address}", soft_wrap=True)
+    console.print(f"Compare trials: {address}", soft_wrap=True)
 
 
 def kept_for_later(folder: Path) -> None:
@@ -149,8 +149,12 @@ def kept_for_later(folder: Path) -> None:
     )  # fmt: skip
 
 
-def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:
-    """Prints what came out, and where to look at it."""
+def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
+    """Prints what came out, and where to look at it.
+
+    Args:
+        runs: the address of the list of runs.
+    """
     metrics = result["metrics"]
     if "test_accuracy" in metrics:
         console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
@@ -160,8 +164,8 @@ def conclude(result: dict[str, Any], cfg: DictConfig, output: Path) -> None:
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
     console.print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}", soft_wrap=True)
-    if cfg.tracking.uri:
-        console.print(f"Compare runs: mlflow ui --backend-store-uri {cfg.tracking.uri}", soft_wrap=True)
+    if runs is not None:
+        console.print(f"Compare runs: {runs}", soft_wrap=True)
 
 
 def measured(metrics: dict[str, float]) -> None:

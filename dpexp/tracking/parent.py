@@ -10,25 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from mlflow.entities import Run, ViewType
+from mlflow.entities import Param, Run, ViewType
 from omegaconf import DictConfig
 from pandas import DataFrame
 
 from dpexp import figures
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
+from dpexp.tracking.origin import origin, write_patch
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
-from dpexp.tracking.run import NAME, OUTPUT, PARENT
+from dpexp.tracking.run import NAME, OUTPUT, PARENT, params
 from dpexp.tracking.store import HOST, end_dead_runs, open_store
+from dpexp.tracking.unswept import unswept
+from dpexp.tracking.views import address, show_columns
 
-# What the list of runs shows for a sweep. MLflow keeps such views in undocumented tags of the experiment.
-COLUMNS = [
-    "metrics.`epsilon`", "metrics.`delta`", "metrics.`test_accuracy`",
-    "metrics.`noise_multiplier`", "metrics.`q`", "tags.`dpexp.group`", "tags.`dpexp.mechanism`",
-    "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
-]  # fmt: skip
-VIEW = "dpexp"
 MOST = 10_000  # trials of a sweep
 _MOST = 6  # trials in a figure of their progress
 
@@ -60,14 +56,27 @@ class Parent:
                     "tracking.resume=false."
                 )
         if found is None:
-            found = self._client.create_run(self._experiment, run_name=name[:NAME], tags={"dpexp.sweep": key})
+            found = self._client.create_run(
+                self._experiment, run_name=name[:NAME], tags={"dpexp.sweep": key} | origin()
+            )
+            self._describe(found.info.run_id, cfg)
         self.run_id: str = found.info.run_id
         self.facts = facts | self._remembered() if self.resumed else facts
         self._client.update_run(self.run_id, "RUNNING")
         for tag, value in (("dpexp.pid", str(os.getpid())), ("dpexp.host", HOST)):
             self._client.set_tag(self.run_id, tag, value)
-        self._show_columns()
+        show_columns(self._client, self._experiment)
         os.environ[PARENT] = self.run_id
+
+    def _describe(self, run_id: str, cfg: DictConfig) -> None:
+        """The parameters that all trials have in common, and how the code differed from its commit."""
+        common = [Param(key, value) for key, value in params(unswept(cfg)).items()]
+        for start in range(0, len(common), 100):  # MLflow's limit
+            self._client.log_batch(run_id, params=common[start : start + 100])
+        with tempfile.TemporaryDirectory() as folder:
+            patch = write_patch(Path(folder))
+            if patch is not None:
+                self._client.log_artifact(run_id, str(patch))
 
     def _earlier(self, key: str) -> Run | None:
         found = self._client.search_runs(
@@ -85,10 +94,6 @@ class Parent:
         """Keeps facts for the next start of the same sweep."""
         self.facts |= facts
         self._client.log_text(self.run_id, json.dumps(self.facts), "facts.json")
-
-    def _show_columns(self) -> None:
-        state = {"selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False}
-        self._client.set_experiment_tag(self._experiment, f"mlflow.sharedViewState.{VIEW}", json.dumps(state))
 
     def trials(self) -> DataFrame:
         """The trials, each once: of those started several times, the one that finished, else the last."""
@@ -178,7 +183,7 @@ class Parent:
 
     @property
     def address(self) -> str:
-        return f"#/experiments/{self._experiment}/runs?viewStateShareKey={VIEW}"
+        return address(self._uri, self._experiment)
 
 
 def _distinct(names: list[str]) -> list[str]:

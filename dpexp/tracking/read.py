@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
 from dpexp.errors import ConfigError
+from dpexp.tracking.store import SAME
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def _is_parent(run: Run) -> bool:
 
 def _trial(run: Run) -> dict[str, Any]:
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
-    knob = params.get("calibrate", "noise")
+    knob, solved = params.get("calibrate", "noise"), "calibration/epsilon" in metrics
     return {
         "run_id": run.info.run_id,
         "parent_id": _parent(run),
@@ -173,7 +174,7 @@ def _trial(run: Run) -> dict[str, Any]:
         "seed": params.get("seed", tags.get("dpexp.seed")),
         "accountant": json.loads(params.get("accountant.names", '["pld"]'))[0],
         "knob": knob,
-        "knob_value": metrics.get(knob),
+        "knob_value": metrics.get(knob, metrics.get(SAME[knob]) if knob in SAME and solved else None),
         "delta": params.get("privacy.delta"),
         **{name: metrics.get(name) for name in _NUMBERS if name not in ("knob_value", "delta")},
     }

@@ -4,11 +4,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,21 @@ from pytorch_lightning.loggers.logger import Logger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far, write_ledger
+from dpexp.config import COMMAND
 from dpexp.errors import ConfigError
 from dpexp.figures import epsilon_over_rounds
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.terminal import kept_for_later, plan_json
 from dpexp.tracking.model import check_name
+from dpexp.tracking.origin import origin, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
-from dpexp.tracking.store import HOST, end_dead_runs, open_store
+from dpexp.tracking.store import SAME, end_dead_runs, open_store
+from dpexp.tracking.views import address, show_columns
 
 _PARAM_LIMIT = 6000
 NAME = 250  # characters of a run's name
 OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
+_NAMELESS = ("sweep=", "tracking", "hydra")  # overrides that do not tell runs apart
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
 
 
@@ -87,6 +92,8 @@ class Tracked:
         client.set_tag(self.run_id, OUTPUT, str(output.resolve()))
         self._unsent = Path(cfg.tracking.unsent)
         send_unsent(client, uri, self._unsent)
+        show_columns(client, experiment_id)
+        self.address = address(uri, experiment_id)
         self._outbox = Outbox(client, uri, self.run_id, self._unsent / f"{self.run_id}.jsonl")
         self.logger = _MetricsLogger(self._outbox, self.run_id)
         source = json.dumps({"module": cfg.data.module.get("_target_")})
@@ -96,11 +103,13 @@ class Tracked:
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def log_start(self) -> None:
-        flat = _flatten(OmegaConf.to_container(self._cfg, resolve=True))
-        self._outbox.params({_plain(key): str(value)[:_PARAM_LIMIT] for key, value in flat.items()})
+        self._outbox.params(params(OmegaConf.to_container(self._cfg, resolve=True)))
         overrides = self._output / "overrides.yaml"
         overrides.write_text(OmegaConf.to_yaml(HydraConfig.get().overrides.task))
         self._outbox.file(overrides)
+        patch = write_patch(self._output)
+        if patch is not None:
+            self._outbox.file(patch)
         self._outbox.file(self._output / "config.yaml")
         if self._plan is not None:
             self._log_plan(self._plan)
@@ -118,7 +127,8 @@ class Tracked:
             name = _plain(group.name)
             values |= {f"S/{name}": group.S, f"sigma/{name}": group.sigma, f"share/{name}": group.share}
         if plan.calibration is not None:
-            values[plan.calibration.knob] = plan.calibration.value
+            if plan.calibration.knob not in SAME:
+                values[plan.calibration.knob] = plan.calibration.value
             for step, (value, cost) in enumerate(plan.calibration.trace):
                 self._outbox.metrics({f"calibration/{plan.calibration.knob}": value, "calibration/epsilon": cost}, step)
         self._outbox.metrics(values, 0)
@@ -129,7 +139,11 @@ class Tracked:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Logs what is known at the end."""
-        self._outbox.metrics({f"epsilon_{key}": v for key, v in result.get("epsilon", {}).items()}, result["rounds"])
+        others = {f"epsilon_{key}": value for key, value in result.get("epsilon", {}).items()}
+        others.pop(
+            f"epsilon_{self._accountants[0]}" if self._accountants else "", None
+        )  # `epsilon`, or the planned one
+        self._outbox.metrics(others, result["rounds"])
         self._outbox.file(self._output / "result.json")
 
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:
@@ -151,8 +165,9 @@ class Tracked:
         except ConfigError:  # none was begun, or it was damaged; the run's own end says so
             return
         figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
-        figure.savefig(self._output / "epsilon.png", dpi=150)
-        self._outbox.file(self._output / "epsilon.png")
+        with suppress(OSError):  # a full disk; the run's own end says so
+            figure.savefig(self._output / "epsilon.png", dpi=150)
+            self._outbox.file(self._output / "epsilon.png")
 
     def end(self, status: str, reason: str | None = None) -> None:
         if reason is not None:
@@ -193,15 +208,16 @@ def track(
 
 
 def keep_error(error: Exception, output: Path) -> str:
-    """Writes `error.txt` to the job's folder, and returns what others may read of it: a mistake in the configuration is
-    a sentence of dpexp's own; of any other error, whose text may quote a record, only type and place."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "error.txt").write_text("".join(traceback.format_exception(error)))
+    """What others may read of an error: a mistake in the configuration is a sentence of dpexp's own; of any other,
+    whose text may quote a record, only type and place, while all of it is left in `error.txt` in the job's folder."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
     if isinstance(error, ConfigError) and type(root).__module__.partition(".")[0] in _OWN_WORDS:
         return " ".join(str(error).split())
+    with suppress(OSError):  # that may be what went wrong
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "error.txt").write_text("".join(traceback.format_exception(error)))
     places = [frame for frame in traceback.extract_tb(root.__traceback__) if "site-packages" not in frame.filename]
     where = f" in {Path(places[-1].filename).name}, line {places[-1].lineno}, {places[-1].name}" if places else ""
     return f"{type(root).__name__}{where}; see error.txt in the job's folder"
@@ -269,7 +285,7 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
         private = "no: unsafe diagnostics"
     elif cfg.privacy.noise_seed is not None:
         private = "no: the noise seed is known"
-    found |= {"dpexp.private": private, "dpexp.pid": str(os.getpid()), "dpexp.host": HOST}
+    found |= origin() | {"dpexp.private": private, "dpexp.pid": str(os.getpid())}
     found |= {"dpexp.trial": trial_key(cfg), "dpexp.seed": str(cfg.seed)}
     if plan is not None:
         found |= {"dpexp.adjacency": plan.adjacency, "dpexp.calibrate": cfg.calibrate}
@@ -278,20 +294,26 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
 
 
 def _run_name(cfg: DictConfig) -> str:
+    """What was asked for; what a sweep varies comes first, since the list of runs cuts names off."""
     if cfg.tracking.run_name:
         return str(cfg.tracking.run_name)[:NAME]
-    choices = _choices()
+    asked = [str(override) for override in HydraConfig.get().overrides.task]
+    asked = [override for override in asked if not override.lstrip("+~").startswith(_NAMELESS)]
     if parent_id():
-        asked = [override for override in HydraConfig.get().overrides.task if not override.startswith("sweep=")]
-        return ", ".join(asked)[:NAME] or "trial"
-    if not cfg.privacy.enabled:
-        return f"{choices.get('data')} non-private"
-    return f"{choices.get('data')} {choices.get('group')} {choices.get('mechanism')}"
+        given = shlex.split(os.environ.get(COMMAND, ""))
+        return ", ".join(sorted(asked, key=lambda override: override in given))[:NAME] or "trial"
+    of_all = [_choices().get(name) for name in ("data", "model", "group", "mechanism")]
+    return ", ".join(asked)[:NAME] or " ".join(map(str, of_all))
 
 
 def _choices() -> dict[str, str]:
     """Which option of each configuration group was chosen."""
     return dict(HydraConfig.get().runtime.choices)
+
+
+def params(values: Any) -> dict[str, str]:
+    """A configuration as parameters that MLflow takes."""
+    return {_plain(key): str(value)[:_PARAM_LIMIT] for key, value in _flatten(values).items()}
 
 
 def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:

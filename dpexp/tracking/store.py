@@ -16,6 +16,8 @@ from mlflow.exceptions import MlflowException
 from dpexp.errors import ConfigError
 
 HOST = socket.gethostname()
+SAME = {"noise": "noise_multiplier", "q_at_fixed_z": "q", "steps": "rounds"}  # calibrated knob -> metric that has it
+_PATIENCE = 120  # seconds for others that open the same database
 
 
 def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[MlflowClient, str]:
@@ -45,7 +47,9 @@ def _alone(uri: str) -> Iterator[None]:
         return
     database = Path(uri.removeprefix("sqlite:///"))
     database.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(database.with_suffix(".lock")):
+    lock = database.with_suffix(".lock")
+    lock.touch()  # where that fails, FileLock would try for ever
+    with FileLock(lock, timeout=_PATIENCE):
         with closing(sqlite3.connect(database)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
         yield
