@@ -112,6 +112,25 @@ def module_of(cfg: DictConfig) -> pl.LightningModule:
     return module
 
 
+def check_device(cfg: DictConfig) -> None:
+    """Before a plan is made, which may take long.
+
+    Raises:
+        ConfigError: Lightning knows no such device or precision here.
+    """
+    asked = cfg.trainer
+    try:
+        pl.Trainer(
+            accelerator=asked.accelerator, devices=1, precision=asked.precision, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+    except Exception as error:  # Lightning raises many types for what is always a wrong value
+        raise ConfigError(
+            f"trainer.accelerator={asked.accelerator} with trainer.precision={asked.precision} cannot be had here: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
 def callback_for(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallback:
     return PrivacyCallback(
         plan,
@@ -149,7 +168,7 @@ def trainer_for(
             enable_model_summary=False,
         )
     except Exception as error:  # Lightning raises many types for what is always a wrong value
-        raise ConfigError(f"trainer: {error}") from error
+        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from error
 
 
 def _devices(cfg: DictConfig) -> int | list[int]:

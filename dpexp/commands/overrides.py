@@ -20,6 +20,7 @@ from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
 COMMANDS = ("account", "evaluate", "predict", "report", "version", "help")
+OPTIONAL = ("experiment", "sweep")  # groups of which none is chosen by default
 # What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its module).
 EXTRAS = {
     "joblib": ("joblib", "hydra_joblib_launcher"),
@@ -48,18 +49,22 @@ def check(arguments: Sequence[str]) -> None:
     keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"})
     for argument in given.overrides:
         key, equals, value = argument.partition("=")
-        if argument.startswith(("+", "~")):
+        if argument.startswith("~"):
             continue
         if not equals:
             raise ConfigError(
                 f"{argument}: this is no key=value, and no command{_nearest(argument, COMMANDS)} Values are key=value."
             )
-        head = key.partition(".")[0].partition("/")[0].partition("@")[0]
+        head = key.lstrip("+").partition(".")[0].partition("/")[0].partition("@")[0]
+        if key.startswith("+") and not get_close_matches(head, keys, n=1, cutoff=0.8):
+            continue  # something new
         if head not in keys:
             raise ConfigError(f"{argument}: there is no {head!r}{_nearest(head, keys)}")
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.split(","):
+                if option == "null" and key not in OPTIONAL:
+                    raise ConfigError(f"{argument}: one option of {key} must be chosen. Known: {', '.join(options)}.")
                 if option not in {*options, "null"} and option.replace("_", "").isalnum():
                     raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
         if key in ("hydra/launcher", "hydra/sweeper") and value in EXTRAS:
@@ -87,9 +92,11 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         known = [str(key) for key in cause.parent_node]
         advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
         return f"{cause.full_key}: {section} has no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
-    override = str(error).splitlines()[0].removeprefix("Error merging override ")
+    override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
+    if override.startswith("Ambiguous value"):
+        return f"{override}: several values need -m, which runs each of them; a list is written [1,2]."
     if isinstance(cause, OmegaConfBaseException):
-        return f"{cause.full_key if cause is error else override}: {str(cause).splitlines()[0]}."
+        return f"{cause.full_key if cause is error else override}: {str(cause).splitlines()[0].rstrip('.')}."
     return f"{override}."
 
 

@@ -127,6 +127,7 @@ class Sweep:
 
     def __init__(self, config: DictConfig) -> None:
         from dpexp.tracking.parent import Parent
+        from dpexp.tracking.unswept import swept_keys
 
         sweeper = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
         asked = sorted(str(override) for override in config.hydra.overrides.task)
@@ -134,7 +135,9 @@ class Sweep:
         own = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("hydra", "tracking")])
         content = [asked, sweeper, OmegaConf.to_container(own, resolve=False)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-        name = question or ", ".join(asked) or "sweep"
+        swept = swept_keys(asked, config.hydra.sweeper)
+        varied_first = sorted(asked, key=lambda override: override.lstrip("+").partition("=")[0] not in swept)
+        name = question or ", ".join(varied_first) or "sweep"
         selects = str(config.hydra.runtime.choices.get("hydra/sweeper")) == "private_select"
         facts = {"question": question, "overrides": asked, "selects": sweeper if selects else None}
         self.parent = Parent(config, name, key, facts)

@@ -17,6 +17,7 @@ from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.commands.building import (
     accountants,
     callback_for,
+    check_device,
     is_private,
     make,
     module_of,
@@ -32,6 +33,7 @@ from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.run import Tracked, finished_trial, track
 from dpexp.tracking.store import SAME
+from dpexp.training.watch import Watch
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -56,6 +58,7 @@ def run(cfg: DictConfig) -> float | None:
     pl.seed_everything(cfg.seed, verbose=False)
     data = make("data.module", cfg.data.module)
     module = module_of(cfg)
+    check_device(cfg)
     plan = plan_for(cfg, module) if cfg.privacy.enabled else None
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
@@ -80,6 +83,7 @@ def _trained(
 ) -> dict[str, Any]:
     callback = callback_for(cfg, plan, output) if plan else None
     trainer = trainer_for(cfg, plan, callback, output)
+    trainer.callbacks.append(Watch(trainer.max_steps))  # type: ignore[attr-defined]
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step

@@ -37,6 +37,12 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
+    if cfg.data.classes is not None and cfg.data.classes < 1:
+        raise ConfigError(f"data.classes={cfg.data.classes} must be at least 1.")
+    if any(length < 1 for length in cfg.data.shape or ()):
+        raise ConfigError(f"data.shape={cfg.data.shape} must hold whole numbers of at least 1.")
+    if cfg.register is not None and cfg.tracking.uri is None:
+        raise ConfigError(f"register={cfg.register} needs MLflow's registry; choose tracking=mlflow.")
     _check_trainer(cfg.trainer)
     _check_accountants(list(cfg.accountant.names))
     check_delta(cfg.privacy.delta)

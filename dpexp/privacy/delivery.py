@@ -8,6 +8,7 @@ nothing that they keep, log or save has seen a record.
 
 import hashlib
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -321,6 +322,12 @@ class Rounds:
             raise ConfigError(
                 f"data.n={plan.n}, but the training set holds {size} records; sampling={plan.sampling.name} is only "
                 "what is accounted if they are equal."
+            )
+        if abs(size - plan.n) > plan.n / 10:
+            warnings.warn(
+                f"data.n={plan.n}, but the training set holds {size} records (a private number, shown here alone): the "
+                f"average of a round is divided by q·n, so it is {size / plan.n:.2g} times as long as meant; (ε, δ) "
+                "holds all the same. Set data.n to a published number near it."
             )
         self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness

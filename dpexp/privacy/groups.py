@@ -31,7 +31,7 @@ class Match:
     """Which parameters a group takes: by name (glob), by the type of the owning layer, or the rest.
 
     Args:
-        parameters: globs over `named_parameters()`, such as `*.embed.*`.
+        parameters: globs over `named_parameters()`, such as `*.embed.*`, which takes a top-level `embed` too.
         layers: class names of the owning module or of one of its bases, such as `Linear` or `LayerNorm`.
         rest: whatever no other group takes; may be empty.
     """
@@ -42,7 +42,8 @@ class Match:
 
     def takes(self, name: str, layer: nn.Module) -> bool:
         types = {base.__name__ for base in type(layer).__mro__}
-        return any(fnmatchcase(name, glob) for glob in self.parameters) or not types.isdisjoint(self.layers)
+        named = any(fnmatchcase(name, glob) or fnmatchcase(f".{name}", glob) for glob in self.parameters)
+        return named or not types.isdisjoint(self.layers)
 
 
 class Grouping(Protocol):

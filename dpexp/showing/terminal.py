@@ -40,6 +40,11 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         solved = plan.calibration
         console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs ε = {solved.epsilon:.4g}")
     console.print(plan_table(plan))
+    if cfg.privacy.delta >= 1 / plan.n:
+        console.print(
+            f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "
+            "even that one record, picked at random, is published as it is. Well below 1/n is usual."
+        )
     if cfg.privacy.noise_seed is not None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":

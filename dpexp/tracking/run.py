@@ -31,6 +31,7 @@ from dpexp.tracking.model import check_name
 from dpexp.tracking.origin import origin, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import SAME, end_dead_runs, open_store
+from dpexp.tracking.unswept import swept_keys
 from dpexp.tracking.views import address, show_columns
 
 _PARAM_LIMIT = 6000
@@ -297,13 +298,19 @@ def _run_name(cfg: DictConfig) -> str:
     """What was asked for; what a sweep varies comes first, since the list of runs cuts names off."""
     if cfg.tracking.run_name:
         return str(cfg.tracking.run_name)[:NAME]
-    asked = [str(override) for override in HydraConfig.get().overrides.task]
-    asked = [override for override in asked if not override.lstrip("+~").startswith(_NAMELESS)]
+    asked = [override for override in map(str, HydraConfig.get().overrides.task) if not override.startswith(_NAMELESS)]
     if parent_id():
-        given = shlex.split(os.environ.get(COMMAND, ""))
-        return ", ".join(sorted(asked, key=lambda override: override in given))[:NAME] or "trial"
+        given = [word for word in shlex.split(os.environ.get(COMMAND, "")) if "=" in word and word[0] != "-"]
+        swept = swept_keys(given, HydraConfig.get().sweeper)
+        asked.sort(key=lambda override: (_key(override) not in swept, _key(override) == "seed"))
+    keys = [_key(override).rpartition(".")[2] for override in asked]
+    short = [o[o.index(key) :] if keys.count(key) == 1 else o for o, key in zip(asked, keys, strict=True)]
     of_all = [_choices().get(name) for name in ("data", "model", "group", "mechanism")]
-    return ", ".join(asked)[:NAME] or " ".join(map(str, of_all))
+    return ", ".join(short)[:NAME] or " ".join(map(str, of_all))
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _choices() -> dict[str, str]:

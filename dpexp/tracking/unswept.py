@@ -1,6 +1,6 @@
 """What the trials of a sweep have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -10,12 +10,17 @@ from omegaconf.errors import OmegaConfBaseException
 _ANYWHERE = ("experiment", "sweep")  # groups whose options set keys of every section
 
 
+def swept_keys(overrides: Sequence[str], sweeper: DictConfig) -> set[str]:
+    """The keys and groups that a sweep varies."""
+    given = OverridesParser.create().parse_overrides(list(overrides))
+    swept = {str(override.key_or_group) for override in given if override.is_sweep_override()}
+    return swept | {str(key).lstrip("+~") for key in sweeper.get("params") or {}}
+
+
 def unswept(cfg: DictConfig) -> dict[str, Any]:
     """The values of a sweep's configuration that no trial changes, by key: without the swept keys, the groups whose
     option is swept, and whatever is worked out from them."""
-    given = OverridesParser.create().parse_overrides([str(override) for override in cfg.hydra.overrides.task])
-    swept = {str(override.key_or_group) for override in given if override.is_sweep_override()}
-    swept |= {str(key).lstrip("+~") for key in cfg.hydra.sweeper.get("params") or {}}
+    swept = swept_keys([str(override) for override in cfg.hydra.overrides.task], cfg.hydra.sweeper)
     if swept.intersection(_ANYWHERE):
         return {}
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
