@@ -1,6 +1,7 @@
 """The command line: what it accepts, refuses, prints and leaves behind."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +112,8 @@ BAD = {
     "bound.totl=1": "bound has no key 'totl'; did you mean 'total'",
     "trainer.physical_batch=many": "trainer.physical_batch=many: Value 'many' of type 'str' could not be converted",
     "trainer.physical_batch=0": "trainer.physical_batch=0 must be at least 1",
-    "trainer.accelerator=abacus": "invalid accelerator name: `accelerator='abacus'`",
+    "trainer.accelerator=abacus": "trainer.accelerator=abacus with trainer.precision=32-true cannot be had here",
+    "trainer.precision=12": "with trainer.precision=12 cannot be had here: Precision '12' is invalid",
     "trainer.evaluations=-1": "trainer.evaluations=-1 must be at least 0",
     "trainer.workers=-1": "trainer.workers=-1 must be at least 0",
     "seed=-1": "seed=-1 must lie between",
@@ -148,6 +150,54 @@ BAD = {
     "accountant.names=[guess]": "accountant.names=['guess'] must be among pld, rdp",
     "tracking=mlflow tracking.uri=sqlite:////dev/null/x.db": "tracking.uri=sqlite:////dev/null/x.db cannot be used",
     "data=mnist data.root=nowhere": "data.root=nowhere lacks train-images-idx3-ubyte.gz",
+    "tracking=mlflow tracking.uri=sqlite:////proc/version": "tracking.uri=sqlite:////proc/version cannot be used",
+    "data.shape=[1,9,9] model=mlp": "cannot score the validation set's records, of shape [1, 8, 8]; data.shape",
+    "data.classes=5 model=logistic": "the validation set has a label 9; data.classes, or the model's own arguments",
+    "hydra.run.dir=/dev/null/here": "/dev/null/here cannot be written: Not a directory",
+}  # fmt: skip
+# Refused before torch is imported.
+EARLY = {
+    "trian": "trian: this is no key=value, and no command. Known: account, evaluate",
+    "reprot": "no command; did you mean 'report'",
+    "--resolve": "--resolve goes with --cfg job",
+    "--turbo": "unrecognized arguments: --turbo",
+    "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
+    "--config-dir": "--config-dir/-cd: expected one argument",
+    "--config-name nowhere": "Cannot find primary config 'nowhere'",
+    "-m hydra/launcher=ray": "hydra/launcher=ray needs a plugin: pip install 'dpexp[ray]'",
+    "-m hydra/sweeper=optuna": "hydra/sweeper=optuna needs a plugin: pip install 'dpexp[optuna]'",
+    "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
+    "privacy.epsilon={a:[1": "privacy.epsilon={a:[1: ",
+    "+modle.x=3": "there is no 'modle'; did you mean 'model'",
+    "model=null": "model has no option 'null'. Known: cnn, logistic, mlp",
+    "scheduler=linaer": "scheduler",
+    "model._target_=null": "does not say what to make",
+    "optimizer.lr=nan": "optimizer.lr=nan is not a number",
+    "privacy.epsilon=-1": "privacy.epsilon=-1.0 must be a finite number above 0",
+    "privacy.noise_multiplier=-1": "privacy.noise_multiplier=-1.0 must be a finite number above 0",
+    "privacy.delta=2": "privacy.delta=2.0 must lie strictly between 0 and 1",
+    "privacy.adjacency=neighbours": "privacy.adjacency=neighbours is unknown",
+    "sampling=fixed_size privacy.adjacency=add_remove": "adjacency=add_remove cannot be claimed for sampling=fixed",
+    "sampling=fixed_size accountant=strong": "accountant=strong has no bound for sampling=fixed_size",
+    "sampling=fixed_size sampling.q=0.3": "q·n = 431.1 must be a whole number of records",
+    "sampling.epochs=0": "sampling.epochs=0.0 must be a finite number above 0",
+    "sampling.q=0": "sampling.q=0.0 must lie in (0, 1]",
+    "sampling.maximum=5": "sampling.maximum=5: sampling=truncated_poisson needs it",
+    "sampling=truncated_poisson": "sampling.maximum=None: sampling=truncated_poisson needs it",
+    "schedule.z={linear:[1]}": "schedule.z={'linear': [1]} is not understood",
+    "sampling=shuffle sampling.q=0.5 data.n=2000 schedule.q=2": "schedule.q=2 needs sampling=poisson",
+    "calibrate=beta": "calibrate=beta is unknown",
+    "calibrate=steps": "calibrate=steps solves for the target privacy.epsilon=3.0 from the noise",
+    "data.n=0": "data.n=0 must be a whole number of at least 1",
+    "data.classes=0": "data.classes=0 must be at least 1",
+    "data.shape=[1,0]": "data.shape=[1, 0] must hold whole numbers of at least 1",
+    "data.shape=8": "data.shape=8: ",
+    "trainer.physical_batch=0": "trainer.physical_batch=0 must be at least 1",
+    "trainer.threads=0": "trainer.threads=0 must be at least 1",
+    "accountant=moments accountant.names=[gdp]": "gdp is an approximation",
+    "train=perhaps": "train=perhaps: ",
+    "register=mine tracking=none": "register=mine needs MLflow's registry",
+    "hydra.run.dir=taken": "taken already holds a run, of which it has config.yaml",
 }  # fmt: skip
 
 
@@ -167,6 +217,88 @@ def test_bad_input_is_one_sentence_before_training(arguments, dpexp_job, monkeyp
     assert not list(tmp_path.rglob("ledger.jsonl"))
 
 
+def test_what_needs_no_torch_is_refused_before_it_is_imported(tmp_path):
+    """All in one process, whose modules tell."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").write_text("")
+    code = (
+        "import json, sys\n"
+        "from dpexp.__main__ import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['dpexp', *words.split()]\n"
+        "    try:\n"
+        "        print(json.dumps([words, main()]))\n"
+        "    except SystemExit as stopped:\n"
+        "        print(json.dumps([words, stopped.code]))\n"
+        "print([name for name in ('torch', 'pytorch_lightning', 'mlflow', 'dp_accounting') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(EARLY))], cwd=tmp_path, capture_output=True, text=True
+    )
+    *lines, imported = done.stdout.splitlines()
+    said = dict(map(json.loads, lines))
+    wrong = {words: said[words] for words in EARLY if not _a_sentence(said[words], EARLY[words])}
+    assert not wrong and imported == "[]", done.stderr
+
+
+def _a_sentence(message, expected):
+    return isinstance(message, str) and message.startswith("dpexp: ") and expected in message and "\n" not in message
+
+
+def test_a_second_job_in_a_folder_changes_nothing(dpexp_job, tmp_path):
+    dpexp_job(*QUICK, "hydra.run.dir=outputs/a/here")
+    dpexp_job("-m", *QUICK, "train=false", "seed=1,2", "hydra.sweep.dir=outputs/a/there")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    for again in (
+        ("hydra.run.dir=outputs/a/here", "seed=2"),
+        ("hydra.run.dir=outputs/a/there/0", "seed=2"),
+        ("hydra.run.dir=outputs/a/there", "seed=2"),
+        ("-m", "train=false", "seed=1,3", "hydra.sweep.dir=outputs/a/there"),
+    ):
+        with pytest.raises(SystemExit, match="already holds a run"):
+            dpexp_job(*again, *QUICK)
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("lr, said", [("inf", "no finite numbers any more"), ("1e38", "test_loss was NaN at 2 eval")])
+def test_a_training_that_diverges_fails(dpexp_job, tmp_path, lr, said):
+    from mlflow import MlflowClient
+
+    with pytest.raises(SystemExit, match=said):
+        dpexp_job("sampling.steps=30", "model=logistic", "privacy.noise_multiplier=1", f"optimizer.lr={lr}")
+    (run,) = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
+    assert run.info.status == "FAILED" and said in run.data.tags["dpexp.error"]
+
+
+def test_a_delta_that_protects_nobody_is_told(dpexp_job, capsys):
+    dpexp_job(*QUICK, "train=false", "privacy.delta=0.01")
+    assert "privacy.delta=0.01 is not below 1/n = 0.0007" in capsys.readouterr().out
+    dpexp_job(*QUICK, "train=false")
+    assert "not below 1/n" not in capsys.readouterr().out
+
+
+def test_a_published_number_far_from_the_true_one_is_told(dpexp_job, recwarn):
+    dpexp_job(*QUICK, "model=logistic", "data.n=1400")
+    assert not [w for w in recwarn if "data.n" in str(w.message)]
+    dpexp_job(*QUICK, "model=logistic", "data.n=14370")
+    (told,) = [str(w.message) for w in recwarn if "data.n" in str(w.message)]
+    assert "data.n=14370, but the training set holds 1437 records" in told and "0.1 times as long as meant" in told
+
+
+def test_a_full_disk_is_told_in_one_sentence(tmp_path):
+    """Files of at most 4 kB."""
+    import resource
+
+    done = subprocess.run(
+        [sys.executable, "-m", "dpexp", *QUICK, "model=logistic", "sampling.steps=2000", "schedule.z={linear:[1,2]}"],
+        cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "ledger.jsonl cannot be written (File too large)" in done.stderr
+
+
 def command(*arguments, cwd):
     return subprocess.run(
         [sys.executable, "-m", "dpexp", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
@@ -179,6 +311,11 @@ def test_a_mistake_ends_the_process_with_one_line_and_an_error_code(tmp_path):
     assert done.stderr.strip() == (
         "dpexp: privacy.delta=2.0 must lie strictly between 0 and 1; well below 1/n is usual."
     )
+
+
+def test_the_version_and_help_as_words(tmp_path):
+    assert command("version", cwd=tmp_path).stdout == command("--version", cwd=tmp_path).stdout == "dpexp 0.1.0\n"
+    assert command("help", cwd=tmp_path).stdout == command("--help", cwd=tmp_path).stdout
 
 
 def test_help_lists_the_groups_and_cfg_shows_the_resolved_configuration(tmp_path):

@@ -75,7 +75,7 @@ def test_a_finished_run(dpexp_job, tmp_path):
 def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
     dpexp_job(*QUICK)
     run = only_run(tmp_path)
-    public = {"epsilon", "epsilon_pld", "epsilon_planned", "delta", "rounds", "test_accuracy", "test_loss",
+    public = {"epsilon", "epsilon_planned", "delta", "rounds", "test_accuracy", "test_loss",
               "noise_multiplier", "q", "S/all", "sigma/all", "share/all"}  # fmt: skip
     assert set(run.data.metrics) == public
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -20,7 +20,6 @@ from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
 COMMANDS = ("account", "evaluate", "predict", "report", "version", "help")
-OPTIONAL = ("experiment", "sweep")  # groups of which none is chosen by default
 # What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its module).
 EXTRAS = {
     "joblib": ("joblib", "hydra_joblib_launcher"),
@@ -63,9 +62,7 @@ def check(arguments: Sequence[str]) -> None:
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.split(","):
-                if option == "null" and key not in OPTIONAL:
-                    raise ConfigError(f"{argument}: one option of {key} must be chosen. Known: {', '.join(options)}.")
-                if option not in {*options, "null"} and option.replace("_", "").isalnum():
+                if option not in options and option.replace("_", "").isalnum():
                     raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
         if key in ("hydra/launcher", "hydra/sweeper") and value in EXTRAS:
             extra, module = EXTRAS[value]
@@ -78,7 +75,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{' '.join(arguments)}: {message}; see --help.")
+        raise ConfigError(f"{' '.join(arguments)}: {message}; flags go before all values, see --help.")
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_args(list(arguments))
@@ -93,6 +90,8 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
         return f"{cause.full_key}: {section} has no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {override}; quote values that hold brackets or spaces for the shell."
     if override.startswith("Ambiguous value"):
         return f"{override}: several values need -m, which runs each of them; a list is written [1,2]."
     if isinstance(cause, OmegaConfBaseException):

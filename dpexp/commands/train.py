@@ -83,7 +83,7 @@ def _trained(
 ) -> dict[str, Any]:
     callback = callback_for(cfg, plan, output) if plan else None
     trainer = trainer_for(cfg, plan, callback, output)
-    trainer.callbacks.append(Watch(trainer.max_steps))  # type: ignore[attr-defined]
+    trainer.callbacks.insert(0, Watch(trainer.max_steps))  # type: ignore[attr-defined]
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
