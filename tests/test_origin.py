@@ -1,0 +1,154 @@
+"""Where runs came from, what they are called, and where their list is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from omegaconf import OmegaConf
+
+from dpexp import config
+from dpexp.tracking import origin as module
+from dpexp.tracking import run
+from dpexp.tracking.origin import origin, write_patch
+from dpexp.tracking.views import address
+
+QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
+
+GROUPS = ("data", "model", "group", "mechanism")
+
+
+def runs(folder):
+    return MlflowClient(f"sqlite:///{folder}/outputs/mlflow.db").search_runs(["1"])
+
+
+def git(*arguments):
+    who = ("-c", "user.name=somebody", "-c", "user.email=some@body")
+    return subprocess.run(["git", *who, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A work tree with one commit; the working directory lies inside it."""
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q")
+    Path("model.py").write_text("width = 1\n")
+    Path("records.csv").write_text("name\n")
+    Path(".gitignore").write_text("outputs\n")
+    (tmp_path / "within").mkdir()
+    (tmp_path / "within" / "kept.txt").write_text("")
+    git("add", "-A")
+    git("commit", "-q", "-m", "first")
+    return git("rev-parse", "HEAD")
+
+
+def test_a_run_says_where_it_came_from(dpexp_job, repository, tmp_path):
+    import torch
+
+    dpexp_job(*QUICK, "train=false")
+    (found,) = runs(tmp_path)
+    tags = found.data.tags
+    assert tags["mlflow.source.git.commit"] == tags["dpexp.commit"] == repository and tags["dpexp.dirty"] == "no"
+    assert tags["mlflow.source.name"] == "dpexp" and tags["mlflow.source.type"] == "LOCAL" and tags["mlflow.user"]
+    assert tags["dpexp.torch"] == torch.__version__ and tags["dpexp.python"] == sys.version.split()[0]
+    assert tags["dpexp.version"] and tags["dpexp.host"] == os.uname().nodename
+    assert tags["dpexp.command"] == f"dpexp {' '.join(QUICK)} train=false"
+    assert not list(tmp_path.rglob(module.PATCH))
+
+
+def test_changed_code_goes_with_the_run_but_no_data(dpexp_job, repository, tmp_path):
+    Path("model.py").write_text("width = 2\n")
+    Path("records.csv").write_text("name\nSmith, John\n")
+    Path("new.py").write_text("secret = 1\n")
+    os.chdir("within")
+    dpexp_job(*QUICK, "train=false", "hydra.run.dir=../outputs/a/b")
+    (found,) = MlflowClient(f"sqlite:///{tmp_path}/within/outputs/mlflow.db").search_runs(["1"])
+    assert found.data.tags["dpexp.dirty"] == "yes: 2 files changed, 1 new"
+    patch = (tmp_path / "outputs" / "a" / "b" / module.PATCH).read_text()
+    assert "-width = 1\n+width = 2\n" in patch and "# not in git: new.py" in patch
+    assert "Smith" not in patch and "secret" not in patch
+
+
+def test_a_patch_is_cut_off(repository, tmp_path, monkeypatch):
+    Path("model.py").write_text("width = 2\n" * 1000)
+    monkeypatch.setattr(module, "_MOST", 500)
+    text = write_patch(tmp_path).read_text()
+    assert len(text) < 600 and text.endswith("# cut off after 500 bytes\n")
+
+
+def test_without_git_nothing_fails(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "dpexp.commit" not in origin() and write_patch(tmp_path) is None
+    monkeypatch.setenv("PATH", "")
+    assert "dpexp.commit" not in origin() and write_patch(tmp_path) is None
+
+
+def test_passwords_of_addresses_are_not_logged(monkeypatch):
+    monkeypatch.setenv(config.COMMAND, "dpexp tracking.uri=postgresql://me:hunter2@db/x data.root=s3://a/b:c")
+    assert origin()["dpexp.command"] == "dpexp tracking.uri=postgresql://me:…@db/x data.root=s3://a/b:c"
+
+
+def test_names_differ_where_runs_differ(dpexp_job, tmp_path):
+    for more in ((), ("optimizer.lr=0.3",), ("optimizer.lr=0.4", "tracking.resume=true")):
+        dpexp_job("train=false", *QUICK, *more)
+    dpexp_job("-m", "model=logistic", "train=false", *QUICK[:2], "seed=1,2", "privacy.delta=1e-5,1e-6")
+    names = [one.info.run_name for one in reversed(runs(tmp_path))]
+    asked = "train=false, steps=4, noise_multiplier=1.0, evaluations=0, model=logistic"
+    assert names[:3] == [asked, f"{asked}, lr=0.3", f"{asked}, lr=0.4"]
+    parent, trials = names[3], names[4:]
+    assert parent.startswith("privacy.delta=1e-5,1e-6, seed=1,2, ")
+    rest = "model=logistic, train=False, steps=4, noise_multiplier=1.0"
+    assert sorted(trials) == [f"delta=1e-0{d}, seed={seed}, {rest}" for d in (5, 6) for seed in (1, 2)]
+
+
+def test_a_job_without_overrides_is_named_after_its_groups(monkeypatch):
+    hydra = {"overrides": {"task": ["tracking.resume=false"]}, "runtime": {"choices": dict.fromkeys(GROUPS, "x")}}
+    monkeypatch.setattr(run.HydraConfig, "get", lambda: OmegaConf.create(hydra))
+    monkeypatch.setattr(run, "parent_id", lambda: None)
+    assert run._run_name(OmegaConf.create({"tracking": {"run_name": None}})) == "x x x x"
+
+
+def test_no_metric_is_there_twice(dpexp_job, tmp_path):
+    dpexp_job("model=logistic", "sampling.steps=4", "privacy.epsilon=2", "accountant=all")
+    (found,) = runs(tmp_path)
+    metrics = {key: value for key, value in found.data.metrics.items() if not key.startswith("calibration/")}
+    alike = [(a, b) for a in metrics for b in metrics if a < b and metrics[a] == metrics[b]]
+    # One group of sensitivity 1: σ̃ is z and its bound its share. What is planned is what happened.
+    assert set(alike) == {("S/all", "share/all"), ("epsilon", "epsilon_planned"), ("noise_multiplier", "sigma/all")}
+
+
+def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):
+    dpexp_job("-m", "train=false", *QUICK[:3], "model=logistic,mlp", "data.n=1437,1500", "optimizer.lr=0.3")
+    found = runs(tmp_path)
+    (parent,) = [one for one in found if "dpexp.sweep" in one.data.tags]
+    trials = [one.data.params for one in found if one is not parent]
+    shared = set.intersection(*(set(params.items()) for params in trials))
+    params = dict(parent.data.params)
+    assert params["optimizer.lr"] == "0.3" and params["data.classes"] == "10"
+    assert "data.n" not in params and "privacy.delta" not in params, "the latter is worked out from the former"
+    assert not [key for key in params if key.startswith("model")]
+    assert set(params.items()) <= shared
+    assert {key for key, _ in shared} - set(params) <= {"model.classes", "model.shape", "privacy.delta"}
+
+
+def test_mlflows_own_variable_is_honoured_where_nothing_else_is_given(dpexp_job, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/elsewhere.db")
+    dpexp_job(*QUICK, "train=false")
+    assert len(MlflowClient(f"sqlite:///{tmp_path}/elsewhere.db").search_runs(["1"])) == 1
+    assert not (tmp_path / "outputs" / "mlflow.db").exists()
+    dpexp_job(*QUICK, "train=false", f"tracking.uri=sqlite:///{tmp_path}/given.db")
+    assert len(MlflowClient(f"sqlite:///{tmp_path}/given.db").search_runs(["1"])) == 1
+
+
+def test_the_address_of_the_list_of_runs(dpexp_job, tmp_path, capsys):
+    dpexp_job(*QUICK, "train=false")
+    uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    page = "#/experiments/1/runs?viewStateShareKey=dpexp"
+    assert f"mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000/{page}\n" in capsys.readouterr().out
+    assert address("https://mlflow.example.org/", "7").startswith("https://mlflow.example.org/#/experiments/7/runs?")
+    view = MlflowClient(uri).get_experiment("1").tags["mlflow.sharedViewState.dpexp"]
+    assert json.loads(view)["selectedColumns"][0] == "metrics.`epsilon`"
