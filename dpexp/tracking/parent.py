@@ -19,8 +19,8 @@ from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
-from dpexp.tracking.run import NAME, OUTPUT, PARENT
-from dpexp.tracking.store import HOST, end_dead_runs, open_store
+from dpexp.tracking.run import NAME, PARENT
+from dpexp.tracking.store import HOST, OUTPUT, end_dead_runs, open_store
 
 # What the list of runs shows for a sweep. MLflow keeps such views in undocumented tags of the experiment.
 COLUMNS = [

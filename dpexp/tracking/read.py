@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
 from dpexp.errors import ConfigError
+from dpexp.tracking.store import OUTPUT
 
 
 @contextmanager
@@ -33,6 +34,21 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
         if not (folder / "ledger.jsonl").exists():
             raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
         yield folder
+
+
+def output_of(uri: str, run_id: str) -> Path:
+    """The folder of a run's job on this machine.
+
+    Raises:
+        ConfigError: there is no such run, or its folder is not here.
+    """
+    try:
+        folder = _existing(uri).get_run(run_id).data.tags.get(OUTPUT, "")
+    except (ConfigError, MlflowException) as error:
+        raise ConfigError(f"{run_id} is neither a folder nor a run of {uri}: {' '.join(str(error).split())}") from error
+    if not folder or not Path(folder).is_dir():
+        raise ConfigError(f"the folder {folder} of the MLflow run {run_id} is not on this machine.")
+    return Path(folder)
 
 
 def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> None:
