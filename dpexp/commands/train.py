@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def run(cfg: DictConfig) -> float | None:
     if cfg.debug:
         make_small(cfg)
     pl.seed_everything(cfg.seed, verbose=False)
+    module = module_of(cfg)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
-    module = module_of(cfg)
     plan = plan_for(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
     callback = callback_for(cfg, plan, output) if plan else None
@@ -115,9 +116,13 @@ def _trained(
     metrics = _tested(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
-    about = keep(cfg, plan, module, data, result, output)
-    if tracked:
-        tracked.log_model(about, result["rounds"])
+    try:
+        about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
+    except Exception as error:  # of a model that cannot be written: what was spent and measured is not lost with it
+        warnings.warn(f"the model could not be kept: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    else:
+        if tracked:
+            tracked.log_model(about, result["rounds"])
     return result
 
 
