@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dpexp.figures import epsilon_over_rounds, trade_off
 from mlflow import MlflowClient
 from scipy.stats import norm
 
@@ -16,7 +17,6 @@ from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.figures import epsilon_over_rounds, trade_off
 from tests.test_accountants import ledger, of
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dpexp.report import Spent, _costs, _groups, report
 from mlflow import MlflowClient
 from pandas import DataFrame
 
