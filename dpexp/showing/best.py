@@ -51,9 +51,10 @@ class Best:
 def best(points: "DataFrame") -> Best:
     """Of configurations (see there), at least one, the best by its mean over seeds.
 
-    Its interval is Student's, with one variance for all that are compared, pooled over their seeds. Others are tied with
-    it unless their means lie further apart than chance explains at 95 %, all pairs considered, since the best was chosen
-    among all: Tukey 1949 and Kramer 1956. Where no configuration has several runs that differ, nothing is told apart.
+    Its interval is Student's, with one variance for all that are compared, pooled over their seeds. Others are tied
+    with it unless their means lie further apart than chance explains at 95 %, all pairs considered, since the best
+    was chosen among all: Tukey 1949 and Kramer 1956. Where no configuration has several runs that differ, nothing is
+    told apart.
     """
     ranked = points.sort_values("accuracy", ascending=False, kind="stable").to_dict("records")
     top, rest = ranked[0], ranked[1:]

@@ -46,9 +46,10 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
         first: of what tells them apart, the columns that come first (see `settings.apart`).
 
     Returns:
-        A frame, and those of its columns that tell the rows apart. The others are label, which says the same in words;
-        run_id, name, data, model, level, delta and knob of the first run; run_ids, and `runs`, their number; and over
-        them the means of epsilon, accuracy and knob_value, and spread, the standard deviation of accuracy (NaN for one).
+        A frame, in their order, and those of its columns that tell the rows apart. The others are label, which says
+        the same in words; run_id, name, data, model, level, delta and knob of the first run; run_ids, and `runs`,
+        their number; and over them the means of epsilon, accuracy and knob_value, and spread, the standard deviation
+        of accuracy (NaN for one).
     """
     table = settings(trials)
     by = apart(table, first)
@@ -65,7 +66,14 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
     )
     told = table.loc[groups.head(1).index, by].reset_index(drop=True)
     points = points.reset_index(drop=True).drop(columns=by, errors="ignore").join(told)
-    return points.assign(label=labels(told, by)), by
+    order = sorted(points.index, key=lambda row: [_order(told.at[row, key]) for key in by])
+    return points.assign(label=labels(told, by)).loc[order].reset_index(drop=True), by
+
+
+def _order(value: str) -> tuple[bool, float, str]:
+    """Numbers by size, before words."""
+    found = number(value)
+    return found is None, found or 0.0, value
 
 
 def ceilings(trials: DataFrame) -> dict[tuple[str, str], Best]:

@@ -1,7 +1,7 @@
 """What accuracy each ε buys.
 
-A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration, its mean over seeds with
-their standard deviation.
+A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration, its mean over seeds
+with their standard deviation.
 """
 
 from matplotlib.figure import Figure
@@ -35,8 +35,8 @@ def frontier(trials: DataFrame) -> Figure:
     figure, grid_ = grid(count)
     for axes, (title, panel) in zip(grid_, parts(points, panels), strict=True):
         for name, line in panel.sort_values("epsilon").groupby("line", sort=False):
-            axes.errorbar(line["epsilon"], line["accuracy"], line["spread"], label=name or None, capsize=3, elinewidth=1,
-                          markersize=5, **styles[str(name)])  # fmt: skip
+            axes.errorbar(line["epsilon"], line["accuracy"], line["spread"], label=name or None, capsize=3,
+                          elinewidth=1, markersize=5, **styles[str(name)])  # fmt: skip
         if top := tops.get((panel["data"].iloc[0], panel["model"].iloc[0])):
             accuracy, spread = top.row["accuracy"], top.row["spread"]
             axes.axhline(accuracy, label=_without_privacy(top), color="black", linestyle=":")
@@ -46,7 +46,7 @@ def frontier(trials: DataFrame) -> Figure:
         axes.label_outer()
         axes.set_title(title, fontsize="small")
         axes.grid(alpha=0.3)
-    scale(grid_[0], "x", points["epsilon"])
+    scale(grid_[0], "x", points["epsilon"], digits=2)
     percent(grid_[0], "y")
     caption(figure, held(runs))
     legend(figure)
@@ -59,8 +59,8 @@ def _without_privacy(top: Best, of: str = "") -> str:
 
 
 def compared(trials: DataFrame) -> Figure:
-    """Test accuracy of each configuration, the best on top; filled are the best and those that chance may have put below
-    it. For trials of one data set and one ε.
+    """Test accuracy of each configuration, the best on top; filled are the best and those that chance may have put
+    below it. For trials of one data set and one ε.
 
     Raises:
         NotDrawn: there is none that is private and trained, or they differ in data or ε.
@@ -102,7 +102,7 @@ def compared(trials: DataFrame) -> Figure:
 _KINDS = {
     "the best": ("highest mean", "C0"),
     "tied": ("not told apart from it", "lightskyblue"),
-    "lower": ("lower", "white"),
+    "lower": ("lower by more than chance", "white"),
 }
 
 

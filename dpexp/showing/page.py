@@ -1,6 +1,6 @@
 """The page of a report: which trials were best, what they cost, and why."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dpexp.showing.frontier import compared, frontier
 from dpexp.showing.html import heading, page, paragraphs, picture, table
 from dpexp.showing.panels import NotDrawn
 from dpexp.showing.plans import budget_shares, noise_and_signal
-from dpexp.showing.settings import shared
+from dpexp.showing.settings import held, shared
 from dpexp.showing.spending import alike_in_cost, epsilon_by_accountant, epsilon_of_runs
 
 # What the table of trials shows: title, column and format.
@@ -50,8 +50,8 @@ class Documents:
     """What the runs left, by run id.
 
     Attributes:
-        plans: the groups of each plan (see `plans.groups_of`); spent: ledger, δ and the accountant that the run reports;
-        notes: why a run's are missing or not whole.
+        plans: the groups of each plan (see `plans.groups_of`); spent: ledger, δ and the accountant that the run
+            reports; notes: why a run's are missing or not whole.
     """
 
     plans: Mapping[str, Sequence[dict[str, Any]]]
@@ -60,8 +60,8 @@ class Documents:
 
 
 def documented(trials: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """The configurations that have released anything, the most accurate first; and what tells them apart, a row of texts
-    a run id (of one of their runs)."""
+    """The configurations that have released anything, the most accurate first; and what tells them apart, a row of
+    texts a run id (of one of their runs)."""
     points, by = configurations(finished(trials[trials["epsilon"].notna()]))
     points = points.sort_values("accuracy", ascending=False, kind="stable")
     return points, points.set_index("run_id")[by]
@@ -83,9 +83,9 @@ def write_page(
         _trials_table(trials),
         *(part for name, costs in selections for part in _selection(name, costs)),
         *_accuracies(trials, out),
-        *_plans(points, settings, left.plans, out),
-        *_rounds(settings, left.spent, out),
-        *_accountants(settings, left.spent, out),
+        *_plans(trials, points, settings, left.plans, out),
+        *_rounds(trials, settings, left.spent, out),
+        *_accountants(trials, settings, left.spent, out),
         *paragraphs(left.notes, "note"),
     ]
     path = out / "report.html"
@@ -155,8 +155,8 @@ def _accuracies(trials: DataFrame, out: Path) -> list[str]:
         )
         drawn = _drawn(out / "accuracy.png", lambda: compared(trials), text)
     told = (
-        "The best configuration at each ε, by its mean over runs. Others are told apart from it where their means differ "
-        "by more than the spread over seeds explains at 95 % (Tukey and Kramer’s test of all pairs)."
+        "The best configuration at each ε, by its mean over runs. Others are told apart from it where their means "
+        "differ by more than the spread over seeds explains at 95 % (Tukey and Kramer’s test of all pairs)."
     )
     return [heading("Accuracy against ε"), drawn, *paragraphs([told]), table(columns, rows, ["ε", "test accuracy"])]
 
@@ -170,35 +170,45 @@ def _drawn(path: Path, draw: Callable[[], Figure], text: str) -> str:
         return "\n".join(paragraphs([f"{path.name} is not drawn. {why}"], "note"))
 
 
-def _plans(points: DataFrame, settings: DataFrame, plans: Mapping[str, Sequence[dict]], out: Path) -> list[str]:
+def _plans(
+    trials: DataFrame, points: DataFrame, settings: DataFrame, plans: Mapping[str, Sequence[dict]], out: Path
+) -> list[str]:
     if not plans:
         return []
     known = points[points["run_id"].isin([*plans])]
     level = known.groupby("level", sort=False).size().idxmax()
-    compared_ = {run_id: plans[run_id] for run_id in known[known["level"] == level]["run_id"]}
+    of_level = {run_id: plans[run_id] for run_id in known[known["level"] == level]["run_id"]}
+    fixed = _held(trials, of_level)
     noise = (
-        f"All plans at ε = {level}, the ε that most configurations have, before any schedule; those whose numbers differ by "
-        "less than 10 % as one. The noise is there to hide what any one record adds, so that it lies to the right of that; "
-        "what stays visible is what many records have in common, up to the open circle. α is 1, but under joint clipping "
-        "the largest scale of the group’s vectors, and for the noise their root mean square."
+        f"All plans at ε = {level}, the ε that most configurations have, before any schedule; those whose numbers "
+        "differ by less than 10 % as one. The noise is there to hide what any one record adds, so that it lies to the "
+        "right of that; what stays visible is what many records have in common, up to the open circle. α is 1, but "
+        "under joint clipping the largest scale of the group’s vectors, and for the noise their root mean square."
     )
     shares = "w_g of each group: σ̃_g = z·S_g/√w_g, so that the larger its share, the less noise a group gets."
     return [
         heading("Noise against signal, by group"),
-        picture(out / "noise.png", noise_and_signal(compared_, settings), noise),
+        picture(out / "noise.png", noise_and_signal(of_level, settings, fixed), noise),
         heading("How each allocation spends the budget"),
-        picture(out / "shares.png", budget_shares(compared_, settings), shares),
+        picture(out / "shares.png", budget_shares(of_level, settings, fixed), shares),
     ]
 
 
-def _rounds(settings: DataFrame, spent: Mapping[str, tuple[Ledger, float, str]], out: Path) -> list[str]:
+def _rounds(
+    trials: DataFrame, settings: DataFrame, spent: Mapping[str, tuple[Ledger, float, str]], out: Path
+) -> list[str]:
     if not spent:
         return []
     text = "From the ledgers: one line for all configurations whose releases cost the same."
-    return [heading("ε over rounds"), picture(out / "epsilon.png", epsilon_of_runs(spent, settings), text)]
+    return [
+        heading("ε over rounds"),
+        picture(out / "epsilon.png", epsilon_of_runs(spent, settings, _held(trials, spent)), text),
+    ]
 
 
-def _accountants(settings: DataFrame, spent: Mapping[str, tuple[Ledger, float, str]], out: Path) -> list[str]:
+def _accountants(
+    trials: DataFrame, settings: DataFrame, spent: Mapping[str, tuple[Ledger, float, str]], out: Path
+) -> list[str]:
     if not spent:
         return []
     everywhere = settings.loc[[*spent]]
@@ -212,12 +222,16 @@ def _accountants(settings: DataFrame, spent: Mapping[str, tuple[Ledger, float, s
         [label, f"{told[label][1]:g}", *(_shown(value, "{:.4g}") for value in row)]
         for label, row in zip(costs.index, costs.to_numpy().tolist(), strict=True)
     ]
-    text = "One row for all that cost the same. A run reports the first accountant that has a bound, unless told otherwise."
+    text = "One row for all that cost the same. A run reports the first accountant that has a bound, unless told."
     return [
         heading("What each accountant would have said"),
         table(["configuration", "δ", *header], rows, ["δ", *header]),
-        picture(out / "accountants.png", epsilon_by_accountant(costs), text),
+        picture(out / "accountants.png", epsilon_by_accountant(costs, _held(trials, spent)), text),
     ]
+
+
+def _held(trials: DataFrame, run_ids: Iterable[str]) -> str:
+    return held(trials[trials["run_id"].isin([*run_ids])])
 
 
 def by_accountant(ledger: Ledger, delta: float) -> dict[str, float]:

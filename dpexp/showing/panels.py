@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from pandas import DataFrame
 
 from dpexp.showing.settings import labels, short_names
@@ -23,8 +23,8 @@ class NotDrawn(Exception):
 
 
 def arrange(points: DataFrame, by: Sequence[str], most: int = PANELS) -> tuple[list[str], list[str]]:
-    """The settings that make panels and those that make lines: few panels, each of few lines. Data sets and models never
-    share a panel.
+    """The settings that make panels and those that make lines: few panels, each of few lines. Data sets and models
+    never share a panel.
 
     Raises:
         NotDrawn: there are too many.
@@ -42,8 +42,8 @@ def arrange(points: DataFrame, by: Sequence[str], most: int = PANELS) -> tuple[l
     if not found:
         names = ", ".join(short_names(by).values())
         raise NotDrawn(
-            f"{len(points[[*by]].drop_duplicates())} settings of {names} are more than can be told apart in {most} panels "
-            f"of {LINES} lines; draw fewer trials at a time."
+            f"{len(points[[*by]].drop_duplicates())} settings of {names} are more than can be told apart in "
+            f"{most} panels of {LINES} lines; draw fewer trials at a time."
         )
     _, panels, lines = min(found, key=lambda option: option[0])
     return panels, lines
@@ -94,9 +94,9 @@ def caption(figure: Figure, *texts: str) -> None:
     figure.suptitle("\n".join(filter(None, texts)), fontsize="x-small", color="dimgrey")
 
 
-def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None) -> None:
-    """Ticks at the values themselves where they are few, and never as an offset; logarithmic where they lie far apart,
-    unless told. Values that are the same to three digits are drawn as one place, not magnified.
+def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, digits: int = 6) -> None:
+    """Ticks at the values themselves, to so many digits, where they are few, and never as an offset; logarithmic where
+    they lie far apart, unless told. Values that are nearly the same are drawn at one place, not magnified.
 
     Args:
         which: x or y; values: all that are drawn along it; those that are not finite are left aside.
@@ -113,11 +113,13 @@ def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | N
         size = max(abs(lowest), abs(highest))
         if highest - lowest <= 5e-3 * size:
             getattr(axes, f"set_{which}lim")(lowest - (0.1 * size or 1), highest + (0.1 * size or 1))
-        ticks = sorted({float(f"{value:.3g}") for value in finite})
+        ticks = sorted({float(f"{value:.{digits}g}") for value in finite})
         if len(ticks) <= _TICKS:
             axis.set_major_locator(FixedLocator(_spaced(ticks, logarithmic)))
             axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+        elif logarithmic:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -4,6 +4,7 @@ Plans are given by run id, a list of groups each; and `settings`, a row of texts
 """
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +17,14 @@ from dpexp.showing.panels import caption
 from dpexp.showing.settings import shared
 
 _MOST_ROWS = 60
+_LETTERS = 65  # that fit into a whole bar
 _ALIKE = 1.1  # plans whose numbers differ by less are drawn as one
 
 
 def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A plan's groups, from plan.json: group, share, and per coordinate of the released average: record = αS/(qn√d), what
-    one record can add at most; noise = ασ̃/(qn); and average = αS/√d, what a sample of expected size comes to at most.
-    α is the largest scale of the group's vectors, for the noise the root mean square over its coordinates."""
+    """A plan's groups, from plan.json: group, share, and per coordinate of the released average: record = αS/(qn√d),
+    what one record can add at most; noise = ασ̃/(qn); and average = αS/√d, what a sample of expected size comes to at
+    most. α is the largest scale of the group's vectors, for the noise the root mean square over its coordinates."""
     expected = plan["sampling"]["q"] * plan["n"]
     found = []
     for group in plan["groups"]:
@@ -34,9 +36,13 @@ def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame) -> Figure:
-    """For each group of each plan, per coordinate of the released average: what one record can add at most, the noise, and
-    what a whole sample comes to at most. Plans whose numbers lie within 10 % of one another are one block."""
+def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame, told: str = "") -> Figure:
+    """For each group of each plan, per coordinate of the released average: what one record can add at most, the
+    noise, and what a whole sample comes to at most. Plans whose numbers lie within 10 % of one another are one block.
+
+    Args:
+        told: what the caption says is fixed.
+    """
     blocks: list[tuple[list[str], Sequence[dict]]] = []
     for run_id, groups in plans.items():
         found = next((members for members, other in blocks if _alike(groups, other)), None)
@@ -59,14 +65,14 @@ def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame) -
     axes.scatter(record, y, color="C0", marker="o", label="one record, at most: αS/(qn√d)")
     axes.scatter(noise, y, color="C3", marker="|", s=90, linewidths=2.5, label="noise: ασ̃/(qn)")
     axes.scatter(average, y, facecolors="white", edgecolors="C0", label="a whole sample, at most: αS/√d")
-    axes.set_yticks(range(len(rows)), [row if isinstance(row, str) else row["group"] for row in rows])
-    for tick, row in zip(axes.yaxis.get_major_ticks(), rows, strict=True):
-        tick.label1.set(fontsize="small", fontweight="bold" if isinstance(row, str) else "normal")
-        tick.tick1line.set_visible(isinstance(row, dict))
+    axes.set_yticks(y, [row["group"] for _, row in at], fontsize="small")
+    for place, row in enumerate(rows):
+        if isinstance(row, str):
+            axes.text(0.01, place, row, transform=axes.get_yaxis_transform(), va="center", fontsize="small",
+                      fontweight="bold")  # fmt: skip
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
-    if drawn < len(blocks):
-        caption(figure, f"{drawn} of {len(blocks)} plans that differ.")
+    caption(figure, told, f"{drawn} of {len(blocks)} plans that differ." if drawn < len(blocks) else "")
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
@@ -79,14 +85,18 @@ def _alike(plan: Sequence[dict], other: Sequence[dict]) -> bool:
     )
 
 
-def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame) -> Figure:
-    """How a budget is shared out among groups: w_g, stacked to 1, one bar for all plans with the same shares."""
+def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame, told: str = "") -> Figure:
+    """How a budget is shared out among groups: w_g, stacked to 1, one bar for all plans with the same shares.
+
+    Args:
+        told: what the caption says is fixed.
+    """
     bars: dict[tuple, list[str]] = {}
     for run_id, plan in plans.items():
         bars.setdefault(tuple((group["group"], round(group["share"], 3)) for group in plan), []).append(run_id)
     bars = dict(sorted(bars.items()))
     groups = list(dict.fromkeys(group for shares in bars for group, _ in shares))
-    figure = Figure(figsize=(9, 0.9 + 0.42 * len(bars)), layout="constrained")
+    figure = Figure(figsize=(10, 1.3 + 0.5 * len(bars)), layout="constrained")
     axes = figure.add_subplot(xlabel="share w of the budget", xlim=(0, 1))
     colors = colormaps["tab10" if len(groups) <= 10 else "tab20"]
     named = set()
@@ -96,16 +106,19 @@ def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame) -> F
             axes.barh(y, share, 0.7, left=left, color=colors(groups.index(group) % colors.N), alpha=0.75,
                       edgecolor="white", label=None if group in named else group)  # fmt: skip
             named.add(group)
-            text = f"{group} {share:.0%}" if len(group) + 5 < 90 * share else f"{share:.0%}" if share > 0.04 else ""
+            text = (
+                f"{group} {share:.0%}" if len(group) + 5 < _LETTERS * share else f"{share:.0%}" if share > 0.04 else ""
+            )
             axes.text(left + share / 2, y, text, ha="center", va="center", fontsize="small")
             left += share
-    if any(len(group) + 5 >= 90 * share for shares in bars for group, share in shares):
+    if any(len(group) + 5 >= _LETTERS * share for shares in bars for group, share in shares):
         figure.set_figheight(figure.get_figheight() + 0.4 + 0.22 * -(-len(groups) // 5))
         figure.legend(loc="outside lower center", ncols=5, fontsize="small")
     everywhere = settings.loc[[*plans]]
-    axes.set_yticks(range(len(bars)), [shared(settings.loc[members], everywhere) for members in bars.values()],
-                    fontsize="small")  # fmt: skip
+    names = [textwrap.fill(shared(settings.loc[members], everywhere), 42) for members in bars.values()]
+    axes.set_yticks(range(len(bars)), names, fontsize="small")
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    caption(figure, told)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure

@@ -6,7 +6,7 @@ A frame of trials has the columns of `dpexp.tracking.read.TRIAL`.
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pandas import DataFrame
 
@@ -15,6 +15,8 @@ EPSILON, Z = "privacy.epsilon", "privacy.noise_multiplier"
 _NAMES = {EPSILON: "target ε", Z: "z", "privacy.delta": "δ"}
 _TOLD = ("optimizer.", "sampling.", "bound.", EPSILON, Z, "privacy.delta")
 _FOLLOW = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")  # a choice implies them
+_SECTIONS = ("optimizer.", "sampling.", "privacy.")  # whose keys speak for themselves
+_WORDS = 4  # values in a label
 _UNSET = "not set"
 
 
@@ -63,9 +65,13 @@ def labels(table: DataFrame, by: Sequence[str]) -> list[str]:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """`lr` for `optimizer.lr`, unless another of the keys would be called so too."""
-    plain = {key: _NAMES.get(key, key.removesuffix("._target_").rpartition(".")[2]) for key in keys}
+    plain = {key: _NAMES.get(key, key.removesuffix("._target_").removeprefix(_section(key))) for key in keys}
     often = list(plain.values())
     return {key: name if often.count(name) == 1 else key for key, name in plain.items()}
+
+
+def _section(key: str) -> str:
+    return next((section for section in _SECTIONS if key.startswith(section)), "")
 
 
 def _value(key: str, value: str) -> str:
@@ -90,15 +96,23 @@ def held(trials: DataFrame, width: int = 120) -> str:
 def shared(table: DataFrame, everywhere: DataFrame) -> str:
     """A label for the rows of settings that are drawn as one, which no other rows of `everywhere` have: the values to
     which they are confined, or where such words would take in others, the first row and how many are like it."""
-    confined = {key: set(table[key]) for key in table if set(table[key]) != set(everywhere[key])}
-    inside = everywhere
-    for key, values in confined.items():
-        inside = inside[inside[key].isin(values)]
     if len(table) == len(everywhere):
         return "the only configuration" if len(table) == 1 else f"all {len(table)} configurations"
-    if len(inside) > len(table):
+    confined = {key: [*dict.fromkeys(table[key])] for key in table if set(table[key]) != set(everywhere[key])}
+    for key in sorted([*confined][::-1], key=lambda key: -len(confined[key])):
+        others = {name: values for name, values in confined.items() if name != key}
+        if _inside(everywhere, others) == len(table):
+            confined = others
+    if _inside(everywhere, confined) > len(table) or any(len(values) > _WORDS for values in confined.values()):
         telling = [key for key in everywhere if everywhere[key].nunique() > 1]
         return f"{labels(table.head(1), telling)[0]} and {len(table) - 1} alike"
     names = short_names([*confined])
-    words = [f"{names[key]}={' or '.join(dict.fromkeys(_value(key, v) for v in table[key]))}" for key in confined]
+    words = [f"{names[key]}={' or '.join(_value(key, value) for value in confined[key])}" for key in confined]
     return " · ".join(words) + (f" ({len(table)} configurations)" if len(table) > 1 else "")
+
+
+def _inside(table: DataFrame, confined: Mapping[str, Sequence[str]]) -> int:
+    """How many rows have only such values."""
+    for key, values in confined.items():
+        table = table[table[key].isin(values)]
+    return len(table)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from pandas import DataFrame
 
 from dpexp.accounting.accountants import APPROXIMATIONS, epsilon
@@ -102,18 +102,21 @@ def alike_in_cost(runs: Mapping[str, tuple[Ledger, float, str]]) -> list[list[st
     return list(alike.values())
 
 
-def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: DataFrame) -> Figure:
+def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: DataFrame, told: str = "") -> Figure:
     """ε spent against rounds done; runs whose releases cost the same share a line, named by what they have in common.
 
     Args:
         runs: the ledger, δ and the accountant; of many distinct ones the first twelve are drawn.
+        told: what the caption says is fixed.
     """
     alike = alike_in_cost(runs)
     drawn = alike[:_MOST_RUNS]
     figure = Figure(figsize=(9, 4.2 + 0.12 * len(drawn)), layout="constrained")
     deltas = {delta for _, delta, _ in runs.values()}
-    axes = figure.add_subplot(xlabel=_rounds([runs[members[0]][0] for members in drawn]),
-                              ylabel="ε" + (f" at δ = {deltas.pop():g}" if len(deltas) == 1 else ", each at its δ"))  # fmt: skip
+    axes = figure.add_subplot(
+        xlabel=_rounds([runs[members[0]][0] for members in drawn]),
+        ylabel=f"ε at δ = {deltas.pop():g}" if len(deltas) == 1 else "ε, each at its δ",
+    )
     for k, members in enumerate(drawn):
         ledger, delta, accountant = runs[members[0]]
         total = len(ledger)
@@ -126,17 +129,17 @@ def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: Dat
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(alpha=0.3)
-    if len(drawn) < len(alike):
-        caption(figure, f"{len(drawn)} of {len(alike)} that differ in cost.")
+    caption(figure, told, f"{len(drawn)} of {len(alike)} that differ in cost." if len(drawn) < len(alike) else "")
     figure.legend(loc="outside lower center", fontsize="small", ncols=2)
     return figure
 
 
-def epsilon_by_accountant(costs: DataFrame) -> Figure:
+def epsilon_by_accountant(costs: DataFrame, told: str = "") -> Figure:
     """ε by each accountant, as bars.
 
     Args:
         costs: a row a label; a column an accountant, NaN where it has no bound. Of many the first twelve are drawn.
+        told: what the caption says is fixed.
     """
     shown = costs.head(_MOST_RUNS)
     width = 0.85 / len(costs.columns)
@@ -153,8 +156,9 @@ def epsilon_by_accountant(costs: DataFrame) -> Figure:
     axes.invert_yaxis()
     axes.margins(x=0.08)
     axes.grid(axis="x", alpha=0.3)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if len(shown) < len(costs):
-        caption(figure, f"{len(shown)} of {len(costs)} that differ in cost.")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    caption(figure, told, f"{len(shown)} of {len(costs)} that differ in cost." if len(shown) < len(costs) else "")
     figure.legend(loc="outside lower center", ncols=6, fontsize="small")
     return figure

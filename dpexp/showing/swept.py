@@ -1,7 +1,7 @@
 """What a sweep tried, and what came of it.
 
-A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration, its mean over seeds with
-their standard deviation.
+A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration, its mean over seeds
+with their standard deviation.
 """
 
 import json
@@ -13,7 +13,7 @@ from pandas import DataFrame, to_numeric
 
 from dpexp.showing.configurations import configurations, finished
 from dpexp.showing.panels import NotDrawn, arrange, caption, grid, legend, look, parts, percent, scale
-from dpexp.showing.settings import EPSILON, held, labels, number
+from dpexp.showing.settings import EPSILON, held, labels, number, short_names
 
 _ROWS = 4  # panels of two figures each
 
@@ -53,11 +53,11 @@ def against(trials: DataFrame, key: str) -> Figure:
             axes.set(xlabel=key, ylabel=name)
             axes.set_title(title, fontsize="small")
     scale(drawn[0, 0], "x", points["x"])
-    scale(drawn[0, 0], "y", points["epsilon"])
+    scale(drawn[0, 0], "y", points["epsilon"], digits=2)
     if second == "accuracy":
         percent(drawn[0, 1], "y")
     else:
-        scale(drawn[0, 1], "y", points["knob_value"])
+        scale(drawn[0, 1], "y", points["knob_value"], digits=3)
     caption(figure, held(runs))
     legend(figure)
     return figure
@@ -84,7 +84,12 @@ def needed(trials: DataFrame) -> Figure:
         raise NotDrawn("No knob was solved for two values of ε.")
     if points["knob"].nunique() > 1:
         raise NotDrawn(f"Different knobs were solved for: {', '.join(sorted(points['knob'].unique()))}.")
-    panels, lines = arrange(points, [name for name in by if name != EPSILON])
+    idle: list[str] = []
+    for name in [name for name in by if name != EPSILON]:
+        rest = [key for key in by if key not in (name, *idle)]
+        if _one_value(points, rest):
+            idle, points = [*idle, name], points.drop_duplicates(rest)
+    panels, lines = arrange(points, [name for name in by if name not in (EPSILON, *idle)])
     points = points.assign(target=to_numeric(points[EPSILON]), line=labels(points, lines))
     styles = look(points["line"])
     sorted_panels = list(parts(points, panels))
@@ -97,10 +102,16 @@ def needed(trials: DataFrame) -> Figure:
         axes.set_title(title, fontsize="small")
         axes.grid(alpha=0.3)
     scale(grid_[0], "x", points["target"], logarithmic=True)
-    scale(grid_[0], "y", points["knob_value"], logarithmic=True)
-    caption(figure, held(runs))
+    scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
+    caption(figure, held(runs), f"The same for every {' and '.join(short_names(idle).values())}." if idle else "")
     legend(figure)
     return figure
+
+
+def _one_value(points: DataFrame, settings: Sequence[str]) -> bool:
+    """Whether the knob that was needed depends on these settings alone."""
+    found = points.groupby([*settings])["knob_value"]
+    return bool((found.max() - found.min() <= 1e-4 * found.min()).all())
 
 
 def progress(histories: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *told: str) -> Figure:
