@@ -12,6 +12,7 @@ from dpexp.showing.best import best
 from dpexp.showing.configurations import ceilings, configurations, finished, trained
 from dpexp.showing.page import Documents, write_page
 from dpexp.showing.settings import apart, held, labels, settings, shared
+from dpexp.showing.swept import numbers_swept
 from tests.trials import TWIN, trials
 
 
@@ -129,14 +130,14 @@ def test_a_single_run_tells_nothing_of_chance():
 
 def test_draws_of_private_selection_are_not_averaged():
     """What it covers is the best single draw."""
-    draws = [{"optimizer.lr": 1, "draw": k, "test_accuracy": a} for k, a in enumerate((0.9, 0.1, 0.2))]
-    frame = trials(*({key: v for key, v in row.items() if key != "draw"} for row in draws))
     from dpexp.tracking.read import _configuration
 
-    read = [_configuration({"optimizer.lr": "1", "seed": "0", "draw": str(row["draw"])}) for row in draws]
-    assert len(set(read)) == 3
-    found = sweep._best(frame.assign(configuration=read))
-    assert found["name"].startswith("draw=0 (1 run") and found["test_accuracy"] == 0.9
+    accuracies = {(0.1, 0): 0.6, (0.4, 1): 0.9, (0.4, 2): 0.1}
+    read = [_configuration({"optimizer.lr": str(lr), "seed": "0", "draw": str(k)}) for lr, k in accuracies]
+    frame = trials(*({"test_accuracy": a} for a in accuracies.values())).assign(configuration=read)
+    found = sweep._best(frame)
+    assert found["name"].startswith("lr=0.4 · draw=1 (1 run") and found["test_accuracy"] == 0.9
+    assert numbers_swept(frame) == []
 
 
 def test_terminal_and_report_have_one_best(tmp_path):
@@ -145,6 +146,18 @@ def test_terminal_and_report_have_one_best(tmp_path):
     page = write_page("a", frame, [], Documents({}, {}, []), tmp_path).read_text()
     assert f"Best on digits: {said['name']}, with test accuracy {said['test_accuracy']:.2%} at ε = 2.997" in page
     assert f"<td>{said['name'].partition(' (')[0]}</td>" in page and (tmp_path / "accuracy.png").exists()
+
+
+def test_each_data_set_has_its_best(tmp_path):
+    rows = [{"data": d, "data.n": n, "optimizer.lr": lr, "test_accuracy": n / 10 + lr / 100}
+            for d, n in (("a", 5), ("b", 8)) for lr in (1, 2)]  # fmt: skip
+    said = sweep._best(trials(*rows))
+    sure = "(1 run, chance unknown; not told apart from the only other)"
+    assert said["name"] == f"on a: lr=2 {sure}, test accuracy 52.00%; on b: lr=2 {sure}"
+    assert said["test_accuracy"] == pytest.approx(0.82)
+    page = write_page("a", trials(*rows), [], Documents({}, {}, []), tmp_path).read_text()
+    for data, accuracy in (("a", "52.00%"), ("b", "82.00%")):
+        assert f"Best on {data}: lr=2 {sure}, with test accuracy {accuracy}" in page
 
 
 def test_the_best_is_private_unless_nothing_is():

@@ -23,7 +23,7 @@ TWIN = {"private": "no: trained without privacy", "epsilon": math.nan} | dict.fr
 
 
 def trials(*rows, **same):
-    """One row a trial. A key with a dot is a parameter of its configuration; of a target ε, 999 thousandths are spent."""
+    """One row a trial. A key with a dot is a parameter of its configuration; of a target ε 0.999 is spent."""
     made = []
     for k, given in enumerate(rows):
         row = same | given

@@ -29,6 +29,9 @@ class Best:
     def label(self) -> str:
         return self.row["label"] or "the only configuration"
 
+    def __str__(self) -> str:
+        return f"{self.label} ({self.certainty})"
+
     @property
     def certainty(self) -> str:
         """How sure it is, in words: of how many runs a mean, and how it stands among the others."""
@@ -75,15 +78,25 @@ def best(points: "DataFrame") -> Best:
     return Best(top, len(rest), float(margin), tied)
 
 
+def best_by_data(trials: "DataFrame") -> dict[str, Best]:
+    """The best configuration on each data set."""
+    from dpexp.showing.configurations import configurations
+
+    return {data: best(configurations(runs)[0]) for data, runs in trials.groupby("data", sort=False)}
+
+
 def best_of_trials(trials: "DataFrame") -> dict[str, Any] | None:
     """What a sweep says of its best configuration, private where any is: `name`, with how sure that is, and
-    `test_accuracy`, its mean."""
-    from dpexp.showing.configurations import configurations, trained
+    `test_accuracy`, its mean. Of several data sets the name tells the bests on the others first."""
+    from dpexp.showing.configurations import trained
 
     found = trained(trials)
     if found.empty:
         found = trials[(trials["status"] == "FINISHED") & trials["test_accuracy"].notna()]
     if found.empty:
         return None
-    first = best(configurations(found)[0])
-    return {"name": f"{first.label} ({first.certainty})", "test_accuracy": first.row["accuracy"]}
+    tops = best_by_data(found)
+    names = [f"on {data}: {top}" if len(tops) > 1 else str(top) for data, top in tops.items()]
+    *others, last = zip(names, (top.row["accuracy"] for top in tops.values()), strict=True)
+    before = "".join(f"{name}, test accuracy {accuracy:.2%}; " for name, accuracy in others)
+    return {"name": before + last[0], "test_accuracy": last[1]}

@@ -11,7 +11,7 @@ from pandas import DataFrame, isna
 from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, epsilon
 from dpexp.accounting.claims import claimable
 from dpexp.accounting.ledger import Ledger
-from dpexp.showing.best import best
+from dpexp.showing.best import best, best_by_data
 from dpexp.showing.configurations import ceilings, configurations, finished, trained
 from dpexp.showing.frontier import compared, frontier
 from dpexp.showing.html import heading, page, paragraphs, picture, table
@@ -97,11 +97,10 @@ def _summary(trials: DataFrame) -> list[str]:
     counts = ", ".join(f"{count} {status.lower()}" for status, count in trials["status"].value_counts().items())
     lines = [f"{len(trials)} trials: {counts}."]
     scored = trained(trials)
-    for data, runs in scored.groupby("data", sort=False):
-        first = best(configurations(runs)[0])
+    for data, top in best_by_data(scored).items():
         lines.append(
-            f"Best on {data}: {first.label} ({first.certainty}), with test accuracy {first.row['accuracy']:.2%} at "
-            f"ε = {first.row['epsilon']:.4g}, δ = {first.row['delta']:g}."
+            f"Best on {data}: {top}, with test accuracy {top.row['accuracy']:.2%} at ε = {top.row['epsilon']:.4g}, "
+            f"δ = {top.row['delta']:g}."
         )
     for (data, model), top in ceilings(trials).items():
         lines.append(f"Without privacy on {data} ({model}): {top.row['accuracy']:.2%} ({top.certainty}).")

@@ -12,6 +12,7 @@ from pandas import DataFrame
 
 CHOICES = ("data", "model", "group", "mechanism", "bound", "allocation", "sampling")
 EPSILON, Z = "privacy.epsilon", "privacy.noise_multiplier"
+DRAW = "draw"  # of private selection: tells repetitions apart, and comes last
 _NAMES = {EPSILON: "target ε", Z: "z", "privacy.delta": "δ"}
 _TOLD = ("optimizer.", "sampling.", "bound.", EPSILON, Z, "privacy.delta")
 _FOLLOW = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")  # a choice implies them
@@ -23,10 +24,14 @@ _UNSET = "not set"
 def settings(trials: DataFrame) -> DataFrame:
     """A row a trial; a column a choice, such as group, or a parameter, such as optimizer.lr; all as texts."""
     read = [json.loads(configuration) for configuration in trials["configuration"]]
-    keys = sorted({key for parameters in read for key in parameters}, key=lambda key: (key not in (EPSILON, Z), key))
+    keys = sorted({key for parameters in read for key in parameters}, key=lambda key: (_rank(key), key))
     columns = {name: [_text(value) for value in trials[name]] for name in CHOICES}
     columns |= {key: [_text(parameters.get(key)) for parameters in read] for key in keys}
     return DataFrame(columns, index=trials.index, dtype=object)
+
+
+def _rank(key: str) -> int:
+    return 0 if key in (EPSILON, Z) else 2 if key == DRAW else 1
 
 
 def _text(value: object) -> str:
@@ -99,7 +104,8 @@ def shared(table: DataFrame, everywhere: DataFrame) -> str:
     if len(table) == len(everywhere):
         return "the only configuration" if len(table) == 1 else f"all {len(table)} configurations"
     confined = {key: [*dict.fromkeys(table[key])] for key in table if set(table[key]) != set(everywhere[key])}
-    for key in sorted([*confined][::-1], key=lambda key: -len(confined[key])):
+    order = [*confined]
+    for key in sorted(order, key=lambda key: (-len(confined[key]), -order.index(key))):
         others = {name: values for name, values in confined.items() if name != key}
         if _inside(everywhere, others) == len(table):
             confined = others

@@ -13,7 +13,7 @@ from pandas import DataFrame, to_numeric
 
 from dpexp.showing.configurations import configurations, finished
 from dpexp.showing.panels import NotDrawn, arrange, caption, grid, legend, look, parts, percent, scale
-from dpexp.showing.settings import EPSILON, held, labels, number, short_names
+from dpexp.showing.settings import DRAW, EPSILON, held, labels, number, short_names
 
 _ROWS = 4  # panels of two figures each
 
@@ -24,7 +24,7 @@ def numbers_swept(trials: DataFrame) -> list[str]:
     found = []
     for key in sorted({key for parameters in read for key in parameters}):
         values = {number(parameters.get(key)) for parameters in read}
-        if key != EPSILON and len(values) > 2 and None not in values:
+        if key not in (EPSILON, DRAW) and len(values) > 2 and None not in values:
             found.append(key)
     return found
 
@@ -103,7 +103,7 @@ def needed(trials: DataFrame) -> Figure:
         axes.grid(alpha=0.3)
     scale(grid_[0], "x", points["target"], logarithmic=True)
     scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
-    caption(figure, held(runs), f"The same for every {' and '.join(short_names(idle).values())}." if idle else "")
+    caption(figure, held(runs), f"The same for every {', '.join(short_names(idle).values())}." if idle else "")
     legend(figure)
     return figure
 
