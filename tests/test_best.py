@@ -86,6 +86,9 @@ RANDOM = np.random.default_rng(1)
 SAMPLES = [
     [[0.8, 0.82, 0.84], [0.81, 0.83, 0.80], [0.60, 0.62, 0.61]],
     [RANDOM.normal(mean, 0.02, 4).tolist() for mean in (0.9, 0.88, 0.86, 0.84, 0.82)],
+    [
+        [mean - 0.01, mean, mean + 0.01] for mean in (0.9, 0.88, 0.878, 0.876, 0.874, 0.7)
+    ],  # two by two the second is apart
     [RANDOM.normal(mean, 0.02, count).tolist() for mean, count in ((0.9, 2), (0.88, 5), (0.8, 3))],
 ]
 

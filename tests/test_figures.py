@@ -213,8 +213,10 @@ def test_against_a_parameter_nothing_is_averaged_but_seeds():
 
 def test_what_moves_along_with_the_parameter_is_told():
     frame = trials(*({"optimizer.lr": lr, "sampling.expected_batch_size": 10 * lr} for lr in (1, 2, 4)))
-    text = against(frame, "optimizer.lr").get_suptitle().replace("\n", " ")
-    assert "following: expected_batch_size" in text or "following: lr" in text
+    for key, other in (("optimizer.lr", "expected_batch_size"), ("sampling.expected_batch_size", "lr")):
+        figure = against(frame, key)
+        assert f"following: {other}." in figure.get_suptitle().replace("\n", " ")
+        assert [axes.get_xlabel() for axes in figure.axes] == [key, key]
     with pytest.raises(NotDrawn, match="in 4 panels"):
         against(trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "sampling.epochs": [*range(1, 31)]})), "optimizer.lr")
 

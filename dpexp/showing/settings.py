@@ -83,10 +83,11 @@ def _value(key: str, value: str) -> str:
     return value.rpartition(".")[2] if key.endswith("._target_") else value
 
 
-def held(trials: DataFrame, width: int = 120) -> str:
-    """What is the same in all of these trials; and what differs but follows from what tells them apart."""
+def held(trials: DataFrame, first: Sequence[str] = (), width: int = 120) -> str:
+    """What is the same in all of these trials; and what differs but follows from what tells them apart
+    (see `apart`)."""
     table = settings(trials)
-    telling = apart(table)
+    telling = apart(table, first)
     known = [key for key in table if not (key.partition(".")[0] in CHOICES and key.partition(".")[2] in _FOLLOW)]
     same = [key for key in known if table[key].nunique() == 1 and table[key].iloc[0] != _UNSET]
     same = [key for key in same if key in CHOICES or key.startswith(_TOLD)]

@@ -58,7 +58,7 @@ def against(trials: DataFrame, key: str) -> Figure:
         percent(drawn[0, 1], "y")
     else:
         scale(drawn[0, 1], "y", points["knob_value"], digits=3)
-    caption(figure, held(runs))
+    caption(figure, held(runs, [key]))
     legend(figure)
     return figure
 
@@ -103,7 +103,9 @@ def needed(trials: DataFrame) -> Figure:
         axes.grid(alpha=0.3)
     scale(grid_[0], "x", points["target"], logarithmic=True)
     scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
-    caption(figure, held(runs), f"The same for every {', '.join(short_names(idle).values())}." if idle else "")
+    caption(
+        figure, held(runs, [EPSILON]), f"The same for every {', '.join(short_names(idle).values())}." if idle else ""
+    )
     legend(figure)
     return figure
 
