@@ -72,7 +72,9 @@ def compared(trials: DataFrame) -> Figure:
     points = points.sort_values("accuracy", kind="stable")
     top = best(points)
     everything, points = len(points), points.tail(_MOST_ROWS)
-    figure = Figure(figsize=(9, 1.8 + 0.28 * max(4, len(points))), layout="constrained")
+    names = [f"{row['label'] or 'the only one'} ({_runs(row['runs'])})" for row in points.to_dict("records")]
+    wide = max(9, 5 + 0.075 * max(map(len, names)))
+    figure = Figure(figsize=(wide, 1.8 + 0.28 * max(4, len(points))), layout="constrained")
     axes = figure.add_subplot(xlabel=f"test accuracy at ε = {points['level'].iloc[-1]}")
     kinds = ["the best" if row["label"] == top.row["label"] else "tied" if row["label"] in top.tied else "lower"
              for row in points.to_dict("records")]  # fmt: skip
@@ -89,8 +91,7 @@ def compared(trials: DataFrame) -> Figure:
             axes.axvline(
                 ceiling.row["accuracy"], color="black", linestyle=(0, (1, 1 + [*models].index(model))), label=label
             )
-    axes.set_yticks(range(len(points)), [f"{row['label'] or 'the only one'} ({_runs(row['runs'])})"
-                                         for row in points.to_dict("records")], fontsize="small")  # fmt: skip
+    axes.set_yticks(range(len(points)), names, fontsize="small")
     axes.set_ylim(-0.6, max(3.4, len(points) - 0.4))
     axes.grid(alpha=0.3)
     percent(axes, "x")
