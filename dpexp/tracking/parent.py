@@ -21,7 +21,7 @@ from dpexp.errors import ConfigError
 from dpexp.showing.configurations import configurations, finished, targets, trained
 from dpexp.showing.frontier import compared, frontier
 from dpexp.showing.panels import NotDrawn
-from dpexp.showing.settings import held, short_names
+from dpexp.showing.settings import held
 from dpexp.showing.swept import against, needed, numbers_swept, progress
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
@@ -165,8 +165,10 @@ class Parent:
             draw["frontier.png"] = lambda: frontier(frame)
         elif len(runs):
             draw["accuracy.png"] = lambda: compared(frame)
-        for key, name in short_names(numbers_swept(frame)).items():
-            draw[f"{name}.png"] = partial(against, frame, key)
+        swept = numbers_swept(frame)
+        ends = [key.rpartition(".")[2] for key in swept]
+        for key, end in zip(swept, ends, strict=True):
+            draw[f"{end if ends.count(end) == 1 else key}.png"] = partial(against, frame, key)
         if targets(finished(frame)).nunique() > 1:
             draw["needed.png"] = lambda: needed(frame)
         drawn, omitted = {}, []
