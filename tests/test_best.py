@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpexp import sweep
+from dpexp.commands import sweep
 from dpexp.showing.best import best
 from dpexp.showing.configurations import ceilings, configurations, finished, trained
 from dpexp.showing.page import Documents, write_page

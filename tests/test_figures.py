@@ -12,7 +12,6 @@ from pandas import DataFrame
 import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import joined
-from dpexp.display import plan_json
 from dpexp.privacy.bounds import Dimension
 from dpexp.privacy.groups import conv_fc
 from dpexp.privacy.mechanisms import Joint
@@ -23,6 +22,7 @@ from dpexp.showing.plans import budget_shares, groups_of, noise_and_signal
 from dpexp.showing.settings import apart, settings
 from dpexp.showing.spending import alike_in_cost, epsilon_by_accountant, epsilon_of_runs, epsilon_over_rounds, trade_off
 from dpexp.showing.swept import against, needed, numbers_swept, progress
+from dpexp.showing.terminal import plan_json
 from dpexp.training.models import cnn
 from tests.test_accountants import ledger
 from tests.trials import TWIN, trials
