@@ -65,7 +65,7 @@ def main() -> None:
             resume(sys.argv[2:], _job)
             return
         if sys.argv[1:2] == ["report"]:
-            from dpexp.report import report
+            from dpexp.commands.report import report
 
             print(f"Report: {report(sys.argv[2:])}")
             return

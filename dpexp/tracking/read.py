@@ -61,7 +61,9 @@ def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> 
 PAGE = 1000  # runs a request
 _NUMBERS = ("epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "q", "knob_value", "delta")
 _TAGS = ("data", "model", "group", "mechanism", "bound", "allocation", "sampling")
-_ASIDE = ("seed", "draw", "objective", "privacy.noise_seed")  # parameters that repeat a configuration or move it about
+# Parameters that repeat a configuration or move it about. Not draw: private selection covers one draw by itself,
+# never a mean of several.
+_ASIDE = ("seed", "objective", "privacy.noise_seed")
 TRIAL = (
     "run_id", "parent_id", "trial", "name", "start", "status", "error", "private", *_TAGS, "configuration", "seed",
     "accountant", "knob", *_NUMBERS,

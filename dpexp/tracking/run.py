@@ -23,8 +23,8 @@ from pytorch_lightning.loggers.logger import Logger
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far, write_ledger
 from dpexp.errors import ConfigError
-from dpexp.figures import epsilon_over_rounds
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.showing.terminal import kept_for_later, plan_json
 from dpexp.tracking.model import check_name
 from dpexp.tracking.outbox import Outbox, send_unsent
