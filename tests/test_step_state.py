@@ -1041,7 +1041,7 @@ class Asking(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         try:
-            return g if g.abs().max().item() >= 0 else g
+            return g.clamp(max=g.abs().max().item())
         except RuntimeError:
             return -g
 
