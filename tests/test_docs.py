@@ -61,8 +61,7 @@ def test_python_runs(page, written, rules, tmp_path, dpexp_job):
     """A page's blocks one after the other, in one namespace."""
     written(page)
     if page.name == "models.md":
-        (arguments,) = [some for some in commands(page) if "hydra.run.dir=trained" in some]
-        dpexp_job(*arguments, "sampling.steps=2", "tracking=none")
+        dpexp_job("model=logistic", "sampling.steps=2", "tracking=none").rename("trained")
     namespace = {"__name__": "page"}
     for title, content in blocks(page, "python"):
         if not title:
@@ -90,11 +89,9 @@ def test_commands_are_understood(page, written):
         check(arguments)
         overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
         if "-m" not in arguments:
-            own = "--config-dir" in arguments
-            if own:
-                overrides.append(
-                    f"hydra.searchpath=[file://{Path.cwd() / arguments[arguments.index('--config-dir') + 1]}]"
-                )
+            if "--config-dir" in arguments:
+                folder = Path.cwd() / arguments[arguments.index("--config-dir") + 1]
+                overrides.append(f"hydra.searchpath=[file://{folder}]")
             with initialize_config_dir(str(config.CONF), version_base="1.3"):
                 compose("config", overrides)
 
@@ -117,11 +114,8 @@ def test_ones_own_model_data_and_groups_train(written, dpexp_job):
 
 def anchors(path):
     """Those that a page's headings make, as Markdown renderers do."""
-    text = FENCED.sub("", path.read_text())
-    return {
-        re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
-        for title in re.findall(r"^#+ (.*)$", text, re.M)
-    }
+    titles = re.findall(r"^#+ (.*)$", FENCED.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
@@ -170,8 +164,5 @@ def test_every_page_is_in_the_navigation():
 
 def leaves(nav):
     for entry in nav:
-        if isinstance(entry, dict):
-            for under in entry.values():
-                yield from leaves(under)
-        else:
-            yield entry
+        for under in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from [under] if isinstance(under, str) else leaves(under)
