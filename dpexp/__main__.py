@@ -59,8 +59,13 @@ def main() -> None:
 
             predict(sys.argv[2:])
             return
+        if sys.argv[1:2] == ["resume"]:
+            from dpexp.commands.resume import resume
+
+            resume(sys.argv[2:], _job)
+            return
         if sys.argv[1:2] == ["report"]:
-            from dpexp.report import report
+            from dpexp.commands.report import report
 
             print(f"Report: {report(sys.argv[2:])}")
             return

@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from dpexp.errors import ConfigError
 
 HOST = socket.gethostname()
+OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
 
 
 def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[MlflowClient, str]:
