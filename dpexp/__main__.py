@@ -41,8 +41,8 @@ def job(cfg: DictConfig) -> float | None:
 
 def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
-    # Before torch: its threads would otherwise wait for one another by spinning, which on a busy machine takes the cores
-    # from those they wait for (40 rounds of the default job took 34 s there, and 4 s with this).
+    # Before torch: its threads would otherwise wait for one another by spinning, which on a busy machine takes the
+    # cores from those they wait for (40 rounds of the default job took 34 s there, and 4 s with this).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
