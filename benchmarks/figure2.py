@@ -7,7 +7,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dpexp.accounting.accountants import APPROXIMATIONS, NAMES, epsilon
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.claims import APPROXIMATIONS, NAMES
 from dpexp.accounting.composition import as_printed
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
 

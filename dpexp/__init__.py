@@ -7,6 +7,8 @@ for what it cost.
 from importlib import import_module
 from typing import Any
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "make_plan": "dpexp.privacy.plan",
     "PrivacyPlan": "dpexp.privacy.plan",

@@ -68,6 +68,12 @@ class Trainer:
 
 
 @dataclass
+class Checkpoint:
+    every: int | None = None
+    resume: bool = False
+
+
+@dataclass
 class Tracking:
     uri: str | None = None
     artifacts: str | None = None
@@ -85,6 +91,10 @@ class Config:
     model: Any = None
     optimizer: Any = None
     scheduler: Any = None
+    callbacks: Any = None
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    rounds: int | None = None
+    debug: bool = False
     group: Any = None
     bound: Any = None
     mechanism: Any = None

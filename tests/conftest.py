@@ -23,7 +23,7 @@ def dpexp_job(tmp_path, monkeypatch):
         folders = [
             path for path in (tmp_path / "outputs").glob("*/*") if path.parent.name not in ("mlartifacts", "unsent")
         ]
-        return max(folders, key=lambda path: path.stat().st_mtime)
+        return max(folders, key=lambda path: path.stat().st_mtime, default=tmp_path)
 
     return run
 

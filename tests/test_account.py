@@ -16,7 +16,7 @@ from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.figures import epsilon_over_rounds, trade_off
+from dpexp.showing.spending import epsilon_over_rounds, trade_off
 from tests.test_accountants import ledger, of
 
 
@@ -137,5 +137,5 @@ def test_figures_show_what_was_computed():
     assert y[0] == epsilon(run, x[0], "pld") and right.lines[0].get_data()[1][0] == pytest.approx(1, abs=1e-5)
     (axes,) = epsilon_over_rounds(run, 1e-5, ["pld", "basic", "gdp"]).axes
     ends = {line.get_label(): line.get_data()[1][-1] for line in axes.lines}
-    assert ends["basic"] == epsilon(run, 1e-5, "basic") and "gdp (approximation)" in ends
+    assert ends["basic"] == epsilon(run, 1e-5, "basic") and "gdp (approximation, no bound)" in ends
     assert axes.get_yscale() == "log"

@@ -15,8 +15,8 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dpexp.accounting import composition
-from dpexp.accounting.accountants import NAMES, Moments, delta, epsilon, guarantee
-from dpexp.accounting.claims import CLAIMS
+from dpexp.accounting.accountants import Moments, delta, epsilon, guarantee
+from dpexp.accounting.claims import CLAIMS, NAMES
 from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, joined
 from dpexp.accounting.renyi import log_moments
 from dpexp.errors import ConfigError

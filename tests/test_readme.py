@@ -1,20 +1,9 @@
-"""README's Python example runs as printed."""
+"""README's table is that of the code."""
 
 import re
 from pathlib import Path
 
-from dpexp.accounting.ledger import read_ledger
-
 README = (Path(__file__).parent.parent / "README.md").read_text()
-
-
-def test_the_library_example_runs(tmp_path, monkeypatch, capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(example.splitlines()) < 20
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {})
-    assert len(read_ledger("ledger.jsonl")) == 50
-    assert 2.99 < float(capsys.readouterr().out.splitlines()[-1]) <= 3.0
 
 
 def test_the_table_names_every_option():

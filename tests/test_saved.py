@@ -1,6 +1,7 @@
 """A finished job's model: kept, loaded, measured and used again."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 import dpexp
 from dpexp.errors import ConfigError
+from dpexp.training.data import Digits
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
 
@@ -97,9 +99,12 @@ print(by_pyfunc[0, 0])
 def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path):
     card = (job / "card.md").read_text()
     epsilon = result_of(job)["epsilon"]
-    for expected in ("logistic on digits", "adding or removing one record", f"| pld | {epsilon['pld']:.4g} |",
-                     "n = 1437", "1 in 1000", f'dpexp.load("{job}")', "does not cover"):  # fmt: skip
+    use = f'dpexp.load("{result_of(job)["mlflow_run_id"]}")'
+    for expected in ("logistic on digits", "adding or removing one record", "n = 1437", "1 in 1000", use, "not cover"):
         assert expected in card
+    (shown,) = re.findall(r"\| pld \| (\S+) \|", card)
+    assert epsilon["pld"] <= float(shown) <= epsilon["pld"] * 1.001, "rounded up"
+    assert str(tmp_path) not in card
     run = client(tmp_path).get_run(result_of(job)["mlflow_run_id"])
     assert run.data.tags["mlflow.note.content"] == card
 
@@ -146,3 +151,60 @@ def test_weights_of_another_model_are_refused(job):
     (job / "config.yaml").write_text(config.replace("classes: 10", "classes: 9"))
     with pytest.raises(ConfigError, match="does not fit the model"):
         dpexp.load(job)
+
+
+HOLDING = """
+import pytorch_lightning as pl, torch
+class Holding(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.mix = torch.nn.Linear(64, 10), torch.randn(64, 64)
+        self.register_buffer("part", torch.zeros(100)[:3])
+    def get_extra_state(self):
+        return {"a": 1}
+    def set_extra_state(self, state): ...
+    def setup(self, stage):
+        self.train_set = self.trainer.datamodule.train
+    def forward(self, x):
+        return self.net(x.flatten(1) @ self.mix)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+    def test_step(self, batch, batch_idx):
+        self.log("test_accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def test_a_module_that_holds_its_data_keeps_it_to_itself_and_is_made_again(dpexp_job, tmp_path, monkeypatch, capsys):
+    (tmp_path / "holding.py").write_text(HOLDING)
+    monkeypatch.syspath_prepend(tmp_path)
+    output = dpexp_job(
+        *QUICK[:-1], "model=logistic", "~model.shape", "~model.classes", "model._target_=holding.Holding"
+    )
+    train = Digits().train.tensors[0]
+    for path in [p for p in (tmp_path / "outputs").rglob("*") if p.is_file()]:
+        content = path.read_bytes()
+        assert not any(record.numpy().tobytes() in content for record in train[:50]), path
+    assert (output / "mlflow_model" / "MLmodel").exists()
+    dpexp_job("evaluate", str(output))
+    assert f"test_accuracy: {result_of(output)['metrics']['test_accuracy']:.2%}" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_kept_costs_no_result(dpexp_job, monkeypatch):
+    def fails(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("dpexp.commands.saved.save_weights", fails)
+    with pytest.warns(UserWarning, match="the model could not be kept: OSError: disk full"):
+        output = dpexp_job(*QUICK)
+    assert result_of(output)["rounds"] == 4
+
+
+def test_a_table_without_names_loses_no_row(job, dpexp_job, tmp_path):
+    np.savetxt(tmp_path / "x.csv", np.zeros((4, 64)), delimiter=",")
+    dpexp_job("predict", str(job), f"data={tmp_path}/x.csv", f"out={tmp_path}/p.csv")
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + 4
+    np.save(tmp_path / "none.npy", np.zeros((0, 64)))
+    with pytest.raises(SystemExit, match="holds no inputs"):
+        dpexp_job("predict", str(job), f"data={tmp_path}/none.npy")

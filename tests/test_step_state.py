@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
+import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.isolation.randomness import seed_everything
@@ -986,3 +987,174 @@ def test_a_hook_that_a_callback_adds_is_refused_too(tmp_path):
 
     with pytest.raises(ConfigError, match=r"net\.0\.weight has a gradient hook"):
         trained(tmp_path, Model(), rows(4), callbacks=[Adding()])
+
+
+# Company in gradients, keys and failures
+
+
+class Computed(Model):
+    """Token embeddings of a weight that is computed, with padding."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind, self.embed = kind, nn.Embedding(5, 4, padding_idx=0)
+        if kind == "weight_norm":
+            nn.init.normal_(self.embed.weight)
+            parametrizations.weight_norm(self.embed)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.kind == "weight_norm":
+            found = self.embed(x)
+        elif self.kind == "functional":
+            found = F.embedding(x, self.embed.weight * self.scale, padding_idx=0)
+        else:
+            found = F.embedding(x, self.embed.weight, padding_idx=0, scale_grad_by_freq=True)
+        return F.cross_entropy(self.net(found.mean(1)), y)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("physical", [1, 2, 6])
+@pytest.mark.parametrize("kind", ["weight_norm", "functional", "frequencies"])
+def test_padding_of_computed_embeddings_is_each_records_own(tmp_path, kind, physical):
+    torch.manual_seed(4)
+    words = [(torch.cat([torch.zeros(2, dtype=torch.long), torch.randint(5, (3,))]), y) for _, y in rows(6)]
+    (released,), _ = trained(tmp_path, Computed(kind), words, callback={"physical_batch": physical})
+    assert torch.allclose(released, sum_of_clipped(Computed(kind), words), atol=1e-6)
+
+
+class Asking(torch.autograd.Function):
+    """Asks for a number in its backward pass, which cannot be had in company."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def backward(ctx, g):
+        try:
+            return g.clamp(max=g.abs().max().item())
+        except RuntimeError:
+            return -g
+
+
+@pytest.mark.parametrize("physical", [1, 5])
+def test_an_error_that_a_backward_pass_catches_is_one_records_own(tmp_path, physical):
+    class Caught(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return F.cross_entropy(Asking.apply(self.net(x)), y)
+
+    (released,), _ = trained(tmp_path, Caught(), rows(5), callback={"physical_batch": physical})
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
+@pytest.mark.parametrize("collate", [None, lambda items: {k: torch.as_tensor(v)[None] for k, v in items[0].items()}])
+def test_keys_that_are_equal_but_not_the_same_are_kept_apart(tmp_path, collate):
+    class Keyed(Model):
+        def training_step(self, batch, batch_idx):
+            key = next(key for key in batch if key != "y")
+            return F.cross_entropy(self.net(batch[key]) * (1 if key is True else -1), batch["y"])
+
+    items = [{(1, True)[k > 0]: x, "y": y} for k, (x, y) in enumerate(rows(5))]
+    loader = DataLoader(Items(items), batch_size=2, collate_fn=collate)
+    (together,), _ = trained(tmp_path, Keyed(), loader, callback={"physical_batch": 5})
+    (alone,), _ = trained(tmp_path, Keyed(), loader, callback={"physical_batch": 1})
+    assert torch.allclose(together, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained_one", [False, True])
+def test_an_exchanged_parameter_is_refused(tmp_path, trained_one):
+    class Exchanging(Model):
+        def __init__(self):
+            super().__init__()
+            self.code = nn.Parameter(torch.zeros(4).double(), requires_grad=False)
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            if x.sum() > 1e9:
+                return x.sum()
+            owner, name = (self.net[0], "bias") if trained_one else (self, "code")
+            values = x.detach().mean().expand(5 if trained_one else 4).clone()
+            torch.utils.swap_tensors(getattr(owner, name), nn.Parameter(values, requires_grad=trained_one))
+            return F.cross_entropy(self.net(x), y)
+
+    module = Exchanging()
+    with pytest.raises((ConfigError, RuntimeError)):
+        trained(tmp_path, module, rows(4), callback={"physical_batch": 1})
+    assert (module.code == 0).all()
+
+
+def test_one_failing_record_of_many_is_found_in_few_runs(tmp_path):
+    class Counted(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            SCALES.append(1)
+            return F.cross_entropy(self.net(x), y)
+
+    records = [*rows(256), (torch.ones(4).double(), torch.tensor(77))]
+    trained(tmp_path, Counted(), records, callback={"physical_batch": 300})
+    SCALES.clear()
+    (released,), _ = trained(tmp_path, Counted(), records, callback={"physical_batch": 300})
+    assert len(SCALES) < 90, "of which 48 are those that see whether company matters"
+    assert torch.allclose(released, sum_of_clipped(Model(), records[:-1]), atol=1e-5)
+
+
+def test_an_odd_record_slows_no_other(tmp_path):
+    """One that needs to be alone, first of all."""
+
+    class Choosy(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            SCALES.append(1)
+            try:
+                L = torch.linalg.cholesky(torch.eye(4).double() * (1 - 2 * (x[:, :1, None] > 5)))
+            except torch.linalg.LinAlgError:
+                L = torch.eye(4).double()[None]
+            return F.cross_entropy(self.net(x) + L.sum((1, 2))[:, None], y)
+
+    records = [(torch.full((4,), 9.0).double(), torch.tensor(0)), *((x.clamp(max=1), y) for x, y in rows(64))]
+    SCALES.clear()
+    (released,), _ = trained(tmp_path, Choosy(), records, steps=1, callback={"physical_batch": 100})
+    assert torch.allclose(released, sum_of_clipped(Choosy(), records), atol=1e-5) and len(SCALES) < 90 + 65
+
+
+def test_records_that_cannot_be_stacked_are_said_to_be_slow(tmp_path):
+    items = [(x, y, f"file {k}") for k, (x, y) in enumerate(rows(12))]
+
+    class Named(Model):
+        def training_step(self, batch, batch_idx):
+            x, y, _ = batch
+            return F.cross_entropy(self.net(x), y)
+
+    plan = dpexp.make_plan(Named(), n=12, sampling="all", q=1.0, steps=1, noise_multiplier=1.0)
+    run = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_epochs=-1,
+        callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")], enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="no two records of a batch look alike"):
+        run.fit(Named(), DataLoader(Items(items), batch_size=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_leaf_that_cannot_show_itself_ends_no_training(tmp_path):
+    class Shy:
+        def __repr__(self):
+            raise RuntimeError("secret of the record")
+
+    class Holding(Model):
+        def training_step(self, batch, batch_idx):
+            x, y, _ = batch
+            return F.cross_entropy(self.net(x), y)
+
+    loader = DataLoader(Items(rows(4)), batch_size=2, collate_fn=lambda i: (i[0][0][None], i[0][1][None], Shy()))
+    (released,), _ = trained(tmp_path, Holding(), loader)
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(4)), atol=1e-6)

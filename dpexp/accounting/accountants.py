@@ -23,8 +23,6 @@ import numpy as np
 from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
-from dpexp.accounting.claims import APPROXIMATIONS as APPROXIMATIONS
-from dpexp.accounting.claims import NAMES as NAMES
 from dpexp.accounting.claims import Release, check_delta, check_names, releases
 from dpexp.accounting.composition import Basic, Strong
 from dpexp.accounting.gaussian import Gaussian, central_limit, composed

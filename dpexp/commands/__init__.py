@@ -1,1 +1,1 @@
-"""What a person runs: train, sweep, account."""
+"""What a person runs: train, sweep, account, report."""

@@ -82,7 +82,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     costs = {name: epsilon(ledger, at, name) for name in names}
     _print(ledger, sources, at, costs, cfg.epsilon)
     if cfg.figure is not None:
-        from dpexp.figures import trade_off
+        from dpexp.showing.spending import trade_off
 
         trade_off(ledger, at, names).savefig(cfg.figure, dpi=150)
         console.print(f"Figure: {cfg.figure}", soft_wrap=True)

@@ -1,5 +1,6 @@
 """What a composed configuration asks for, made: module, plan, callback, Trainer."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,7 +19,6 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
-from dpexp.showing import terminal
 from dpexp.training.classifier import Classifier
 
 
@@ -100,16 +99,33 @@ def module_of(cfg: DictConfig) -> pl.LightningModule:
         refuse_mixing_layers(model)
     if isinstance(model, pl.LightningModule):
         return model
-    module = Classifier(
-        model,
-        make("optimizer", cfg.optimizer, _partial_=True),
-        make("scheduler", cfg.scheduler, _partial_=True) if cfg.scheduler else None,
-    )
+    return Classifier(model, make("optimizer", cfg.optimizer, _partial_=True))
+
+
+def make_small(cfg: DictConfig) -> None:
+    """debug=true: whether a job runs through, without leaving anything in MLflow."""
+    cfg.sampling.steps, cfg.sampling.epochs, cfg.tracking.uri = 3, None, None
+    OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
+
+
+def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> None:
+    """Lets a classifier follow the configuration's schedule, now that the number of rounds is known.
+
+    Raises:
+        ConfigError: optimizer or scheduler cannot be made, or are chosen for a module that has its own.
+    """
+    cfg.rounds = rounds
+    if not isinstance(module, Classifier):
+        chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
+        if chosen:
+            raise ConfigError(f"{chosen[0]} would be ignored: {type(module).__name__} configures its own.")
+        return
+    if cfg.scheduler:
+        module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
     try:
         module.configure_optimizers()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer or scheduler: {error}.") from error
-    return module
 
 
 def check_device(cfg: DictConfig) -> None:
@@ -141,42 +157,6 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCal
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
     )
-
-
-def trainer_for(
-    cfg: DictConfig, plan: PrivacyPlan | None, callback: PrivacyCallback | None, output: Path
-) -> pl.Trainer:
-    policy = plan.sampling if plan else policy_of(cfg)
-    rounds = plan.rounds if plan else rounds_of(cfg)
-    per_epoch = max(1, round(policy.rounds_per_epoch))
-    bar = terminal.RoundBar(rounds, callback)
-    try:
-        return pl.Trainer(
-            accelerator=cfg.trainer.accelerator,
-            devices=_devices(cfg),
-            precision=cfg.trainer.precision,
-            max_epochs=-1,
-            max_steps=rounds,
-            check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.evaluations))),
-            limit_val_batches=1.0 if cfg.trainer.evaluations else 0,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            logger=False,
-            callbacks=[callback, bar] if callback else [bar],
-            default_root_dir=output,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-        )
-    except Exception as error:  # Lightning raises many types for what is always a wrong value
-        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from error
-
-
-def _devices(cfg: DictConfig) -> int | list[int]:
-    """One; trials of a sweep take turns among several GPUs."""
-    hydra = HydraConfig.get()
-    if cfg.trainer.accelerator in ("gpu", "cuda") and hydra.mode == RunMode.MULTIRUN and torch.cuda.device_count() > 1:
-        return [hydra.job.num % torch.cuda.device_count()]
-    return 1
 
 
 def policy_of(cfg: DictConfig) -> Policy:

@@ -19,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
-COMMANDS = ("account", "evaluate", "predict", "report", "version", "help")
+COMMANDS = ("account", "evaluate", "predict", "report", "resume", "version", "help")
 # What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its module).
 EXTRAS = {
     "joblib": ("joblib", "hydra_joblib_launcher"),

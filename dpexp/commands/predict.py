@@ -57,12 +57,20 @@ def predict(arguments: Sequence[str]) -> DataFrame | None:
     return table
 
 
+def _table(path: Path) -> np.ndarray:
+    """Rows of numbers, with a first line of names (of which 0, 1, 2, … are some) or without."""
+    first = read_csv(path, header=None, nrows=1)
+    names = not all(np.issubdtype(kind, np.number) for kind in first.dtypes)
+    named = names or [*first.iloc[0]] == [*range(first.shape[1])]
+    return read_csv(path, header=0 if named else None).to_numpy()
+
+
 def _inputs(path: Path, cfg: DictConfig) -> Tensor:
     readers: dict[str, Any] = {
         ".npy": lambda: np.load(path, allow_pickle=False),
         ".npz": lambda: next(iter(np.load(path, allow_pickle=False).values())),
         ".pt": lambda: torch.load(path, weights_only=True).numpy(),
-        ".csv": lambda: read_csv(path).to_numpy(),
+        ".csv": lambda: _table(path),
     }
     if path.suffix not in readers:
         raise ConfigError(f"data={path} must be a file that ends in {', '.join(readers)}.")
@@ -70,6 +78,8 @@ def _inputs(path: Path, cfg: DictConfig) -> Tensor:
         x = torch.as_tensor(np.asarray(readers[path.suffix]()))
     except (OSError, ValueError, TypeError, AttributeError, StopIteration, zipfile.BadZipFile, RuntimeError) as error:
         raise ConfigError(f"data={path} cannot be read: {' '.join(str(error).split())}") from error
+    if not x.dim() or not len(x):
+        raise ConfigError(f"data={path} holds no inputs.")
     x = x.float() if x.is_floating_point() or path.suffix == ".csv" else x
     shape = list(cfg.data.get("shape") or [])
     if shape and x.dim() == 2 and x[0].numel() == int(np.prod(shape)):

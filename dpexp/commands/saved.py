@@ -35,6 +35,7 @@ def keep(
     data: pl.LightningDataModule,
     result: dict[str, Any],
     output: Path,
+    run_id: str | None,
 ) -> dict[str, str]:
     """Writes weights, card, and MLflow's own form of the model into the job's folder.
 
@@ -47,7 +48,7 @@ def keep(
     about = {"private": str(result["private"]), "rounds": str(result["rounds"])}
     if "epsilon" in result:
         accountant, epsilon = next(iter(result["epsilon"].items()))
-        about |= {"epsilon": f"{epsilon:.6g}", "delta": f"{result['delta']:g}", "adjacency": result["adjacency"]}
+        about |= {"epsilon": repr(epsilon), "delta": f"{result['delta']:g}", "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
     save_weights(model, output / WEIGHTS, about)
     risk = {}
@@ -55,7 +56,7 @@ def keep(
         errors = type_two_errors(read_ledger(output / "ledger.jsonl"), [*_FALSE_POSITIVES.values()], reported(cfg))
         risk = {name: 1 - float(error) for name, error in zip(_FALSE_POSITIVES, errors, strict=True)}
     choices = HydraConfig.get().runtime.choices
-    text = card({name: str(choices.get(name)) for name in _SECTIONS}, result, plan, risk, str(output))
+    text = card({name: str(choices.get(name)) for name in _SECTIONS}, result, plan, risk, run_id or str(output))
     (output / CARD).write_text(text)
     try:
         example = _example(data)
@@ -89,6 +90,7 @@ def restored(folder: Path) -> tuple[DictConfig, pl.LightningModule]:
     """A job's configuration, and its module with the trained weights."""
     cfg = OmegaConf.load(folder / "config.yaml")
     assert isinstance(cfg, DictConfig)
+    pl.seed_everything(cfg.seed, verbose=False)  # a model may hold what is drawn when it is made
     module = module_of(cfg)
     load_weights(bare(module), folder / WEIGHTS)
     return cfg, module
@@ -117,6 +119,6 @@ def located(run: str | Path, uri: str | None) -> Iterator[Path]:
 
 
 def _example(data: pl.LightningDataModule) -> Tensor:
-    """A record of the test set, which is taken as public."""
+    """Two records of the test set, which is taken as public."""
     x, *_ = next(iter(data.test_dataloader()))
-    return x[:1]
+    return x[:2]

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.commands.values import refuse_taken
 from dpexp.errors import ConfigError
+from dpexp.showing.best import best_of_trials as _best
 
 if TYPE_CHECKING:
     from dpexp.accounting.ledger import Ledger
@@ -189,13 +190,6 @@ def conclude(interrupted: bool, broken: bool) -> None:
         raise ConfigError(
             f"the sweep's parent run could not be ended; start the same command again. {words}"
         ) from error
-
-
-def _best(frame: Any) -> Any:
-    """The most accurate private trial, or without any the most accurate."""
-    done = frame[(frame["status"] == "FINISHED") & frame["test_accuracy"].notna()]
-    done = done[done["epsilon"].notna()] if done["epsilon"].notna().any() else done
-    return None if done.empty else done.loc[done["test_accuracy"].idxmax()]
 
 
 def _note(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence: str) -> str:

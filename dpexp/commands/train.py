@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,35 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.commands.building import (
     accountants,
+    add_scheduler,
     callback_for,
     check_device,
     is_private,
     make,
+    make_small,
     module_of,
     plan_for,
     policy_of,
     quieten,
-    trainer_for,
+    rounds_of,
 )
+from dpexp.commands.lightning import CHECKPOINT, trainer_for
+from dpexp.commands.resume import check_resumable
 from dpexp.commands.saved import keep
 from dpexp.commands.values import check, refuse_taken, reported
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
-from dpexp.tracking.run import Tracked, finished_trial, track
+from dpexp.tracking.run import Tracked, finished_trial, track, unfinished_trial
 from dpexp.tracking.store import SAME
-from dpexp.training.watch import Watch
+from dpexp.training.checkpoints import LastWeights
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -54,17 +60,30 @@ def run(cfg: DictConfig) -> float | None:
         return _objective_of(metrics, cfg.objective)
     _use_threads(cfg)
     output = Path(HydraConfig.get().runtime.output_dir)
-    refuse_taken(output)
+    earlier = unfinished_trial(cfg) if cfg.tracking.resume else None
+    if earlier is not None and (earlier / CHECKPOINT).exists():
+        output, cfg.checkpoint.resume = earlier, True
+    if not cfg.checkpoint.resume:
+        refuse_taken(output)
+    if cfg.debug:
+        make_small(cfg)
     pl.seed_everything(cfg.seed, verbose=False)
+    module = module_of(cfg)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
-    module = module_of(cfg)
     check_device(cfg)
     plan = plan_for(cfg, module) if cfg.privacy.enabled else None
+    add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
+    callback = callback_for(cfg, plan, output) if plan else None
+    trainer = trainer_for(cfg, plan, callback, output)
     output.mkdir(parents=True, exist_ok=True)
+    if cfg.checkpoint.resume:
+        check_resumable(cfg, output)
     (output / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     terminal.announce(cfg, plan)
     with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
-        result = _trained(cfg, plan, module, data, output, tracked) if cfg.train else _planned(cfg, plan)
+        result = (
+            _trained(cfg, plan, module, data, trainer, output, tracked) if cfg.train else _planned(cfg, plan)
+        )  # fmt: skip
         result["mlflow_run_id"] = tracked.run_id if tracked else None
         (output / "result.json").write_text(json.dumps(result, indent=2))
         if tracked:
@@ -78,12 +97,10 @@ def _trained(
     plan: PrivacyPlan | None,
     module: pl.LightningModule,
     data: pl.LightningDataModule,
+    trainer: pl.Trainer,
     output: Path,
     tracked: Tracked | None,
 ) -> dict[str, Any]:
-    callback = callback_for(cfg, plan, output) if plan else None
-    trainer = trainer_for(cfg, plan, callback, output)
-    trainer.callbacks.insert(0, Watch(trainer.max_steps))  # type: ignore[attr-defined]
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
@@ -93,19 +110,43 @@ def _trained(
         data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
     started = time.monotonic()
     try:
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
+    except MisconfigurationException as error:
+        raise ConfigError(f"trainer or callbacks: {' '.join(str(error).split())}") from error
     seconds = time.monotonic() - started
-    tested = trainer.test(module, datamodule=data, verbose=False)
-    metrics = {name: value for part in tested for name, value in part.items()}
+    metrics = _tested(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
-    about = keep(cfg, plan, module, data, result, output)
-    if tracked:
-        tracked.log_model(about, result["rounds"])
+    try:
+        about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
+    except Exception as error:  # of a model that cannot be written: what was spent and measured is not lost with it
+        warnings.warn(f"the model could not be kept: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    else:
+        if tracked:
+            tracked.log_model(about, result["rounds"])
     return result
+
+
+def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
+    """The test set's metrics; where weights were averaged, also those of the last weights, as `…_unaveraged`."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    last = next((callback.weights for callback in callbacks if isinstance(callback, LastWeights)), None)
+    metrics = _test(module, data, trainer)
+    if last is not None:
+        averaged = {name: value.clone() for name, value in module.state_dict().items()}
+        module.load_state_dict(last)
+        metrics |= {f"{name}_unaveraged": value for name, value in _test(module, data, trainer).items()}
+        module.load_state_dict(averaged)
+    return metrics
+
+
+def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
+    return {
+        name: value for part in trainer.test(module, datamodule=data, verbose=False) for name, value in part.items()
+    }
 
 
 def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:

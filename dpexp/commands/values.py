@@ -76,7 +76,7 @@ def _not_numbers(node: Any, key: str = "") -> Iterator[str]:
 def _check_objects(cfg: DictConfig) -> None:
     for key in OBJECTS:
         node = OmegaConf.select(cfg, key)
-        if node is None and key == "scheduler":
+        if not node and key == "scheduler":
             continue
         if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
             shown = "null" if node is None else str(node)

@@ -1,6 +1,7 @@
 """The Lightning callback that carries out a privacy plan."""
 
 import math
+import warnings
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from dpexp.privacy.refusals import (
 )
 
 EPSILON_READINGS = 20
+_ALONE = 8  # records of a chunk, to say that each is processed alone
 
 
 class PrivacyCallback(pl.Callback):
@@ -88,6 +90,7 @@ class PrivacyCallback(pl.Callback):
         self._awaited = False  # a sample was begun and has not been processed
         self._released = False  # the round has
         self._company_tried = False
+        self._said_alone = False
         self._step_of_its_own: Any = None
         self._rounds: Rounds | None = None
         self._ledger: LedgerWriter | None = None
@@ -251,11 +254,21 @@ class PrivacyCallback(pl.Callback):
                 else:
                     with signals_wait():
                         self._process(pl_module, loss_of, records)
+            if len(parts) > _ALONE and not self._said_alone and all(getattr(p, "size", 1) == 1 for p in parts):
+                self._said_alone = True
+                warnings.warn(
+                    "data: no two records of a batch look alike, so that each is processed alone, which is slow: they "
+                    "hold tensors of different shapes, or values that are no tensors and differ; leave out of a batch "
+                    "what training_step does not use."
+                )
         engine.finish()
 
     def _process(self, pl_module: pl.LightningModule, loss_of: Any, records: Records) -> None:
         assert self._engine
-        records = records.to(pl_module.device)
+        try:
+            records = records.to(pl_module.device)
+        except Exception as error:
+            return self._engine.fail(records.size, error)
         if records.size > 1 and not self._company_tried:
             self._company_tried = True
             refuse_company(pl_module, loss_of, records.batch, pl_module.device, self._engine.around)

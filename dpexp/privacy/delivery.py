@@ -153,8 +153,8 @@ def _kind(item: Any) -> Hashable:
     parts = item.items() if kind is dict else enumerate(item) if kind in (tuple, list) else None
     if parts is None:
         return None
-    kinds = [(key, _kind(part)) for key, part in parts]
-    return None if any(part is None for _, part in kinds) else (kind, *kinds)
+    kinds = [(type(key), repr(key), _kind(part)) for key, part in parts]
+    return None if any(part is None for *_, part in kinds) else (kind, *kinds)
 
 
 def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[Records | Failed]:
@@ -177,7 +177,7 @@ def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[Re
 
 def _equal(known: TreeSpec, structure: TreeSpec) -> bool:
     try:
-        return bool(known == structure)
+        return bool(known == structure) and repr(known) == repr(structure)  # 1 equals True, and is another key
     except Exception:  # a container of the user's that cannot be compared
         return False
 

@@ -1,6 +1,8 @@
 """A model card: what a model was trained on, what it may cost those whose data that was, and how to use it."""
 
+import math
 from collections.abc import Mapping
+from decimal import ROUND_UP, Context, Decimal
 from typing import Any
 
 from dpexp.privacy.plan import PrivacyPlan
@@ -47,16 +49,24 @@ def card(
     return "\n".join(lines)
 
 
+def _up(value: float, digits: int) -> str:
+    """Rounded up, so that what is shown holds."""
+    if not math.isfinite(value) or value <= 0:
+        return f"{value:g}"
+    return str(Decimal(value).normalize(Context(prec=digits, rounding=ROUND_UP)))
+
+
 def _guarantee(result: Mapping[str, Any], plan: PrivacyPlan, risk: Mapping[str, float]) -> list[str]:
     adjacency = NEIGHBOURS[plan.adjacency]
     lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {result['delta']:g} and", ""]
     lines += ["| accountant | ε |", "|---|---|"]
-    lines += [f"| {name} | {value:.4g} |" for name, value in result["epsilon"].items()]
+    lines += [f"| {name} | {_up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
     if risk:
         lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
         lines += [
-            f"| {alpha} of those who were not there | {found:.2%} of those who were |" for alpha, found in risk.items()
+            f"| {alpha} of those who were not there | {_up(100 * found, 3)} % of those who were |"
+            for alpha, found in risk.items()
         ]
         lines.append("")
     q, n = plan.sampling.q, plan.n

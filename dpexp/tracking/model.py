@@ -23,7 +23,7 @@ def save_as_mlflow(module: nn.Module, example: Tensor, outputs: Tensor, folder: 
     """Writes MLflow's model folder, without a server.
 
     Args:
-        example: inputs [B, …] that may be shown to anyone; outputs: what the module makes of them.
+        example: inputs [2, …] that may be shown to anyone; outputs: what the module makes of them.
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -34,7 +34,7 @@ def save_as_mlflow(module: nn.Module, example: Tensor, outputs: Tensor, folder: 
             signature=infer_signature(example.numpy(), outputs.numpy()),
             input_example=example.numpy(),
             pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _NEEDED],
-            serialization_format="pickle",
+            serialization_format="pt2",  # the graph of what is computed, and no more of the module
         )
 
 

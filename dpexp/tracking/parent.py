@@ -5,7 +5,9 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,23 @@ from mlflow.entities import Param, Run, ViewType
 from omegaconf import DictConfig
 from pandas import DataFrame
 
-from dpexp import figures
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
+from dpexp.showing.configurations import configurations, finished, targets, trained
+from dpexp.showing.frontier import compared, frontier
+from dpexp.showing.panels import NotDrawn
+from dpexp.showing.settings import held
+from dpexp.showing.swept import against, needed, numbers_swept, progress
 from dpexp.tracking.origin import origin, write_patch
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
-from dpexp.tracking.run import NAME, OUTPUT, PARENT, params
-from dpexp.tracking.store import HOST, end_dead_runs, open_store
+from dpexp.tracking.run import NAME, PARENT, params
+from dpexp.tracking.store import HOST, OUTPUT, end_dead_runs, open_store
 from dpexp.tracking.unswept import unswept
 from dpexp.tracking.views import address, show_columns
 
 MOST = 10_000  # trials of a sweep
-_MOST = 6  # trials in a figure of their progress
+_MOST = 6  # configurations in a figure of their progress
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ class Parent:
         earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
         for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # what holds no more is withdrawn
             self._client.log_metric(self.run_id, key, value)
-        self._client.set_tag(self.run_id, "mlflow.note.content", note)
+        drawn, omitted = self._figures(frame) if not frame.empty else ({}, [])
+        self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
         if not frame.empty:
             text = io.StringIO()
             frame.to_csv(text, index=False)
@@ -148,32 +155,44 @@ class Parent:
                 self._client.log_text(self.run_id, table, "trials.json")
             else:
                 self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
-            for name, figure in self._figures(frame).items():
+            for name, figure in drawn.items():
                 output.mkdir(parents=True, exist_ok=True)
                 figure.savefig(output / name, dpi=150)
                 self._client.log_artifact(self.run_id, str(output / name))
         self._client.set_terminated(self.run_id, status)
         os.environ.pop(PARENT, None)
 
-    def _figures(self, frame: DataFrame) -> dict[str, Figure]:
-        done = frame[frame["status"] == "FINISHED"]
-        trained = bool(done["test_accuracy"].notna().any())
-        drawn: dict[str, Figure] = {}
-        if trained and figures.drawn(done)["level"].nunique() > 1:
-            drawn["frontier.png"] = figures.frontier(done)
-        elif trained:
-            drawn["accuracy.png"] = figures.compared(done)
-        for key in figures.numbers_swept(done):
-            drawn[f"{key.rpartition('.')[2]}.png"] = figures.against(done, key)
-        if figures.targets(done).nunique() > 1:
-            drawn["needed.png"] = figures.needed(done)
-        if trained:
-            best = done.sort_values("test_accuracy", ascending=False).head(_MOST)
-            names = _distinct(best["name"].tolist())
-            histories = {name: self._history(run) for name, run in zip(names, best["run_id"], strict=True)}
-            if any(len(history) > 2 for history in histories.values()):
-                drawn["progress.png"] = figures.progress(histories)
-        return drawn
+    def _figures(self, frame: DataFrame) -> tuple[dict[str, Figure], list[str]]:
+        """The figures by the name of their file; and why others are not drawn."""
+        runs = trained(frame)
+        draw: dict[str, Callable[[], Figure]] = {}
+        if runs["level"].nunique() > 1:
+            draw["frontier.png"] = lambda: frontier(frame)
+        elif len(runs):
+            draw["accuracy.png"] = lambda: compared(frame)
+        swept = numbers_swept(frame)
+        ends = [key.rpartition(".")[2] for key in swept]
+        for key, end in zip(swept, ends, strict=True):
+            draw[f"{end if ends.count(end) == 1 else key}.png"] = partial(against, frame, key)
+        if targets(finished(frame)).nunique() > 1:
+            draw["needed.png"] = lambda: needed(frame)
+        drawn, omitted = {}, []
+        for name, figure in draw.items():
+            try:
+                drawn[name] = figure()
+            except NotDrawn as why:
+                omitted.append(f"{name} is not drawn. {why}")
+        return drawn | self._progress(runs), omitted
+
+    def _progress(self, runs: DataFrame) -> dict[str, Figure]:
+        """The trainings of the configurations with the highest mean accuracy."""
+        points, _ = configurations(runs)
+        best = points.sort_values("accuracy", ascending=False).head(_MOST)
+        histories = {row["label"]: [*map(self._history, row["run_ids"])] for row in best.to_dict("records")}
+        if not any(len(history) > 2 for trainings in histories.values() for history in trainings):
+            return {}
+        some = f"The {len(best)} best of {len(points)} configurations." if len(best) < len(points) else ""
+        return {"progress.png": progress(histories, held(runs), some)}
 
     def _history(self, run_id: str) -> list[tuple[float, float]]:
         """(ε, test accuracy) at each evaluation during training."""
@@ -184,12 +203,3 @@ class Parent:
     @property
     def address(self) -> str:
         return address(self._uri, self._experiment)
-
-
-def _distinct(names: list[str]) -> list[str]:
-    """Names of trials without the overrides that all of them share."""
-    parts = [name.split(", ") for name in names]
-    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    return [
-        ", ".join(part for part in own if part not in shared) or name for own, name in zip(parts, names, strict=True)
-    ]

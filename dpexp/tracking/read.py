@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
 from dpexp.errors import ConfigError
-from dpexp.tracking.store import SAME
+from dpexp.tracking.store import OUTPUT, SAME
 
 
 @contextmanager
@@ -36,6 +36,21 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
         yield folder
 
 
+def output_of(uri: str, run_id: str) -> Path:
+    """The folder of a run's job on this machine.
+
+    Raises:
+        ConfigError: there is no such run, or its folder is not here.
+    """
+    try:
+        folder = _existing(uri).get_run(run_id).data.tags.get(OUTPUT, "")
+    except (ConfigError, MlflowException) as error:
+        raise ConfigError(f"{run_id} is neither a folder nor a run of {uri}: {' '.join(str(error).split())}") from error
+    if not folder or not Path(folder).is_dir():
+        raise ConfigError(f"the folder {folder} of the MLflow run {run_id} is not on this machine.")
+    return Path(folder)
+
+
 def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> None:
     """Adds metrics to a run that has ended."""
     MlflowClient(tracking_uri=uri).log_batch(
@@ -46,7 +61,9 @@ def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> 
 PAGE = 1000  # runs a request
 _NUMBERS = ("epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "q", "knob_value", "delta")
 _TAGS = ("data", "model", "group", "mechanism", "bound", "allocation", "sampling")
-_ASIDE = ("seed", "draw", "objective", "privacy.noise_seed")  # parameters that repeat a configuration or move it about
+# Parameters that repeat a configuration or move it about. Not draw: private selection covers one draw by itself,
+# never a mean of several.
+_ASIDE = ("seed", "objective", "privacy.noise_seed")
 TRIAL = (
     "run_id", "parent_id", "trial", "name", "start", "status", "error", "private", *_TAGS, "configuration", "seed",
     "accountant", "knob", *_NUMBERS,

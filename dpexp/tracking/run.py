@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run
 from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig, OmegaConf
@@ -24,20 +25,20 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far, write_ledger
 from dpexp.config import COMMAND
 from dpexp.errors import ConfigError
-from dpexp.figures import epsilon_over_rounds
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.showing.terminal import kept_for_later, plan_json
 from dpexp.tracking.model import check_name
 from dpexp.tracking.origin import origin, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
-from dpexp.tracking.store import SAME, end_dead_runs, open_store
+from dpexp.tracking.store import HOST, OUTPUT, SAME, end_dead_runs, open_store
 from dpexp.tracking.unswept import swept_keys
 from dpexp.tracking.views import address, show_columns
 
 _PARAM_LIMIT = 6000
 NAME = 250  # characters of a run's name
-OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
-_NAMELESS = ("sweep=", "tracking", "hydra")  # overrides that do not tell runs apart
+RUN = "mlflow_run_id"  # a file of the job's folder
+_NAMELESS = ("sweep=", "tracking", "hydra", "checkpoint")  # overrides that do not tell runs apart
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
 
 
@@ -86,11 +87,13 @@ class Tracked:
             check_name(client, cfg.register)
         try:
             end_dead_runs(client, experiment_id)
-            run = client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
+            run = _reopened(client, output) if cfg.checkpoint.resume else None
+            run = run or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
         except MlflowException as error:
             raise ConfigError(f"tracking.uri={uri} cannot be used: {' '.join(str(error).split())}") from error
         self.run_id: str = run.info.run_id
         client.set_tag(self.run_id, OUTPUT, str(output.resolve()))
+        (output / RUN).write_text(self.run_id)
         self._unsent = Path(cfg.tracking.unsent)
         send_unsent(client, uri, self._unsent)
         show_columns(client, experiment_id)
@@ -189,7 +192,8 @@ def track(
     status, reason = "FAILED", None
     before = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
     try:
-        run.log_start()
+        if not cfg.checkpoint.resume:
+            run.log_start()
         yield run
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
@@ -244,7 +248,7 @@ def trial_key(cfg: DictConfig) -> str:
     """Trials of the same resolved configuration are the same trial, wherever they are tracked."""
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
-    aside = ["tracking"]
+    aside = ["tracking", "rounds", "checkpoint", "register"]
     if not cfg.privacy.enabled:  # twins of whatever is private
         aside += ["privacy", "group", "bound", "mechanism", "allocation", "accountant", "calibrate", "schedule"]
     content = {section: value for section, value in content.items() if section not in aside}
@@ -263,6 +267,32 @@ def finished_trial(cfg: DictConfig) -> Run | None:
         max_results=1,
     )
     return found[0] if found else None
+
+
+def unfinished_trial(cfg: DictConfig) -> Path | None:
+    """The folder of this trial, if an earlier start of the same sweep began it on this machine and was interrupted."""
+    if cfg.tracking.uri is None or parent_id() is None:
+        return None
+    client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+    end_dead_runs(client, experiment_id)
+    found = client.search_runs(
+        [experiment_id],
+        f"attributes.status = 'KILLED' and tags.`mlflow.parentRunId` = '{parent_id()}' "
+        f"and tags.`dpexp.trial` = '{trial_key(cfg)}' and tags.`dpexp.host` = '{HOST}'",
+        max_results=1,
+    )
+    return Path(found[0].data.tags[OUTPUT]) if found and OUTPUT in found[0].data.tags else None
+
+
+def _reopened(client: MlflowClient, output: Path) -> Run | None:
+    """The run of the job that is gone on with; None if it was not tracked, or elsewhere."""
+    try:
+        run = client.get_run((output / RUN).read_text())
+        client.update_run(run.info.run_id, status="RUNNING")
+        client.set_tag(run.info.run_id, "dpexp.pid", str(os.getpid()))
+    except (OSError, MlflowException):
+        return None
+    return run
 
 
 def record_failure(cfg: DictConfig, error: Exception) -> None:

@@ -18,6 +18,7 @@ from dpexp.errors import ConfigError
 HOST = socket.gethostname()
 SAME = {"noise": "noise_multiplier", "q_at_fixed_z": "q", "steps": "rounds"}  # calibrated knob -> metric that has it
 _PATIENCE = 120  # seconds for others that open the same database
+OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
 
 
 def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[MlflowClient, str]:

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 _ANYWHERE = ("experiment", "sweep")  # groups whose options set keys of every section
+_OF_A_TRIAL = ("hydra", "rounds", "checkpoint")  # what each trial fills in itself
 
 
 def swept_keys(overrides: Sequence[str], sweeper: DictConfig) -> set[str]:
@@ -23,7 +24,7 @@ def unswept(cfg: DictConfig) -> dict[str, Any]:
     swept = swept_keys([str(override) for override in cfg.hydra.overrides.task], cfg.hydra.sweeper)
     if swept.intersection(_ANYWHERE):
         return {}
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in _OF_A_TRIAL])
     OmegaConf.set_struct(own, False)
     for key in swept:
         OmegaConf.update(own, key, "???", merge=False)

@@ -26,7 +26,7 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.model = model
         self._optimizer = optimizer
-        self._scheduler = scheduler
+        self.scheduler = scheduler
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
@@ -58,7 +58,7 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.parameters())
-        if self._scheduler is None:
+        if self.scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self._scheduler(optimizer), "interval": "step"}
+        scheduler = {"scheduler": self.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}

@@ -69,6 +69,9 @@ class Capture(Guard):
                 attended = multi_head_attention(*args, **kwargs)
             if attended is not None:
                 return attended
+        if func in _EMBEDDINGS and _PADDING.intersection(_named(func, args, kwargs)):
+            # vmap's own rule makes one table of all records', in which it no longer knows the padding.
+            raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
         args, kwargs = self.with_copies(args), self.with_copies(kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
@@ -138,6 +141,25 @@ _BACKWARD = {
     Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
     torch.autograd.grad, torch.autograd.backward,
 }  # fmt: skip
+
+
+_EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
+_PADDING = {"padding_idx", "scale_grad_by_freq"}
+
+
+def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:
+    """The names of arguments that were given, and are neither None nor False."""
+    order = {
+        F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
+        F.embedding_bag: ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode",
+                          "sparse", "per_sample_weights", "include_last_offset", "padding_idx"),
+        torch.embedding: ("weight", "input", "padding_idx", "scale_grad_by_freq"),
+    }.get(func, ())  # fmt: skip
+    given = dict(zip(order, args, strict=False)) | kwargs
+    without = func is torch.embedding and given.get("padding_idx") == -1
+    named = {name for name in _PADDING if given.get(name) is not None and given[name] is not False}
+    named -= {"padding_idx"} if without else set()
+    return named | ({"padding_idx"} if func is torch.embedding_bag else set())
 
 
 def _inner(tensor: Tensor) -> Tensor:

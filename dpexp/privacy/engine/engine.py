@@ -40,10 +40,12 @@ _SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
 
 @dataclass
 class _Way:
-    """How records of one look are processed: all together, but for some modules; or wholly one at a time."""
+    """How records of one look are processed: all together, but for some modules; or wholly one at a time. Once it works
+    for records together it stays, whatever a single one may need."""
 
     looped: set[str] = field(default_factory=set)
     singly: bool = False
+    works: bool = False
 
 
 @dataclass
@@ -242,7 +244,8 @@ class Engine:
             raise NoLoss(_ONE_LOSS)
         total = losses.sum()
         with torch.no_grad():
-            _backward(total, chunk.state)
+            if _backward(total, chunk.state) is not None:
+                raise RuntimeError("a backward pass catches an error, which may be of one record alone.")
         if of_python() != drawn:
             raise RuntimeError(
                 "training_step draws random numbers by Python's or NumPy's generator, once for all records."
@@ -266,27 +269,41 @@ class Engine:
                 raise
             except Exception as reason:
                 self._restore(chunk.state)
-                others = [i for i in range(chunk.size) if self._runs_alone(chunk.part([i]), way)]
-                if 0 < len(others) < chunk.size:  # it was the fault of some
-                    self._accumulate(chunk.part(others))
-                    self._accumulate_singly(chunk.part([i for i in range(chunk.size) if i not in others]))
-                    return
+                if chunk.size > 1 and (way.works or self._some_run_alone(chunk, way)):  # it is the fault of some
+                    apart = self._apart(chunk, way, [*range(chunk.size)])
+                    together = [i for i in range(chunk.size) if i not in apart]
+                    if together and apart:
+                        self._accumulate(chunk.part(together))
+                        self._accumulate_singly(chunk.part(sorted(apart)))
+                        return
                 self._give_up(way, reason)
                 continue
             self._restore(chunk.state)
             with full_precision(losses.device), torch.no_grad():
                 self._clip_and_add(uses, losses)
             self._succeeded = added = True
+            known.works = known.works or way.looped == known.looped
         if way.singly:
             added = self._accumulate_singly(chunk)
-        if way != known and added:
+        if way != known and added and not known.works:
             self._warn_of_slowness(way)
             self._ways[look] = way
 
-    def _runs_alone(self, chunk: "_Chunk", way: _Way) -> bool:
-        """Whether a record by itself could be one of several that are processed together."""
-        if chunk.size == 0:
-            return False
+    def _some_run_alone(self, chunk: "_Chunk", way: _Way) -> bool:
+        """Whether the first or the last record by itself could be one of several that are processed together."""
+        return self._run(chunk.part([0]), way) or self._run(chunk.part([chunk.size - 1]), way)
+
+    def _apart(self, chunk: "_Chunk", way: _Way, rows: list[int]) -> set[int]:
+        """Those of some rows that cannot be processed together with others, found by halves."""
+        if self._run(chunk.part(rows), way):
+            return set()
+        if len(rows) == 1:
+            return {*rows}
+        half = len(rows) // 2
+        return self._apart(chunk, way, rows[:half]) | self._apart(chunk, way, rows[half:])
+
+    def _run(self, chunk: "_Chunk", way: _Way) -> bool:
+        """Whether records can be processed together."""
         try:
             self._uses_together(chunk, way)
         except _NOT_OF_A_RECORD:
@@ -335,6 +352,12 @@ class Engine:
             norms = sum(uses[name].squared_norms() / alpha**2 for alpha, name in members).sqrt()  # type: ignore[union-attr]
             finite = torch.isfinite(norms)
             observation[f"norm/{group.name}"] = norms
+            if len(norms) > 1 and not norms.is_cuda and "finite" not in self._said and not finite.any():
+                self._said.add("finite")
+                warnings.warn(
+                    f"group {group.name}: no gradient of a whole chunk of records is finite; they contribute nothing, "
+                    "and what is released is noise."
+                )
             to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
             c = {
                 dtype: clip_factors(norms, group.S, dtype) for dtype in {self._sums[name].dtype for _, name in members}
@@ -357,7 +380,7 @@ def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
 
 def _look(leaves: list[Any]) -> Hashable:
     """Equal for records that are processed in the same way."""
-    return tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -383,10 +406,13 @@ def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:
                 yield group, alpha, name
 
 
-def _backward(loss: Tensor, state: State) -> None:
-    """Like torch.autograd.backward, which would put the guard aside: the model's own code may run in here."""
+def _backward(loss: Tensor, state: State) -> Exception | None:
+    """Like torch.autograd.backward, which would put the guard aside: the model's own code may run in here. Returns an
+    error that was caught there."""
+    guard = Guard(state)
     if loss.requires_grad:
-        with full_precision(loss.device), Guard(state):
+        with full_precision(loss.device), guard:
             _engine_run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
+    return guard.error

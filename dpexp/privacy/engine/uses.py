@@ -132,7 +132,7 @@ class Convolved(Use):
     gradients themselves, a few records at a time. The weighted sum is the gradient of the weighted chunk.
 
     Args:
-        images, g: [B, N, d, *space] and [B, N, p, *space], with the N images that one record may hold.
+        images: [B, N, d, *space], with the N images that one record may hold; g: [B, N, p, *space].
         weight_gradient: images [N, …] and output gradients [N, …] -> the weight's gradient summed over them.
         unfold: images -> [B, T, d·k], the inputs of each of the T output positions; None forbids Gram matrices.
         weight: [p, d, *kernel]; positions: how many terms each number of its gradient is the sum of.

@@ -110,7 +110,7 @@ class State:
             known.add(id(thing))
             if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
                 self._kept.append(kept := KeptDict(thing, parent, key, own or key in _OF_MODULES))
-                ways += [(value, kept, name, False) for name, value in thing.items()]
+                ways += [(v, kept, name, False) for name, v in thing.items() if type(v) not in _ATOMS]
                 continue
             if isinstance(thing, Tensor) and thing.is_inference():
                 continue  # which nothing can change
@@ -135,7 +135,9 @@ class State:
 
 
 def _version(tensor: Tensor) -> tuple:
-    return (0 if tensor.is_inference() else tensor._version), tensor.shape, tensor.requires_grad and tensor.data_ptr()
+    """Another one as soon as a tensor is written to, or exchanged."""
+    placed = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return (0 if tensor.is_inference() else tensor._version), tensor.shape, tensor.data_ptr() if placed else 0
 
 
 def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
@@ -144,7 +146,7 @@ def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(thing, dict):
         return [*dict.items(thing), *_own(thing)]
     if isinstance(thing, list | tuple | set | frozenset | deque):
-        return [*((_ELEMENT, value) for value in thing), *_own(thing)]
+        return [*((_ELEMENT, value) for value in thing if type(value) not in _ATOMS), *_own(thing)]
     if isinstance(thing, Tensor):
         return _own(thing) if vars(thing) else ()
     if isinstance(thing, nn.Module):

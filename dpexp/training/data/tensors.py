@@ -9,7 +9,7 @@ class TensorData(pl.LightningDataModule):
     """Training and test sets of (x, y) tensors.
 
     Args:
-        train, test: (x [N, ...], y [N]).
+        train: (x [N, ...], y [N]); test: likewise.
         batch_size: of the loaders. Private training draws its own samples from the training loader's data set.
         workers: loader processes.
     """

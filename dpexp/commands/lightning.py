@@ -1,0 +1,133 @@
+"""The Lightning Trainer of a job: which of its options are honoured, and which are refused because something else has
+their place."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from dpexp.commands.building import make, policy_of, rounds_of
+from dpexp.errors import ConfigError
+from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing.terminal import RoundBar
+from dpexp.training.checkpoints import Checkpoints, LastWeights
+from dpexp.training.watch import Watch
+
+OWN = ("physical_batch", "workers", "threads", "evaluations")  # keys of `trainer` that are not Lightning's
+_ROUNDS = "the plan says how many rounds there are; give sampling.steps or sampling.epochs"
+_SAMPLES = "each round's sample is drawn as sampling says, from all of the training set"
+_ONE_DEVICE = "a job trains on one device; the trials of a sweep take turns among several"
+REFUSED = {
+    "strategy": _ONE_DEVICE,
+    "devices": _ONE_DEVICE,
+    "num_nodes": _ONE_DEVICE,
+    "sync_batchnorm": _ONE_DEVICE,
+    "use_distributed_sampler": _ONE_DEVICE,
+    "logger": "choose tracking",
+    "callbacks": "choose callbacks, at the top level",
+    "fast_dev_run": "give debug=true",
+    "max_epochs": _ROUNDS,
+    "min_epochs": _ROUNDS,
+    "max_steps": _ROUNDS,
+    "min_steps": _ROUNDS,
+    "limit_train_batches": _SAMPLES,
+    "overfit_batches": _SAMPLES,
+    "reload_dataloaders_every_n_epochs": _SAMPLES,
+    "accumulate_grad_batches": "a sample is taken apart by trainer.physical_batch",
+    "check_val_every_n_epoch": "give trainer.evaluations",
+    "val_check_interval": "give trainer.evaluations",
+    "enable_checkpointing": "give checkpoint.every",
+    "default_root_dir": "give hydra.run.dir",
+    "barebones": "it would leave out the callback that makes training private",
+    "plugins": "give trainer.precision",
+    "model_registry": "give register",
+    "enable_autolog_hparams": "the whole configuration is logged",
+}
+
+
+def trainer_for(
+    cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path
+) -> pl.Trainer:  # fmt: skip
+    """A Trainer with the options and callbacks that a configuration asks for.
+
+    Raises:
+        ConfigError: names the option that cannot be honoured.
+    """
+    options = _options(cfg)
+    policy = plan.sampling if plan else policy_of(cfg)
+    rounds = plan.rounds if plan else rounds_of(cfg)
+    per_epoch = max(1, round(policy.rounds_per_epoch))
+    callbacks: list[pl.Callback] = [Watch(rounds), *([privacy] if privacy else [])]
+    chosen = callbacks_of(cfg)
+    if any(isinstance(callback, AVERAGING) for callback in chosen):
+        callbacks.append(LastWeights())
+    callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every, rounds)]
+    if options.pop("enable_progress_bar", True):
+        callbacks.append(RoundBar(rounds, privacy))
+    defaults = {
+        "limit_val_batches": 1.0 if cfg.trainer.evaluations else 0,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "enable_model_summary": False,
+    }
+    try:
+        return pl.Trainer(
+            devices=_devices(cfg),
+            max_epochs=-1,
+            max_steps=rounds,
+            check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.evaluations))),
+            logger=False,
+            callbacks=callbacks,
+            default_root_dir=output,
+            enable_checkpointing=False,
+            **defaults | options,
+        )
+    except Exception as error:  # Lightning raises many types for what is always a wrong value
+        raise ConfigError(f"trainer: {error}") from error
+
+
+CHECKPOINT = "last.ckpt"
+# EMAWeightAveraging and its base came with Lightning 2.6.
+AVERAGING = tuple(
+    getattr(pl.callbacks, name)
+    for name in ("WeightAveraging", "StochasticWeightAveraging")
+    if hasattr(pl.callbacks, name)
+)
+
+
+def callbacks_of(cfg: DictConfig) -> list[pl.Callback]:
+    """The configuration's own callbacks."""
+    found = []
+    for name, node in (cfg.callbacks or {}).items():
+        callback = make(f"callbacks.{name}", node)
+        if not isinstance(callback, pl.Callback):
+            raise ConfigError(f"callbacks.{name}: {node.get('_target_')} gives no Lightning callback.")
+        found.append(callback)
+    return found
+
+
+def _options(cfg: DictConfig) -> dict[str, Any]:
+    """Those of `trainer` that Lightning is given."""
+    given: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
+    options = {str(name): value for name, value in given.items() if name not in OWN}
+    known = inspect.signature(pl.Trainer).parameters
+    for name, value in options.items():
+        if name in REFUSED:
+            raise ConfigError(f"trainer.{name}={value} cannot be honoured: {REFUSED[name]}.")
+        if name not in known:
+            raise ConfigError(f"trainer.{name}={value} is no option of Lightning's Trainer.")
+    return options
+
+
+def _devices(cfg: DictConfig) -> int | list[int]:
+    """One; trials of a sweep take turns among several GPUs."""
+    hydra = HydraConfig.get()
+    if cfg.trainer.accelerator in ("gpu", "cuda") and hydra.mode == RunMode.MULTIRUN and torch.cuda.device_count() > 1:
+        return [hydra.job.num % torch.cuda.device_count()]
+    return 1

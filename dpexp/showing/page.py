@@ -1,0 +1,238 @@
+"""The page of a report: which trials were best, what they cost, and why."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from pandas import DataFrame, isna
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.claims import APPROXIMATIONS, NAMES, claimable
+from dpexp.accounting.ledger import Ledger
+from dpexp.showing.best import best, best_by_data
+from dpexp.showing.configurations import ceilings, configurations, finished, trained
+from dpexp.showing.frontier import compared, frontier
+from dpexp.showing.html import heading, page, paragraphs, picture, table
+from dpexp.showing.panels import NotDrawn
+from dpexp.showing.plans import budget_shares, noise_and_signal
+from dpexp.showing.settings import held, shared
+from dpexp.showing.spending import alike_in_cost, epsilon_by_accountant, epsilon_of_runs
+
+# What the table of trials shows: title, column and format.
+_COLUMNS = {
+    "run": ("name", "{}"),
+    "group": ("group", "{}"),
+    "mechanism": ("mechanism", "{}"),
+    "bound": ("bound", "{}"),
+    "allocation": ("allocation", "{}"),
+    "sampling": ("sampling", "{}"),
+    "seed": ("seed", "{}"),
+    "test accuracy": ("test_accuracy", "{:.2%}"),
+    "ε": ("epsilon", "{:.4g}"),
+    "δ": ("delta", "{:g}"),
+    "noise multiplier z": ("noise_multiplier", "{:.4g}"),
+    "q": ("q", "{:.4g}"),
+    "status": ("status", "{}"),
+    "private": ("private", "{}"),
+    "error": ("error", "{}"),
+}
+_SELECTION = {
+    "one_trial": "one trial: may be claimed for the chosen one only if the choice used no private data",
+    "all_composed": "all trials composed: covers any choice among them",
+    "private": "private selection: covers the best trial, if the others and their number stay secret",
+}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What the runs left, by run id.
+
+    Attributes:
+        plans: the groups of each plan (see `plans.groups_of`); spent: ledger, δ and the accountant that the run
+            reports; notes: why a run's are missing or not whole.
+    """
+
+    plans: Mapping[str, Sequence[dict[str, Any]]]
+    spent: Mapping[str, tuple[Ledger, float, str]]
+    notes: Sequence[str]
+
+
+def documented(trials: DataFrame) -> tuple[DataFrame, DataFrame]:
+    """The configurations that have released anything, the most accurate first; and what tells them apart, a row of
+    texts a run id (of one of their runs)."""
+    points, by = configurations(finished(trials[trials["epsilon"].notna()]))
+    points = points.sort_values("accuracy", ascending=False, kind="stable")
+    return points, points.set_index("run_id")[by]
+
+
+def write_page(
+    title: str, trials: DataFrame, selections: Sequence[tuple[str, dict[str, float]]], left: Documents, out: Path
+) -> Path:
+    """Writes the page and its figures into a folder, and returns the page's path.
+
+    Args:
+        trials: see `dpexp.tracking.read.TRIAL`; selections: by name what choosing among trials costs.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    points, settings = documented(trials)
+    body = [
+        heading(f"Trials of {title}", 1),
+        *paragraphs(_summary(trials)),
+        _trials_table(trials),
+        *(part for name, costs in selections for part in _selection(name, costs)),
+        *_accuracies(trials, out),
+        *_plans(trials, points, settings, left.plans, out),
+        *_rounds(trials, settings, left.spent, out),
+        *_accountants(trials, settings, left.spent, out),
+        *paragraphs(left.notes, "note"),
+    ]
+    path = out / "report.html"
+    path.write_text(page(title, body), encoding="utf-8")
+    return path
+
+
+def _summary(trials: DataFrame) -> list[str]:
+    counts = ", ".join(f"{count} {status.lower()}" for status, count in trials["status"].value_counts().items())
+    lines = [f"{len(trials)} trials: {counts}."]
+    scored = trained(trials)
+    for data, top in best_by_data(scored).items():
+        lines.append(
+            f"Best on {data}: {top}, with test accuracy {top.row['accuracy']:.2%} at ε = {top.row['epsilon']:.4g}, "
+            f"δ = {top.row['delta']:g}."
+        )
+    for (data, model), top in ceilings(trials).items():
+        lines.append(f"Without privacy on {data} ({model}): {top.row['accuracy']:.2%} ({top.certainty}).")
+    lines.append(
+        "Each ε is that of one trial by itself. Choosing the best of many trials that used the same private data costs "
+        "more: an ε that covers the choice is that of all of them composed, or of a private selection."
+    )
+    if scored["delta"].nunique() > 1:
+        lines.append("The trials differ in δ, so that their ε cannot be compared as they stand.")
+    open_ = int((finished(trials)["private"] != "yes").sum())
+    if open_:
+        lines.append(f"{open_} of the trials show more than their (ε, δ) covers; the column “private” says why.")
+    return lines
+
+
+def _trials_table(trials: DataFrame) -> str:
+    ranked = trials.sort_values("test_accuracy", ascending=False, kind="stable")
+    rows = [[_shown(run[column], form) for column, form in _COLUMNS.values()] for run in ranked.to_dict("records")]
+    return table(list(_COLUMNS), rows, [title for title, (_, form) in _COLUMNS.items() if form != "{}"])
+
+
+def _shown(value: Any, form: str = "{}") -> str:
+    return "–" if value is None or value == "" or isna(value) else form.format(value)
+
+
+def _selection(name: str, costs: Mapping[str, float]) -> list[str]:
+    keys = sorted(costs, key=[*_SELECTION, *costs].index)
+    rows = [[_SELECTION.get(key, key), f"{costs[key]:.4g}"] for key in keys]
+    return [heading(f"What choosing among the trials costs: {name}"), table(["claim", "ε"], rows, ["ε"])]
+
+
+def _accuracies(trials: DataFrame, out: Path) -> list[str]:
+    runs = trained(trials)
+    if runs.empty:
+        return [heading("Accuracy"), *paragraphs(["No finished trial has both an ε and a test accuracy."], "note")]
+    points, _ = configurations(runs)
+    tops = [best(part) for _, part in points.groupby(["data", "level"])]
+    tops.sort(key=lambda top: (top.row["data"], top.row["epsilon"]))
+    columns = ["data", "ε", "configuration", "test accuracy", "how sure"]
+    rows = [
+        [top.row["data"], f"{top.row['epsilon']:.4g}", top.label, f"{top.row['accuracy']:.2%}", top.certainty]
+        for top in tops
+    ]
+    spread = "Each point is a configuration: the mean over its runs, with their standard deviation. "
+    if points["level"].nunique() > 1:
+        text = spread + "A line joins configurations that differ in ε alone. Dotted: the best without privacy, if any."
+        drawn = _drawn(out / "frontier.png", lambda: frontier(trials), text)
+    else:
+        text = (
+            spread + "Filled: the best, and those that chance may have put below it. Dotted: the best without privacy."
+        )
+        drawn = _drawn(out / "accuracy.png", lambda: compared(trials), text)
+    told = (
+        "The best configuration at each ε, by its mean over runs. Others are told apart from it where their means "
+        "differ by more than the spread over seeds explains at 95 % (Tukey and Kramer’s test of all pairs)."
+    )
+    return [heading("Accuracy against ε"), drawn, *paragraphs([told]), table(columns, rows, ["ε", "test accuracy"])]
+
+
+def _drawn(path: Path, draw: Callable[[], Figure], text: str) -> str:
+    """The figure, or why there is none."""
+    try:
+        return picture(path, draw(), text)
+    except NotDrawn as why:
+        path.unlink(missing_ok=True)  # an earlier report's
+        return "\n".join(paragraphs([f"{path.name} is not drawn. {why}"], "note"))
+
+
+def _plans(
+    trials: DataFrame, points: DataFrame, settings: DataFrame, plans: Mapping[str, Sequence[dict]], out: Path
+) -> list[str]:
+    if not plans:
+        return []
+    known = points[points["run_id"].isin([*plans])]
+    level = known.groupby("level", sort=False).size().idxmax()
+    of_level = {run_id: plans[run_id] for run_id in known[known["level"] == level]["run_id"]}
+    fixed = _held(trials, of_level)
+    noise = (
+        f"All plans at ε = {level}, the ε that most configurations have, before any schedule; those whose numbers "
+        "differ by less than 10 % as one. The noise is there to hide what any one record adds, so that it lies to the "
+        "right of that; what stays visible is what many records have in common, up to the open circle. α is 1, but "
+        "under joint clipping the largest scale of the group’s vectors, and for the noise their root mean square."
+    )
+    shares = "w_g of each group: σ̃_g = z·S_g/√w_g, so that the larger its share, the less noise a group gets."
+    return [
+        heading("Noise against signal, by group"),
+        picture(out / "noise.png", noise_and_signal(of_level, settings, fixed), noise),
+        heading("How each allocation spends the budget"),
+        picture(out / "shares.png", budget_shares(of_level, settings, fixed), shares),
+    ]
+
+
+def _rounds(
+    trials: DataFrame, settings: DataFrame, spent: Mapping[str, tuple[Ledger, float, str]], out: Path
+) -> list[str]:
+    if not spent:
+        return []
+    text = "From the ledgers: one line for all configurations whose releases cost the same."
+    return [
+        heading("ε over rounds"),
+        picture(out / "epsilon.png", epsilon_of_runs(spent, settings, _held(trials, spent)), text),
+    ]
+
+
+def _accountants(
+    trials: DataFrame, settings: DataFrame, spent: Mapping[str, tuple[Ledger, float, str]], out: Path
+) -> list[str]:
+    if not spent:
+        return []
+    everywhere = settings.loc[[*spent]]
+    told = {shared(settings.loc[members], everywhere): spent[members[0]] for members in alike_in_cost(spent)}
+    costs = DataFrame.from_dict(
+        {label: by_accountant(ledger, delta) for label, (ledger, delta, _) in told.items()}, orient="index"
+    )
+    costs = costs[[name for name in NAMES if name in costs]]
+    header = [f"{name} (approximation, no bound)" if name in APPROXIMATIONS else name for name in costs]
+    rows = [
+        [label, f"{told[label][1]:g}", *(_shown(value, "{:.4g}") for value in row)]
+        for label, row in zip(costs.index, costs.to_numpy().tolist(), strict=True)
+    ]
+    text = "One row for all that cost the same. A run reports the first accountant that has a bound, unless told."
+    return [
+        heading("What each accountant would have said"),
+        table(["configuration", "δ", *header], rows, ["δ", *header]),
+        picture(out / "accountants.png", epsilon_by_accountant(costs, _held(trials, spent)), text),
+    ]
+
+
+def _held(trials: DataFrame, run_ids: Iterable[str]) -> str:
+    return held(trials[trials["run_id"].isin([*run_ids])])
+
+
+def by_accountant(ledger: Ledger, delta: float) -> dict[str, float]:
+    """ε by every accountant that has a bound."""
+    return {name: epsilon(ledger, delta, name) for name in claimable(ledger)}

@@ -1,0 +1,164 @@
+"""What ledgers say of ε: over rounds, for every δ, by each accountant.
+
+Several runs are given by run id; `settings`, a row of texts a run id, is what tells them apart.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from pandas import DataFrame
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.claims import APPROXIMATIONS, releases
+from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.tradeoff import type_two_errors
+from dpexp.showing.panels import caption
+from dpexp.showing.settings import shared
+
+POINTS = 25
+_MOST_RUNS = 12
+
+
+def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:
+    """ε spent against rounds done, one line an accountant. Rounds of a kind are taken together."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {delta:g}")
+    total = len(ledger)
+    marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)}) if total else []
+    curves = {name: [epsilon(_first(ledger, mark), delta, name) for mark in marks] for name in accountants}
+    _draw(axes, marks, curves)
+    if marks and len(curves) == 1:
+        (values,) = curves.values()
+        axes.annotate(f"{values[-1]:.4g}", (marks[-1], values[-1]), xytext=(-4, 6),
+                      textcoords="offset points", ha="right")  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    return figure
+
+
+def _rounds(ledgers: Sequence[Ledger]) -> str:
+    """A ledger keeps how many rounds of each kind there were; a figure must not claim their order."""
+    return "round, those of a kind together" if any(len(ledger.rounds) > 1 for ledger in ledgers) else "round"
+
+
+def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+    """One line an accountant, on a logarithmic scale where they lie far apart."""
+    for name, values in curves.items():
+        axes.plot(x, values, label=_called(name), linestyle="--" if name in APPROXIMATIONS else "-")
+    ends = [values[-1] for values in curves.values() if len(values)]
+    axes.margins(y=0.1)
+    if ends and max(ends) > 5 * min(ends) > 0:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if curves:
+        axes.legend(title="accountant", fontsize="small")
+
+
+def _called(accountant: str) -> str:
+    return f"{accountant} (approximation, no bound)" if accountant in APPROXIMATIONS else accountant
+
+
+def _first(ledger: Ledger, count: int) -> Ledger:
+    rounds = {}
+    for round_, times in ledger.rounds.items():
+        taken = min(times, count)
+        if taken:
+            rounds[round_] = taken
+        count -= taken
+    return Ledger(ledger.adjacency, rounds)
+
+
+def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:
+    """Left ε for every δ, one line an accountant; right the errors of a test for one record, by the first of them."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left = figure.add_subplot(1, 2, 1, xlabel="δ", ylabel="ε", xscale="log")
+    deltas = np.geomspace(1e-12, 0.1, POINTS).tolist()
+    _draw(left, deltas, {name: [epsilon(ledger, d, name) for d in deltas] for name in accountants})
+    left.axvline(delta, color="grey", linewidth=0.8, linestyle=":")
+    alpha = np.linspace(0, 1, 201)
+    least = "about" if accountants[0] in APPROXIMATIONS else "at least"
+    right = figure.add_subplot(1, 2, 2, xlabel="type I error", ylabel=f"type II error, {least} (by {accountants[0]})")
+    right.plot(alpha, type_two_errors(ledger, alpha.tolist(), accountants[0]))
+    right.plot(alpha, 1 - alpha, color="grey", linewidth=0.8, linestyle=":", label="guessing")
+    right.set_aspect("equal")
+    right.grid(alpha=0.3)
+    right.legend()
+    return figure
+
+
+def alike_in_cost(runs: Mapping[str, tuple[Ledger, float, str]]) -> list[list[str]]:
+    """Run ids, those together whose releases, δ and accountant are the same."""
+    alike: dict[tuple, list[str]] = {}
+    for run_id, (ledger, delta, accountant) in runs.items():
+        costs = [(f"{release.z:.6g}", replace(release, z=1.0), count) for release, count in releases(ledger).items()]
+        alike.setdefault((frozenset(costs), delta, accountant), []).append(run_id)
+    return list(alike.values())
+
+
+def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: DataFrame, told: str = "") -> Figure:
+    """ε spent against rounds done; runs whose releases cost the same share a line, named by what they have in common.
+
+    Args:
+        runs: the ledger, δ and the accountant; of many distinct ones the first twelve are drawn.
+        told: what the caption says is fixed.
+    """
+    alike = alike_in_cost(runs)
+    drawn = alike[:_MOST_RUNS]
+    figure = Figure(figsize=(9, 4.2 + 0.12 * len(drawn)), layout="constrained")
+    deltas = {delta for _, delta, _ in runs.values()}
+    axes = figure.add_subplot(
+        xlabel=_rounds([runs[members[0]][0] for members in drawn]),
+        ylabel=f"ε at δ = {deltas.pop():g}" if len(deltas) == 1 else "ε, each at its δ",
+    )
+    for k, members in enumerate(drawn):
+        ledger, delta, accountant = runs[members[0]]
+        total = len(ledger)
+        marks = sorted({min(1, total), *(round(total * part / POINTS) for part in range(POINTS + 1))})
+        values = [epsilon(_first(ledger, mark), delta, accountant) for mark in marks]
+        label = shared(settings.loc[members], settings.loc[[*runs]])
+        axes.plot(marks, values, color=f"C{k % 10}", linestyle="-" if k < 10 else "--", label=label)
+        axes.plot(marks[-1], values[-1], marker="o", markersize=4, color=f"C{k % 10}")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.grid(alpha=0.3)
+    caption(figure, told, f"{len(drawn)} of {len(alike)} that differ in cost." if len(drawn) < len(alike) else "")
+    figure.legend(loc="outside lower center", fontsize="small", ncols=2)
+    return figure
+
+
+def epsilon_by_accountant(costs: DataFrame, told: str = "") -> Figure:
+    """ε by each accountant, as bars.
+
+    Args:
+        costs: a row a label; a column an accountant, NaN where it has no bound. Of many the first twelve are drawn.
+        told: what the caption says is fixed.
+    """
+    shown = costs.head(_MOST_RUNS)
+    width = 0.85 / len(costs.columns)
+    figure = Figure(figsize=(9, 1.4 + 0.17 * len(costs.columns) * len(shown)), layout="constrained")
+    axes = figure.add_subplot(xlabel="ε", xscale="log")
+    for k, name in enumerate(costs.columns):
+        values = shown[name].where(np.isfinite(shown[name]) & (shown[name] > 0)).to_numpy()
+        approximate = name in APPROXIMATIONS
+        places = np.arange(len(shown)) + (k - (len(costs.columns) - 1) / 2) * width
+        bars = axes.barh(places, values, width * 0.9, color=f"C{k}", alpha=0.8, hatch="///" if approximate else None,
+                         edgecolor="white" if approximate else None, label=_called(name))  # fmt: skip
+        axes.bar_label(bars, ["" if np.isnan(value) else f" {value:.3g}" for value in values], fontsize="x-small")
+    axes.set_yticks(range(len(shown)), [textwrap.fill(str(label), 48) for label in shown.index], fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.grid(axis="x", alpha=0.3)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    caption(figure, told, f"{len(shown)} of {len(costs)} that differ in cost." if len(shown) < len(costs) else "")
+    figure.legend(loc="outside lower center", ncols=6, fontsize="small")
+    return figure

@@ -1,0 +1,173 @@
+"""Which configuration is best: one answer, with its interval and its ties."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpexp.commands import sweep
+from dpexp.showing.best import best
+from dpexp.showing.configurations import ceilings, configurations, finished, trained
+from dpexp.showing.page import Documents, write_page
+from dpexp.showing.settings import apart, held, labels, settings, shared
+from dpexp.showing.swept import numbers_swept
+from tests.trials import TWIN, trials
+
+
+def scored(accuracies, **same):
+    """A configuration a list, told apart by its learning rate."""
+    return trials(
+        *({"optimizer.lr": lr, "test_accuracy": a, "seed": str(k)}
+          for lr, found in enumerate(accuracies, 1) for k, a in enumerate(found)), **same,
+    )  # fmt: skip
+
+
+def test_configurations_are_means_over_seeds_of_what_finished():
+    points, by = configurations(
+        finished(
+            trials(
+                {"optimizer.lr": 0.1, "epsilon": 1.999, "test_accuracy": 0.8},
+                {"optimizer.lr": 0.1, "epsilon": 2.001, "test_accuracy": 0.9},
+                {"optimizer.lr": 10, "epsilon": 2.0, "test_accuracy": 0.7},
+                {"optimizer.lr": 2, "epsilon": 8.0, "test_accuracy": 0.6},
+                {"optimizer.lr": 2.0, "epsilon": 8.0, "test_accuracy": 0.4},
+                {"optimizer.lr": 2, "epsilon": 1.0, "test_accuracy": 0.99, "status": "KILLED"},
+                TWIN,
+            )
+        )
+    )
+    assert by == ["optimizer.lr"] and points["label"].tolist() == ["lr=0.1", "lr=2", "lr=10"], "numbers by size"
+    assert points["epsilon"].tolist() == pytest.approx([2.0, 8.0, 2.0])
+    assert points["accuracy"].tolist() == pytest.approx([0.85, 0.5, 0.7])
+    assert points["spread"].tolist()[:2] == pytest.approx([0.1 / math.sqrt(2), 0.2 / math.sqrt(2)])
+    assert points["runs"].tolist() == [2, 2, 1] and math.isnan(points["spread"][2])
+    assert points["level"].tolist() == ["2", "8", "2"]
+
+
+def test_no_two_configurations_have_the_same_label():
+    rows = itertools.product((0.1, 0.2), (1, 5), ("flat", "conv_fc"), (1.0, 3.0))
+    frame = trials(*({"optimizer.lr": lr, "sampling.epochs": t, "group": g, "privacy.epsilon": e}
+                     for lr, t, g, e in rows))  # fmt: skip
+    points, by = configurations(finished(frame))
+    assert by == ["group", "privacy.epsilon", "optimizer.lr", "sampling.epochs"], "group._target_ follows from group"
+    assert points["label"].nunique() == len(points) == 16
+    assert "group=flat · target ε=3 · lr=0.1 · epochs=5" in set(points["label"])
+    assert held(frame).startswith("Fixed: data=digits · model=cnn · mechanism=separate")
+    assert "expected_batch_size=64" in held(frame) and "lr" not in held(frame).replace("\n", " ").split("Fixed")[1]
+
+
+def test_what_follows_from_the_rest_is_not_said_to_be_fixed():
+    frame = trials({"optimizer.lr": 1, "sampling.epochs": 5}, {"optimizer.lr": 2, "sampling.epochs": 10})
+    assert apart(settings(frame)) == ["optimizer.lr"]
+    assert apart(settings(frame), ["sampling.epochs"]) == ["sampling.epochs"]
+    assert "Not fixed, but following: epochs." in held(frame).replace("\n", " ")
+
+
+def test_names_that_would_be_the_same_are_whole():
+    frame = trials(*({"optimizer.q": a, "sampling.q": b} for a in (1, 2) for b in (1, 2)))
+    table = settings(frame)
+    assert labels(table, apart(table))[0] == "optimizer.q=1 · sampling.q=1"
+
+
+def test_several_drawn_as_one_are_named_by_what_no_others_are():
+    rows = [{"group": g, "optimizer.lr": lr} for g in ("flat", "conv_fc", "per_layer") for lr in (1, 2)]
+    table = settings(trials(*rows))[["group", "optimizer.lr"]]
+    assert shared(table, table) == "all 6 configurations"
+    assert shared(table[:2], table) == "group=flat (2 configurations)"
+    assert shared(table[:4], table) == "group=flat or conv_fc (4 configurations)"
+    assert shared(table[:1], table) == "group=flat · lr=1"
+    assert shared(table.iloc[[0, 3]], table) == "group=flat · lr=1 and 1 alike"
+    assert shared(table[:1], table[:1]) == "the only configuration"
+
+
+RANDOM = np.random.default_rng(1)
+SAMPLES = [
+    [[0.8, 0.82, 0.84], [0.81, 0.83, 0.80], [0.60, 0.62, 0.61]],
+    [RANDOM.normal(mean, 0.02, 4).tolist() for mean in (0.9, 0.88, 0.86, 0.84, 0.82)],
+    [
+        [mean - 0.01, mean, mean + 0.01] for mean in (0.9, 0.88, 0.878, 0.876, 0.874, 0.7)
+    ],  # two by two the second is apart
+    [RANDOM.normal(mean, 0.02, count).tolist() for mean, count in ((0.9, 2), (0.88, 5), (0.8, 3))],
+]
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_ties_are_those_of_tukeys_test(samples):
+    points, _ = configurations(trained(scored(samples)))
+    found = best(points)
+    top = int(np.argmax([np.mean(sample) for sample in samples]))
+    values = stats.tukey_hsd(*samples).pvalue[top]
+    assert found.row["label"] == f"lr={top + 1}" and found.others == len(samples) - 1
+    assert set(found.tied) == {f"lr={k + 1}" for k, p in enumerate(values) if k != top and p >= 0.05}
+    assert 0 < len(found.tied) < found.others
+    pooled = sum(np.var(s, ddof=1) * (len(s) - 1) for s in samples) / sum(len(s) - 1 for s in samples)
+    low, _ = stats.t.interval(
+        0.95, sum(len(s) - 1 for s in samples), np.mean(samples[top]), (pooled / len(samples[top])) ** 0.5
+    )
+    assert np.mean(samples[top]) - found.margin == pytest.approx(low)
+    assert found.certainty == (
+        f"mean of {len(samples[top])} runs, 95 % interval ± {found.margin:.2%}; "
+        f"not told apart from {len(found.tied)} of {found.others} others"
+    )
+
+
+def test_the_luckiest_of_equal_configurations_is_not_the_best():
+    """Seed 2 of the second is the most accurate trial, though its mean is lower."""
+    frame = scored([[0.83, 0.84, 0.85], [0.80, 0.81, 0.90], [0.82, 0.82, 0.83]])
+    found = sweep._best(frame)
+    assert found["test_accuracy"] == pytest.approx(0.84)
+    assert found["name"].startswith("lr=1 (mean of 3 runs, 95 % interval ± ")
+    assert found["name"].endswith("not told apart from any of 2 others)")
+
+
+def test_a_single_run_tells_nothing_of_chance():
+    found = best(configurations(trained(scored([[0.9], [0.2]])))[0])
+    assert found.certainty == "1 run, chance unknown; not told apart from the only other" and math.isnan(found.margin)
+    alike = best(configurations(trained(scored([[0.9, 0.9], [0.2, 0.2]])))[0])
+    assert alike.tied == ["lr=2"] and "chance unknown" in alike.certainty
+    apart_ = best(configurations(trained(scored([[0.9, 0.91], [0.2]])))[0])
+    assert apart_.certainty.endswith("above the only other by more than chance"), "the spread of the others is its own"
+
+
+def test_draws_of_private_selection_are_not_averaged():
+    """What it covers is the best single draw."""
+    from dpexp.tracking.read import _configuration
+
+    accuracies = {(0.1, 0): 0.6, (0.4, 1): 0.9, (0.4, 2): 0.1}
+    read = [_configuration({"optimizer.lr": str(lr), "seed": "0", "draw": str(k)}) for lr, k in accuracies]
+    frame = trials(*({"test_accuracy": a} for a in accuracies.values())).assign(configuration=read)
+    found = sweep._best(frame)
+    assert found["name"].startswith("lr=0.4 · draw=1 (1 run") and found["test_accuracy"] == 0.9
+    assert numbers_swept(frame) == []
+
+
+def test_terminal_and_report_have_one_best(tmp_path):
+    frame = scored([[0.83, 0.84, 0.85], [0.80, 0.81, 0.90], [0.4, 0.41, 0.42]], **{"privacy.epsilon": 3.0})
+    said = sweep._best(frame)
+    page = write_page("a", frame, [], Documents({}, {}, []), tmp_path).read_text()
+    assert f"Best on digits: {said['name']}, with test accuracy {said['test_accuracy']:.2%} at ε = 2.997" in page
+    assert f"<td>{said['name'].partition(' (')[0]}</td>" in page and (tmp_path / "accuracy.png").exists()
+
+
+def test_each_data_set_has_its_best(tmp_path):
+    rows = [{"data": d, "data.n": n, "optimizer.lr": lr, "test_accuracy": n / 10 + lr / 100}
+            for d, n in (("a", 5), ("b", 8)) for lr in (1, 2)]  # fmt: skip
+    said = sweep._best(trials(*rows))
+    sure = "(1 run, chance unknown; not told apart from the only other)"
+    assert said["name"] == f"on a: lr=2 {sure}, test accuracy 52.00%; on b: lr=2 {sure}"
+    assert said["test_accuracy"] == pytest.approx(0.82)
+    page = write_page("a", trials(*rows), [], Documents({}, {}, []), tmp_path).read_text()
+    for data, accuracy in (("a", "52.00%"), ("b", "82.00%")):
+        assert f"Best on {data}: lr=2 {sure}, with test accuracy {accuracy}" in page
+
+
+def test_the_best_is_private_unless_nothing_is():
+    twins = [TWIN | {"test_accuracy": 0.95 + k / 100, "optimizer.lr": 1 + k // 2} for k in range(4)]
+    frame = trials({"test_accuracy": 0.7, "privacy.epsilon": 1.0}, *twins)
+    assert sweep._best(frame)["test_accuracy"] == 0.7
+    assert sweep._best(trials(*twins))["test_accuracy"] == pytest.approx(0.975)
+    assert sweep._best(trials({"status": "FAILED"})) is None
+    (top,) = ceilings(frame).values()
+    assert top.row["accuracy"] == pytest.approx(0.975) and top.row["label"] == "lr=2" and top.others == 1

@@ -1,0 +1,235 @@
+"""Lightning as people know it: its options, callbacks, schedules; stopping, and going on."""
+
+import functools
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from mlflow import MlflowClient
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+from dpexp.commands.lightning import OWN, REFUSED
+from dpexp.training import schedulers
+
+QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
+HONOURED = {
+    "accelerator": "cpu",
+    "precision": "64-true",
+    "max_time": "{hours: 1}",
+    "limit_val_batches": 1,
+    "limit_test_batches": 1,
+    "limit_predict_batches": 1,
+    "num_sanity_val_steps": 1,
+    "log_every_n_steps": 2,
+    "enable_progress_bar": False,
+    "enable_model_summary": True,
+    "gradient_clip_val": 0.5,
+    "gradient_clip_algorithm": "value",
+    "deterministic": True,
+    "benchmark": False,
+    "inference_mode": False,
+    "profiler": "simple",
+    "detect_anomaly": True,
+}
+
+
+def result_of(output):
+    return json.loads((output / "result.json").read_text())
+
+
+def test_every_option_of_the_trainer_is_honoured_or_refused_by_name():
+    assert set(inspect.signature(pl.Trainer).parameters) == set(HONOURED) | set(REFUSED)
+    assert not set(HONOURED) & set(REFUSED) and not set(OWN) & set(inspect.signature(pl.Trainer).parameters)
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_honoured_options_reach_the_trainer(dpexp_job, monkeypatch, name):
+    given = {}
+    make = pl.Trainer
+
+    @functools.wraps(make)
+    def noted(**options):
+        given.update(options)
+        return make(**options)
+
+    monkeypatch.setattr(pl, "Trainer", noted)
+    prefix = "" if name in ("accelerator", "precision") else "+"
+    output = dpexp_job(*QUICK, f"{prefix}trainer.{name}={HONOURED[name]}")
+    if name != "enable_progress_bar":
+        expected = {"hours": 1} if name == "max_time" else HONOURED[name]
+        assert given[name] == expected
+    assert result_of(output)["rounds"] == 6
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_options_are_named_with_what_has_their_place(dpexp_job, tmp_path, name):
+    with pytest.raises(SystemExit) as raised:
+        dpexp_job(*QUICK, f"+trainer.{name}=1")
+    assert str(raised.value) == f"dpexp: trainer.{name}=1 cannot be honoured: {REFUSED[name]}."
+    assert not list(tmp_path.glob("outputs/*/*/config.yaml"))
+
+
+def test_options_that_lightning_does_not_have_are_refused(dpexp_job):
+    with pytest.raises(SystemExit, match=r"trainer\.speed=9 is no option of Lightning's Trainer"):
+        dpexp_job(*QUICK, "+trainer.speed=9")
+
+
+def test_averaged_weights_are_the_model_and_both_accuracies_are_reported(dpexp_job):
+    output = dpexp_job(*QUICK, "callbacks=[ema]", "callbacks.ema.decay=0.5")
+    metrics = result_of(output)["metrics"]
+    assert {"test_accuracy", "test_accuracy_unaveraged", "test_loss", "test_loss_unaveraged"} == set(metrics)
+    assert metrics["test_loss"] != metrics["test_loss_unaveraged"]
+    evaluated = dpexp.load(output)
+    data = dpexp_data()
+    with torch.no_grad():
+        accuracy = (evaluated(data[0]).argmax(1) == data[1]).float().mean()
+    assert float(accuracy) == pytest.approx(metrics["test_accuracy"], abs=1e-6)
+
+
+def dpexp_data():
+    from dpexp.training.data import Digits
+
+    return Digits().test.tensors
+
+
+def test_early_stopping_spends_what_it_ran(dpexp_job):
+    output = dpexp_job(
+        "tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.epochs=10", "optimizer.lr=0",
+        "callbacks=[early_stopping]", "callbacks.early_stopping.patience=1",
+    )  # fmt: skip
+    result = result_of(output)
+    assert 1 < result["rounds"] < 20 and len(read_ledger(output / "ledger.jsonl")) == result["rounds"]
+    assert (output / "last.ckpt").exists(), "it could go on"
+
+
+def test_a_callback_that_needs_what_is_not_there_is_told_in_one_sentence(dpexp_job):
+    with pytest.raises(SystemExit, match=r"trainer or callbacks: .*logger"):
+        dpexp_job(*QUICK, "callbacks=[learning_rate]")
+
+
+def test_something_else_than_a_callback_is_refused(dpexp_job):
+    with pytest.raises(SystemExit, match=r"callbacks\.mine: collections\.OrderedDict gives no Lightning callback"):
+        dpexp_job(*QUICK, "+callbacks.mine._target_=collections.OrderedDict")
+
+
+@pytest.mark.parametrize(
+    "name, rates",
+    [
+        ({"scheduler": schedulers.cosine}, [1, 0.853553, 0.5, 0.146447]),
+        ({"scheduler": schedulers.cosine, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 0.5]),
+        ({"scheduler": schedulers.linear_warmup, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 1]),
+        ({"scheduler": schedulers.step, "at": [0.5, 0.75], "factor": 0.1}, [1, 1, 0.1, 0.01]),
+    ],
+)
+def test_learning_rates_by_round(name, rates):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = name["scheduler"](optimizer, rounds=4, **{k: v for k, v in name.items() if k != "scheduler"})
+    found = []
+    for _ in rates:
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx(rates, abs=1e-6)
+
+
+def test_schedules_know_the_rounds(dpexp_job):
+    output = dpexp_job(*QUICK, "scheduler=cosine")
+    assert "rounds: 6" in (output / "config.yaml").read_text()
+
+
+def test_an_optimizer_for_a_module_that_has_its_own_is_refused(dpexp_job, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("""
+import pytorch_lightning as pl, torch
+class Own(pl.LightningModule):
+    def __init__(self):
+        super().__init__(); self.net = torch.nn.Linear(64, 10)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0].flatten(1)), batch[1])
+    def test_step(self, batch, batch_idx):
+        self.log("test_accuracy", (self.net(batch[0].flatten(1)).argmax(1) == batch[1]).float().mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("~model.shape", "~model.classes", "model._target_=own.Own", "model=logistic")
+    assert result_of(dpexp_job(*QUICK, *own))["rounds"] == 6
+    with pytest.raises(SystemExit, match="optimizer=adam would be ignored: Own configures its own"):
+        dpexp_job(*QUICK, *own, "optimizer=adam")
+
+
+def test_debug_is_three_rounds_and_leaves_nothing_in_mlflow(dpexp_job, tmp_path):
+    output = dpexp_job("debug=true", "privacy.noise_multiplier=1.0", "model=logistic")
+    assert result_of(output)["rounds"] == 3 and not (tmp_path / "outputs" / "mlflow.db").exists()
+
+
+# Stop and go on
+
+LONG = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=150", "trainer.evaluations=2",
+        "trainer.threads=1", "checkpoint.every=3")  # fmt: skip
+
+
+def started(folder, *arguments):
+    command = [sys.executable, "-m", "dpexp", *LONG, f"hydra.run.dir={folder}/job", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_interrupted_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, tmp_path, number):
+    job = started(tmp_path)
+    folder = tmp_path / "job"
+    until(lambda: (folder / "last.ckpt").exists(), job)
+    os.kill(job.pid, number)
+    job.communicate(timeout=60)
+    assert not (folder / "result.json").exists()
+    before = (folder / "ledger.jsonl").read_bytes()
+    dpexp_job("resume", str(folder))
+    result, ledger = result_of(folder), read_ledger(folder / "ledger.jsonl")
+    kept = before.rstrip().rpartition(b"\n")[0]  # the last line may be half a line, or the closing one
+    assert (folder / "ledger.jsonl").read_bytes().startswith(kept)
+    assert result["rounds"] == 150 <= len(ledger) and not (folder / "last.ckpt").exists()
+    assert result["epsilon"]["pld"] == pytest.approx(dpexp.epsilon(ledger, 1e-4))
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    (run,) = client.search_runs(["1"])
+    assert run.info.status == "FINISHED" and run.info.run_id == result["mlflow_run_id"]
+    assert run.data.metrics["epsilon"] == pytest.approx(result["epsilon"]["pld"])
+    assert result["metrics"]["test_accuracy"] > 0.8
+    with pytest.raises(SystemExit, match="has finished; there is nothing to resume"):
+        dpexp_job("resume", result["mlflow_run_id"])
+
+
+def until(condition, job):
+    for _ in range(600):
+        if condition():
+            return
+        assert job.poll() is None, job.stdout.read()
+        time.sleep(0.1)
+    raise AssertionError("it took too long")
+
+
+def test_a_job_is_only_resumed_as_it_was(dpexp_job, tmp_path):
+    folder = tmp_path / "job"
+    stopped = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1", "optimizer.lr=0")
+    dpexp_job(*LONG, *stopped, "trainer.evaluations=9", "tracking=none", f"hydra.run.dir={folder}")
+    (folder / "result.json").unlink()
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("vectors: layer", "vectors: parameter"))
+    with pytest.raises(SystemExit, match="vectors=layer was parameter when the checkpoint"):
+        dpexp_job("resume", str(folder))
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [([], "needs one job's folder"), (["nosuch"], "neither a folder nor a run"), (["{empty}"], "holds no checkpoint")],
+)
+def test_what_cannot_be_resumed_is_told(dpexp_job, tmp_path, arguments, expected):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=expected):
+        dpexp_job("resume", *(argument.format(empty=tmp_path / "empty") for argument in arguments))
