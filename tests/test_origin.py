@@ -132,7 +132,10 @@ def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):
     assert "data.n" not in params and "privacy.delta" not in params, "the latter is worked out from the former"
     assert not [key for key in params if key.startswith("model")]
     assert set(params.items()) <= shared
-    assert {key for key, _ in shared} - set(params) <= {"model.classes", "model.shape", "privacy.delta"}
+    assert {key for key, _ in shared} - set(params) <= {
+        *("model.classes", "model.shape", "privacy.delta"),
+        *("rounds", "checkpoint.every", "checkpoint.resume"),
+    }
 
 
 def test_mlflows_own_variable_is_honoured_where_nothing_else_is_given(dpexp_job, tmp_path, monkeypatch):
