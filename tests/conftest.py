@@ -1,12 +1,15 @@
 """What every test may use."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
-import pytest
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: the tests' processes share the cores
 
-from dpexp.__main__ import main
+import pytest  # noqa: E402
+
+from dpexp.__main__ import main  # noqa: E402
 
 
 @pytest.fixture
