@@ -7,9 +7,9 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: the tests' processes share the cores
 
-import pytest  # noqa: E402
+import pytest
 
-from dpexp.__main__ import main  # noqa: E402
+from dpexp.__main__ import main
 
 
 @pytest.fixture
