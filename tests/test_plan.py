@@ -36,6 +36,13 @@ def names(plan):
 # Groups and vectors
 
 
+def test_a_glob_below_anything_takes_what_is_at_the_top():
+    deep = nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.ModuleDict({"head": nn.Linear(2, 2)})})
+    deep["ahead"] = nn.Linear(2, 2)
+    grouping = Groups({"head": Match(parameters=["*.head.*"]), "rest": Match(rest=True)})
+    assert names(plan(deep, group=grouping)) == {"head": ["head", "body.head"], "rest": ["ahead"]}
+
+
 def test_the_ready_groupings():
     assert names(plan(group=flat())) == {"all": ["0", "1", "3", "5"]}
     assert names(plan(group=per_layer())) == {"0": ["0"], "1": ["1"], "3": ["3"], "5": ["5"]}
