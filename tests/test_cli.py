@@ -235,6 +235,7 @@ def test_what_needs_no_torch_is_refused_before_it_is_imported(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(list(EARLY))], cwd=tmp_path, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
     *lines, imported = done.stdout.splitlines()
     said = dict(map(json.loads, lines))
     wrong = {words: said[words] for words in EARLY if not _a_sentence(said[words], EARLY[words])}
