@@ -175,6 +175,7 @@ def test_what_nobody_touched_is_not_read_again_each_round(writer, monkeypatch):
     one_round(writer)
     monkeypatch.undo()
     writer.close()
+    assert read_ledger(writer.path) == writer.ledger
 
 
 def test_what_is_rescued_is_the_file_itself(writer):

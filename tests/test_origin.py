@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
 from dpexp import config
+from dpexp.commands import train
 from dpexp.tracking import origin as module
 from dpexp.tracking import run
 from dpexp.tracking.origin import origin, write_patch
@@ -90,6 +91,22 @@ def test_without_git_nothing_fails(tmp_path, monkeypatch):
 def test_passwords_of_addresses_are_not_logged(monkeypatch):
     monkeypatch.setenv(config.COMMAND, "dpexp tracking.uri=postgresql://me:hunter2@db/x data.root=s3://a/b:c")
     assert origin()["dpexp.command"] == "dpexp tracking.uri=postgresql://me:…@db/x data.root=s3://a/b:c"
+
+
+def test_nor_is_any_that_a_configuration_holds(dpexp_job, tmp_path, monkeypatch):
+    """The tracking server's, which Hydra's own folder keeps for `resume`, and others; in jobs and in sweeps."""
+    secret = "http://me:hunter2@host/x"
+    dpexp_job(*QUICK, "train=false", f"data.root={secret}")
+    dpexp_job("-m", *QUICK, "train=false", "seed=1,2", f"data.root={secret}")
+    for one in runs(tmp_path):
+        assert "hunter2" not in str(one.to_dictionary())
+    logged = [path for path in (tmp_path / "outputs" / "mlartifacts").rglob("overrides.yaml")]
+    assert len(logged) == 3 and not any("hunter2" in path.read_text() for path in logged)
+
+
+def test_a_configuration_is_shown_without_the_servers_password():
+    cfg = OmegaConf.create({"tracking": {"uri": "postgresql://me:hunter2@db/x", "artifacts": None}})
+    assert train._shown(cfg).tracking.uri == "postgresql://me:…@db/x" and "hunter2" in cfg.tracking.uri
 
 
 def test_names_differ_where_runs_differ(dpexp_job, tmp_path):

@@ -127,6 +127,7 @@ class Sweep:
     """The multirun under way in this process."""
 
     def __init__(self, config: DictConfig) -> None:
+        from dpexp.tracking.origin import without_passwords
         from dpexp.tracking.parent import Parent
         from dpexp.tracking.unswept import swept_keys
 
@@ -138,9 +139,13 @@ class Sweep:
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         swept = swept_keys(asked, config.hydra.sweeper)
         varied_first = sorted(asked, key=lambda override: override.lstrip("+").partition("=")[0] not in swept)
-        name = question or ", ".join(varied_first) or "sweep"
+        name = question or without_passwords(", ".join(varied_first)) or "sweep"
         selects = str(config.hydra.runtime.choices.get("hydra/sweeper")) == "private_select"
-        facts = {"question": question, "overrides": asked, "selects": sweeper if selects else None}
+        facts = {
+            "question": question,
+            "overrides": [*map(without_passwords, asked)],
+            "selects": sweeper if selects else None,
+        }
         self.parent = Parent(config, name, key, facts)
         self._output = Path(config.hydra.sweep.dir).resolve()
         if selects and self.parent.resumed:

@@ -37,6 +37,7 @@ from dpexp.commands.values import check, refuse_taken, reported
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
+from dpexp.tracking.origin import without_passwords
 from dpexp.tracking.run import Tracked, finished_trial, track, unfinished_trial
 from dpexp.tracking.store import SAME
 from dpexp.training.checkpoints import LastWeights
@@ -78,7 +79,7 @@ def run(cfg: DictConfig) -> float | None:
     output.mkdir(parents=True, exist_ok=True)
     if cfg.checkpoint.resume:
         check_resumable(cfg, output)
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
     terminal.announce(cfg, plan)
     with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
         result = (
@@ -90,6 +91,15 @@ def run(cfg: DictConfig) -> float | None:
             tracked.finish(result)
     terminal.conclude(result, output, tracked.address if tracked else None)
     return _objective(cfg, plan, result)
+
+
+def _shown(cfg: DictConfig) -> DictConfig:
+    """The configuration as others may read it: without the tracking server's password."""
+    shown = cfg.copy()
+    for name in ("uri", "artifacts"):
+        if cfg.tracking[name] is not None:
+            shown.tracking[name] = without_passwords(cfg.tracking[name])
+    return shown
 
 
 def _trained(

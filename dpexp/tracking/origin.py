@@ -22,7 +22,7 @@ def origin() -> dict[str, str]:
     """Tags of a run, MLflow's own included, which fill its columns Source, Version and Created by."""
     command = os.environ.get(COMMAND, "dpexp")
     found = {f"dpexp.{name}": _version(package) for name, package in _PACKAGES.items()}
-    found |= {"dpexp.python": platform.python_version(), "dpexp.command": _without_passwords(command)}
+    found |= {"dpexp.python": platform.python_version(), "dpexp.command": without_passwords(command)}
     found |= {"dpexp.host": HOST, "mlflow.user": _user()}
     found |= {"mlflow.source.name": "dpexp", "mlflow.source.type": "LOCAL"}
     commit = _git("rev-parse", "HEAD")
@@ -63,8 +63,9 @@ def _user() -> str:
         return "unknown"
 
 
-def _without_passwords(command: str) -> str:
-    return re.sub(r"(://[^/@:\s]*):[^@\s]*@", r"\1:…@", command)
+def without_passwords(text: str) -> str:
+    """Those of addresses are masked."""
+    return re.sub(r"(://[^/@:\s]*):[^@\s]*@", r"\1:…@", text)
 
 
 def _dirty() -> str:

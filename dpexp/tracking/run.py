@@ -29,7 +29,7 @@ from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.showing.terminal import kept_for_later, plan_json
 from dpexp.tracking.model import check_name
-from dpexp.tracking.origin import origin, write_patch
+from dpexp.tracking.origin import origin, without_passwords, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import HOST, OUTPUT, SAME, end_dead_runs, open_store
 from dpexp.tracking.unswept import swept_keys
@@ -109,7 +109,7 @@ class Tracked:
     def log_start(self) -> None:
         self._outbox.params(params(OmegaConf.to_container(self._cfg, resolve=True)))
         overrides = self._output / "overrides.yaml"
-        overrides.write_text(OmegaConf.to_yaml(HydraConfig.get().overrides.task))
+        overrides.write_text(without_passwords(OmegaConf.to_yaml(HydraConfig.get().overrides.task)))
         self._outbox.file(overrides)
         patch = write_patch(self._output)
         if patch is not None:
@@ -336,7 +336,7 @@ def _run_name(cfg: DictConfig) -> str:
     keys = [_key(override).rpartition(".")[2] for override in asked]
     short = [o[o.index(key) :] if keys.count(key) == 1 else o for o, key in zip(asked, keys, strict=True)]
     of_all = [_choices().get(name) for name in ("data", "model", "group", "mechanism")]
-    return ", ".join(short)[:NAME] or " ".join(map(str, of_all))
+    return without_passwords(", ".join(short))[:NAME] or " ".join(map(str, of_all))
 
 
 def _key(override: str) -> str:
@@ -349,8 +349,8 @@ def _choices() -> dict[str, str]:
 
 
 def params(values: Any) -> dict[str, str]:
-    """A configuration as parameters that MLflow takes."""
-    return {_plain(key): str(value)[:_PARAM_LIMIT] for key, value in _flatten(values).items()}
+    """A configuration as parameters that MLflow takes, without passwords."""
+    return {_plain(key): without_passwords(str(value))[:_PARAM_LIMIT] for key, value in _flatten(values).items()}
 
 
 def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,17 +3,18 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
+from dpexp.privacy.engine.chunk import Chunk, Way, look, records
 from dpexp.privacy.engine.looped import culprit, looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.rounding import UNIT
@@ -36,37 +37,6 @@ _ONE_LOSS = "training_step must return one number for a record: its loss."
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
 _SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
-
-
-@dataclass
-class _Way:
-    """How records of one look are processed: all together, but for some modules; or wholly one at a time. Once it works
-    for records together it stays, whatever a single one may need."""
-
-    looped: set[str] = field(default_factory=set)
-    singly: bool = False
-    works: bool = False
-
-
-@dataclass
-class _Chunk:
-    """Records that look alike: leaves [size, ...] and their structure."""
-
-    loss_of: Callable[[Any], Tensor]
-    leaves: list[Any]
-    structure: Any
-    size: int
-    state: State
-
-    def part(self, rows: list[int]) -> "_Chunk":
-        leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return replace(self, leaves=leaves, size=len(rows))
-
-    def one(self, i: int) -> Any:
-        """A copy: what lies beside a record in memory is out of its reach."""
-        return tree_unflatten(
-            [leaf[i].clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.structure
-        )
 
 
 class Engine:
@@ -99,7 +69,7 @@ class Engine:
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
-        self._ways: dict[Hashable, _Way] = {}
+        self._ways: dict[Hashable, Way] = {}
         self._succeeded = False
         self._failed = 0
         self._reason_of_failure: Exception | None = None
@@ -146,7 +116,7 @@ class Engine:
             parameter.grad = None
         state = State(self._module, self.around)
         try:
-            self._accumulate(_Chunk(loss_of, leaves, structure, size, state))
+            self._accumulate(Chunk(loss_of, leaves, structure, size, state))
         except BaseException:
             self._restore(state)
             raise
@@ -196,7 +166,7 @@ class Engine:
             )
         return changed
 
-    def _give_up(self, way: _Way, reason: Exception) -> None:
+    def _give_up(self, way: Way, reason: Exception) -> None:
         """Settles for processing one module's records, or the whole model's, one at a time."""
         name = culprit(reason, self._module, way.looped)
         self._reason = (str(reason) or type(reason).__name__).splitlines()[0]
@@ -205,7 +175,7 @@ class Engine:
         else:
             way.looped = {other for other in way.looped if not other.startswith(f"{name}.")} | {name}
 
-    def _warn_of_slowness(self, way: _Way) -> None:
+    def _warn_of_slowness(self, way: Way) -> None:
         what = "this model's records"
         if not way.singly:
             kinds = [f"{name} ({type(self._module.get_submodule(name)).__name__})" for name in sorted(way.looped)]
@@ -217,7 +187,7 @@ class Engine:
                 f"together: {self._reason}"
             )
 
-    def _uses_together(self, chunk: "_Chunk", way: _Way) -> tuple[dict[str, Use], Tensor]:
+    def _uses_together(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
         """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
         uses: dict[int, list[Use]] = defaultdict(list)
 
@@ -258,9 +228,9 @@ class Engine:
                 losses.detach(),
             )
 
-    def _accumulate(self, chunk: "_Chunk") -> None:
-        look = _look(chunk.leaves)
-        known = self._ways.setdefault(look, _Way())
+    def _accumulate(self, chunk: Chunk) -> None:
+        kind = look(chunk.leaves)
+        known = self._ways.setdefault(kind, Way())
         way, added = replace(known), False
         while not way.singly and not added:
             try:
@@ -287,13 +257,13 @@ class Engine:
             added = self._accumulate_singly(chunk)
         if way != known and added and not known.works:
             self._warn_of_slowness(way)
-            self._ways[look] = way
+            self._ways[kind] = way
 
-    def _some_run_alone(self, chunk: "_Chunk", way: _Way) -> bool:
+    def _some_run_alone(self, chunk: Chunk, way: Way) -> bool:
         """Whether the first or the last record by itself could be one of several that are processed together."""
         return self._run(chunk.part([0]), way) or self._run(chunk.part([chunk.size - 1]), way)
 
-    def _apart(self, chunk: "_Chunk", way: _Way, rows: list[int]) -> set[int]:
+    def _apart(self, chunk: Chunk, way: Way, rows: list[int]) -> set[int]:
         """Those of some rows that cannot be processed together with others, found by halves."""
         if self._run(chunk.part(rows), way):
             return set()
@@ -302,7 +272,7 @@ class Engine:
         half = len(rows) // 2
         return self._apart(chunk, way, rows[:half]) | self._apart(chunk, way, rows[half:])
 
-    def _run(self, chunk: "_Chunk", way: _Way) -> bool:
+    def _run(self, chunk: Chunk, way: Way) -> bool:
         """Whether records can be processed together."""
         try:
             self._uses_together(chunk, way)
@@ -314,7 +284,7 @@ class Engine:
             self._restore(chunk.state)
         return True
 
-    def _accumulate_singly(self, chunk: "_Chunk") -> bool:
+    def _accumulate_singly(self, chunk: Chunk) -> bool:
         """Whether one of the records contributed."""
         failed = 0
         for i in range(chunk.size):
@@ -378,25 +348,8 @@ def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
     return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
 
-def _look(leaves: list[Any]) -> Hashable:
-    """Equal for records that are processed in the same way."""
-    return tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.clone()
-
-
-def records(batch: Any, size: int) -> tuple[list[Any], Any]:
-    """A batch's leaves, of which the tensors have the records along their first dimension, and its structure."""
-    leaves, structure = tree_flatten(batch)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != size):
-            raise ConfigError(
-                f"data: a training batch holds a tensor of shape {tuple(leaf.shape)}; its first dimension must run "
-                "over the records."
-            )
-    return leaves, structure
 
 
 def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:

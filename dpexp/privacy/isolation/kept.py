@@ -2,6 +2,7 @@
 
 import random
 import types
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict, deque
 from functools import _lru_cache_wrapper
@@ -15,7 +16,7 @@ from torch import Tensor
 _NOTHING = object()
 
 
-class Kept:
+class Kept(ABC):
     """A thing, what it held, and the way to it.
 
     Args:
@@ -29,16 +30,17 @@ class Kept:
         self.thing, self.parent, self.key, self.attributes = thing, parent, key, attributes
         self.before = self.contents()
 
+    @abstractmethod
     def contents(self) -> Any:
-        raise NotImplementedError
+        """What set_back needs."""
 
+    @abstractmethod
     def set_back(self) -> list[str]:
         """Returns the names of what had changed.
 
         Raises:
             Exception: it cannot be set back.
         """
-        raise NotImplementedError
 
     @property
     def name(self) -> str:
