@@ -100,7 +100,7 @@ def test_nor_is_any_that_a_configuration_holds(dpexp_job, tmp_path, monkeypatch)
     dpexp_job("-m", *QUICK, "train=false", "seed=1,2", f"data.root={secret}")
     for one in runs(tmp_path):
         assert "hunter2" not in str(one.to_dictionary())
-    logged = [path for path in (tmp_path / "outputs" / "mlartifacts").rglob("overrides.yaml")]
+    logged = list((tmp_path / "outputs" / "mlartifacts").rglob("overrides.yaml"))
     assert len(logged) == 3 and not any("hunter2" in path.read_text() for path in logged)
 
 
