@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,14 +20,14 @@ from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
 COMMANDS = ("account", "evaluate", "predict", "report", "resume", "version", "help")
-# What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its module).
+# What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its distribution).
 EXTRAS = {
-    "joblib": ("joblib", "hydra_joblib_launcher"),
-    "submitit_local": ("slurm", "hydra_submitit_launcher"),
-    "submitit_slurm": ("slurm", "hydra_submitit_launcher"),
-    "ray": ("ray", "hydra_ray_launcher"),
-    "ray_aws": ("ray", "hydra_ray_launcher"),
-    "optuna": ("optuna", "hydra_optuna_sweeper"),
+    "joblib": ("joblib", "hydra-joblib-launcher"),
+    "submitit_local": ("slurm", "hydra-submitit-launcher"),
+    "submitit_slurm": ("slurm", "hydra-submitit-launcher"),
+    "ray": ("ray", "hydra-ray-launcher"),
+    "ray_aws": ("ray", "hydra-ray-launcher"),
+    "optuna": ("optuna", "hydra-optuna-sweeper"),
 }
 
 
@@ -65,9 +65,11 @@ def check(arguments: Sequence[str]) -> None:
                 if option not in options and option.replace("_", "").isalnum():
                     raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
         if key in ("hydra/launcher", "hydra/sweeper") and value in EXTRAS:
-            extra, module = EXTRAS[value]
-            if find_spec(f"hydra_plugins.{module}") is None:
-                raise ConfigError(f"{argument} needs a plugin: pip install 'dpexp[{extra}]'.")
+            extra, distribution = EXTRAS[value]
+            try:
+                version(distribution)
+            except PackageNotFoundError:
+                raise ConfigError(f"{argument} needs a plugin: pip install 'dpexp[{extra}]'.") from None
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
