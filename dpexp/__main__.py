@@ -17,11 +17,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import config
-from dpexp.commands import sweep, values
+from dpexp.commands import sweep, sweepers, trial, values
 from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError
 
 config.register()
+sweepers.register()
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -35,9 +36,15 @@ def job(cfg: DictConfig) -> float | None:
     try:
         return _run(cfg)
     except Exception as error:
+        from dpexp.showing.terminal import trial_failed
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
+        among = trial.current(cfg)
+        if among is not None:
+            trial_failed(
+                among.place, " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("ConfigError: ")
+            )
         raise
 
 

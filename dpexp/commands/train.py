@@ -1,11 +1,13 @@
 """One experiment, from a composed configuration to a trained, accounted and tracked model."""
 
+import itertools
 import json
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -16,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.commands import trial
 from dpexp.commands.building import (
     accountants,
     add_scheduler,
@@ -29,11 +32,12 @@ from dpexp.commands.building import (
     policy_of,
     quieten,
     rounds_of,
+    unsolved,
 )
 from dpexp.commands.lightning import CHECKPOINT, trainer_for
 from dpexp.commands.resume import check_resumable
 from dpexp.commands.saved import keep
-from dpexp.commands.values import check, refuse_taken, reported
+from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
@@ -54,9 +58,11 @@ def run(cfg: DictConfig) -> float | None:
     """
     quieten()
     check(cfg)
+    among = trial.current(cfg)
     finished = finished_trial(cfg) if cfg.tracking.resume else None
     if finished is not None:
-        terminal.skipped(finished.info.run_name)
+        trial.skip()
+        terminal.skipped(among.place if among else str(finished.info.run_name))
         metrics = finished.data.metrics
         return _objective_of(metrics, cfg.objective)
     _use_threads(cfg)
@@ -64,33 +70,73 @@ def run(cfg: DictConfig) -> float | None:
     earlier = unfinished_trial(cfg) if cfg.tracking.resume else None
     if earlier is not None and (earlier / CHECKPOINT).exists():
         output, cfg.checkpoint.resume = earlier, True
+    elif HydraConfig.get().mode == RunMode.MULTIRUN:
+        output = _free(output)
     if not cfg.checkpoint.resume:
         refuse_taken(output)
+    job = _job(cfg, output, plan_for)
+    output.mkdir(parents=True, exist_ok=True)
+    if cfg.checkpoint.resume:
+        check_resumable(cfg, output)
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
+    plan = job.plan
+    if among is None:
+        terminal.announce(cfg, plan)
+    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
+        result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
+        result["mlflow_run_id"] = tracked.run_id if tracked else None
+        (output / "result.json").write_text(json.dumps(result, indent=2))
+        if tracked:
+            tracked.finish(result)
+    if among is None:
+        terminal.conclude(result, output, tracked.address if tracked else None)
+    else:
+        terminal.trial_ended(among.place, result, trial.seconds_left())
+    return _objective(cfg, plan, result)
+
+
+class _Job(NamedTuple):
+    module: pl.LightningModule
+    data: pl.LightningDataModule
+    plan: PrivacyPlan | None
+    trainer: pl.Trainer
+
+
+def _job(
+    cfg: DictConfig, output: Path, plan_of: Callable[[DictConfig, pl.LightningModule], PrivacyPlan]
+) -> _Job:  # fmt: skip
+    """What training needs, all of it made before anything is written.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured.
+    """
     if cfg.debug:
         make_small(cfg)
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
     check_device(cfg)
-    plan = plan_for(cfg, module) if cfg.privacy.enabled else None
+    plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
     callback = callback_for(cfg, plan, output) if plan else None
-    trainer = trainer_for(cfg, plan, callback, output)
-    output.mkdir(parents=True, exist_ok=True)
-    if cfg.checkpoint.resume:
-        check_resumable(cfg, output)
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
-    terminal.announce(cfg, plan)
-    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
-        result = (
-            _trained(cfg, plan, module, data, trainer, output, tracked) if cfg.train else _planned(cfg, plan)
-        )  # fmt: skip
-        result["mlflow_run_id"] = tracked.run_id if tracked else None
-        (output / "result.json").write_text(json.dumps(result, indent=2))
-        if tracked:
-            tracked.finish(result)
-    terminal.conclude(result, output, tracked.address if tracked else None)
-    return _objective(cfg, plan, result)
+    return _Job(module, data, plan, trainer_for(cfg, plan, callback, output))
+
+
+def check_trial(cfg: DictConfig) -> None:
+    """Whether a trial can run, but for what calibrating it would show.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured.
+    """
+    quieten()
+    check(cfg)
+    _job(cfg, Path(HydraConfig.get().sweep.dir), unsolved)
+
+
+def _free(folder: Path) -> Path:
+    """A folder that no earlier start of the same sweep has left a run in, which its costs are counted from."""
+    attempts = (folder.with_name(f"{folder.name}.{k}") if k > 1 else folder for k in itertools.count(1))
+    return next(attempt for attempt in attempts if not taken(attempt))
 
 
 def _shown(cfg: DictConfig) -> DictConfig:
@@ -102,15 +148,8 @@ def _shown(cfg: DictConfig) -> DictConfig:
     return shown
 
 
-def _trained(
-    cfg: DictConfig,
-    plan: PrivacyPlan | None,
-    module: pl.LightningModule,
-    data: pl.LightningDataModule,
-    trainer: pl.Trainer,
-    output: Path,
-    tracked: Tracked | None,
-) -> dict[str, Any]:
+def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: Tracked | None) -> dict[str, Any]:
+    module, data, plan, trainer = job
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step

@@ -200,6 +200,12 @@ class Parent:
         scores = self._client.get_metric_history(run_id, "test_accuracy")
         return sorted({(spent[point.step], point.value) for point in scores if point.step in spent})
 
+    def withdraw(self) -> None:
+        """Of a sweep that was refused before it had a trial."""
+        self._client.set_terminated(self.run_id, "FAILED")
+        self._client.delete_run(self.run_id)
+        os.environ.pop(PARENT, None)
+
     @property
     def address(self) -> str:
         return address(self._uri, self._experiment)

@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
 from dpexp.errors import ConfigError
-from dpexp.tracking.store import OUTPUT, SAME
+from dpexp.tracking.store import ERROR, OUTPUT, SAME
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _trial(run: Run) -> dict[str, Any]:
         "name": run.info.run_name or run.info.run_id,
         "start": run.info.start_time,
         "status": run.info.status,
-        "error": tags.get("dpexp.error", ""),
+        "error": tags.get(ERROR, ""),
         "private": tags.get("dpexp.private", ""),
         **{name: tags.get(f"dpexp.{name}") for name in _TAGS},
         "configuration": _configuration(params),

@@ -31,7 +31,7 @@ from dpexp.showing.terminal import kept_for_later, plan_json
 from dpexp.tracking.model import check_name
 from dpexp.tracking.origin import origin, without_passwords, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
-from dpexp.tracking.store import HOST, OUTPUT, SAME, end_dead_runs, open_store
+from dpexp.tracking.store import ERROR, HOST, OUTPUT, SAME, end_dead_runs, open_store
 from dpexp.tracking.unswept import swept_keys
 from dpexp.tracking.views import address, show_columns
 
@@ -175,7 +175,7 @@ class Tracked:
 
     def end(self, status: str, reason: str | None = None) -> None:
         if reason is not None:
-            self._outbox.tags({"dpexp.error": reason})
+            self._outbox.tags({ERROR: reason})
         if not self._outbox.close(status):
             kept_for_later(self._unsent)
 
@@ -196,8 +196,8 @@ def track(
             run.log_start()
         yield run
         status = "FINISHED"
-    except (KeyboardInterrupt, SystemExit):
-        status = "KILLED"
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        status, reason = "KILLED", str(stopped) or "interrupted at the keyboard"
         raise
     except Exception as error:
         reason = keep_error(error, output)
@@ -236,7 +236,7 @@ def _in_main_thread() -> bool:
 
 
 def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt("ended by SIGTERM, as schedulers send it before they kill")
 
 
 def parent_id() -> str | None:
@@ -248,7 +248,7 @@ def trial_key(cfg: DictConfig) -> str:
     """Trials of the same resolved configuration are the same trial, wherever they are tracked."""
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
-    aside = ["tracking", "rounds", "checkpoint", "register"]
+    aside = ["tracking", "rounds", "checkpoint", "register", "verbose"]
     if not cfg.privacy.enabled:  # twins of whatever is private
         aside += ["privacy", "group", "bound", "mechanism", "allocation", "accountant", "calibrate", "schedule"]
     content = {section: value for section, value in content.items() if section not in aside}
@@ -290,6 +290,8 @@ def _reopened(client: MlflowClient, output: Path) -> Run | None:
         run = client.get_run((output / RUN).read_text())
         client.update_run(run.info.run_id, status="RUNNING")
         client.set_tag(run.info.run_id, "dpexp.pid", str(os.getpid()))
+        if ERROR in run.data.tags:
+            client.delete_tag(run.info.run_id, ERROR)
     except (OSError, MlflowException):
         return None
     return run
@@ -301,7 +303,7 @@ def record_failure(cfg: DictConfig, error: Exception) -> None:
         return
     client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
     reason = keep_error(error, Path(HydraConfig.get().runtime.output_dir))
-    run = client.create_run(experiment_id, tags=tags(cfg, None) | {"dpexp.error": reason}, run_name=_run_name(cfg))
+    run = client.create_run(experiment_id, tags=tags(cfg, None) | {ERROR: reason}, run_name=_run_name(cfg))
     client.set_terminated(run.info.run_id, "FAILED")
 
 
