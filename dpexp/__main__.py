@@ -1,6 +1,6 @@
 """`python -m dpexp`: compose the configuration, run one experiment (or, with -m, several).
 
-`python -m dpexp account` computes what ledgers cost.
+`python -m dpexp help` lists what can be chosen, and the other commands.
 """
 
 import errno
@@ -54,8 +54,6 @@ def main() -> None:
     if sys.argv[1:2] == ["version"] or "--version" in sys.argv:
         print(f"dpexp {version('dpexp')}")
         return
-    if sys.argv[1:2] == ["help"]:
-        sys.argv[1] = "--help"
     # Before torch: its threads would otherwise wait for one another by spinning, which on a busy machine takes the
     # cores from those they wait for (40 rounds of the default job took 34 s there, and 4 s with this).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -86,6 +84,11 @@ def main() -> None:
             from dpexp.commands.report import report
 
             print(f"Report: {report(sys.argv[2:])}")
+            return
+        if sys.argv[1:2] == ["help"] or {"--help", "-h"} & {*sys.argv}:
+            from dpexp.commands.help import help
+
+            print(help([argument for argument in sys.argv[1:] if argument not in ("help", "--help", "-h")]))
             return
         check(sys.argv[1:])
         _job()
