@@ -63,6 +63,8 @@ def check(arguments: Sequence[str]) -> None:
             continue  # something new
         if head not in keys:
             raise ConfigError(f"{argument}: there is no {head!r}{nearest(head, keys)}")
+        if key == "rounds":
+            raise ConfigError(f"{argument}: rounds is filled in from sampling; give sampling.steps={value}.")
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.split(","):
