@@ -1,8 +1,8 @@
 """dpexp: differentially private training, declared and accounted.
 
 As a library: `make_plan` for a module, `PrivacyCallback` for a Lightning Trainer, `read_ledger` and `epsilon`
-for what it cost. In a notebook, `compose` is the configuration of a job, and `plan` what it would do; `load` is the model
-of a finished one.
+for what it cost. In a notebook, `compose` is the configuration of a job, `plan` what it would do, and `load` the
+model of a finished one.
 """
 
 from importlib import import_module

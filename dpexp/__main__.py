@@ -7,7 +7,10 @@ import errno
 import os
 import shlex
 import sys
+import traceback
+import warnings
 from importlib.metadata import version
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +25,7 @@ from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError
 
 config.register()
+_usual = warnings.formatwarning
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -49,6 +53,7 @@ def _run(cfg: DictConfig) -> float | None:
 
 
 def main() -> None:
+    warnings.formatwarning = _as_a_sentence
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
     os.environ[config.COMMAND] = shlex.join(["dpexp", *sys.argv[1:]])
     if sys.argv[1:2] == ["version"] or "--version" in sys.argv:
@@ -97,9 +102,19 @@ def main() -> None:
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"dpexp: {sentence(error)}")
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        making_a_folder = traceback.extract_tb(error.__traceback__)[-1].name == "mkdir"
+        if error.errno not in UNWRITABLE and not (making_a_folder and error.errno == errno.ENOENT):
             raise
         sys.exit(f"dpexp: {error.filename or os.getcwd()} cannot be written: {error.strerror}.")
+
+
+def _as_a_sentence(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of dpexp's own, without the place in its code."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        return f"dpexp: {message}\n"
+    return _usual(message, category, filename, lineno, line)
 
 
 def _job() -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,9 @@ EARLY = {
     "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
     "--config-dir": "--config-dir/-cd: expected one argument",
     "--config-name nowhere": "Cannot find primary config 'nowhere'",
+    "help mechanims": "there is no 'mechanims'; did you mean 'mechanism'",
+    "rounds=40": "rounds is filled in from sampling; give sampling.steps=40",
+    "hydra.run.dir=/proc/x": "/proc/x cannot be written: No such file or directory.",
     "-m hydra/launcher=ray": "hydra/launcher=ray needs a plugin: pip install 'dpexp[ray]'",
     "-m hydra/sweeper=optuna": "hydra/sweeper=optuna needs a plugin: pip install 'dpexp[optuna]'",
     "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
@@ -290,6 +294,27 @@ def test_a_published_number_far_from_the_true_one_is_told(dpexp_job, recwarn):
     dpexp_job(*QUICK, "model=logistic", "data.n=14370")
     (told,) = [str(w.message) for w in recwarn if "data.n" in str(w.message)]
     assert "data.n=14370, but the training set holds 1437 records" in told and "0.1 times as long as meant" in told
+
+
+def test_warnings_of_dpexp_are_sentences_in_the_terminal(tmp_path):
+    """Those of others say where they come from."""
+    done = command(*QUICK, "model=logistic", "data.n=14370", cwd=tmp_path)
+    (told,) = [line for line in done.stderr.splitlines() if "data.n" in line]
+    assert done.returncode == 0 and told.startswith("dpexp: data.n=14370, but the training set holds 1437 records")
+    assert "Warning" not in done.stderr and "warnings.warn" not in done.stderr
+    assert "x.py:7: UserWarning: theirs" in warnings.formatwarning("theirs", UserWarning, "x.py", 7)
+
+
+def test_a_job_without_tracking_does_not_wait_for_mlflow(tmp_path):
+    code = (
+        "import sys; sys.argv = ['dpexp', *sys.argv[1:]]; from dpexp.__main__ import main; main();"
+        "print('mlflow' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *QUICK, "model=logistic"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.rstrip().endswith("False"), done.stderr
+    assert list(tmp_path.rglob("weights.safetensors")) and not list(tmp_path.rglob("mlflow_model"))
 
 
 def test_a_full_disk_is_told_in_one_sentence(tmp_path):

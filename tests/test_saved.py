@@ -201,6 +201,20 @@ def test_a_model_that_cannot_be_kept_costs_no_result(dpexp_job, monkeypatch):
     assert result_of(output)["rounds"] == 4
 
 
+def test_images_without_a_channel_are_given_one(job, dpexp_job, tmp_path):
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 8, 8)).astype("float32")
+    for name, inputs in (("images", x), ("full", x[:, None])):
+        np.save(tmp_path / f"{name}.npy", inputs)
+        dpexp_job("predict", str(job), f"data={tmp_path}/{name}.npy", f"out={tmp_path}/{name}.csv")
+    assert (tmp_path / "images.csv").read_text() == (tmp_path / "full.csv").read_text()
+
+
+def test_what_is_no_run_is_told(job, dpexp_job, tmp_path):
+    for words in (["evaluate", "nowhere"], ["predict", "nowhere", f"data={tmp_path}/x.npy"]):
+        with pytest.raises(SystemExit, match="nowhere is no folder here, and no run of sqlite:///.*mlflow.db"):
+            dpexp_job(*words)
+
+
 def test_a_table_without_names_loses_no_row(job, dpexp_job, tmp_path):
     np.savetxt(tmp_path / "x.csv", np.zeros((4, 64)), delimiter=",")
     dpexp_job("predict", str(job), f"data={tmp_path}/x.csv", f"out={tmp_path}/p.csv")

@@ -160,8 +160,46 @@ def test_the_job_returns_its_objective(dpexp_job, monkeypatch):
     dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=epsilon")
     dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2")
     assert returned[0] > 0.5 and 1.9 < returned[1] <= 2 and 0 <= returned[2] <= 1
-    with pytest.raises(SystemExit, match="objective=f1 is not among"):
-        dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=f1")
+    dpexp_job(*QUICK, "tracking=none", "callbacks=ema", "privacy.noise_multiplier=1", "objective=test_loss_unaveraged")
+    assert returned[3] > 0
+
+
+def test_an_objective_that_a_job_does_not_give_is_refused_before_it_trains(dpexp_job, tmp_path):
+    for more in (
+        ("objective=f1",),
+        ("objective=test_loss", "train=false"),
+        ("objective=noise", "privacy.epsilon=null", "privacy.noise_multiplier=1"),
+        ("objective=test_loss_unaveraged",),
+        ("objective=epsilon", "privacy.enabled=false"),
+    ):
+        with pytest.raises(SystemExit, match=f"{more[0]} is not among what this job gives: "):
+            dpexp_job(*QUICK, *more)
+    assert not list(tmp_path.rglob("ledger.jsonl")) and not (tmp_path / "outputs" / "mlflow.db").exists()
+
+
+def test_an_objective_of_ones_own_module_is_only_known_afterwards(dpexp_job, tmp_path, monkeypatch):
+    (tmp_path / "own_metric.py").write_text(
+        "from dpexp.training.classifier import Classifier\n"
+        "from dpexp.training.models import logistic\n"
+        "from torch.optim import SGD\n"
+        "class Own(Classifier):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(logistic([1, 8, 8], 10), lambda parameters: SGD(parameters, lr=0.1))\n"
+        "    def test_step(self, batch):\n"
+        "        self.log('f1', 0.5)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("model=logistic", "~model.shape", "~model.classes", "model._target_=own_metric.Own", "sampling.steps=3")
+    from dpexp.commands import train
+
+    returned, run = [], train.run
+    monkeypatch.setattr(train, "run", lambda cfg: returned.append(run(cfg)))
+    own = (*own, "privacy.noise_multiplier=1", "trainer.evaluations=0")
+    dpexp_job(*own, "objective=f1", "tracking=none")
+    assert returned == [0.5]
+    with pytest.raises(SystemExit, match="objective=f2 is not among what this job gives: f1, epsilon"):
+        dpexp_job(*own, "objective=f2", "hydra.run.dir=outputs/a/kept")
+    assert (tmp_path / "outputs/a/kept/result.json").exists(), "the run is not lost"
 
 
 @pytest.mark.parametrize("exposing", ["privacy.noise_seed=1", "diagnostics=unsafe"])

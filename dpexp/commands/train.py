@@ -4,8 +4,9 @@ import json
 import os
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -38,9 +39,11 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.origin import without_passwords
-from dpexp.tracking.run import Tracked, finished_trial, track, unfinished_trial
-from dpexp.tracking.store import SAME
 from dpexp.training.checkpoints import LastWeights
+from dpexp.training.classifier import Classifier
+
+if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking does not wait for it
+    from dpexp.tracking.run import Tracked
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -54,16 +57,18 @@ def run(cfg: DictConfig) -> float | None:
     """
     quieten()
     check(cfg)
-    finished = finished_trial(cfg) if cfg.tracking.resume else None
-    if finished is not None:
-        terminal.skipped(finished.info.run_name)
-        metrics = finished.data.metrics
-        return _objective_of(metrics, cfg.objective)
-    _use_threads(cfg)
     output = Path(HydraConfig.get().runtime.output_dir)
-    earlier = unfinished_trial(cfg) if cfg.tracking.resume else None
-    if earlier is not None and (earlier / CHECKPOINT).exists():
-        output, cfg.checkpoint.resume = earlier, True
+    if cfg.tracking.uri is not None and cfg.tracking.resume:
+        from dpexp.tracking.run import finished_trial, unfinished_trial
+
+        finished = finished_trial(cfg)
+        if finished is not None:
+            terminal.skipped(finished.info.run_name)
+            return _objective_of(finished.data.metrics, cfg.objective)
+        earlier = unfinished_trial(cfg)
+        if earlier is not None and (earlier / CHECKPOINT).exists():
+            output, cfg.checkpoint.resume = earlier, True
+    _use_threads(cfg)
     if not cfg.checkpoint.resume:
         refuse_taken(output)
     if cfg.debug:
@@ -76,12 +81,13 @@ def run(cfg: DictConfig) -> float | None:
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
     callback = callback_for(cfg, plan, output) if plan else None
     trainer = trainer_for(cfg, plan, callback, output)
+    _check_objective(cfg, plan, module, trainer)
     output.mkdir(parents=True, exist_ok=True)
     if cfg.checkpoint.resume:
         check_resumable(cfg, output)
     (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
     terminal.announce(cfg, plan)
-    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
+    with _track(cfg, plan, output) as tracked:
         result = (
             _trained(cfg, plan, module, data, trainer, output, tracked) if cfg.train else _planned(cfg, plan)
         )  # fmt: skip
@@ -91,6 +97,14 @@ def run(cfg: DictConfig) -> float | None:
             tracked.finish(result)
     terminal.conclude(result, output, tracked.address if tracked else None)
     return _objective(cfg, plan, result)
+
+
+def _track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "AbstractContextManager[Tracked | None]":
+    if cfg.tracking.uri is None:
+        return nullcontext()
+    from dpexp.tracking.run import track
+
+    return track(cfg, plan, output, accountants(cfg, plan) if plan else [])
 
 
 def _shown(cfg: DictConfig) -> DictConfig:
@@ -109,7 +123,7 @@ def _trained(
     data: pl.LightningDataModule,
     trainer: pl.Trainer,
     output: Path,
-    tracked: Tracked | None,
+    tracked: "Tracked | None",
 ) -> dict[str, Any]:
     if tracked:
         trainer.logger = tracked.logger
@@ -166,6 +180,29 @@ def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
     return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
 
 
+def _check_objective(
+    cfg: DictConfig, plan: PrivacyPlan | None, module: pl.LightningModule, trainer: pl.Trainer
+) -> None:
+    """Before training, where it is known what will be measured: for a classifier with nobody else's callbacks.
+
+    Raises:
+        ConfigError: the objective is not among it.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    homes = {type(part).__module__.partition(".")[0] for part in (module, *callbacks)}
+    if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning"}):
+        return
+    known = [*Classifier.METRICS] if cfg.train else []
+    if any(isinstance(callback, LastWeights) for callback in callbacks):
+        known += [f"{name}_unaveraged" for name in known]
+    if plan is not None:
+        known.append("epsilon")
+    if plan is not None and plan.calibration is not None:
+        known.append(plan.calibration.knob)
+    if cfg.objective not in (*known, "test_accuracy"):
+        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
+
+
 def _objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
     known = dict(result["metrics"])
     if "epsilon" in result:
@@ -179,6 +216,8 @@ def _objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]
 
 def _objective_of(metrics: dict[str, float], objective: str) -> float | None:
     """Of a run that MLflow remembers."""
+    from dpexp.tracking.store import SAME
+
     if objective == "epsilon":
         return metrics.get("epsilon", metrics.get("epsilon_planned"))
     return metrics.get(objective, metrics.get(SAME.get(objective, "")))
