@@ -211,7 +211,7 @@ def test_images_without_a_channel_are_given_one(job, dpexp_job, tmp_path):
 
 def test_what_is_no_run_is_told(job, dpexp_job, tmp_path):
     for words in (["evaluate", "nowhere"], ["predict", "nowhere", f"data={tmp_path}/x.npy"]):
-        with pytest.raises(SystemExit, match="nowhere is no folder here, and no run of sqlite:///.*mlflow.db"):
+        with pytest.raises(SystemExit, match=r"nowhere is no folder here, and no run of sqlite:///.*mlflow.db\.$"):
             dpexp_job(*words)
 
 
