@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import dpexp
 from dpexp.errors import ConfigError
+from dpexp.tracking.model import description
 from dpexp.training.data import Digits
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
@@ -96,6 +97,22 @@ print(by_pyfunc[0, 0])
     assert tags["delta"] == "0.0001" and tags["private"] == "True"
 
 
+def test_mlflows_pages_of_model_and_version_show_the_card_and_each_other(job, tmp_path):
+    card = (job / "card.md").read_text()
+    (logged,) = client(tmp_path).search_logged_models(["1"])
+    assert logged.tags["mlflow.note.content"] == client(tmp_path).get_model_version("digits", "1").description == card
+    (version,) = json.loads(logged.tags["mlflow.modelVersions"])
+    assert version["name"] == "digits" and int(version["version"]) == 1
+    assert client(tmp_path).get_experiment("1").tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_a_card_longer_than_mlflow_takes_is_cut_off(tmp_path):
+    (tmp_path / "card.md").write_text("x" * 5000)
+    assert description(tmp_path) == "x" * 5000
+    (tmp_path / "card.md").write_text("x" * 9000)
+    assert description(tmp_path) == "x" * 5000 + "…\n\nThe rest is in card.md."
+
+
 def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path):
     card = (job / "card.md").read_text()
     epsilon = result_of(job)["epsilon"]
@@ -104,6 +121,7 @@ def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path
         assert expected in card
     (shown,) = re.findall(r"\| pld \| (\S+) \|", card)
     assert epsilon["pld"] <= float(shown) <= epsilon["pld"] * 1.001, "rounded up"
+    assert card.splitlines()[2] == f"**ε = {shown}** at δ = 0.0001, for adding or removing one record."
     assert str(tmp_path) not in card
     run = client(tmp_path).get_run(result_of(job)["mlflow_run_id"])
     assert run.data.tags["mlflow.note.content"] == card

@@ -35,6 +35,9 @@ def card(
         lines += ["**Not private**: trained without noise, as the twin to compare private models with.", ""]
     elif not result["private"]:
         lines += ["**Not private**: the noise seed is known, or private statistics were shown.", ""]
+    elif "epsilon" in result:
+        adjacency, most = NEIGHBOURS[plan.adjacency], next(iter(result["epsilon"].values()))
+        lines += [f"**ε = {_up(most, 4)}** at δ = {result['delta']:g}, {adjacency}.", ""]
     metrics = result.get("metrics", {})
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]

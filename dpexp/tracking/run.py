@@ -28,7 +28,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.showing.terminal import kept_for_later, plan_json
-from dpexp.tracking.model import check_name
+from dpexp.tracking.model import check_name, description
 from dpexp.tracking.origin import HOST, PATCH_RESUMED, origin, origin_resumed, without_passwords, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import OUTPUT, SAME, end_dead_runs, open_store
@@ -156,7 +156,7 @@ class Tracked:
         """Logs the model that lies in the job's folder, and registers it if that is asked for."""
         for name in ("weights.safetensors", "card.md"):
             self._outbox.file(self._output / name)
-        self._outbox.tags({"mlflow.note.content": (self._output / "card.md").read_text()})
+        self._outbox.tags({"mlflow.note.content": description(self._output)})
         folder = self._output / "mlflow_model"
         if folder.exists():
             self._outbox.model(folder, rounds, about, self._cfg.register)
