@@ -66,6 +66,7 @@ def _guarantee(result: Mapping[str, Any], plan: PrivacyPlan, risk: Mapping[str, 
     lines += [f"| {name} | {_up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
     if risk:
+        lines += ["No test for whether a record was among the data does better than this:", ""]
         lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
         lines += [
             f"| {alpha} of those who were not there | {_up(100 * found, 3)} % of those who were |"

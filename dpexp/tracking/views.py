@@ -4,7 +4,7 @@ import json
 
 from mlflow import MlflowClient
 
-# MLflow keeps such views in undocumented tags of the experiment, and whether its pages are about models or about traces.
+# MLflow keeps such views in undocumented tags of the experiment.
 COLUMNS = [
     "metrics.`epsilon`", "metrics.`delta`", "metrics.`test_accuracy`",
     "metrics.`noise_multiplier`", "metrics.`q`", "tags.`dpexp.group`", "tags.`dpexp.mechanism`",
@@ -15,7 +15,6 @@ VIEW = "dpexp"
 
 def show_columns(client: MlflowClient, experiment_id: str) -> None:
     state = {"selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False}
-    client.set_experiment_tag(experiment_id, "mlflow.experimentKind", "custom_model_development")
     client.set_experiment_tag(experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(state))
 
 
