@@ -23,7 +23,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E40
 
 
 class Grid(BasicSweeper):
-    """`hydra/sweeper=grid`: as Hydra's own `basic`, but that every trial is checked first and finds its place in the sweep."""
+    """`hydra/sweeper=grid`: Hydra's `basic`, but every trial is checked first and knows its place in the sweep."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Of all batches, when the first is about to start.
@@ -43,7 +43,7 @@ class Grid(BasicSweeper):
             except ConfigError as error:
                 refused.append(f"trial {number + 1} of {len(members)} ({trial.name_of(overrides)}): {error}")
         if refused:
-            more = f" (So do {len(refused) - 1} others.)" if len(refused) > 1 else ""
+            more = f" (Nor can {len(refused) - 1} more.)" if len(refused) > 1 else ""
             raise ConfigError(f"no trial was started, since one cannot run: {refused[0]}{more}")
 
     def _check(self, overrides: list[str], number: int) -> None:

@@ -6,8 +6,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -35,6 +36,7 @@ from dpexp.commands.building import (
     unsolved,
 )
 from dpexp.commands.lightning import CHECKPOINT, trainer_for
+from dpexp.commands.objective import check_objective, objective, objective_of
 from dpexp.commands.resume import check_resumable
 from dpexp.commands.saved import keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
@@ -42,9 +44,10 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.origin import without_passwords
-from dpexp.tracking.run import Tracked, finished_trial, track, unfinished_trial
-from dpexp.tracking.store import SAME
 from dpexp.training.checkpoints import LastWeights
+
+if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking does not wait for it
+    from dpexp.tracking.run import Tracked
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -58,20 +61,21 @@ def run(cfg: DictConfig) -> float | None:
     """
     quieten()
     check(cfg)
-    among = trial.current(cfg)
-    finished = finished_trial(cfg) if cfg.tracking.resume else None
-    if finished is not None:
-        trial.skip()
-        terminal.skipped(among.place if among else str(finished.info.run_name))
-        metrics = finished.data.metrics
-        return _objective_of(metrics, cfg.objective)
-    _use_threads(cfg)
-    output = Path(HydraConfig.get().runtime.output_dir)
-    earlier = unfinished_trial(cfg) if cfg.tracking.resume else None
-    if earlier is not None and (earlier / CHECKPOINT).exists():
-        output, cfg.checkpoint.resume = earlier, True
-    elif HydraConfig.get().mode == RunMode.MULTIRUN:
+    among, output = trial.current(cfg), Path(HydraConfig.get().runtime.output_dir)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
         output = _free(output)
+    if cfg.tracking.uri is not None and cfg.tracking.resume:
+        from dpexp.tracking.run import finished_trial, unfinished_trial
+
+        finished = finished_trial(cfg)
+        if finished is not None:
+            trial.skip()
+            terminal.skipped(among.place if among else str(finished.info.run_name))
+            return objective_of(finished.data.metrics, cfg.objective)
+        earlier = unfinished_trial(cfg)
+        if earlier is not None and (earlier / CHECKPOINT).exists():
+            output, cfg.checkpoint.resume = earlier, True
+    _use_threads(cfg)
     if not cfg.checkpoint.resume:
         refuse_taken(output)
     job = _job(cfg, output, plan_for)
@@ -82,7 +86,7 @@ def run(cfg: DictConfig) -> float | None:
     plan = job.plan
     if among is None:
         terminal.announce(cfg, plan)
-    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
+    with _track(cfg, plan, output) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
         result["mlflow_run_id"] = tracked.run_id if tracked else None
         (output / "result.json").write_text(json.dumps(result, indent=2))
@@ -92,7 +96,7 @@ def run(cfg: DictConfig) -> float | None:
         terminal.conclude(result, output, tracked.address if tracked else None)
     else:
         terminal.trial_ended(among.place, result, trial.seconds_left())
-    return _objective(cfg, plan, result)
+    return objective(cfg, plan, result)
 
 
 class _Job(NamedTuple):
@@ -119,7 +123,9 @@ def _job(
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
     callback = callback_for(cfg, plan, output) if plan else None
-    return _Job(module, data, plan, trainer_for(cfg, plan, callback, output))
+    trainer = trainer_for(cfg, plan, callback, output)
+    check_objective(cfg, module, trainer)
+    return _Job(module, data, plan, trainer)
 
 
 def check_trial(cfg: DictConfig) -> None:
@@ -139,6 +145,14 @@ def _free(folder: Path) -> Path:
     return next(attempt for attempt in attempts if not taken(attempt))
 
 
+def _track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "AbstractContextManager[Tracked | None]":
+    if cfg.tracking.uri is None:
+        return nullcontext()
+    from dpexp.tracking.run import track
+
+    return track(cfg, plan, output, accountants(cfg, plan) if plan else [])
+
+
 def _shown(cfg: DictConfig) -> DictConfig:
     """The configuration as others may read it: without the tracking server's password."""
     shown = cfg.copy()
@@ -148,7 +162,7 @@ def _shown(cfg: DictConfig) -> DictConfig:
     return shown
 
 
-def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: Tracked | None) -> dict[str, Any]:
+def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None") -> dict[str, Any]:
     module, data, plan, trainer = job
     if tracked:
         trainer.logger = tracked.logger
@@ -203,24 +217,6 @@ def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
     if plan is None:
         raise ConfigError("train=false has nothing to plan with privacy.enabled=false.")
     return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
-
-
-def _objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
-    known = dict(result["metrics"])
-    if "epsilon" in result:
-        known["epsilon"] = next(iter(result["epsilon"].values()))
-    if plan is not None and plan.calibration is not None:
-        known[plan.calibration.knob] = plan.calibration.value
-    if cfg.objective not in known and cfg.objective != "test_accuracy":
-        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
-    return known.get(cfg.objective)
-
-
-def _objective_of(metrics: dict[str, float], objective: str) -> float | None:
-    """Of a run that MLflow remembers."""
-    if objective == "epsilon":
-        return metrics.get("epsilon", metrics.get("epsilon_planned"))
-    return metrics.get(objective, metrics.get(SAME.get(objective, "")))
 
 
 def _use_threads(cfg: DictConfig) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import sqlite3
 import warnings
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from dpexp.errors import ConfigError
+from dpexp.tracking.origin import HOST
 
-HOST = socket.gethostname()
 SAME = {"noise": "noise_multiplier", "q_at_fixed_z": "q", "steps": "rounds"}  # calibrated knob -> metric that has it
 _PATIENCE = 120  # seconds for others that open the same database
 ERROR = "dpexp.error"  # a tag: why a run did not finish
