@@ -35,7 +35,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     console.print(
         f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
         f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} records), z = {plan.noise_multiplier:.4g}"
-        + (", on a schedule" if plan.schedule != Schedule() else "")
+        + (", on a schedule" if plan.schedule != Schedule() else ""),
+        soft_wrap=True,
     )
     if plan.calibration is not None:
         solved = plan.calibration
@@ -180,8 +181,8 @@ def swept(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence:
     for _, trial in failed.iterrows():
         console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
     if best is not None:
-        console.print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}")
-    console.print(sentence)
+        console.print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}", soft_wrap=True)
+    console.print(sentence, soft_wrap=True)
     console.print(f"Compare trials: {address}", soft_wrap=True)
 
 
