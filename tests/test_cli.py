@@ -383,7 +383,7 @@ def test_help_on_ones_own_groups_on_sections_and_on_commands(tmp_path):
     assert "group=norms_apart\n    Norms apart.\n    width: 2  # of each" in shown
     assert "group=flat (the default)" in shown and "norms_apart" not in help(["group"])
     assert help(["checkpoint"]).startswith("checkpoint:\n  every: null") and "privacy" not in help(["checkpoint"])
-    assert help(["hydra/sweeper"]).startswith("hydra/sweeper=private_select\n    A random number of trials")
+    assert help(["hydra/sweeper"]).startswith("hydra/sweeper=grid (the default)\n    Every combination of the values")
     assert help(["predict"]).startswith("`python -m dpexp predict RUN")
 
 

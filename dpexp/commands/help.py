@@ -83,7 +83,8 @@ def _option(group: str, path: Path) -> str:
 def _defaults() -> dict[str, object]:
     """The option of each group that is chosen if no other is."""
     listed = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-    return {group: option for entry in listed if isinstance(entry, dict) for group, option in entry.items()}
+    chosen = [pair for entry in listed if isinstance(entry, dict) for pair in entry.items()]
+    return {group.removeprefix("override "): option for group, option in chosen}
 
 
 def _values() -> dict[str, str]:
