@@ -89,6 +89,8 @@ EXPORTED = {
     "gru": (lambda: Recurrent(nn.GRU, bidirectional=True), SEQUENCES),
     "attention": (Attentive, SEQUENCES),
     "overwriting": (Overwriting, rows(5)),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)), rows(4)),
 }  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def exported(name, decomposed=False):
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", [name for name in EXPORTED if name != "batch norm"])
 def test_exported_models_train_as_by_hand(tmp_path, name, decomposed):
     net, records = exported(name, decomposed)
     (released,), _ = trained(tmp_path, Model(copy.deepcopy(net)), records, callback={"physical_batch": 3})
@@ -110,7 +112,7 @@ def test_exported_models_train_as_by_hand(tmp_path, name, decomposed):
 
 def test_padding_in_exported_models_keeps_records_apart(tmp_path):
     net, _ = exported("padded embedding")
-    mostly = [(torch.tensor([1 + i % 4, *[0] * 11]), y) for i, (_, y) in enumerate(rows(12))]
+    mostly = [(torch.tensor([1 + i % 4, *[0] * 4]), y) for i, (_, y) in enumerate(rows(12))]
 
     class Steep(Model):
         def training_step(self, batch, batch_idx):
@@ -119,12 +121,19 @@ def test_padding_in_exported_models_keeps_records_apart(tmp_path):
     assert_bounded(tmp_path, lambda: Steep(copy.deepcopy(net)), mostly)
 
 
-def test_batch_norm_in_an_exported_model_is_refused(tmp_path):
-    EXPORTED["batch norm"] = lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)), rows(4)
-    net, records = exported("batch norm")
-    del EXPORTED["batch norm"]
-    with pytest.raises(ConfigError, match="mixes the records"):
-        trained(tmp_path, Model(net), records)
+@pytest.mark.parametrize("physical", [1, 4])
+@pytest.mark.parametrize("decomposed", [None, False, True])
+def test_batch_norm_is_refused_where_it_is_called(tmp_path, decomposed, physical):
+    class Functional(nn.Module):
+        def forward(self, x):
+            return F.batch_norm(x, torch.zeros(5), torch.ones(5), training=True)
+
+    if decomposed is None:
+        net = nn.Sequential(nn.Linear(4, 5), Functional(), nn.Linear(5, CLASSES))
+    else:
+        net, _ = exported("batch norm", decomposed)
+    with pytest.raises(ConfigError, match="call of batch_norm in training mode mixes the records"):
+        trained(tmp_path, Model(net), rows(4), callback={"physical_batch": physical})
 
 
 @pytest.mark.parametrize("physical", [1, 5])
@@ -182,7 +191,7 @@ class Factor(nn.Module):
 )
 def test_what_torch_script_made_is_refused_where_it_is_called(tmp_path, make, physical):
     made = make()
-    with pytest.raises(ConfigError, match="calls a function of TorchScript.*PYTORCH_JIT=0"):
+    with pytest.raises(ConfigError, match=r"calls a function of TorchScript.*PYTORCH_JIT=0"):
         trained(tmp_path, Calling(made), rows(5), callback={"physical_batch": physical})
     assert made(torch.ones(4, dtype=torch.float64)) == 4  # elsewhere it runs
 
@@ -229,7 +238,7 @@ def test_parameters_of_compiled_functions_are_trained(tmp_path, physical):
 
 
 @pytest.mark.parametrize("branching", [False, True])
-@pytest.mark.parametrize("way", ["a layer", "in place", "the module"])
+@pytest.mark.parametrize("way", ["a layer", "in place"])
 def test_compiled_modules_train_as_plain_ones(tmp_path, way, branching):
     class Part(nn.Linear):
         def forward(self, x):
@@ -242,10 +251,8 @@ def test_compiled_modules_train_as_plain_ones(tmp_path, way, branching):
     module = make()
     if way == "a layer":
         module.net[0] = compiled(module.net[0])
-    elif way == "in place":
-        module.net.compile(backend="eager")
     else:
-        module = torch.compile(module, backend="eager")
+        module.net.compile(backend="eager")
     (released,), _ = trained(tmp_path, module, rows(5))
     assert torch.allclose(released, sum_of_clipped(make(), rows(5)), atol=1e-6)
 
@@ -321,4 +328,3 @@ def test_tensors_are_compared_to_the_last_bit(dtype, size):
     if size and dtype.is_floating_point:
         assert not identical(a, -a)
         assert identical(a / 0, a / 0)
-

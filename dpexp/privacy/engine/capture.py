@@ -13,7 +13,7 @@ from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
-from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.guard import Guard, packet
 from dpexp.privacy.isolation.state import State
 
 Record = Callable[[Tensor, Use], None]
@@ -164,8 +164,7 @@ _EXPORTED: dict[Any, Any] = {
 
 def _known(func: Any) -> Any:
     """By the name that rules have for it."""
-    packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
-    return _EXPORTED.get(packet, func)
+    return _EXPORTED.get(packet(func), func)
 
 
 # Found by comparing, in PyTorch 2.13, the gradients of all operators that its tests know, together and one by one.

@@ -25,7 +25,7 @@ def in_sight() -> Iterator[None]:
     """Meanwhile what torch.compile made runs as the Python that it was made from, and what cannot is refused.
 
     Raises:
-        ConfigError: at the end, even if training_step caught it when it was raised first.
+        ConfigError: something was refused, even if training_step caught that.
     """
     before = [getattr(holder, name) for holder, name, _ in _HIDING]
     refused: list[ConfigError] = []
@@ -37,8 +37,8 @@ def in_sight() -> Iterator[None]:
     finally:
         for (holder, name, _), found in zip(_HIDING, before, strict=True):
             setattr(holder, name, found)
-    if refused:
-        raise refused[0]
+        if refused:
+            raise refused[0]
 
 
 def _refusing(what: str, instead: str, refused: list[ConfigError]) -> Callable[..., NoReturn]:
