@@ -280,9 +280,13 @@ def with_its_version_set_back(weight, x):
     torch._C._autograd._unsafe_set_version_counter((weight,), (version,))
 
 
+def past_pytorch(weight, x):
+    weight.detach().numpy()[...] += x.item()
+
+
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("failing", [False, True])
-@pytest.mark.parametrize("write", [compiled_write, keeping_the_version, with_its_version_set_back])
+@pytest.mark.parametrize("write", [compiled_write, keeping_the_version, with_its_version_set_back, past_pytorch])
 def test_a_write_that_no_version_tells_of_is_refused_and_emptied(tmp_path, write, failing, momentum):
     class Writing(Model):
         def training_step(self, batch, batch_idx):
