@@ -19,7 +19,9 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Failed, Records, Rounds, Sample
 from dpexp.privacy.engine.engine import Engine, NoLoss
+from dpexp.privacy.isolation.numbers import numbers_stay
 from dpexp.privacy.isolation.randomness import own_randomness
+from dpexp.privacy.isolation.sight import in_sight
 from dpexp.privacy.isolation.signals import signals_wait
 from dpexp.privacy.isolation.silence import mute, nothing_logged, unmute
 from dpexp.privacy.isolation.surroundings import surroundings
@@ -229,20 +231,19 @@ class PrivacyCallback(pl.Callback):
                     "time would be another release."
                 )
             self._awaited = False
-            assert self._rounds
-            with own_randomness(pl_module.device, self._rounds.randomness), nothing_logged(trainer):
+            assert self._rounds and self._engine
+            self._engine.around = around = surroundings(trainer)
+            randomness = own_randomness(pl_module.device, self._rounds.randomness)
+            with numbers_stay(pl_module, around), randomness, nothing_logged(trainer):
                 converted = trainer.precision_plugin.convert_input
-                self._process_sample(
-                    trainer, pl_module, lambda record: _loss(training_step(converted(record), *args, **kwargs))
-                )
+                self._process_sample(pl_module, lambda record: _loss(training_step(converted(record), *args, **kwargs)))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = private_step  # type: ignore[method-assign]
 
-    def _process_sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss_of: Any) -> None:
+    def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> None:
         assert self._ledger and self._engine and self._rounds
         engine = self._engine
-        engine.around = surroundings(trainer)
         for chunk, parts in self._rounds.sample():
             if chunk.first:
                 epoch = chunk.epoch + self._rounds_undone
@@ -252,7 +253,7 @@ class PrivacyCallback(pl.Callback):
                 if isinstance(records, Failed):
                     engine.fail(1, records.reason)
                 else:
-                    with signals_wait():
+                    with signals_wait(), in_sight():
                         self._process(pl_module, loss_of, records)
             if len(parts) > _ALONE and not self._said_alone and all(getattr(p, "size", 1) == 1 for p in parts):
                 self._said_alone = True

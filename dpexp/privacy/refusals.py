@@ -35,8 +35,6 @@ def refuse_mixing_layers(module: nn.Module) -> None:
             raise ConfigError(f"{where} has no sizes yet; run the model once on an example before training.")
         if any(type(hook).__name__ == "SpectralNorm" for hook in layer._forward_pre_hooks.values()):
             raise ConfigError(f"{where} has the old spectral_norm; use torch.nn.utils.parametrizations.spectral_norm.")
-        if type(layer).__name__ == "OptimizedModule":
-            raise ConfigError(f"{where} is compiled, so its gradients cannot be taken apart; pass the plain module.")
 
 
 def refuse_hooks(module: nn.Module) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.nn import functional as F
 
 from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
-from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.guard import Guard, packet
 from dpexp.privacy.isolation.state import State
 
 Record = Callable[[Tensor, Use], None]
@@ -57,23 +58,26 @@ class Capture(Guard):
             return func(_inner(args[0]))
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
-        if func in RULES:
-            call = RULES[func](*args, **kwargs)
+        known = _known(func)
+        if known in RULES:
+            call = RULES[known](*args, **kwargs)
             if call is not None and self._fits(call):
                 return _Captured.apply(self.anchor, call.x, call, self.record)
-        if func in CELLS and self._steps_through(args):
+        if known in CELLS and self._steps_through(args):
             with self:
-                return unrolled(CELLS[func], self._steps, *args, **kwargs)
+                return unrolled(CELLS[known], self._steps, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 attended = multi_head_attention(*args, **kwargs)
             if attended is not None:
                 return attended
-        if func in _EMBEDDINGS and _PADDING.intersection(_named(func, args, kwargs)):
+        if known in _EMBEDDINGS and _PADDING.intersection(_named(known, args, kwargs)):
             # vmap's own rule makes one table of all records', in which it no longer knows the padding.
             raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
+        if known in _MISTAKEN or (known is _CHUNKED and kwargs.get("options") is not None):
+            raise RuntimeError(f"PyTorch's vmap gets gradients of {known.__name__} wrong.")
         args, kwargs = self.with_copies(args), self.with_copies(kwargs)
-        if func is F.scaled_dot_product_attention:
+        if known is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -118,7 +122,7 @@ class Capture(Guard):
             if bias is not None and bias.requires_grad:
                 self.record(bias, Dense(g.sum(1)))
 
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _Stepped.apply(self.anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
 
     def with_copies(self, value: Any) -> Any:
@@ -143,6 +147,30 @@ _BACKWARD = {
 }  # fmt: skip
 
 
+# What torch.export makes calls functions of torch by these names, with the same arguments.
+_EXPORTED: dict[Any, Any] = {
+    **{
+        getattr(torch.ops.aten, function.__name__): function
+        for function in (
+            F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+            F.layer_norm, F.group_norm, F.rms_norm, F.scaled_dot_product_attention, *CELLS,
+            torch.embedding, torch.embedding_bag, torch.select_scatter,
+        )
+    },
+    torch.ops.aten._embedding_bag: torch.embedding_bag,
+    torch.ops.aten._embedding_bag_forward_only: torch.embedding_bag,
+}  # fmt: skip
+
+
+def _known(func: Any) -> Any:
+    """By the name that rules have for it."""
+    return _EXPORTED.get(packet(func), func)
+
+
+# Found by comparing, in PyTorch 2.13, the gradients of all operators that its tests know, together and one by one.
+_MISTAKEN = {torch.select_scatter, Tensor.select_scatter}
+_CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
+
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 _PADDING = {"padding_idx", "scale_grad_by_freq"}
 
@@ -153,7 +181,7 @@ def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:
         F.embedding: ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
         F.embedding_bag: ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode",
                           "sparse", "per_sample_weights", "include_last_offset", "padding_idx"),
-        torch.embedding: ("weight", "input", "padding_idx", "scale_grad_by_freq"),
+        torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq"),
     }.get(func, ())  # fmt: skip
     given = dict(zip(order, args, strict=False)) | kwargs
     without = func is torch.embedding and given.get("padding_idx") == -1

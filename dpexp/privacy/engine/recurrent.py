@@ -5,7 +5,7 @@ input is one linear layer over all positions, with its own rule, and the part th
 stepped through time: its weight's per-record gradient is Σ_t (gate gradient)_t ⊗ h_(t-1).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -169,7 +169,7 @@ def unrolled(
     cell: type[Cell],
     steps: Callable[..., tuple[Tensor, Tensor, Tensor]],
     input: Tensor,
-    hx: Tensor | tuple[Tensor, Tensor],
+    hx: Tensor | Sequence[Tensor],
     weights: list[Tensor],
     has_biases: bool,
     num_layers: int,
@@ -184,7 +184,7 @@ def unrolled(
         steps: (p [T, N, G·H], h, c, weight, bias, cell, reverse) -> every h, the last h, the last c.
     """
     x = input.transpose(0, 1) if batch_first else input
-    h0, c0 = hx if isinstance(hx, tuple) else (hx, hx)
+    h0, c0 = hx if not isinstance(hx, Tensor) else (hx, hx)
     per = 4 if has_biases else 2
     ends: list[tuple[Tensor, Tensor]] = []
     for layer in range(num_layers):

@@ -79,6 +79,15 @@ def embedding(
     return Call(input, {"weight": weight}, lambda x, weight: F.embedding(x, weight), uses)
 
 
+@rule(torch.embedding)
+def embedding_of_torch(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Call | None:
+    """Here a negative padding_idx is none."""
+    padding = padding_idx if padding_idx >= 0 else None
+    return embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+
+
 @rule(F.embedding_bag)
 def embedding_bag(
     input: Tensor,
@@ -121,6 +130,7 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Call:
     shape = tuple(normalized_shape)
 
@@ -154,6 +164,7 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Call:
     def normalise(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return F.group_norm(x.flatten(0, 1), num_groups, weight, bias, eps).view(x.shape)

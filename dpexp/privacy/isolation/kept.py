@@ -156,7 +156,7 @@ class KeptTensor(Kept):
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return [self.name] if tensor._version != self.version else []
         same = _form(tensor) == self.form and tensor._version == self.version
-        if same and (before is None or tensor.is_cuda or _identical(tensor, before)):
+        if same and (before is None or tensor.is_cuda or identical(tensor, before)):
             return []
         with torch.no_grad():
             if before is None or self.form is None:
@@ -178,10 +178,15 @@ def _form(tensor: Tensor) -> tuple | None:
     return tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.requires_grad
 
 
-def _identical(a: Tensor, b: Tensor) -> bool:
-    """To the last bit: 0.0 is not -0.0, and NaN is NaN."""
-    a, b = (t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
+def identical(a: Tensor, b: Tensor) -> bool:
+    """To the last bit: 0.0 is not -0.0, and NaN is NaN. The wider the integers compared, the faster (measured)."""
+    a, b = (t.detach().contiguous().flatten() for t in (a, b))
+    sizes = [size for t in (a, b) for size in (t.nbytes, t.storage_offset() * t.element_size())]
+    whole = next(kind for kind in _INTEGERS if not any(size % kind.itemsize for size in sizes))
+    return torch.equal(a.view(whole), b.view(whole))
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class KeptAttributes(Kept):
