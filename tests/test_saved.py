@@ -116,6 +116,20 @@ def test_the_card_of_the_non_private_twin_says_so(dpexp_job):
     assert dpexp.load(output)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
+def test_the_card_gives_a_schedule_in_full_and_no_delta_below_the_true_one(dpexp_job):
+    output = dpexp_job(*QUICK, "tracking=none", "schedule.z={linear: [2, 0.2]}", "privacy.delta=1.0000049e-5")
+    card = (output / "card.md").read_text()
+    assert "z = 0.2 – 2, on the schedule z: {'linear': [2, 0.2]}" in card and "with δ = 1.001e-05 and" in card
+    bounds = [json.loads(line)["queries"][0]["sigma"] for line in spec_lines(output)]
+    assert f"| {min(bounds):.4g} – {max(bounds):.4g} |" in card
+    with safe_open(output / "weights.safetensors", "pt") as file:
+        assert float(file.metadata()["delta"]) == 1.0000049e-5
+
+
+def spec_lines(output):
+    return [line for line in (output / "ledger.jsonl").read_text().splitlines() if "queries" in line]
+
+
 @pytest.mark.parametrize(
     "arguments, expected",
     [

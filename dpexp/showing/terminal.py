@@ -17,6 +17,7 @@ from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
+from dpexp.showing.rounding import up
 
 console = Console()
 NEIGHBOURS = {
@@ -123,7 +124,7 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
     ledger = ledger_so_far(path)
     console.print(
         f"[bold]Interrupted[/] after {len(ledger)} of {plan.rounds} rounds: "
-        f"ε = {epsilon(ledger, delta, accountant):.4g} at δ = {delta:g} is spent."
+        f"ε = {up(epsilon(ledger, delta, accountant), 4)} at δ = {up(delta, 4)} is spent."
     )
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
     if ledger.truncated:
