@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dpexp.errors import ConfigError
 
@@ -108,7 +108,7 @@ class Ledger:
     adjacency: str
     rounds: Mapping[Round, int]
     truncated: bool = False
-    exposed: str | None = None
+    exposed: str | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
