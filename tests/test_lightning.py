@@ -261,7 +261,7 @@ def test_a_second_resume_leaves_the_run_of_the_first_alone(stopped_before_it_kep
     with FileLock(folder / "mlflow_run_id.lock"), pytest.raises(SystemExit, match="under way in another process"):
         dpexp_job("resume", str(folder))
     (run,) = client(tmp_path).search_runs(["1"])
-    assert run.info.status == "KILLED" and "dpexp.error" not in run.data.tags
+    assert run.info.status == "KILLED" and run.data.tags["dpexp.error"] == "interrupted by the keyboard"
 
 
 @pytest.mark.parametrize("given, word", [("privacy.noise_seed=7", "seed"), ("diagnostics=unsafe", "unsafe")])

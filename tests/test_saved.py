@@ -268,7 +268,7 @@ def test_a_bank_of_records_that_forward_does_not_use_is_not_kept(dpexp_job, tmp_
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precision, capsys):
-    output = dpexp_job(*QUICK, "tracking=none", f"trainer.precision={precision}")
+    output = dpexp_job(*QUICK, f"trainer.precision={precision}")
     assert evaluate([str(output)]) == result_of(output)["metrics"]
     x = np.random.default_rng(0).normal(size=(5, 1, 8, 8)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
