@@ -276,6 +276,7 @@ MODELS = {
     "scaled_by_itself": (ScaledByItself, rows),
     "lending": (Lending, rows),
     "hiding": (Hiding, rows),
+    "channels_last": (lambda: convolutions().to(memory_format=torch.channels_last), images),
     "branching": (Branching, rows),
     "branching_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
