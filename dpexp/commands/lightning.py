@@ -71,7 +71,8 @@ def trainer_for(
         callbacks.append(LastWeights())
     callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every)]
     among = trial.current(cfg)
-    if options.pop("enable_progress_bar", True) and (among is None or among.alone):
+    bar = options.pop("enable_progress_bar", True) and (among is None or among.alone)
+    if bar:
         callbacks.append(RoundBar(rounds, privacy, among.place if among else None))
     defaults = {
         "limit_val_batches": 1.0 if cfg.trainer.evaluations else 0,
@@ -89,6 +90,7 @@ def trainer_for(
             callbacks=callbacks,
             default_root_dir=output,
             enable_checkpointing=False,
+            enable_progress_bar=bar,
             **defaults | options,
         )
     except Exception as error:  # Lightning raises many types for what is always a wrong value
