@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
 from dpexp.privacy.engine.attention import multi_head_attention
+from dpexp.privacy.engine.branches import QUESTIONS, answer
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
@@ -36,6 +37,8 @@ class Capture(Guard):
         self.anchor = anchor
         self.record = record
         self._copies: dict[int, Tensor] = {}
+        self._generator = _generator_of(anchor)
+        self._random = self._generator.get_state()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
@@ -56,6 +59,8 @@ class Capture(Guard):
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict) -> Any:
         if func in _OF_AUTOGRAD:
             return func(_inner(args[0]))
+        if func in QUESTIONS and _functorch.is_batchedtensor(args[0]):
+            return answer(func, args[0], self.anchor, self._has_drawn)
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
         known = _known(func)
@@ -81,6 +86,9 @@ class Capture(Guard):
             return _attention(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
+    def _has_drawn(self) -> bool:
+        return not torch.equal(self._random, self._generator.get_state())
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Meanwhile functions are watched, but not intercepted."""
@@ -99,7 +107,7 @@ class Capture(Guard):
         return (
             any(self.trains(p) for p in given)
             and all(self.trains(p) or (p.is_leaf and not p.requires_grad) for p in given)
-            and not any(torch._C._functorch.is_batchedtensor(p) for p in given)
+            and not any(_functorch.is_batchedtensor(p) for p in given)
             and not self.trains(call.x)
         )
 
@@ -190,10 +198,14 @@ def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:
     return named | ({"padding_idx"} if func is torch.embedding_bag else set())
 
 
+def _generator_of(tensor: Tensor) -> torch.Generator:
+    return torch.cuda.default_generators[tensor.get_device()] if tensor.is_cuda else torch.default_generator
+
+
 def _inner(tensor: Tensor) -> Tensor:
     """The tensor of all records, of which vmap shows one."""
-    while torch._C._functorch.is_batchedtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_unflatten
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
+from dpexp.privacy.engine.branches import Differ
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
 from dpexp.privacy.engine.looped import culprit, looping
@@ -34,6 +35,7 @@ class NoLoss(Exception):
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _ONE_LOSS = "training_step must return one number for a record: its loss."
+_PARTS = 8
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
 _SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
@@ -116,7 +118,7 @@ class Engine:
             parameter.grad = None
         state = State(self._module, self.around)
         try:
-            self._accumulate(Chunk(loss_of, leaves, structure, size, state))
+            self._accumulate(Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS)))
         except BaseException:
             self._restore(state)
             raise
@@ -202,6 +204,8 @@ class Engine:
             capture = Capture(self._parameters.values(), anchor, record, chunk.state)
             with looping(self._module, way.looped, capture, self.around), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
+            if isinstance(capture.error, Differ):
+                raise capture.error
             if capture.error is not None:
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
@@ -239,7 +243,11 @@ class Engine:
                 raise
             except Exception as reason:
                 self._restore(chunk.state)
-                if chunk.size > 1 and (way.works or self._some_run_alone(chunk, way)):  # it is the fault of some
+                if isinstance(reason, Differ) and len(reason.parts) <= chunk.parts:
+                    for rows in reason.parts:
+                        self._accumulate(chunk.part(rows, of=len(reason.parts)))
+                    return
+                if not isinstance(reason, Differ) and chunk.size > 1 and (way.works or self._some_run_alone(chunk, way)):  # it is the fault of some
                     apart = self._apart(chunk, way, [*range(chunk.size)])
                     together = [i for i in range(chunk.size) if i not in apart]
                     if together and apart:
