@@ -1,7 +1,8 @@
 """dpexp: differentially private training, declared and accounted.
 
 As a library: `make_plan` for a module, `PrivacyCallback` for a Lightning Trainer, `read_ledger` and `epsilon`
-for what it cost.
+for what it cost. In a notebook, `compose` is the configuration of a job, `plan` what it would do, and `load` the
+model of a finished one.
 """
 
 from importlib import import_module
@@ -15,6 +16,8 @@ _HOMES = {
     "PrivacyCallback": "dpexp.privacy.callback",
     "read_ledger": "dpexp.accounting.ledger",
     "epsilon": "dpexp.accounting.accountants",
+    "compose": "dpexp.commands.notebook",
+    "plan": "dpexp.commands.notebook",
     "load": "dpexp.commands.saved",
     "ConfigError": "dpexp.errors",
 }

@@ -1,13 +1,16 @@
 """`python -m dpexp`: compose the configuration, run one experiment (or, with -m, several).
 
-`python -m dpexp account` computes what ledgers cost.
+`python -m dpexp help` lists what can be chosen, and the other commands.
 """
 
 import errno
 import os
 import shlex
 import sys
+import traceback
+import warnings
 from importlib.metadata import version
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -17,11 +20,13 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp import config
-from dpexp.commands import sweep, values
+from dpexp.commands import sweep, sweepers, trial, values
 from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError
 
 config.register()
+sweepers.register()
+_usual = warnings.formatwarning
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -35,9 +40,15 @@ def job(cfg: DictConfig) -> float | None:
     try:
         return _run(cfg)
     except Exception as error:
+        from dpexp.showing.terminal import trial_failed
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
+        among = trial.current(cfg)
+        if among is not None:
+            trial_failed(
+                among.place, " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("ConfigError: ")
+            )
         raise
 
 
@@ -49,13 +60,12 @@ def _run(cfg: DictConfig) -> float | None:
 
 
 def main() -> None:
+    warnings.formatwarning = _as_a_sentence
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
     os.environ[config.COMMAND] = shlex.join(["dpexp", *sys.argv[1:]])
     if sys.argv[1:2] == ["version"] or "--version" in sys.argv:
         print(f"dpexp {version('dpexp')}")
         return
-    if sys.argv[1:2] == ["help"]:
-        sys.argv[1] = "--help"
     # Before torch: its threads would otherwise wait for one another by spinning, which on a busy machine takes the
     # cores from those they wait for (40 rounds of the default job took 34 s there, and 4 s with this).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -87,6 +97,11 @@ def main() -> None:
 
             print(f"Report: {report(sys.argv[2:])}")
             return
+        if sys.argv[1:2] == ["help"] or {"--help", "-h"} & {*sys.argv}:
+            from dpexp.commands.help import help
+
+            print(help([argument for argument in sys.argv[1:] if argument not in ("help", "--help", "-h")]))
+            return
         check(sys.argv[1:])
         _job()
     except ConfigError as error:
@@ -94,9 +109,19 @@ def main() -> None:
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"dpexp: {sentence(error)}")
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        making_a_folder = traceback.extract_tb(error.__traceback__)[-1].name == "mkdir"
+        if error.errno not in UNWRITABLE and not (making_a_folder and error.errno == errno.ENOENT):
             raise
         sys.exit(f"dpexp: {error.filename or os.getcwd()} cannot be written: {error.strerror}.")
+
+
+def _as_a_sentence(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of dpexp's own, without the place in its code."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        return f"dpexp: {message}\n"
+    return _usual(message, category, filename, lineno, line)
 
 
 def _job() -> None:

@@ -95,6 +95,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     rounds: int | None = None
     debug: bool = False
+    verbose: bool = False
     group: Any = None
     bound: Any = None
     mechanism: Any = None

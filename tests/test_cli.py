@@ -2,11 +2,17 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+
+from dpexp import config
+from dpexp.commands.help import help
+from dpexp.errors import ConfigError
 
 QUICK = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.evaluations=0")
 
@@ -164,6 +170,9 @@ EARLY = {
     "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
     "--config-dir": "--config-dir/-cd: expected one argument",
     "--config-name nowhere": "Cannot find primary config 'nowhere'",
+    "help mechanims": "there is no 'mechanims'; did you mean 'mechanism'",
+    "rounds=40": "rounds is filled in from sampling; give sampling.steps=40",
+    "hydra.run.dir=/proc/x": "/proc/x cannot be written: No such file or directory.",
     "-m hydra/launcher=ray": "hydra/launcher=ray needs a plugin: pip install 'dpexp[ray]'",
     "-m hydra/sweeper=optuna": "hydra/sweeper=optuna needs a plugin: pip install 'dpexp[optuna]'",
     "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
@@ -287,6 +296,27 @@ def test_a_published_number_far_from_the_true_one_is_told(dpexp_job, recwarn):
     assert "data.n=14370, but the training set holds 1437 records" in told and "0.1 times as long as meant" in told
 
 
+def test_warnings_of_dpexp_are_sentences_in_the_terminal(tmp_path):
+    """Those of others say where they come from."""
+    done = command(*QUICK, "model=logistic", "data.n=14370", cwd=tmp_path)
+    (told,) = [line for line in done.stderr.splitlines() if "data.n" in line]
+    assert done.returncode == 0 and told.startswith("dpexp: data.n=14370, but the training set holds 1437 records")
+    assert "Warning" not in done.stderr and "warnings.warn" not in done.stderr
+    assert "x.py:7: UserWarning: theirs" in warnings.formatwarning("theirs", UserWarning, "x.py", 7)
+
+
+def test_a_job_without_tracking_does_not_wait_for_mlflow(tmp_path):
+    code = (
+        "import sys; sys.argv = ['dpexp', *sys.argv[1:]]; from dpexp.__main__ import main; main();"
+        "print('mlflow' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *QUICK, "model=logistic"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.rstrip().endswith("False"), done.stderr
+    assert list(tmp_path.rglob("weights.safetensors")) and not list(tmp_path.rglob("mlflow_model"))
+
+
 def test_a_full_disk_is_told_in_one_sentence(tmp_path):
     """Files of at most 4 kB."""
     import resource
@@ -319,16 +349,96 @@ def test_the_version_and_help_as_words(tmp_path):
     assert command("help", cwd=tmp_path).stdout == command("--help", cwd=tmp_path).stdout
 
 
-def test_help_lists_the_groups_and_cfg_shows_the_resolved_configuration(tmp_path):
+def test_help_lists_commands_groups_and_values(tmp_path):
     shown = command("--help", cwd=tmp_path).stdout
     for line in (
         "group: conv_fc, custom, flat, per_layer",
         "mechanism: joint, separate",
         "bound: dimension, fixed, uniform",
+        "`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.",
+        "  noise_multiplier: null                         # z itself",
     ):
-        assert line in shown
+        assert line in shown.splitlines()
+    assert "_target_" not in shown and "defaults" not in shown
+    assert command("model=mlp", "-h", cwd=tmp_path).stdout == shown
+
+
+def test_help_on_a_group_has_its_comments_and_values(tmp_path):
+    shown = command("help", "mechanism", cwd=tmp_path).stdout
+    assert shown == (
+        "mechanism=joint\n"
+        "    Vectors are scaled by 1/α_j, clipped together to S_g in (0, √k], and scaled back.\n"
+        "    alpha: null  # null: derived by `bound`; a number; or a list in the order of the vectors\n"
+        "    S: null      # null: √k; a number; or a list in the order of the groups\n"
+        "\n"
+        "mechanism=separate (the default)\n"
+        "    A group is clipped as one concatenated vector.\n"
+    )
+
+
+def test_help_on_ones_own_groups_on_sections_and_on_commands(tmp_path):
+    (tmp_path / "my" / "group").mkdir(parents=True)
+    (tmp_path / "my" / "group" / "norms_apart.yaml").write_text("# Norms apart.\n_target_: x.Y\nwidth: 2  # of each\n")
+    shown = help(["group", "--config-dir", str(tmp_path / "my")])
+    assert "group=norms_apart\n    Norms apart.\n    width: 2  # of each" in shown
+    assert "group=flat (the default)" in shown and "norms_apart" not in help(["group"])
+    assert help(["checkpoint"]).startswith("checkpoint:\n  every: null") and "privacy" not in help(["checkpoint"])
+    assert help(["hydra/sweeper"]).startswith("hydra/sweeper=grid (the default)\n    Every combination of the values")
+    assert help(["predict"]).startswith("`python -m dpexp predict RUN")
+
+
+def test_help_on_what_there_is_not(tmp_path):
+    for words, said in (
+        (["mechanims"], r"help mechanims: there is no 'mechanims'; did you mean 'mechanism'\? Known: account, "),
+        (["defaults"], "there is no 'defaults'"),
+        (["model", "data"], "one name at a time"),
+        (["--config-dir", str(tmp_path / "none")], "there is no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            help(words)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(config.CONF.glob("**/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_every_configuration_file_says_first_what_it_is(path):
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# ") and lines[0].strip("# ")
+
+
+def test_cfg_shows_the_resolved_configuration(tmp_path):
     shown = command("--cfg", "job", "mechanism=joint", cwd=tmp_path).stdout
     assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.mechanisms.Joint" in shown and "${" not in shown
+
+
+COMPLETE = """
+eval "$(dpexp -sc install=bash)"
+complete -p dpexp
+for line in "dpexp group=" "dpexp group=per" "dpexp privacy.e"; do
+    COMP_LINE="$line"; COMP_WORDS=($line); COMP_CWORD=1; COMP_POINT=${#line}
+    hydra_bash_completion
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_groups_options_and_values(tmp_path):
+    """With the installed command; `python -m` has nothing that bash could complete by."""
+    dpexp = tmp_path / "dpexp"
+    dpexp.write_text(f"#!{sys.executable}\nfrom dpexp.__main__ import main\nmain()\n")
+    dpexp.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", COMPLETE], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    registered, *completed = done.stdout.splitlines()
+    assert registered.endswith("-F hydra_bash_completion dpexp")
+    assert completed == [
+        "group=conv_fc group=custom group=flat group=per_layer", "group=per_layer", "privacy.enabled= privacy.epsilon=",
+    ]  # fmt: skip
+    refused = command("-sc", "install=bash", cwd=tmp_path)
+    assert refused.returncode == 1 and 'eval "$(dpexp -sc install=bash)"' in refused.stderr
 
 
 def test_the_configuration_is_shown_without_torch(tmp_path):

@@ -172,3 +172,59 @@ def test_the_address_of_the_list_of_runs(dpexp_job, tmp_path, capsys):
     assert address("https://mlflow.example.org/", "7").startswith("https://mlflow.example.org/#/experiments/7/runs?")
     view = MlflowClient(uri).get_experiment("1").tags["mlflow.sharedViewState.dpexp"]
     assert json.loads(view)["selectedColumns"][0] == "metrics.`epsilon`"
+
+
+STOP = """
+from pathlib import Path
+from pytorch_lightning import Callback
+class Once(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 4 and not Path("stopped").exists():
+            Path("stopped").touch()
+            raise KeyboardInterrupt
+"""
+
+
+def test_a_resumed_run_keeps_where_it_started_and_says_where_it_went_on(dpexp_job, repository, tmp_path, monkeypatch):
+    (tmp_path / "stop_for_origin.py").write_text(STOP)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("model.py").write_text("width = 2\n")
+    job = ("sampling.steps=9", *QUICK[1:], "+callbacks.stop._target_=stop_for_origin.Once", "hydra.run.dir=outputs/a/b")
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        dpexp_job(*job)
+    (first,) = runs(tmp_path)
+    patches = [(tmp_path / "outputs/a/b" / name) for name in (module.PATCH, module.PATCH_RESUMED)]
+    patch = patches[0].read_text()
+    git("commit", "-q", "-a", "-m", "second")
+    Path("model.py").write_text("width = 3\n")
+    dpexp_job("resume", "outputs/a/b")
+    (run_,) = runs(tmp_path)
+    assert run_.info.run_id == first.info.run_id and run_.info.status == "FINISHED"
+    tags, before = run_.data.tags, first.data.tags
+    own = {key: value for key, value in tags.items() if key.startswith("dpexp.resumed.")}
+    may_change = {"dpexp.pid", "mlflow.note.content", "mlflow.log-model.history"}
+    assert {key for key in {**tags, **before} if tags.get(key) != before.get(key)} - {*own} <= may_change
+    assert before["dpexp.commit"] == repository and own["dpexp.resumed.commit"] == git("rev-parse", "HEAD")
+    assert (
+        own["dpexp.resumed.command"] == "dpexp resume outputs/a/b" and own["dpexp.resumed.user"] == tags["mlflow.user"]
+    )
+    assert patches[0].read_text() == patch and "+width = 2" in patch
+    assert "-width = 2\n+width = 3" in patches[1].read_text()
+    client = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    assert {path.name for path in patches} <= {artifact.path for artifact in client.list_artifacts(run_.info.run_id)}
+
+
+def test_a_sweep_that_is_started_again_keeps_where_it_started(dpexp_job, repository, tmp_path):
+    for width in (2, 3):
+        Path("model.py").write_text(f"width = {width}\n")
+        dpexp_job("-m", "train=false", *QUICK, "seed=1,2")
+        git("commit", "-q", "-a", "-m", f"width {width}")
+    (parent,) = [one for one in runs(tmp_path) if "dpexp.sweep" in one.data.tags]
+    assert parent.data.tags["dpexp.commit"] == repository
+    assert parent.data.tags["dpexp.resumed.commit"] == git("rev-parse", "HEAD~1")
+    client = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    texts = [
+        Path(client.download_artifacts(parent.info.run_id, name, tmp_path)).read_text()
+        for name in (module.PATCH, module.PATCH_RESUMED)
+    ]
+    assert "-width = 1\n+width = 2" in texts[0] and "-width = 2\n+width = 3" in texts[1]

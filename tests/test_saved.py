@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import dpexp
 from dpexp.errors import ConfigError
+from dpexp.tracking.model import description
 from dpexp.training.data import Digits
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
@@ -96,6 +97,21 @@ print(by_pyfunc[0, 0])
     assert tags["delta"] == "0.0001" and tags["private"] == "True"
 
 
+def test_mlflows_pages_of_model_and_version_show_the_card_and_each_other(job, tmp_path):
+    card = (job / "card.md").read_text()
+    (logged,) = client(tmp_path).search_logged_models(["1"])
+    assert logged.tags["mlflow.note.content"] == client(tmp_path).get_model_version("digits", "1").description == card
+    (version,) = json.loads(logged.tags["mlflow.modelVersions"])
+    assert version["name"] == "digits" and int(version["version"]) == 1
+
+
+def test_a_card_longer_than_mlflow_takes_is_cut_off(tmp_path):
+    (tmp_path / "card.md").write_text("x" * 5000)
+    assert description(tmp_path) == "x" * 5000
+    (tmp_path / "card.md").write_text("x" * 9000)
+    assert description(tmp_path) == "x" * 5000 + "…\n\nThe rest is in card.md."
+
+
 def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path):
     card = (job / "card.md").read_text()
     epsilon = result_of(job)["epsilon"]
@@ -104,6 +120,7 @@ def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path
         assert expected in card
     (shown,) = re.findall(r"\| pld \| (\S+) \|", card)
     assert epsilon["pld"] <= float(shown) <= epsilon["pld"] * 1.001, "rounded up"
+    assert card.splitlines()[2] == f"**ε = {shown}** at δ = 0.0001, for adding or removing one record."
     assert str(tmp_path) not in card
     run = client(tmp_path).get_run(result_of(job)["mlflow_run_id"])
     assert run.data.tags["mlflow.note.content"] == card
@@ -199,6 +216,20 @@ def test_a_model_that_cannot_be_kept_costs_no_result(dpexp_job, monkeypatch):
     with pytest.warns(UserWarning, match="the model could not be kept: OSError: disk full"):
         output = dpexp_job(*QUICK)
     assert result_of(output)["rounds"] == 4
+
+
+def test_images_without_a_channel_are_given_one(job, dpexp_job, tmp_path):
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 8, 8)).astype("float32")
+    for name, inputs in (("images", x), ("full", x[:, None])):
+        np.save(tmp_path / f"{name}.npy", inputs)
+        dpexp_job("predict", str(job), f"data={tmp_path}/{name}.npy", f"out={tmp_path}/{name}.csv")
+    assert (tmp_path / "images.csv").read_text() == (tmp_path / "full.csv").read_text()
+
+
+def test_what_is_no_run_is_told(job, dpexp_job, tmp_path):
+    for words in (["evaluate", "nowhere"], ["predict", "nowhere", f"data={tmp_path}/x.npy"]):
+        with pytest.raises(SystemExit, match=r"nowhere is no folder here, and no run of sqlite:///.*mlflow.db\.$"):
+            dpexp_job(*words)
 
 
 def test_a_table_without_names_loses_no_row(job, dpexp_job, tmp_path):

@@ -2,9 +2,11 @@
 
 import csv
 import io
+import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from mlflow import MlflowClient
 from scipy.stats import chisquare
 
 import dpexp
-from dpexp.accounting.ledger import joined, read_ledger
+from dpexp.accounting.ledger import joined, ledger_so_far, read_ledger
 from dpexp.accounting.renyi import log_moments
 from dpexp.accounting.selection import ORDERS, dearest_curve, draw_repetitions, selection_epsilon, trial_curve
 from dpexp.errors import ConfigError
@@ -120,10 +122,96 @@ def test_a_sweep_killed_in_mid_training_is_resumed(tmp_path, store):
     time.sleep(1)
     again.send_signal(signal.SIGINT)
     printed, _ = again.communicate(timeout=60)
-    assert "Finished before" in printed and "Interrupted after" in printed
+    assert "[1/2] sampling.steps=3 · finished before" in printed and "Interrupted after" in printed
     (parent,) = store.parents()
     assert parent.info.status == "KILLED"
     assert sorted(run.info.status for run in store.trials()) == ["FINISHED", "KILLED", "KILLED"]
+
+
+def test_a_sweep_prints_a_line_a_trial(dpexp_job, capsys):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4", "seed=range(2)", "optimizer.lr=0.1")
+    dpexp_job(*sweep)
+    *lines, _, _, _ = re.findall(r"^\[.*|^Sweep.*|^Best.*|^Compare.*", capsys.readouterr().out, re.M)
+    for number, (line, (z, seed)) in enumerate(zip(lines, itertools.product((2, 4), (0, 1)), strict=True), 1):
+        left = r" · about \d+ s left" if number < 4 else ""
+        place = rf"\[{number}/4\] privacy\.noise_multiplier={z} seed={seed}"
+        assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · \d+ s{left}", line), line
+    dpexp_job(*sweep)
+    assert "[4/4] privacy.noise_multiplier=4 seed=1 · finished before" in capsys.readouterr().out
+    dpexp_job(*sweep, "verbose=true", "tracking.resume=false")
+    assert capsys.readouterr().out.count("noise per coordinate") == 4
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "diagnostics=unsafe")
+    assert capsys.readouterr().out.count("not private ·") == 2
+
+
+def test_all_trials_are_checked_before_the_first_starts(dpexp_job, store, tmp_path):
+    """What its trials share is sound, the last two of them cannot be."""
+    grid = ("privacy.noise_multiplier=2", "group=flat,conv_fc", "optimizer.lr=0.1,0.2")
+    with pytest.raises(SystemExit) as refused:
+        dpexp_job("-m", *QUICK, *grid)
+    words = str(refused.value)
+    assert words.startswith("dpexp: no trial was started, since one cannot run: trial 3 of 4 (group=conv_fc ")
+    assert words.endswith("(Nor can 1 more.)") and "\n" not in words
+    assert not store.trials() and not store.parents() and not list(tmp_path.glob("**/ledger.jsonl"))
+
+
+def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(tmp_path, store):
+    """One after the other SIGTERM, SIGKILL; then the sweep is started again in the same folder."""
+    common = ["model=logistic", "trainer.evaluations=0", "privacy.noise_multiplier=20", "checkpoint.every=40"]
+    command = [sys.executable, "-m", "dpexp", "-m", *common, "hydra.sweep.dir=outputs/multirun/a/b",
+               "sampling.steps=3,400"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ledger = tmp_path / "outputs/multirun/a/b/1/ledger.jsonl"
+
+    def killed_at(lines, by):
+        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and not (ledger.exists() and ledger.read_bytes().count(b"\n") > lines):
+            time.sleep(0.02)
+        job.send_signal(by)
+        job.communicate(timeout=60)
+        assert ledger.read_bytes().count(b"\n") > lines
+
+    killed_at(60, signal.SIGTERM)
+    (stopped,) = store.trials("KILLED")
+    assert "SIGTERM" in stopped.data.tags["dpexp.error"]
+    killed_at(200, signal.SIGKILL)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "[1/2] sampling.steps=3 · finished before" in done.stdout, done.stdout + done.stderr
+    assert "[2/2] sampling.steps=400 · ε " in done.stdout, done.stdout + done.stderr
+    first, second = sorted(store.trials(), key=lambda run: run.info.start_time)
+    assert second.info.run_id == stopped.info.run_id, "the same MLflow run"
+    assert [run.info.status for run in (first, second)] == ["FINISHED", "FINISHED"]
+    assert "dpexp.error" not in second.data.tags
+    assert len(list(tmp_path.glob("outputs/multirun/a/b/**/ledger.jsonl"))) == 2, "the same ledger"
+    spent = read_ledger(ledger)
+    assert 400 < len(spent) <= 440, "the rounds after the last checkpoint are released twice"
+    costs = store.parents()[0].data.metrics
+    both = joined([spent, read_ledger(ledger.parents[1] / "0" / "ledger.jsonl")])
+    assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(both, 1e-4), rel=1e-9)
+
+
+def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(tmp_path, store):
+    command = [sys.executable, "-m", "dpexp", "-m", "model=logistic", "trainer.evaluations=0", "sampling.steps=300",
+               "privacy.noise_multiplier=20,21", "hydra.sweep.dir=outputs/multirun/a/b"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ledger = tmp_path / "outputs/multirun/a/b/0/ledger.jsonl"
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and not (ledger.exists() and ledger.read_bytes().count(b"\n") > 10):
+        time.sleep(0.02)
+    job.kill()
+    job.wait()
+    before = ledger.read_bytes()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and ledger.read_bytes() == before, done.stdout + done.stderr
+    assert {path.parent.name for path in ledger.parents[1].glob("*/ledger.jsonl")} == {"0", "0.2", "1"}
+    (dead,) = store.trials("KILLED")
+    assert "died without a word" in dead.data.tags["dpexp.error"]
+    assert len(store.trials("FINISHED")) == 2
+    ledgers = [ledger_so_far(path) for path in ledger.parents[1].glob("*/ledger.jsonl")]
+    costs = store.parents()[0].data.metrics
+    assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
 
 
 def test_the_non_private_twin_is_trained_once(dpexp_job, store):
@@ -160,8 +248,46 @@ def test_the_job_returns_its_objective(dpexp_job, monkeypatch):
     dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=epsilon")
     dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2")
     assert returned[0] > 0.5 and 1.9 < returned[1] <= 2 and 0 <= returned[2] <= 1
-    with pytest.raises(SystemExit, match="objective=f1 is not among"):
-        dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=f1")
+    dpexp_job(*QUICK, "tracking=none", "callbacks=ema", "privacy.noise_multiplier=1", "objective=test_loss_unaveraged")
+    assert returned[3] > 0
+
+
+def test_an_objective_that_a_job_does_not_give_is_refused_before_it_trains(dpexp_job, tmp_path):
+    for more in (
+        ("objective=f1",),
+        ("objective=test_loss", "train=false"),
+        ("objective=noise", "privacy.epsilon=null", "privacy.noise_multiplier=1"),
+        ("objective=test_loss_unaveraged",),
+        ("objective=epsilon", "privacy.enabled=false"),
+    ):
+        with pytest.raises(SystemExit, match=f"{more[0]} is not among what this job gives: "):
+            dpexp_job(*QUICK, *more)
+    assert not list(tmp_path.rglob("ledger.jsonl")) and not (tmp_path / "outputs" / "mlflow.db").exists()
+
+
+def test_an_objective_of_ones_own_module_is_only_known_afterwards(dpexp_job, tmp_path, monkeypatch):
+    (tmp_path / "own_metric.py").write_text(
+        "from dpexp.training.classifier import Classifier\n"
+        "from dpexp.training.models import logistic\n"
+        "from torch.optim import SGD\n"
+        "class Own(Classifier):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(logistic([1, 8, 8], 10), lambda parameters: SGD(parameters, lr=0.1))\n"
+        "    def test_step(self, batch):\n"
+        "        self.log('f1', 0.5)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("model=logistic", "~model.shape", "~model.classes", "model._target_=own_metric.Own", "sampling.steps=3")
+    from dpexp.commands import train
+
+    returned, run = [], train.run
+    monkeypatch.setattr(train, "run", lambda cfg: returned.append(run(cfg)))
+    own = (*own, "privacy.noise_multiplier=1", "trainer.evaluations=0")
+    dpexp_job(*own, "objective=f1", "tracking=none")
+    assert returned == [0.5]
+    with pytest.raises(SystemExit, match="objective=f2 is not among what this job gives: f1, epsilon"):
+        dpexp_job(*own, "objective=f2", "hydra.run.dir=outputs/a/kept")
+    assert (tmp_path / "outputs/a/kept/result.json").exists(), "the run is not lost"
 
 
 @pytest.mark.parametrize("exposing", ["privacy.noise_seed=1", "diagnostics=unsafe"])

@@ -1,6 +1,4 @@
-"""What do ledgers cost, by any accountant, after the fact?
-
-    python -m dpexp account SOURCE [SOURCE ...] [key=value ...]
+"""`python -m dpexp account SOURCE [SOURCE ...] [key=value ...]` says what ledgers cost, by any accountant, afterwards.
 
 A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several are composed, as runs on the same data.
 

@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dpexp.commands import trial
 from dpexp.commands.building import make, policy_of, rounds_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
@@ -68,8 +69,9 @@ def trainer_for(
     if any(isinstance(callback, AVERAGING) for callback in chosen):
         callbacks.append(LastWeights())
     callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every, rounds)]
-    if options.pop("enable_progress_bar", True):
-        callbacks.append(RoundBar(rounds, privacy))
+    among = trial.current(cfg)
+    if options.pop("enable_progress_bar", True) and (among is None or among.alone):
+        callbacks.append(RoundBar(rounds, privacy, among.place if among else None))
     defaults = {
         "limit_val_batches": 1.0 if cfg.trainer.evaluations else 0,
         "num_sanity_val_steps": 0,

@@ -3,6 +3,7 @@
 What Hydra says itself takes several lines, and its advice for a misspelt group is to add it as a new one.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields
@@ -37,13 +38,16 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: names the flag or the override, and what would be accepted.
     """
-    given = _parsed(arguments)
+    given = parsed(arguments)
+    if given.shell_completion:  # then install=bash and the like are no values
+        if sys.argv[0].endswith(".py"):
+            raise ConfigError(
+                'the shell completes the installed command, not python -m dpexp: eval "$(dpexp -sc install=bash)".'
+            )
+        return
     if given.resolve and not given.cfg:
         raise ConfigError("--resolve goes with --cfg job, which it shows with every value worked out.")
-    own = Path(given.config_dir) if given.config_dir else None
-    if own is not None and not own.is_dir():
-        raise ConfigError(f"--config-dir={own}: there is no such folder.")
-    roots = [CONF, own] if own else [CONF]
+    roots = roots_of(given)
     groups = sorted({path.name for root in roots for path in root.iterdir() if path.is_dir()})
     keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"})
     for argument in given.overrides:
@@ -52,18 +56,20 @@ def check(arguments: Sequence[str]) -> None:
             continue
         if not equals:
             raise ConfigError(
-                f"{argument}: this is no key=value, and no command{_nearest(argument, COMMANDS)} Values are key=value."
+                f"{argument}: this is no key=value, and no command{nearest(argument, COMMANDS)} Values are key=value."
             )
         head = key.lstrip("+").partition(".")[0].partition("/")[0].partition("@")[0]
         if key.startswith("+") and not get_close_matches(head, keys, n=1, cutoff=0.8):
             continue  # something new
         if head not in keys:
-            raise ConfigError(f"{argument}: there is no {head!r}{_nearest(head, keys)}")
+            raise ConfigError(f"{argument}: there is no {head!r}{nearest(head, keys)}")
+        if key == "rounds":
+            raise ConfigError(f"{argument}: rounds is filled in from sampling; give sampling.steps={value}.")
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.split(","):
                 if option not in options and option.replace("_", "").isalnum():
-                    raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
+                    raise ConfigError(f"{argument}: {key} has no option {option!r}{nearest(option, options)}")
         if key in ("hydra/launcher", "hydra/sweeper") and value in EXTRAS:
             extra, distribution = EXTRAS[value]
             try:
@@ -72,7 +78,19 @@ def check(arguments: Sequence[str]) -> None:
                 raise ConfigError(f"{argument} needs a plugin: pip install 'dpexp[{extra}]'.") from None
 
 
-def _parsed(arguments: Sequence[str]) -> Namespace:
+def roots_of(given: Namespace) -> list[Path]:
+    """The folders that hold groups: dpexp's, and the one that was named.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    own = Path(given.config_dir) if given.config_dir else None
+    if own is not None and not own.is_dir():
+        raise ConfigError(f"--config-dir={own}: there is no such folder.")
+    return [CONF, own] if own else [CONF]
+
+
+def parsed(arguments: Sequence[str]) -> Namespace:
     """As Hydra will parse them."""
     parser = get_args_parser()
 
@@ -90,7 +108,7 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         section = str(cause.full_key).rpartition(".")[0]
         known = [str(key) for key in cause.parent_node]
         advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
-        return f"{cause.full_key}: {section} has no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
+        return f"{cause.full_key}: {section} has no key {cause.key!r}{nearest(str(cause.key), known)}{advice}"
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {override}; quote values that hold brackets or spaces for the shell."
@@ -101,7 +119,7 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
     return f"{override}."
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
+def nearest(word: str, known: Sequence[str]) -> str:
     """The end of a sentence that says what would be accepted."""
     near = get_close_matches(word, known, n=1)
     return (f"; did you mean {near[0]!r}? " if near else ". ") + f"Known: {', '.join(known)}."

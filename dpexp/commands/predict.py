@@ -6,6 +6,7 @@ RUN is a job's folder or an MLflow run id. Options:
     uri=sqlite:///outputs/mlflow.db
 """
 
+import math
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,6 @@ def _inputs(path: Path, cfg: DictConfig) -> Tensor:
         raise ConfigError(f"data={path} holds no inputs.")
     x = x.float() if x.is_floating_point() or path.suffix == ".csv" else x
     shape = list(cfg.data.get("shape") or [])
-    if shape and x.dim() == 2 and x[0].numel() == int(np.prod(shape)):
+    if shape and x[0].numel() == math.prod(shape):
         x = x.reshape(-1, *shape)
     return x

@@ -1,6 +1,4 @@
-"""Which trials were best, what they cost, and why: a page of its own, and its figures.
-
-    python -m dpexp report [SOURCE ...] [key=value ...]
+"""`python -m dpexp report [SOURCE ...] [key=value ...]` draws which trials were best, what they cost, and why: a page.
 
 A SOURCE is the name of an MLflow experiment (default: dpexp), a parent run's id (which stands for its children) or a
 single run's id.

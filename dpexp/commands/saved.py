@@ -37,13 +37,11 @@ def keep(
     output: Path,
     run_id: str | None,
 ) -> dict[str, str]:
-    """Writes weights, card, and MLflow's own form of the model into the job's folder.
+    """Writes weights, card, and for a run of MLflow's also its own form of the model, into the job's folder.
 
     Returns:
         What tells the model from others in a registry.
     """
-    from dpexp.tracking.model import save_as_mlflow
-
     model = bare(module)
     about = {"private": str(result["private"]), "rounds": str(result["rounds"])}
     if "epsilon" in result:
@@ -58,6 +56,10 @@ def keep(
     choices = HydraConfig.get().runtime.choices
     text = card({name: str(choices.get(name)) for name in _SECTIONS}, result, plan, risk, run_id or str(output))
     (output / CARD).write_text(text)
+    if run_id is None:
+        return about
+    from dpexp.tracking.model import save_as_mlflow
+
     try:
         example = _example(data)
         with torch.no_grad():

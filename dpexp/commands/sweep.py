@@ -1,4 +1,4 @@
-"""Multiruns: one parent above the trials, and private selection.
+"""Multiruns: one parent above the trials.
 
 Imports nothing slow, since every press of Tab runs it.
 """
@@ -6,84 +6,15 @@ Imports nothing slow, since every press of Tab runs it.
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from dpexp.commands import trial
 from dpexp.commands.values import refuse_taken
 from dpexp.errors import ConfigError
 from dpexp.showing.best import best_of_trials as _best
-
-if TYPE_CHECKING:
-    from dpexp.accounting.ledger import Ledger
-
-Plugins.instance()  # loads Hydra's own plugins anew; a class imported before would not be theirs
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
-
-
-class PrivateSelect(BasicSweeper):
-    """`hydra/sweeper=private_select`: a random number of trials, each with a configuration drawn at random from the
-    grid. Only then may the best one be chosen at a known price, which is that of the grid's dearest: every member is
-    planned before any is drawn.
-
-    Args:
-        mean: of the number of trials; shape: η, 1 for geometric, inf for Poisson (see accounting.selection).
-    """
-
-    draws: "list[list[str]] | None" = None  # of an earlier start of the same sweep
-
-    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None, mean: float, shape: float) -> None:
-        from dpexp.accounting.selection import check_repetitions
-
-        super().__init__(max_batch_size, params)
-        check_repetitions(mean, shape)
-        self._mean, self._shape = mean, shape
-
-    def split_arguments(  # type: ignore[override]
-        self, overrides: list[Override], max_batch_size: int | None
-    ) -> list[list[list[str]]]:
-        if PrivateSelect.draws is None:
-            if _sweep is not None and _sweep.parent.resumed:
-                raise ConfigError(
-                    "the draws of this sweep's earlier start are lost, and others would not be those accounted for; "
-                    "start afresh with tracking.resume=false."
-                )
-            from numpy.random import default_rng
-
-            from dpexp.accounting.selection import dearest_curve, draw_repetitions
-
-            (grid,) = BasicSweeper.split_arguments(overrides, None)
-            dearest = dearest_curve([self._planned(member) for member in grid])
-            random = default_rng()  # the operating system's entropy: the draws must be secret
-            count = draw_repetitions(self._mean, self._shape, random)
-            chosen = [grid[random.integers(len(grid))] for _ in range(count)]
-            PrivateSelect.draws = [[*map(str, overrides), f"draw={k}"] for k, overrides in enumerate(chosen)]
-            if _sweep is not None:
-                _sweep.remember_draws(PrivateSelect.draws, dearest.tolist())
-        batch = PrivateSelect.draws
-        return [batch] if batch else []
-
-    def _planned(self, member: list[str]) -> "Ledger":
-        """What a member of the grid would write.
-
-        Raises:
-            ConfigError: it is not private, or cannot be planned.
-        """
-        from dpexp.commands.building import planned
-
-        assert self.hydra_context is not None and self.config is not None
-        cfg = self.hydra_context.config_loader.load_sweep_config(self.config, member)
-        try:
-            return planned(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])).ledger()
-        except ConfigError as error:
-            raise ConfigError(f"hydra/sweeper=private_select draws from {', '.join(member)} too: {error}") from error
-
-
-# Hydra only takes plugins whose name begins so; it finds the class itself where it is.
-Plugins.instance().class_name_to_class["hydra_plugins.dpexp.PrivateSelect"] = PrivateSelect
 
 
 class SweepCallback(Callback):
@@ -148,18 +79,30 @@ class Sweep:
         }
         self.parent = Parent(config, name, key, facts)
         self._output = Path(config.hydra.sweep.dir).resolve()
-        if selects and self.parent.resumed:
-            PrivateSelect.draws = self.parent.facts.get("draws")
 
-    def remember_draws(self, draws: list[list[str]], dearest: list[float]) -> None:
-        """A second draw would not be the one that is accounted; nor would a price of later be that of the draw."""
-        self.parent.remember({"draws": draws, "dearest": dearest})
+    @property
+    def draws(self) -> list[list[str]] | None:
+        """What private selection has drawn in an earlier start.
+
+        Raises:
+            ConfigError: it is lost.
+        """
+        found = self.parent.facts.get("draws")
+        if found is None and self.parent.resumed:
+            raise ConfigError(
+                "the draws of this sweep's earlier start are lost, and others would not be those accounted for; "
+                "start afresh with tracking.resume=false."
+            )
+        return found
 
     def conclude(self, interrupted: bool, broken: bool) -> None:
         from dpexp.commands.choosing import cost
         from dpexp.showing import terminal
 
         frame = self.parent.trials()
+        if broken and frame.empty and not self.parent.resumed:
+            self.parent.withdraw()
+            return
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
         costs, sentence = cost(frame, self.parent.spent(), self.parent.facts)
         best = None if frame.empty else _best(frame)
@@ -168,6 +111,17 @@ class Sweep:
         metrics = {f"selection/{key}": value for key, value in costs.items()}
         self.parent.conclude(frame, metrics, note, status, self._output)
         terminal.swept(frame, failed, best, costs, sentence, self.parent.address)
+
+
+def earlier_draws() -> list[list[str]] | None:
+    """What private selection has drawn in an earlier start of the sweep in this process."""
+    return _sweep.draws if _sweep is not None else None
+
+
+def remember_draws(draws: list[list[str]], dearest: list[float]) -> None:
+    """A second draw would not be the one that is accounted; nor would a price of later be that of the draw."""
+    if _sweep is not None:
+        _sweep.parent.remember({"draws": draws, "dearest": dearest})
 
 
 def under_way() -> bool:
@@ -185,7 +139,8 @@ def conclude(interrupted: bool, broken: bool) -> None:
         ConfigError: the tracking server cannot be reached.
     """
     global _sweep
-    ended, _sweep, PrivateSelect.draws = _sweep, None, None
+    ended, _sweep = _sweep, None
+    trial.end()
     if ended is None:
         return
     try:

@@ -1,11 +1,14 @@
 """One experiment, from a composed configuration to a trained, accounted and tracked model."""
 
+import itertools
 import json
 import os
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -16,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.commands import trial
 from dpexp.commands.building import (
     accountants,
     add_scheduler,
@@ -29,18 +33,21 @@ from dpexp.commands.building import (
     policy_of,
     quieten,
     rounds_of,
+    unsolved,
 )
 from dpexp.commands.lightning import CHECKPOINT, trainer_for
+from dpexp.commands.objective import check_objective, objective, objective_of
 from dpexp.commands.resume import check_resumable
 from dpexp.commands.saved import keep
-from dpexp.commands.values import check, refuse_taken, reported
+from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.origin import without_passwords
-from dpexp.tracking.run import Tracked, finished_trial, track, unfinished_trial
-from dpexp.tracking.store import SAME
 from dpexp.training.checkpoints import LastWeights
+
+if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking does not wait for it
+    from dpexp.tracking.run import Tracked
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -54,43 +61,96 @@ def run(cfg: DictConfig) -> float | None:
     """
     quieten()
     check(cfg)
-    finished = finished_trial(cfg) if cfg.tracking.resume else None
-    if finished is not None:
-        terminal.skipped(finished.info.run_name)
-        metrics = finished.data.metrics
-        return _objective_of(metrics, cfg.objective)
+    among, output = trial.current(cfg), Path(HydraConfig.get().runtime.output_dir)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        output = _free(output)
+    if cfg.tracking.uri is not None and cfg.tracking.resume:
+        from dpexp.tracking.run import finished_trial, unfinished_trial
+
+        finished = finished_trial(cfg)
+        if finished is not None:
+            trial.skip()
+            terminal.skipped(among.place if among else str(finished.info.run_name))
+            return objective_of(finished.data.metrics, cfg.objective)
+        earlier = unfinished_trial(cfg)
+        if earlier is not None and (earlier / CHECKPOINT).exists():
+            output, cfg.checkpoint.resume = earlier, True
     _use_threads(cfg)
-    output = Path(HydraConfig.get().runtime.output_dir)
-    earlier = unfinished_trial(cfg) if cfg.tracking.resume else None
-    if earlier is not None and (earlier / CHECKPOINT).exists():
-        output, cfg.checkpoint.resume = earlier, True
     if not cfg.checkpoint.resume:
         refuse_taken(output)
+    job = _job(cfg, output, plan_for)
+    output.mkdir(parents=True, exist_ok=True)
+    if cfg.checkpoint.resume:
+        check_resumable(cfg, output)
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
+    plan = job.plan
+    if among is None:
+        terminal.announce(cfg, plan)
+    with _track(cfg, plan, output) as tracked:
+        result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
+        result["mlflow_run_id"] = tracked.run_id if tracked else None
+        (output / "result.json").write_text(json.dumps(result, indent=2))
+        if tracked:
+            tracked.finish(result)
+    if among is None:
+        terminal.conclude(result, output, tracked.address if tracked else None)
+    else:
+        terminal.trial_ended(among.place, result, trial.seconds_left())
+    return objective(cfg, plan, result)
+
+
+class _Job(NamedTuple):
+    module: pl.LightningModule
+    data: pl.LightningDataModule
+    plan: PrivacyPlan | None
+    trainer: pl.Trainer
+
+
+def _job(
+    cfg: DictConfig, output: Path, plan_of: Callable[[DictConfig, pl.LightningModule], PrivacyPlan]
+) -> _Job:  # fmt: skip
+    """What training needs, all of it made before anything is written.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured.
+    """
     if cfg.debug:
         make_small(cfg)
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
     check_device(cfg)
-    plan = plan_for(cfg, module) if cfg.privacy.enabled else None
+    plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
     callback = callback_for(cfg, plan, output) if plan else None
     trainer = trainer_for(cfg, plan, callback, output)
-    output.mkdir(parents=True, exist_ok=True)
-    if cfg.checkpoint.resume:
-        check_resumable(cfg, output)
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
-    terminal.announce(cfg, plan)
-    with track(cfg, plan, output, accountants(cfg, plan) if plan else []) as tracked:
-        result = (
-            _trained(cfg, plan, module, data, trainer, output, tracked) if cfg.train else _planned(cfg, plan)
-        )  # fmt: skip
-        result["mlflow_run_id"] = tracked.run_id if tracked else None
-        (output / "result.json").write_text(json.dumps(result, indent=2))
-        if tracked:
-            tracked.finish(result)
-    terminal.conclude(result, output, tracked.address if tracked else None)
-    return _objective(cfg, plan, result)
+    check_objective(cfg, module, trainer)
+    return _Job(module, data, plan, trainer)
+
+
+def check_trial(cfg: DictConfig) -> None:
+    """Whether a trial can run, but for what calibrating it would show.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured.
+    """
+    quieten()
+    check(cfg)
+    _job(cfg, Path(HydraConfig.get().sweep.dir), unsolved)
+
+
+def _free(folder: Path) -> Path:
+    """A folder that no earlier start of the same sweep has left a run in, which its costs are counted from."""
+    attempts = (folder.with_name(f"{folder.name}.{k}") if k > 1 else folder for k in itertools.count(1))
+    return next(attempt for attempt in attempts if not taken(attempt))
+
+
+def _track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "AbstractContextManager[Tracked | None]":
+    if cfg.tracking.uri is None:
+        return nullcontext()
+    from dpexp.tracking.run import track
+
+    return track(cfg, plan, output, accountants(cfg, plan) if plan else [])
 
 
 def _shown(cfg: DictConfig) -> DictConfig:
@@ -102,15 +162,8 @@ def _shown(cfg: DictConfig) -> DictConfig:
     return shown
 
 
-def _trained(
-    cfg: DictConfig,
-    plan: PrivacyPlan | None,
-    module: pl.LightningModule,
-    data: pl.LightningDataModule,
-    trainer: pl.Trainer,
-    output: Path,
-    tracked: Tracked | None,
-) -> dict[str, Any]:
+def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None") -> dict[str, Any]:
+    module, data, plan, trainer = job
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
@@ -164,24 +217,6 @@ def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
     if plan is None:
         raise ConfigError("train=false has nothing to plan with privacy.enabled=false.")
     return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
-
-
-def _objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
-    known = dict(result["metrics"])
-    if "epsilon" in result:
-        known["epsilon"] = next(iter(result["epsilon"].values()))
-    if plan is not None and plan.calibration is not None:
-        known[plan.calibration.knob] = plan.calibration.value
-    if cfg.objective not in known and cfg.objective != "test_accuracy":
-        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
-    return known.get(cfg.objective)
-
-
-def _objective_of(metrics: dict[str, float], objective: str) -> float | None:
-    """Of a run that MLflow remembers."""
-    if objective == "epsilon":
-        return metrics.get("epsilon", metrics.get("epsilon_planned"))
-    return metrics.get(objective, metrics.get(SAME.get(objective, "")))
 
 
 def _use_threads(cfg: DictConfig) -> None:

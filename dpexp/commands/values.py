@@ -58,11 +58,16 @@ def refuse_taken(folder: Path) -> None:
     """Raises:
     ConfigError: another run's files are in the folder.
     """
-    found = [name for name in OF_A_RUN if (folder / name).exists()]
+    found = taken(folder)
     if found:
         raise ConfigError(
             f"{folder} already holds a run, of which it has {found[0]}; choose another hydra.run.dir, or delete it."
         )
+
+
+def taken(folder: Path) -> list[str]:
+    """Another run's files that are in a folder."""
+    return [name for name in OF_A_RUN if (folder / name).exists()]
 
 
 def _not_numbers(node: Any, key: str = "") -> Iterator[str]:

@@ -35,6 +35,9 @@ def card(
         lines += ["**Not private**: trained without noise, as the twin to compare private models with.", ""]
     elif not result["private"]:
         lines += ["**Not private**: the noise seed is known, or private statistics were shown.", ""]
+    elif "epsilon" in result:
+        adjacency, most = NEIGHBOURS[plan.adjacency], next(iter(result["epsilon"].values()))
+        lines += [f"**ε = {_up(most, 4)}** at δ = {result['delta']:g}, {adjacency}.", ""]
     metrics = result.get("metrics", {})
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]
@@ -63,6 +66,7 @@ def _guarantee(result: Mapping[str, Any], plan: PrivacyPlan, risk: Mapping[str, 
     lines += [f"| {name} | {_up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
     if risk:
+        lines += ["No test for whether a record was among the data does better than this:", ""]
         lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
         lines += [
             f"| {alpha} of those who were not there | {_up(100 * found, 3)} % of those who were |"

@@ -9,6 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -34,7 +35,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     console.print(
         f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
         f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} records), z = {plan.noise_multiplier:.4g}"
-        + (", on a schedule" if plan.schedule != Schedule() else "")
+        + (", on a schedule" if plan.schedule != Schedule() else ""),
+        soft_wrap=True,
     )
     if plan.calibration is not None:
         solved = plan.calibration
@@ -70,22 +72,27 @@ def plan_table(plan: PrivacyPlan) -> Table:
 
 
 class RoundBar(pl.callbacks.ProgressBar):
-    """Rounds done, ε so far, rounds a second."""
+    """Rounds done, ε so far, rounds a second; of a trial, whose `place` in its sweep it shows, only until it ends."""
 
-    def __init__(self, rounds: int, privacy: PrivacyCallback | None) -> None:
+    def __init__(self, rounds: int, privacy: PrivacyCallback | None, place: str | None = None) -> None:
         super().__init__()
         self._rounds = rounds
+        self._place = place
         self._privacy = privacy
         self._progress: Progress | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        place = [TextColumn(escape(self._place))] if self._place else []
         self._progress = Progress(
+            *place,
             TextColumn("round {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[epsilon]}"),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             console=console,
+            transient=self._place is not None,
+            disable=self._place is not None and not console.is_terminal,
         )
         self._task = self._progress.add_task("training", total=self._rounds, epsilon="", rate="")
         self._progress.start()
@@ -130,9 +137,42 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
         console.print("[bold red]It has no closing line[/], so that it reads as one that ends early.")
 
 
-def skipped(name: str) -> None:
+def skipped(place: str) -> None:
     """Says that a trial of a resumed sweep is finished already."""
-    console.print(f"Finished before: {name}")
+    _line(place, "finished before")
+
+
+def trial_ended(place: str, result: dict[str, Any], seconds_left: float | None) -> None:
+    """One line of a sweep: what a trial cost and what came out of it."""
+    metrics, calibration = result["metrics"], result.get("calibration")
+    facts = []
+    if "epsilon" in result:
+        facts.append(f"ε {next(iter(result['epsilon'].values())):.4g}")
+    if not result["private"]:
+        facts.append("[bold red]not private[/]" if "epsilon" in result else "not private")
+    if calibration and not result["trained"]:
+        facts.append(f"{calibration['knob']} {calibration['value']:.4g}")
+    if "test_accuracy" in metrics:
+        facts.append(f"{metrics['test_accuracy']:.1%}")
+    facts.append(_duration(result["seconds"]))
+    if seconds_left:
+        facts.append(f"about {_duration(seconds_left)} left")
+    _line(place, *facts)
+
+
+def trial_failed(place: str, why: str) -> None:
+    """One line of a sweep: what ended a trial."""
+    _line(place, f"[bold red]FAILED[/]: {escape(why)}")
+
+
+def _line(place: str, *facts: str) -> None:
+    console.print(" · ".join([escape(place), *facts]), highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def swept(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence: str, address: str) -> None:
@@ -141,8 +181,8 @@ def swept(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence:
     for _, trial in failed.iterrows():
         console.print(f"[bold red]{trial['status']}[/] {trial['name']}: {trial['error'] or 'no reason known'}")
     if best is not None:
-        console.print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}")
-    console.print(sentence)
+        console.print(f"Best: {best['name']}, test accuracy {best['test_accuracy']:.2%}", soft_wrap=True)
+    console.print(sentence, soft_wrap=True)
     console.print(f"Compare trials: {address}", soft_wrap=True)
 
 

@@ -1,5 +1,6 @@
 """A trained model as MLflow keeps models: loaded by `mlflow.pytorch` and `mlflow.pyfunc`, registered by name."""
 
+import json
 import logging
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 
+_DESCRIPTION = 5000  # characters
 _NEEDED = ("torch", "pytorch-lightning", "numpy")
 
 
@@ -38,12 +40,21 @@ def save_as_mlflow(module: nn.Module, example: Tensor, outputs: Tensor, folder: 
         )
 
 
+def description(job: Path) -> str:
+    """The card in a job's folder, or as much of it as MLflow takes."""
+    text = (job / "card.md").read_text()
+    return text if len(text) <= _DESCRIPTION else text[:_DESCRIPTION] + "…\n\nThe rest is in card.md."
+
+
 def send_model(
     client: MlflowClient, run_id: str, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None
 ) -> None:
     """Makes a saved folder a logged model of a run, and under a name a version in the registry."""
     run = client.get_run(run_id)
-    logged = client.create_logged_model(run.info.experiment_id, "model", source_run_id=run_id, tags=dict(tags))
+    card = description(folder.parent)
+    logged = client.create_logged_model(
+        run.info.experiment_id, "model", source_run_id=run_id, tags={**tags, "mlflow.note.content": card}
+    )
     described = Model.load(str(folder))
     described.run_id, described.model_id = run_id, logged.model_id
     described.save(str(folder / "MLmodel"))
@@ -56,7 +67,11 @@ def send_model(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        client.create_model_version(name, logged.artifact_location, run_id, tags=dict(tags), model_id=logged.model_id)
+        version = client.create_model_version(
+            name, logged.artifact_location, run_id, tags=dict(tags), description=card, model_id=logged.model_id
+        )
+        known = [{"name": name, "version": version.version}]
+        client.set_logged_model_tags(logged.model_id, {"mlflow.modelVersions": json.dumps(known)})
 
 
 def check_name(client: MlflowClient, name: str) -> None:

@@ -4,14 +4,16 @@ import getpass
 import os
 import platform
 import re
+import socket
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dpexp.config import COMMAND
-from dpexp.tracking.store import HOST
 
+HOST = socket.gethostname()
 PATCH = "changes.patch"
+PATCH_RESUMED = "changes_resumed.patch"
 # Of these files a patch holds the text; of others, which may be data, only how many changed.
 CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.sh")
 _MOST = 1_000_000  # bytes of a patch
@@ -31,7 +33,17 @@ def origin() -> dict[str, str]:
     return found
 
 
-def write_patch(folder: Path) -> Path | None:
+def origin_resumed() -> dict[str, str]:
+    """Tags of a run that is gone on with: those of its first start stay, and the last resume has its own beside them.
+
+    Where it runs now, which tells whether it still does, is no fact of origin.
+    """
+    found = {key.removeprefix("dpexp.").removeprefix("mlflow."): value for key, value in origin().items()}
+    own = {f"dpexp.resumed.{key}": value for key, value in found.items() if not key.startswith("source.")}
+    return own | {"dpexp.host": HOST, "dpexp.pid": str(os.getpid())}
+
+
+def write_patch(folder: Path, name: str = PATCH) -> Path | None:
     """How the code in the working directory differs from its commit, as a file; None if it does not, or is in none."""
     changed = _git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--", *CODE)
     new = _new_files()
@@ -41,7 +53,7 @@ def write_patch(folder: Path) -> Path | None:
     kept = text.encode()[:_MOST]
     if len(kept) < len(text.encode()):
         kept += f"\n# cut off after {_MOST} bytes\n".encode()
-    path = folder / PATCH
+    path = folder / name
     path.write_bytes(kept)
     return path
 

@@ -23,11 +23,11 @@ from dpexp.showing.frontier import compared, frontier
 from dpexp.showing.panels import NotDrawn
 from dpexp.showing.settings import held
 from dpexp.showing.swept import against, needed, numbers_swept, progress
-from dpexp.tracking.origin import origin, write_patch
+from dpexp.tracking.origin import HOST, PATCH, PATCH_RESUMED, origin, origin_resumed, write_patch
 from dpexp.tracking.outbox import send_unsent
 from dpexp.tracking.read import downloaded_run, trials
 from dpexp.tracking.run import NAME, PARENT, params
-from dpexp.tracking.store import HOST, OUTPUT, end_dead_runs, open_store
+from dpexp.tracking.store import OUTPUT, end_dead_runs, open_store
 from dpexp.tracking.unswept import unswept
 from dpexp.tracking.views import address, show_columns
 
@@ -66,21 +66,25 @@ class Parent:
                 self._experiment, run_name=name[:NAME], tags={"dpexp.sweep": key} | origin()
             )
             self._describe(found.info.run_id, cfg)
+        self._log_patch(found.info.run_id, PATCH_RESUMED if self.resumed else PATCH)
         self.run_id: str = found.info.run_id
         self.facts = facts | self._remembered() if self.resumed else facts
         self._client.update_run(self.run_id, "RUNNING")
-        for tag, value in (("dpexp.pid", str(os.getpid())), ("dpexp.host", HOST)):
+        now = origin_resumed() if self.resumed else {"dpexp.pid": str(os.getpid())}
+        for tag, value in now.items():
             self._client.set_tag(self.run_id, tag, value)
         show_columns(self._client, self._experiment)
         os.environ[PARENT] = self.run_id
 
     def _describe(self, run_id: str, cfg: DictConfig) -> None:
-        """The parameters that all trials have in common, and how the code differed from its commit."""
+        """The parameters that all trials have in common."""
         common = [Param(key, value) for key, value in params(unswept(cfg)).items()]
         for start in range(0, len(common), 100):  # MLflow's limit
             self._client.log_batch(run_id, params=common[start : start + 100])
+
+    def _log_patch(self, run_id: str, name: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            patch = write_patch(Path(folder))
+            patch = write_patch(Path(folder), name)
             if patch is not None:
                 self._client.log_artifact(run_id, str(patch))
 
@@ -199,6 +203,12 @@ class Parent:
         spent = {point.step: point.value for point in self._client.get_metric_history(run_id, "epsilon")}
         scores = self._client.get_metric_history(run_id, "test_accuracy")
         return sorted({(spent[point.step], point.value) for point in scores if point.step in spent})
+
+    def withdraw(self) -> None:
+        """Of a sweep that was refused before it had a trial."""
+        self._client.set_terminated(self.run_id, "FAILED")
+        self._client.delete_run(self.run_id)
+        os.environ.pop(PARENT, None)
 
     @property
     def address(self) -> str:

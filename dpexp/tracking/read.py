@@ -14,7 +14,8 @@ from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
 from dpexp.errors import ConfigError
-from dpexp.tracking.store import OUTPUT, SAME
+from dpexp.tracking.origin import without_passwords
+from dpexp.tracking.store import ERROR, OUTPUT, SAME
 
 
 @contextmanager
@@ -119,9 +120,13 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
     """A folder with those of the named artifacts that a run has.
 
     Raises:
-        ConfigError: they cannot be fetched.
+        ConfigError: there is no such run, or they cannot be fetched.
     """
     client = _existing(uri)
+    try:
+        client.get_run(run_id)
+    except MlflowException as error:
+        raise ConfigError(f"{run_id} is no folder here, and no run of {without_passwords(uri)}.") from error
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = {artifact.path for artifact in client.list_artifacts(run_id)}
@@ -184,7 +189,7 @@ def _trial(run: Run) -> dict[str, Any]:
         "name": run.info.run_name or run.info.run_id,
         "start": run.info.start_time,
         "status": run.info.status,
-        "error": tags.get("dpexp.error", ""),
+        "error": tags.get(ERROR, ""),
         "private": tags.get("dpexp.private", ""),
         **{name: tags.get(f"dpexp.{name}") for name in _TAGS},
         "configuration": _configuration(params),

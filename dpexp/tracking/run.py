@@ -28,10 +28,10 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.showing.terminal import kept_for_later, plan_json
-from dpexp.tracking.model import check_name
-from dpexp.tracking.origin import origin, without_passwords, write_patch
+from dpexp.tracking.model import check_name, description
+from dpexp.tracking.origin import HOST, PATCH_RESUMED, origin, origin_resumed, without_passwords, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
-from dpexp.tracking.store import HOST, OUTPUT, SAME, end_dead_runs, open_store
+from dpexp.tracking.store import ERROR, OUTPUT, SAME, end_dead_runs, open_store
 from dpexp.tracking.unswept import swept_keys
 from dpexp.tracking.views import address, show_columns
 
@@ -87,8 +87,8 @@ class Tracked:
             check_name(client, cfg.register)
         try:
             end_dead_runs(client, experiment_id)
-            run = _reopened(client, output) if cfg.checkpoint.resume else None
-            run = run or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
+            earlier = _reopened(client, output) if cfg.checkpoint.resume else None
+            run = earlier or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
         except MlflowException as error:
             raise ConfigError(f"tracking.uri={uri} cannot be used: {' '.join(str(error).split())}") from error
         self.run_id: str = run.info.run_id
@@ -100,6 +100,8 @@ class Tracked:
         self.address = address(uri, experiment_id)
         self._outbox = Outbox(client, uri, self.run_id, self._unsent / f"{self.run_id}.jsonl")
         self.logger = _MetricsLogger(self._outbox, self.run_id)
+        if earlier is not None and (patch := write_patch(output, PATCH_RESUMED)) is not None:
+            self._outbox.file(patch)
         source = json.dumps({"module": cfg.data.module.get("_target_")})
         dataset = Dataset(
             _choices().get("data", "data"), f"n={cfg.data.n}", "code", source, profile=json.dumps({"n": cfg.data.n})
@@ -154,7 +156,7 @@ class Tracked:
         """Logs the model that lies in the job's folder, and registers it if that is asked for."""
         for name in ("weights.safetensors", "card.md"):
             self._outbox.file(self._output / name)
-        self._outbox.tags({"mlflow.note.content": (self._output / "card.md").read_text()})
+        self._outbox.tags({"mlflow.note.content": description(self._output)})
         folder = self._output / "mlflow_model"
         if folder.exists():
             self._outbox.model(folder, rounds, about, self._cfg.register)
@@ -175,29 +177,31 @@ class Tracked:
 
     def end(self, status: str, reason: str | None = None) -> None:
         if reason is not None:
-            self._outbox.tags({"dpexp.error": reason})
+            self._outbox.tags({ERROR: reason})
         if not self._outbox.close(status):
             kept_for_later(self._unsent)
 
 
 @contextmanager
-def track(
-    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]
-) -> Iterator[Tracked | None]:
+def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]) -> Iterator[Tracked]:
     """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED."""
-    if cfg.tracking.uri is None:
-        yield None
-        return
     run = Tracked(cfg, plan, output, accountants)
     status, reason = "FAILED", None
-    before = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
+    stopped_by = "the keyboard"
+
+    def interrupt(signum: int, frame: Any) -> None:
+        nonlocal stopped_by
+        stopped_by = "SIGTERM, which schedulers send before they kill"
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt) if _in_main_thread() else None
     try:
         if not cfg.checkpoint.resume:
             run.log_start()
         yield run
         status = "FINISHED"
-    except (KeyboardInterrupt, SystemExit):
-        status = "KILLED"
+    except (KeyboardInterrupt, SystemExit):  # Lightning makes one of the other
+        status, reason = "KILLED", f"interrupted by {stopped_by}"
         raise
     except Exception as error:
         reason = keep_error(error, output)
@@ -235,10 +239,6 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def parent_id() -> str | None:
     """The sweep that this trial belongs to."""
     return os.environ.get(PARENT) if HydraConfig.get().mode == RunMode.MULTIRUN else None
@@ -248,7 +248,7 @@ def trial_key(cfg: DictConfig) -> str:
     """Trials of the same resolved configuration are the same trial, wherever they are tracked."""
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
-    aside = ["tracking", "rounds", "checkpoint", "register"]
+    aside = ["tracking", "rounds", "checkpoint", "register", "verbose"]
     if not cfg.privacy.enabled:  # twins of whatever is private
         aside += ["privacy", "group", "bound", "mechanism", "allocation", "accountant", "calibrate", "schedule"]
     content = {section: value for section, value in content.items() if section not in aside}
@@ -257,7 +257,7 @@ def trial_key(cfg: DictConfig) -> str:
 
 def finished_trial(cfg: DictConfig) -> Run | None:
     """This trial, if an earlier start of the same sweep has finished it."""
-    if cfg.tracking.uri is None or parent_id() is None:
+    if parent_id() is None:
         return None
     client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
     found = client.search_runs(
@@ -271,7 +271,7 @@ def finished_trial(cfg: DictConfig) -> Run | None:
 
 def unfinished_trial(cfg: DictConfig) -> Path | None:
     """The folder of this trial, if an earlier start of the same sweep began it on this machine and was interrupted."""
-    if cfg.tracking.uri is None or parent_id() is None:
+    if parent_id() is None:
         return None
     client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
     end_dead_runs(client, experiment_id)
@@ -289,7 +289,10 @@ def _reopened(client: MlflowClient, output: Path) -> Run | None:
     try:
         run = client.get_run((output / RUN).read_text())
         client.update_run(run.info.run_id, status="RUNNING")
-        client.set_tag(run.info.run_id, "dpexp.pid", str(os.getpid()))
+        for tag, value in origin_resumed().items():
+            client.set_tag(run.info.run_id, tag, value)
+        if ERROR in run.data.tags:
+            client.delete_tag(run.info.run_id, ERROR)
     except (OSError, MlflowException):
         return None
     return run
@@ -301,7 +304,7 @@ def record_failure(cfg: DictConfig, error: Exception) -> None:
         return
     client, experiment_id = open_store(cfg.tracking.uri, cfg.tracking.experiment, cfg.tracking.artifacts)
     reason = keep_error(error, Path(HydraConfig.get().runtime.output_dir))
-    run = client.create_run(experiment_id, tags=tags(cfg, None) | {"dpexp.error": reason}, run_name=_run_name(cfg))
+    run = client.create_run(experiment_id, tags=tags(cfg, None) | {ERROR: reason}, run_name=_run_name(cfg))
     client.set_terminated(run.info.run_id, "FAILED")
 
 

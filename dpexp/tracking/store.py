@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import sqlite3
 import warnings
 from collections.abc import Iterator
@@ -14,10 +13,11 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from dpexp.errors import ConfigError
+from dpexp.tracking.origin import HOST
 
-HOST = socket.gethostname()
 SAME = {"noise": "noise_multiplier", "q_at_fixed_z": "q", "steps": "rounds"}  # calibrated knob -> metric that has it
 _PATIENCE = 120  # seconds for others that open the same database
+ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
 
 
@@ -63,6 +63,7 @@ def end_dead_runs(client: MlflowClient, experiment_id: str) -> None:
     )  # fmt: skip
     for run in running:
         if not _alive(int(run.data.tags.get("dpexp.pid", "0"))):
+            client.set_tag(run.info.run_id, ERROR, "its process died without a word: SIGKILL, no memory, or no power")
             client.set_terminated(run.info.run_id, "KILLED")
 
 

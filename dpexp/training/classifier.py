@@ -17,6 +17,8 @@ class Classifier(pl.LightningModule):
         scheduler: optimizer -> learning rate scheduler, stepped every round; or None.
     """
 
+    METRICS = ("test_loss", "test_accuracy")
+
     def __init__(
         self,
         model: nn.Module,
@@ -46,11 +48,9 @@ class Classifier(pl.LightningModule):
     def _evaluate(self, batch: tuple[Tensor, Tensor]) -> None:
         x, y = batch
         scores = self(x)
+        values = F.cross_entropy(scores, y), (scores.argmax(1) == y).float().mean()
         self.log_dict(
-            {
-                "test_loss": F.cross_entropy(scores, y),
-                "test_accuracy": (scores.argmax(1) == y).float().mean(),
-            },
+            dict(zip(self.METRICS, values, strict=True)),
             on_step=False,
             on_epoch=True,
             batch_size=len(y),

@@ -1,0 +1,52 @@
+"""A configuration and its plan in Python, without a job: for notebooks and scripts."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra import compose as compose_by_hydra
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from dpexp import config
+from dpexp.commands.overrides import check, sentence
+from dpexp.errors import ConfigError
+
+if TYPE_CHECKING:  # it needs torch, and composing does not
+    from dpexp.privacy.plan import PrivacyPlan
+
+
+def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
+    """The configuration that `python -m dpexp` would have with these overrides.
+
+    Args:
+        config_dir: a folder with options of your own, as with `--config-dir`.
+
+    Raises:
+        ConfigError: an override whose key or option does not exist.
+    """
+    config.register()
+    given = list(overrides)
+    if config_dir is not None:
+        given.append(f"hydra.searchpath=['file://{Path(config_dir).resolve()}']")
+    check([*(["--config-dir", str(config_dir)] if config_dir is not None else []), *overrides])
+    try:
+        with initialize_config_dir(str(config.CONF), version_base="1.3"):
+            return compose_by_hydra("config", given)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(sentence(error)) from error
+
+
+def plan(cfg: DictConfig) -> "PrivacyPlan":
+    """What the job of a configuration would sample, clip and noise; nothing is trained.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured, or a job without privacy.
+    """
+    from dpexp.commands import building, values
+
+    values.check(cfg)
+    if not cfg.privacy.enabled:
+        raise ConfigError("privacy.enabled=false has no privacy plan.")
+    return building.plan_for(cfg, building.module_of(cfg))

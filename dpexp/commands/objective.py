@@ -1,0 +1,57 @@
+"""What a job returns to a sweeper that searches."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from omegaconf import DictConfig
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.training.checkpoints import LastWeights
+from dpexp.training.classifier import Classifier
+
+
+def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Before training, where it is known what will be measured: for a classifier with nobody else's callbacks.
+
+    Raises:
+        ConfigError: the objective is not among it.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    homes = {type(part).__module__.partition(".")[0] for part in (module, *callbacks)}
+    if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning"}):
+        return
+    known = [*Classifier.METRICS] if cfg.train else []
+    if any(isinstance(callback, LastWeights) for callback in callbacks):
+        known += [f"{name}_unaveraged" for name in known]
+    if cfg.privacy.enabled:
+        known.append("epsilon")
+    if cfg.privacy.enabled and cfg.privacy.epsilon is not None:
+        known.append(cfg.calibrate)
+    if cfg.objective not in (*known, "test_accuracy"):
+        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
+
+
+def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
+    """The value that was asked for; None if it is the test accuracy of a job that measures none.
+
+    Raises:
+        ConfigError: it is not among what the job gave.
+    """
+    known = dict(result["metrics"])
+    if "epsilon" in result:
+        known["epsilon"] = next(iter(result["epsilon"].values()))
+    if plan is not None and plan.calibration is not None:
+        known[plan.calibration.knob] = plan.calibration.value
+    if cfg.objective not in known and cfg.objective != "test_accuracy":
+        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
+    return known.get(cfg.objective)
+
+
+def objective_of(metrics: dict[str, float], name: str) -> float | None:
+    """The same of a run that MLflow remembers."""
+    from dpexp.tracking.store import SAME
+
+    if name == "epsilon":
+        return metrics.get("epsilon", metrics.get("epsilon_planned"))
+    return metrics.get(name, metrics.get(SAME.get(name, "")))

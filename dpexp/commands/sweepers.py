@@ -1,0 +1,115 @@
+"""Which trials a sweep has: all of a grid, or a random number of draws from it. Every one of them is checked before the
+first is started.
+
+Imports nothing slow, since every press of Tab runs it.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from dpexp.commands import sweep, trial
+from dpexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpexp.accounting.ledger import Ledger
+
+Plugins.instance()  # loads Hydra's own plugins anew; a class imported before would not be theirs
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
+
+
+class Grid(BasicSweeper):
+    """`hydra/sweeper=grid`: Hydra's `basic`, but every trial is checked first and knows its place in the sweep."""
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Of all batches, when the first is about to start.
+
+        Raises:
+            ConfigError: names the first trial that cannot run, and says why.
+        """
+        if self.batch_index > 1:
+            return
+        assert self.overrides is not None
+        members = [list(overrides) for batch in self.overrides for overrides in batch]
+        trial.begin(members)
+        refused = []
+        for number, overrides in enumerate(members):
+            try:
+                self._check(overrides, number)
+            except ConfigError as error:
+                refused.append(f"trial {number + 1} of {len(members)} ({trial.name_of(overrides)}): {error}")
+        if refused:
+            more = f" (Nor can {len(refused) - 1} more.)" if len(refused) > 1 else ""
+            raise ConfigError(f"no trial was started, since one cannot run: {refused[0]}{more}")
+
+    def _check(self, overrides: list[str], number: int) -> None:
+        from dpexp.commands.train import check_trial
+
+        check_trial(self._composed(overrides, number))
+
+    def _composed(self, overrides: list[str], number: int = 0) -> DictConfig:
+        """The configuration of a trial, as its launcher will make it."""
+        assert self.hydra_context is not None and self.config is not None
+        cfg = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(cfg):
+            cfg.hydra.job.id = cfg.hydra.job.num = number
+        HydraConfig.instance().set_config(cfg)
+        return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+
+
+class PrivateSelect(Grid):
+    """`hydra/sweeper=private_select`: a random number of trials, each with a configuration drawn at random from the
+    grid. Only then may the best one be chosen at a known price, which is that of the grid's dearest: every member is
+    planned before any is drawn.
+
+    Args:
+        mean: of the number of trials; shape: η, 1 for geometric, inf for Poisson (see accounting.selection).
+    """
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None, mean: float, shape: float) -> None:
+        from dpexp.accounting.selection import check_repetitions
+
+        super().__init__(max_batch_size, params)
+        check_repetitions(mean, shape)
+        self._mean, self._shape = mean, shape
+
+    def split_arguments(  # type: ignore[override]
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        batch = sweep.earlier_draws()
+        if batch is None:
+            from numpy.random import default_rng
+
+            from dpexp.accounting.selection import dearest_curve, draw_repetitions
+
+            (grid,) = BasicSweeper.split_arguments(overrides, None)
+            dearest = dearest_curve([self._planned(member) for member in grid])
+            random = default_rng()  # the operating system's entropy: the draws must be secret
+            count = draw_repetitions(self._mean, self._shape, random)
+            chosen = [grid[random.integers(len(grid))] for _ in range(count)]
+            batch = [[*map(str, overrides), f"draw={k}"] for k, overrides in enumerate(chosen)]
+            sweep.remember_draws(batch, dearest.tolist())
+        return [batch] if batch else []
+
+    def _planned(self, member: list[str]) -> "Ledger":
+        """What a member of the grid would write.
+
+        Raises:
+            ConfigError: it is not private, or cannot be planned.
+        """
+        from dpexp.commands.building import planned
+
+        try:
+            return planned(self._composed(member)).ledger()
+        except ConfigError as error:
+            raise ConfigError(f"hydra/sweeper=private_select draws from {', '.join(member)} too: {error}") from error
+
+
+def register() -> None:
+    """Makes them known to Hydra, which only takes plugins whose name begins so and finds the classes where they are."""
+    for sweeper in (Grid, PrivateSelect):
+        Plugins.instance().class_name_to_class[f"hydra_plugins.dpexp.{sweeper.__name__}"] = sweeper
