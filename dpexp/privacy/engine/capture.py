@@ -212,10 +212,10 @@ def _inner(tensor: Tensor) -> Tensor:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kw: Any
 ) -> Tensor:
-    """One record is often a batch of one; without that dimension vmap's own rule would go record by record."""
-    if attn_mask is None and query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == 1:
-        return _Attention.apply(query.squeeze(0), key.squeeze(0), value.squeeze(0), (None, *args), kw).unsqueeze(0)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kw)
+    """vmap's own rule would go record by record."""
+    if not any(isinstance(t, Tensor) and _functorch.is_batchedtensor(t) for t in (query, key, value, attn_mask)):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kw)
+    return _Attention.apply(query, key, value, attn_mask, args, kw)
 
 
 class OnRecords(torch.autograd.Function):
@@ -279,17 +279,32 @@ class _Anchored(torch.autograd.Function):
 
 
 class _Attention(OnRecords):
-    """Attention of [heads, positions, d] without a mask, on the whole chunk at once."""
+    """Attention of [..., heads, positions, d], with or without a mask, on the whole chunk at once."""
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, args: tuple, kw: dict
+        info: Any, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, args: tuple, kw: dict
     ) -> tuple[Tensor, int]:
+        B = info.batch_size
         q, k, v = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            t.expand(B, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip((query, key, value), in_dims, strict=False)
         )
-        return F.scaled_dot_product_attention(q, k, v, *args, **kw), 0
+        lead = q.shape[1:-3]  # what a record has of batches of its own; the kernels know one dimension before the heads
+        heads = q.shape[-3:-2] if q.dim() > 3 else ()
+        if mask is not None:
+            mask = mask[None] if in_dims[3] is None else mask.movedim(in_dims[3], 0)
+            mask = mask.reshape(len(mask), *(1,) * (q.dim() - mask.dim()), *mask.shape[1:])
+            mask = _joined(mask.expand(B, *lead, *mask.shape[1 + len(lead) :]), heads) if lead else _joined(mask, heads)
+        mixed = F.scaled_dot_product_attention(
+            _joined(q, heads), _joined(k, heads), _joined(v, heads), mask, *args, **kw
+        )
+        return mixed.reshape(B, *lead, *heads, *mixed.shape[-2:]), 0
+
+
+def _joined(t: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """[B, ..., heads, positions, d] -> [B·..., heads, positions, d]; one head where there is none."""
+    return t.flatten(0, -4) if heads else t[:, None]
 
 
 class _Stepped(OnRecords):

@@ -35,7 +35,7 @@ class NoLoss(Exception):
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _ONE_LOSS = "training_step must return one number for a record: its loss."
-_PARTS = 8
+_PARTS = 16  # of a chunk whose records branch differently; of larger ones, parts of as many records
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
 _SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
@@ -235,7 +235,7 @@ class Engine:
     def _accumulate(self, chunk: Chunk) -> None:
         kind = look(chunk.leaves)
         known = self._ways.setdefault(kind, Way())
-        way, added = replace(known), False
+        way, added, differ = replace(known), False, False
         while not way.singly and not added:
             try:
                 uses, losses = self._uses_together(chunk, way)
@@ -243,17 +243,9 @@ class Engine:
                 raise
             except Exception as reason:
                 self._restore(chunk.state)
-                if isinstance(reason, Differ) and len(reason.parts) <= chunk.parts:
-                    for rows in reason.parts:
-                        self._accumulate(chunk.part(rows, of=len(reason.parts)))
+                if self._by_parts(chunk, way, reason):
                     return
-                if not isinstance(reason, Differ) and chunk.size > 1 and (way.works or self._some_run_alone(chunk, way)):  # it is the fault of some
-                    apart = self._apart(chunk, way, [*range(chunk.size)])
-                    together = [i for i in range(chunk.size) if i not in apart]
-                    if together and apart:
-                        self._accumulate(chunk.part(together))
-                        self._accumulate_singly(chunk.part(sorted(apart)))
-                        return
+                differ = differ or isinstance(reason, Differ)
                 self._give_up(way, reason)
                 continue
             self._restore(chunk.state)
@@ -263,9 +255,27 @@ class Engine:
             known.works = known.works or way.looped == known.looped
         if way.singly:
             added = self._accumulate_singly(chunk)
-        if way != known and added and not known.works:
-            self._warn_of_slowness(way)
-            self._ways[kind] = way
+        if way != known and added:
+            if differ or not known.works:
+                self._warn_of_slowness(way)
+            if not known.works:
+                self._ways[kind] = way
+
+    def _by_parts(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
+        """Whether a chunk whose records cannot be processed together was taken apart: into those that branch alike, or
+        into those at fault and the others."""
+        if isinstance(reason, Differ):
+            for rows in reason.parts if len(reason.parts) <= chunk.parts else ():
+                self._accumulate(chunk.part(rows, of=len(reason.parts)))
+            return len(reason.parts) <= chunk.parts
+        if chunk.size == 1 or not (way.works or self._some_run_alone(chunk, way)):
+            return False
+        apart = self._apart(chunk, way, [*range(chunk.size)])
+        together = [i for i in range(chunk.size) if i not in apart]
+        if together and apart:
+            self._accumulate(chunk.part(together))
+            self._accumulate_singly(chunk.part(sorted(apart)))
+        return bool(together and apart)
 
     def _some_run_alone(self, chunk: Chunk, way: Way) -> bool:
         """Whether the first or the last record by itself could be one of several that are processed together."""
