@@ -127,6 +127,15 @@ def register() -> None:
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 
 
+def exposed(cfg: Any) -> str | None:
+    """Why not everything that a configuration's run shows is covered by its (ε, δ), if it is not."""
+    if not cfg.privacy.enabled:
+        return "trained without privacy"
+    if cfg.privacy.noise_seed is not None:
+        return "the noise seed is known"
+    return "unsafe diagnostics" if cfg.diagnostics == "unsafe" else None
+
+
 def tracking_uri() -> str:
     """Where runs are kept, unless a configuration says otherwise."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.getcwd()}/outputs/mlflow.db"

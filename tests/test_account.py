@@ -16,6 +16,7 @@ from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
+from dpexp.showing.rounding import up
 from dpexp.showing.spending import epsilon_over_rounds, trade_off
 from tests.test_accountants import ledger, of
 
@@ -45,7 +46,7 @@ def test_a_ledger_file_by_several_accountants(written, capsys):
     printed = capsys.readouterr().out
     assert "300 rounds (all alike)" in printed
     for name in costs:
-        assert f"{costs[name]:.6g}" in printed and f"{delta(run, 2.0, name):.4g}" in printed
+        assert up(costs[name], 6) in printed and up(delta(run, 2.0, name), 4) in printed
 
 
 def test_several_ledgers_are_composed(written, capsys):

@@ -504,6 +504,23 @@ def test_settings_that_would_cut_a_sample_are_refused(tmp_path):
     expect_refusal(tmp_path, "cut samples short", options={"fast_dev_run": True})
 
 
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_profilers_are_refused_since_they_count_records(tmp_path, profiler):
+    with pytest.raises(ConfigError, match=r"trainer\.profiler=\w+Profiler: what it counts"):
+        fit(tmp_path, options={"profiler": profiler})
+
+
+@pytest.mark.parametrize(
+    "meter", [pl.callbacks.DeviceStatsMonitor(), pl.callbacks.ThroughputMonitor(batch_size_fn=len)]
+)
+def test_callbacks_that_measure_the_device_each_round_are_refused(tmp_path, meter):
+    module = Model()
+    run = trainer(dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"), logger=False)
+    run.callbacks.append(meter)
+    with pytest.raises(ConfigError, match=f"{type(meter).__name__} logs what the device did"):
+        run.fit(module, Data())
+
+
 def test_manual_optimization_is_refused(tmp_path):
     module = Model()
     module.automatic_optimization = False

@@ -39,7 +39,7 @@ def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_
 
     header, spec, *rounds, closing = read_lines(output / "ledger.jsonl")
     planned = {"policy": "poisson", "n": 1437, "q": [Q]}
-    said = {key: value for key, value in header.items() if key not in ("format", "link")}
+    said = {key: value for key, value in header.items() if key not in ("format", "link", "run")}
     assert said == {"line": 1, "dpexp_ledger": 2, "adjacency": "add_remove", "sampling": planned}
     assert spec["sampling"] == {"policy": "poisson", "q": Q, "n": 1437}
     assert [spec["line"], spec["spec"]] == [2, 0]

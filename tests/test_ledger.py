@@ -1,3 +1,4 @@
+import json
 import math
 import time
 
@@ -155,13 +156,65 @@ def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):
     one_round(writer, (SumQueryEvent("other", 1.0, 2.0),))
     writer.close()
     write_ledger(tmp_path / "plan.jsonl", writer.ledger)
-    assert (tmp_path / "plan.jsonl").read_bytes() == (tmp_path / "run.jsonl").read_bytes()
+    (planned, *rest), (happened, *others) = (told(tmp_path / f"{name}.jsonl") for name in ("plan", "run"))
+    assert len(int(happened.pop("run"), 16).to_bytes(16)) == 16 and planned == happened and rest == others
     other = SamplingEvent("shuffle", 0.5, 10, epoch=0)
     mixed = Ledger("replace_null", {Round(SAMPLING, ALL): 2, Round(other, ALL): 1})
     write_ledger(tmp_path / "mixed.jsonl", mixed)
     assert read_ledger(tmp_path / "mixed.jsonl") == mixed
     write_ledger(tmp_path / "early.jsonl", Ledger("add_remove", {Round(SAMPLING, ALL): 2}, truncated=True))
     assert ledger_so_far(tmp_path / "early.jsonl").truncated, "what ended early does not become whole"
+
+
+def told(path):
+    """Lines without their links and digests, which differ with the run's number."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if key not in ("link", "sha256")}
+        if isinstance(line, dict) else line[:2]
+        for line in lines
+    ]  # fmt: skip
+
+
+# Whose it is
+
+
+def test_runs_that_did_the_same_have_ledgers_of_their_own(tmp_path):
+    one, other = write(tmp_path / "one.jsonl", 3), write(tmp_path / "other.jsonl", 3)
+    position = one.position
+    one.close(), other.close()
+    with pytest.raises(ConfigError, match="so it is another run's"):
+        LedgerWriter(tmp_path / "other.jsonl", resume=True, position=position)
+    LedgerWriter(tmp_path / "one.jsonl", resume=True, position=position).close()
+
+
+def test_a_ledger_without_a_number_is_read_and_continued(tmp_path):
+    write_ledger(tmp_path / "l.jsonl", Ledger("add_remove", {Round(SAMPLING, ALL): 2}))
+    writer = LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING], resume=True)
+    one_round(writer)
+    writer.close()
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 3
+
+
+def test_a_closed_ledger_to_which_nothing_was_added_stays_as_it_was(tmp_path):
+    write(tmp_path / "l.jsonl", 2).close()
+    before = (tmp_path / "l.jsonl").read_bytes()
+    LedgerWriter(tmp_path / "l.jsonl", resume=True).close()
+    assert (tmp_path / "l.jsonl").read_bytes() == before
+
+
+def test_what_is_not_private_stays_so_and_what_is_cannot_become_so(tmp_path):
+    LedgerWriter(tmp_path / "open.jsonl", exposed="the noise seed is known").close()
+    again = LedgerWriter(tmp_path / "open.jsonl", resume=True)
+    one_round(again)
+    again.close()
+    found = read_ledger(tmp_path / "open.jsonl")
+    assert found == again.ledger and found.exposed == "the noise seed is known"
+    write(tmp_path / "l.jsonl", 1).close()
+    assert read_ledger(tmp_path / "l.jsonl").exposed is None
+    with pytest.raises(ConfigError, match=r"begun by a private run, .* \(unsafe diagnostics\)"):
+        LedgerWriter(tmp_path / "l.jsonl", resume=True, exposed="unsafe diagnostics")
+    assert joined([read_ledger(tmp_path / "l.jsonl"), found]).exposed == found.exposed
 
 
 # Several ledgers

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import time
 import pytest
 import pytorch_lightning as pl
 import torch
+from filelock import FileLock
 from mlflow import MlflowClient
+from safetensors import safe_open
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
@@ -36,7 +39,6 @@ HONOURED = {
     "deterministic": True,
     "benchmark": False,
     "inference_mode": False,
-    "profiler": "simple",
     "detect_anomaly": True,
 }
 
@@ -203,6 +205,93 @@ def test_an_interrupted_training_goes_on_in_its_folder_ledger_and_run(dpexp_job,
     assert result["metrics"]["test_accuracy"] > 0.8
     with pytest.raises(SystemExit, match="has finished; there is nothing to resume"):
         dpexp_job("resume", result["mlflow_run_id"])
+
+
+@pytest.fixture
+def stopped_before_it_kept_its_model(dpexp_job, tmp_path, monkeypatch):
+    """Runs a job that is interrupted after its last round; returns its folder."""
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    def job(*arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr("dpexp.commands.train.keep", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                dpexp_job(*QUICK[1:], *arguments, f"hydra.run.dir={tmp_path}/job")
+        return tmp_path / "job"
+
+    return job
+
+
+def client(folder):
+    return MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
+
+
+def test_a_job_stopped_after_its_last_round_keeps_its_model_when_resumed(
+    stopped_before_it_kept_its_model, dpexp_job, tmp_path
+):
+    known = ("callbacks=[ema]", "callbacks.ema.decay=0.5", "privacy.noise_seed=1")
+    folder = stopped_before_it_kept_its_model(*known)
+    ledger = (folder / "ledger.jsonl").read_bytes()
+    assert (folder / "last.ckpt").exists() and not (folder / "result.json").exists()
+    dpexp_job("resume", str(folder))
+    assert (folder / "ledger.jsonl").read_bytes() == ledger, "no further round, and closed once"
+    assert (folder / "card.md").exists() and not (folder / "last.ckpt").exists()
+    dpexp_job(*QUICK[1:], *known, f"hydra.run.dir={tmp_path}/other")
+    assert result_of(folder)["metrics"] == result_of(tmp_path / "other")["metrics"], "averaged and not, as in one go"
+
+
+def test_a_copied_folder_has_a_run_of_its_own(stopped_before_it_kept_its_model, dpexp_job, tmp_path):
+    folder = stopped_before_it_kept_its_model()
+    shutil.copytree(folder, tmp_path / "copy")
+    folders = (folder, tmp_path / "copy")
+    for path in folders:
+        dpexp_job("resume", str(path))
+    runs = client(tmp_path).search_runs(["1"])
+    assert {run.info.run_id for run in runs} == {
+        result_of(path)["mlflow_run_id"] for path in (folder, tmp_path / "copy")
+    }
+    assert len(runs) == 2 and all(run.data.params["sampling.steps"] == "6" for run in runs)
+    assert {run.data.tags["dpexp.output"] for run in runs} == {str(path) for path in folders}
+
+
+def test_a_second_resume_leaves_the_run_of_the_first_alone(stopped_before_it_kept_its_model, dpexp_job, tmp_path):
+    folder = stopped_before_it_kept_its_model()
+    with FileLock(folder / "mlflow_run_id.lock"), pytest.raises(SystemExit, match="under way in another process"):
+        dpexp_job("resume", str(folder))
+    (run,) = client(tmp_path).search_runs(["1"])
+    assert run.info.status == "KILLED" and run.data.tags["dpexp.error"] == "interrupted by the keyboard"
+
+
+@pytest.mark.parametrize("given, word", [("privacy.noise_seed=7", "seed"), ("diagnostics=unsafe", "unsafe")])
+def test_no_edit_of_the_configuration_makes_a_run_private(
+    stopped_before_it_kept_its_model, dpexp_job, tmp_path, given, word
+):
+    folder = stopped_before_it_kept_its_model(given)
+    config, overrides = folder / "config.yaml", folder / ".hydra" / "overrides.yaml"
+    config.write_text(config.read_text().replace("noise_seed: 7", "noise_seed: null").replace(": unsafe", ": none"))
+    overrides.write_text(overrides.read_text().replace(f"- {given}\n", ""))
+    dpexp_job("resume", str(folder))
+    assert result_of(folder)["private"] is False and "**Not private**" in (folder / "card.md").read_text()
+    (run,) = client(tmp_path).search_runs(["1"])
+    assert run.data.tags["dpexp.private"].startswith("no") and word in run.data.tags["dpexp.private"]
+
+
+def test_a_training_that_ended_early_goes_on(dpexp_job, tmp_path):
+    folder = tmp_path / "job"
+    dpexp_job(
+        *LONG, "trainer.evaluations=9", "tracking=none", "optimizer.lr=0", "callbacks=[early_stopping]",
+        "callbacks.early_stopping.patience=1", "+trainer.max_time=00:01:00:00", f"hydra.run.dir={folder}",
+    )  # fmt: skip
+    before = result_of(folder)["rounds"]
+    kept = torch.load(folder / "last.ckpt", weights_only=False)
+    assert before < 150 and not any("Timer" in name for name in kept["callbacks"]), "a resumed job has its time anew"
+    dpexp_job("resume", str(folder))
+    after = result_of(folder)["rounds"]
+    assert before < after <= len(read_ledger(folder / "ledger.jsonl"))
+    with safe_open(folder / "weights.safetensors", "pt") as file:
+        assert file.metadata()["rounds"] == str(after)
 
 
 def until(condition, job):

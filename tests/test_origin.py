@@ -202,7 +202,7 @@ def test_a_resumed_run_keeps_where_it_started_and_says_where_it_went_on(dpexp_jo
     assert run_.info.run_id == first.info.run_id and run_.info.status == "FINISHED"
     tags, before = run_.data.tags, first.data.tags
     own = {key: value for key, value in tags.items() if key.startswith("dpexp.resumed.")}
-    may_change = {"dpexp.pid", "mlflow.note.content", "mlflow.log-model.history"}
+    may_change = {"dpexp.pid", "dpexp.error", "mlflow.note.content", "mlflow.log-model.history"}
     assert {key for key in {**tags, **before} if tags.get(key) != before.get(key)} - {*own} <= may_change
     assert before["dpexp.commit"] == repository and own["dpexp.resumed.commit"] == git("rev-parse", "HEAD")
     assert (

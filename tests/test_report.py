@@ -15,6 +15,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.report import report
 from dpexp.errors import ConfigError
+from dpexp.showing.rounding import up
 from dpexp.tracking import read
 
 QUICK = ("model=logistic", "sampling.steps=4", "trainer.evaluations=0", "privacy.noise_multiplier=2")
@@ -91,7 +92,7 @@ def test_the_page_shows_the_runs_and_stands_alone(dpexp_job, client, tmp_path):
     }
     for key, result in results.items():
         assert shown[key]["test accuracy"] == f"{result['metrics']['test_accuracy']:.2%}"
-        assert shown[key]["ε"] == f"{result['epsilon']['pld']:.4g}" and shown[key]["noise multiplier z"] == "2"
+        assert shown[key]["ε"] == up(result["epsilon"]["pld"], 4) and shown[key]["noise multiplier z"] == "2"
     assert [list(row.values()) for row in selection] == [["all trials composed: covers any choice among them", "12.5"]]
     means = {
         mechanism: np.mean([r["metrics"]["test_accuracy"] for (m, _), r in results.items() if m == mechanism])
@@ -103,8 +104,8 @@ def test_the_page_shows_the_runs_and_stands_alone(dpexp_job, client, tmp_path):
     assert f"Best on digits: mechanism={winner} ({best[0]['how sure']}), with test accuracy {means[winner]:.2%}" in page
     spent = read_ledger(jobs["joint", 0] / "ledger.jsonl")
     assert [row["configuration"] for row in accountants] == ["all 2 configurations"]
-    assert accountants[0]["rdp"] == f"{epsilon(spent, 1e-4, 'rdp'):.4g}"
-    assert accountants[0]["gdp (approximation, no bound)"] == f"{epsilon(spent, 1e-4, 'gdp'):.4g}"
+    assert accountants[0]["rdp"] == up(epsilon(spent, 1e-4, "rdp"), 4)
+    assert accountants[0]["gdp (approximation, no bound)"] == up(epsilon(spent, 1e-4, "gdp"), 4)
     assert "5 trials: 4 finished, 1 failed." in page and "Each ε is that of one trial by itself." in page
     assert "3 of the trials show more than their (ε, δ) covers" in page
 

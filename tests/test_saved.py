@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import mlflow
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import dpexp
+from dpexp.commands.evaluate import evaluate
+from dpexp.commands.predict import predict
 from dpexp.errors import ConfigError
 from dpexp.tracking.model import description
 from dpexp.training.data import Digits
@@ -133,6 +136,20 @@ def test_the_card_of_the_non_private_twin_says_so(dpexp_job):
     assert dpexp.load(output)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
+def test_the_card_gives_a_schedule_in_full_and_no_delta_below_the_true_one(dpexp_job):
+    output = dpexp_job(*QUICK, "tracking=none", "schedule.z={linear: [2, 0.2]}", "privacy.delta=1.0000049e-5")
+    card = (output / "card.md").read_text()
+    assert "z = 0.2 – 2, on the schedule z: {'linear': [2, 0.2]}" in card and "with δ = 1.001e-05 and" in card
+    bounds = [json.loads(line)["queries"][0]["sigma"] for line in spec_lines(output)]
+    assert f"| {min(bounds):.4g} – {max(bounds):.4g} |" in card
+    with safe_open(output / "weights.safetensors", "pt") as file:
+        assert float(file.metadata()["delta"]) == 1.0000049e-5
+
+
+def spec_lines(output):
+    return [line for line in (output / "ledger.jsonl").read_text().splitlines() if "queries" in line]
+
+
 @pytest.mark.parametrize(
     "arguments, expected",
     [
@@ -206,6 +223,68 @@ def test_a_module_that_holds_its_data_keeps_it_to_itself_and_is_made_again(dpexp
     assert (output / "mlflow_model" / "MLmodel").exists()
     dpexp_job("evaluate", str(output))
     assert f"test_accuracy: {result_of(output)['metrics']['test_accuracy']:.2%}" in capsys.readouterr().out
+
+
+KEEPING = """
+import pytorch_lightning as pl, torch
+from dpexp.training.data import Digits
+class Keeping(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 10)
+        self.register_buffer("bank", Digits().train.tensors[0], persistent=False)
+        self.register_buffer("scale", torch.full((64,), 2.0), persistent=False)
+    def forward(self, x):
+        return self.net(x.flatten(1) * self.scale)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def get_extra_state(self):
+        return {"a": 1}
+    def set_extra_state(self, state): ...
+"""
+
+
+def test_a_bank_of_records_that_forward_does_not_use_is_not_kept(dpexp_job, tmp_path, monkeypatch):
+    (tmp_path / "keeping.py").write_text(KEEPING)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="cannot hold _extra_state"):
+        output = dpexp_job(
+            *QUICK[:-1], "model=logistic", "~model.shape", "~model.classes", "model._target_=keeping.Keeping"
+        )
+    assert "**Not kept**: _extra_state" in (output / "card.md").read_text()
+    train = Digits().train.tensors[0]
+    parts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    graph = (output / "mlflow_model" / "data" / "model.pt2").read_bytes()
+    assert not any(train[0].numpy().tobytes() in part for part in parts)
+    assert str(tmp_path).encode() not in graph and b"site-packages" not in graph
+    x = torch.randn(3, 1, 8, 8)
+    kept = torch.export.load(output / "mlflow_model" / "data" / "model.pt2").module()
+    assert torch.allclose(kept(x), dpexp.load(output)(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precision, capsys):
+    output = dpexp_job(*QUICK, f"trainer.precision={precision}")
+    assert evaluate([str(output)]) == result_of(output)["metrics"]
+    x = np.random.default_rng(0).normal(size=(5, 1, 8, 8)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    table = predict([str(output), f"data={tmp_path}/x.npy", f"out={tmp_path}/p.csv"])
+    kept = mlflow.pyfunc.load_model(str(output / "mlflow_model"))
+    found = kept.predict(x.astype(np.float64) if precision == "64-true" else x)
+    assert (np.asarray(found).argmax(1) == table["class"]).all()
+
+
+def test_inputs_are_read_before_a_model_is_made(job, dpexp_job, monkeypatch):
+    monkeypatch.setattr("dpexp.commands.saved.module_of", lambda cfg: pytest.fail("code of the configuration ran"))
+    with pytest.raises(SystemExit, match="cannot be read"):
+        dpexp_job("predict", str(job), "data=missing.npy")
+    (job / "config.yaml").write_text("- 1\n")
+    with pytest.raises(SystemExit, match="is not the configuration of a job"):
+        dpexp_job("evaluate", str(job))
 
 
 def test_a_model_that_cannot_be_kept_costs_no_result(dpexp_job, monkeypatch):

@@ -26,6 +26,7 @@ from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, cl
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, ledger_so_far
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
+from dpexp.showing.rounding import up
 
 console = Console()
 
@@ -135,11 +136,11 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
             )
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
     kinds = f"{len(ledger.rounds)} distinct" if len(ledger.rounds) > 1 else "all alike"
-    console.print(f"{runs}{len(ledger)} rounds ({kinds}), adjacency {ledger.adjacency}, δ = {at:g}")
-    table = Table("accountant", "ε", *([f"δ at ε = {e:g}"] if e is not None else []), "")
+    console.print(f"{runs}{len(ledger)} rounds ({kinds}), adjacency {ledger.adjacency}, δ = {up(at, 4)}")
+    table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
-        also = [f"{delta(ledger, e, name):.4g}"] if e is not None else []
-        table.add_row(name, f"{cost:.6g}", *also, "an approximation, no bound" if name in APPROXIMATIONS else "")
+        also = [up(delta(ledger, e, name), 4)] if e is not None else []
+        table.add_row(name, up(cost, 6), *also, "an approximation, no bound" if name in APPROXIMATIONS else "")
     console.print(table)
 
 

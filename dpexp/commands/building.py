@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.claims import CLAIMS
 from dpexp.commands.values import check, reported
+from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
@@ -87,7 +88,7 @@ def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
 
 def is_private(cfg: DictConfig) -> bool:
     """Whether everything that the run shows is covered by its (ε, δ)."""
-    return cfg.privacy.enabled and cfg.diagnostics == "none" and cfg.privacy.noise_seed is None
+    return exposed(cfg) is None
 
 
 def make(section: str, node: Any, **arguments: Any) -> Any:

@@ -10,6 +10,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, joined
 from dpexp.accounting.selection import selection_epsilon, trial_curve
 from dpexp.errors import ConfigError
+from dpexp.showing.rounding import up
 from dpexp.tracking.parent import Spent
 
 
@@ -43,7 +44,7 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
     if len(private):
         costs["one_trial"] = float(private["epsilon"].max())
         sentences.append(
-            f"ε = {costs['one_trial']:.3g} (one trial) may be claimed only if the choice used no private data"
+            f"ε = {up(costs['one_trial'], 3)} (one trial) may be claimed only if the choice used no private data"
         )
     if facts.get("selects"):
         sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
@@ -53,11 +54,11 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
         begun += f", {early} with a ledger that ends early" if early else ""
         sentences.append(
-            f"ε = {costs['all_composed']:.3g} (all private trials composed{begun}) covers any choice among them"
+            f"ε = {up(costs['all_composed'], 3)} (all private trials composed{begun}) covers any choice among them"
         )
     except ConfigError as error:
         sentences.append(f"the trials cannot be composed: {error}")
-    return costs, f"At δ = {delta:g}, adjacency {adjacencies[0]}: " + "; ".join(sentences) + "."
+    return costs, f"At δ = {up(delta, 4)}, adjacency {adjacencies[0]}: " + "; ".join(sentences) + "."
 
 
 def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str:
@@ -71,7 +72,7 @@ def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, fact
     mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
     costs["private"] = selection_epsilon(np.array(facts["dearest"]), costs["delta"], mean, shape)
     return (
-        f"ε = {costs['private']:.3g} (private selection) may be claimed for the best trial, if the others and their "
+        f"ε = {up(costs['private'], 3)} (private selection) may be claimed for the best trial, if the others and their "
         "number stay secret"
     )
 

@@ -5,11 +5,9 @@ RUN is a job's folder or an MLflow run id. Options: uri=sqlite:///outputs/mlflow
 
 from collections.abc import Sequence
 
-import pytorch_lightning as pl
-
 from dpexp.commands.arguments import Arguments
 from dpexp.commands.building import make, quieten
-from dpexp.commands.saved import located, restored
+from dpexp.commands.saved import configuration, located, restored, trainer_of
 from dpexp.showing.terminal import measured
 
 
@@ -24,11 +22,9 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
         return {}
     quieten()
     with located(given.run, given.options["uri"]) as folder:
-        cfg, module = restored(folder)
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+        cfg = configuration(folder)
+        trainer = trainer_of(cfg)
+        module = restored(cfg, folder, trainer)
     found = trainer.test(module, datamodule=make("data.module", cfg.data.module), verbose=False)
     metrics = {name: value for part in found for name, value in part.items()}
     measured(metrics)

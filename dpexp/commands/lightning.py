@@ -17,7 +17,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.terminal import RoundBar
-from dpexp.training.checkpoints import Checkpoints, LastWeights
+from dpexp.training.checkpoints import Checkpoints, LastCheckpoint, LastWeights
 from dpexp.training.watch import Watch
 
 OWN = ("physical_batch", "workers", "threads", "evaluations")  # keys of `trainer` that are not Lightning's
@@ -45,6 +45,7 @@ REFUSED = {
     "val_check_interval": "give trainer.evaluations",
     "enable_checkpointing": "give checkpoint.every",
     "default_root_dir": "give hydra.run.dir",
+    "profiler": "what it counts and times follows the size of each round's sample, which is private",
     "barebones": "it would leave out the callback that makes training private",
     "plugins": "give trainer.precision",
     "model_registry": "give register",
@@ -64,11 +65,11 @@ def trainer_for(
     policy = plan.sampling if plan else policy_of(cfg)
     rounds = plan.rounds if plan else rounds_of(cfg)
     per_epoch = max(1, round(policy.rounds_per_epoch))
-    callbacks: list[pl.Callback] = [Watch(rounds), *([privacy] if privacy else [])]
+    callbacks: list[pl.Callback] = [Watch(rounds), *([privacy] if privacy else []), LastCheckpoint(output / CHECKPOINT)]
     chosen = callbacks_of(cfg)
     if any(isinstance(callback, AVERAGING) for callback in chosen):
         callbacks.append(LastWeights())
-    callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every, rounds)]
+    callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every)]
     among = trial.current(cfg)
     if options.pop("enable_progress_bar", True) and (among is None or among.alone):
         callbacks.append(RoundBar(rounds, privacy, among.place if among else None))
@@ -79,7 +80,7 @@ def trainer_for(
         "enable_model_summary": False,
     }
     try:
-        return pl.Trainer(
+        trainer = pl.Trainer(
             devices=_devices(cfg),
             max_epochs=-1,
             max_steps=rounds,
@@ -92,6 +93,10 @@ def trainer_for(
         )
     except Exception as error:  # Lightning raises many types for what is always a wrong value
         raise ConfigError(f"trainer: {error}") from error
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, pl.callbacks.Timer):  # of max_time, which a resumed job has anew; and no time is kept
+            callback.state_dict = dict  # type: ignore[method-assign]
+    return trainer
 
 
 CHECKPOINT = "last.ckpt"

@@ -19,7 +19,7 @@ from pandas import DataFrame, read_csv
 from torch import Tensor
 
 from dpexp.commands.arguments import Arguments
-from dpexp.commands.saved import bare, located, restored
+from dpexp.commands.saved import bare, configuration, located, restored, trainer_of
 from dpexp.errors import ConfigError
 from dpexp.showing.terminal import console
 from dpexp.training.classifier import Classifier
@@ -40,14 +40,17 @@ def predict(arguments: Sequence[str]) -> DataFrame | None:
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
     path = Path(given.options["data"])
     with located(given.run, given.options["uri"]) as folder:
-        cfg, module = restored(folder)
-    x = _inputs(path, cfg)
-    model = bare(module).eval()
+        cfg = configuration(folder)
+        x = _inputs(path, cfg)
+        trainer = trainer_of(cfg)
+        module = restored(cfg, folder, trainer)
+    model, precision = bare(module).eval(), trainer.precision_plugin
     try:
-        with torch.no_grad():
-            outputs = torch.cat([model(part) for part in x.split(_AT_ONCE)])
+        with torch.no_grad(), precision.forward_context():
+            outputs = torch.cat([model(precision.convert_input(part)) for part in x.split(_AT_ONCE)])
     except Exception as error:
         raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # NumPy knows no bfloat16
     if isinstance(module, Classifier):
         chances = outputs.softmax(1)
         table = DataFrame({"class": chances.argmax(1)} | {f"p_{k}": chances[:, k] for k in range(chances.shape[1])})

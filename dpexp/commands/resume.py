@@ -29,9 +29,9 @@ def resume(arguments: Sequence[str], job: Callable[[], None]) -> None:
     if given is None:
         return
     folder = _folder(given).resolve()
-    if (folder / "result.json").exists():
-        raise ConfigError(f"the job in {folder} has finished; there is nothing to resume.")
-    if not (folder / "last.ckpt").exists():
+    if not (folder / "last.ckpt").exists():  # it stays until all rounds are done and the model is kept
+        if (folder / "result.json").exists():
+            raise ConfigError(f"the job in {folder} has finished; there is nothing to resume.")
         raise ConfigError(
             f"{folder} holds no checkpoint: the job ended before its first one, or killed outright without "
             "checkpoint.every. What its ledger says is spent; start it anew in another folder."

@@ -1,5 +1,6 @@
 """A job's model: kept at its end, and found again by the job's folder or its MLflow run."""
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
+from yaml import YAMLError
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.building import module_of
-from dpexp.commands.values import reported
+from dpexp.commands.values import check, reported
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.card import card
 from dpexp.training.classifier import Classifier
-from dpexp.training.weights import load_weights, save_weights
+from dpexp.training.weights import load_weights, no_tensors, save_weights
 
 WEIGHTS, CARD, OF_MLFLOW = "weights.safetensors", "card.md", "mlflow_model"
 _FALSE_POSITIVES = {"1 in 1000": 1e-3, "1 in 100": 1e-2, "1 in 10": 1e-1}
-_SECTIONS = ("data", "model", "group", "bound", "mechanism", "allocation", "sampling")
 
 
 def keep(
@@ -42,28 +43,33 @@ def keep(
     Returns:
         What tells the model from others in a registry.
     """
+    for path in (output / WEIGHTS, output / CARD):
+        path.unlink(missing_ok=True)  # of a training that ended early, and was gone on with
+    shutil.rmtree(output / OF_MLFLOW, ignore_errors=True)
     model = bare(module)
     about = {"private": str(result["private"]), "rounds": str(result["rounds"])}
     if "epsilon" in result:
         accountant, epsilon = next(iter(result["epsilon"].items()))
-        about |= {"epsilon": repr(epsilon), "delta": f"{result['delta']:g}", "adjacency": result["adjacency"]}
+        about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
     save_weights(model, output / WEIGHTS, about)
     risk = {}
     if plan is not None:
         errors = type_two_errors(read_ledger(output / "ledger.jsonl"), [*_FALSE_POSITIVES.values()], reported(cfg))
         risk = {name: 1 - float(error) for name, error in zip(_FALSE_POSITIVES, errors, strict=True)}
-    choices = HydraConfig.get().runtime.choices
-    text = card({name: str(choices.get(name)) for name in _SECTIONS}, result, plan, risk, run_id or str(output))
+    names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
+    names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
+    lost = no_tensors(model)
+    if lost:
+        warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, no tensors: a model made from it begins anew there")
+    text = card(names, result, plan, risk, run_id or str(output), lost)
     (output / CARD).write_text(text)
     if run_id is None:
         return about
     from dpexp.tracking.model import save_as_mlflow
 
     try:
-        example = _example(data)
-        with torch.no_grad():
-            save_as_mlflow(model.eval(), example, model(example), output / OF_MLFLOW)
+        save_as_mlflow(model.eval(), _example(data), output / OF_MLFLOW)
     except Exception as error:  # whatever the user's model or data do not offer
         warnings.warn(f"MLflow gets no model that it can load, only {WEIGHTS}: {type(error).__name__}: {error}")
     return about
@@ -77,6 +83,9 @@ def bare(module: pl.LightningModule) -> nn.Module:
 def load(run: str | Path, uri: str | None = None) -> nn.Module:
     """The trained model of a finished job, in evaluation mode.
 
+    A model is made again by what its configuration names, which may be any code that is installed: load only what you
+    trust, from folders and from servers. (`weights.safetensors` alone is numbers, and runs nothing.)
+
     Args:
         run: the job's folder, or its MLflow run id.
         uri: of the tracking server that has the run; by default $MLFLOW_TRACKING_URI, or outputs/mlflow.db here.
@@ -85,17 +94,48 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
         ConfigError: there is no such run, or it kept no model.
     """
     with located(run, uri) as folder:
-        return bare(restored(folder)[1]).eval()
+        cfg = configuration(folder)
+        return bare(restored(cfg, folder, trainer_of(cfg))).eval()
 
 
-def restored(folder: Path) -> tuple[DictConfig, pl.LightningModule]:
-    """A job's configuration, and its module with the trained weights."""
-    cfg = OmegaConf.load(folder / "config.yaml")
-    assert isinstance(cfg, DictConfig)
+def configuration(folder: Path) -> DictConfig:
+    """A job's.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    path = folder / "config.yaml"
+    try:
+        cfg = OmegaConf.load(path)
+        assert isinstance(cfg, DictConfig)
+        check(cfg)
+    except (YAMLError, OmegaConfBaseException, AssertionError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} is not the configuration of a job: {' '.join(str(error).split())[:200]}") from error
+    return cfg
+
+
+def trainer_of(cfg: DictConfig) -> pl.Trainer:
+    """A Trainer that computes as the job's did, on the CPU.
+
+    Raises:
+        ConfigError: the CPU cannot compute at that precision.
+    """
+    try:
+        return pl.Trainer(
+            accelerator="cpu", precision=cfg.trainer.precision, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+    except Exception as error:  # Lightning raises many types for what is always a wrong value
+        raise ConfigError(f"trainer.precision={cfg.trainer.precision} cannot be had on the CPU: {error}") from error
+
+
+def restored(cfg: DictConfig, folder: Path, trainer: pl.Trainer) -> pl.LightningModule:
+    """A job's module with the trained weights, in the precision in which it was trained. Runs code: see `load`."""
     pl.seed_everything(cfg.seed, verbose=False)  # a model may hold what is drawn when it is made
-    module = module_of(cfg)
+    module = trainer.precision_plugin.convert_module(module_of(cfg))
+    assert isinstance(module, pl.LightningModule)
     load_weights(bare(module), folder / WEIGHTS)
-    return cfg, module
+    return module
 
 
 @contextmanager

@@ -35,10 +35,10 @@ from dpexp.commands.building import (
     rounds_of,
     unsolved,
 )
-from dpexp.commands.lightning import CHECKPOINT, trainer_for
+from dpexp.commands.lightning import AVERAGING, CHECKPOINT, trainer_for
 from dpexp.commands.objective import check_objective, objective, objective_of
 from dpexp.commands.resume import check_resumable
-from dpexp.commands.saved import keep
+from dpexp.commands.saved import CARD, keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
@@ -92,6 +92,8 @@ def run(cfg: DictConfig) -> float | None:
         (output / "result.json").write_text(json.dumps(result, indent=2))
         if tracked:
             tracked.finish(result)
+        if result["rounds"] >= (plan.rounds if plan else rounds_of(cfg)) and (output / CARD).exists():
+            (output / CHECKPOINT).unlink(missing_ok=True)
     if among is None:
         terminal.conclude(result, output, tracked.address if tracked else None)
     else:
@@ -196,11 +198,15 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
 def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
     """The test set's metrics; where weights were averaged, also those of the last weights, as `…_unaveraged`."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    last = next((callback.weights for callback in callbacks if isinstance(callback, LastWeights)), None)
+    last = next((callback for callback in callbacks if isinstance(callback, LastWeights)), None)
+    if last is not None and last.weights is None:  # fit found every round done, where it calls no on_train_end
+        for callback in callbacks:
+            if isinstance(callback, (LastWeights, *AVERAGING)):
+                callback.on_train_end(trainer, module)
     metrics = _test(module, data, trainer)
-    if last is not None:
+    if last is not None and last.weights is not None:
         averaged = {name: value.clone() for name, value in module.state_dict().items()}
-        module.load_state_dict(last)
+        module.load_state_dict(last.weights)
         metrics |= {f"{name}_unaveraged": value for name, value in _test(module, data, trainer).items()}
         module.load_state_dict(averaged)
     return metrics
@@ -244,7 +250,7 @@ def _result(
     seconds: float,
 ) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "private": is_private(cfg),
+        "private": is_private(cfg) and (ledger is None or ledger.exposed is None),
         "trained": cfg.train,
         "rounds": rounds,
         "metrics": metrics,

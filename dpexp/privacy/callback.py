@@ -29,7 +29,7 @@ from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.refusals import (
-    refuse_finders,
+    refuse_callbacks,
     refuse_hooks,
     refuse_mixing_layers,
     refuse_optimizers,
@@ -102,7 +102,7 @@ class PrivacyCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            refuse_finders(trainer)
+            refuse_callbacks(trainer)
             self._replace_step(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -122,7 +122,7 @@ class PrivacyCallback(pl.Callback):
                 "new run, and account for both."
             )
         self._ledger = LedgerWriter(
-            self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume, self._position
+            self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed()
         )
         begun = len(self._ledger.ledger)
         self._rounds_undone = begun - self.completed
@@ -131,6 +131,11 @@ class PrivacyCallback(pl.Callback):
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
         self._rounds, rounds.sampler.completed = rounds, self.completed
         source.instance, source.name = rounds, ""
+
+    def _exposed(self) -> str | None:
+        if self._noise_seed is not None:
+            return "the noise seed is known"
+        return "unsafe diagnostics" if self.unsafe_diagnostics else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         refuse_optimizers(trainer, pl_module)

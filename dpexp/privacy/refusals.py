@@ -4,6 +4,7 @@ import inspect
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -105,6 +106,12 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
             f"trainer.min_steps={trainer.min_steps} asks for more than the plan's {rounds} rounds; leave it out, since "
             "sampling.steps or sampling.epochs says when training ends."
         )
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    if not isinstance(profiler, PassThroughProfiler):
+        raise ConfigError(
+            f"trainer.profiler={type(profiler).__name__}: what it counts and times follows the size of each "
+            "round's sample, which is private; profile a training without the PrivacyCallback."
+        )
     limit = trainer.limit_train_batches
     whole = limit is None or (isinstance(limit, float) and limit == 1.0)
     if not whole or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -114,13 +121,23 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         )
 
 
-def refuse_finders(trainer: pl.Trainer) -> None:
-    """Refuses callbacks that train on raw batches before training begins.
+_METERS = tuple(
+    getattr(pl.callbacks, name) for name in ("DeviceStatsMonitor", "ThroughputMonitor") if hasattr(pl.callbacks, name)
+)
+
+
+def refuse_callbacks(trainer: pl.Trainer) -> None:
+    """Refuses callbacks that train on raw batches before training begins, or tell loggers how large samples were.
 
     Raises:
-        ConfigError: names the finder.
+        ConfigError: names the callback.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _METERS):
+            raise ConfigError(
+                f"{type(callback).__name__} logs what the device did in each round (memory, allocations, times), which "
+                "follows the size of its sample, and that is private; leave it out."
+            )
         if isinstance(callback, pl.callbacks.LearningRateFinder | pl.callbacks.BatchSizeFinder):
             raise ConfigError(
                 f"{type(callback).__name__} trains on records without noise, and no ledger would tell; try out "

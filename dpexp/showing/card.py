@@ -1,11 +1,10 @@
 """A model card: what a model was trained on, what it may cost those whose data that was, and how to use it."""
 
-import math
-from collections.abc import Mapping
-from decimal import ROUND_UP, Context, Decimal
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing.rounding import up
 from dpexp.showing.terminal import NEIGHBOURS
 
 _NOT_COVERED = """\
@@ -20,15 +19,17 @@ def card(
     plan: PrivacyPlan | None,
     risk: Mapping[str, float],
     load: str,
+    lost: Sequence[str] = (),
 ) -> str:
     """Markdown.
 
     Args:
-        names: which data, model, group, … were chosen.
+        names: which `data` and `model` were chosen; `schedule`: in words, if there is one.
         result: as in `result.json`.
         plan: None for a model that was trained without privacy.
         risk: at false positive rates, the most that a membership test can find; by name.
         load: the argument of `dpexp.load`.
+        lost: names of state that is not kept.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
     if plan is None:
@@ -37,14 +38,16 @@ def card(
         lines += ["**Not private**: the noise seed is known, or private statistics were shown.", ""]
     elif "epsilon" in result:
         adjacency, most = NEIGHBOURS[plan.adjacency], next(iter(result["epsilon"].values()))
-        lines += [f"**ε = {_up(most, 4)}** at δ = {result['delta']:g}, {adjacency}.", ""]
+        lines += [f"**ε = {up(most, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.", ""]
     metrics = result.get("metrics", {})
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]
         lines += [f"| {name} | {value:.4g} |" for name, value in metrics.items()]
         lines.append("")
     if plan is not None and "epsilon" in result:
-        lines += _guarantee(result, plan, risk)
+        lines += _guarantee(names, result, plan, risk)
+    if lost:
+        lines += [f"**Not kept**: {', '.join(lost)}, which are no tensors; a model made again begins anew there.", ""]
     lines += [
         "## Use", "", "```python", "import dpexp", "", f'model = dpexp.load("{load}")', "```", "", "```sh",
         f"python -m dpexp evaluate {load}", f"python -m dpexp predict {load} data=inputs.npy", "```", "",
@@ -52,34 +55,42 @@ def card(
     return "\n".join(lines)
 
 
-def _up(value: float, digits: int) -> str:
-    """Rounded up, so that what is shown holds."""
-    if not math.isfinite(value) or value <= 0:
-        return f"{value:g}"
-    return str(Decimal(value).normalize(Context(prec=digits, rounding=ROUND_UP)))
-
-
-def _guarantee(result: Mapping[str, Any], plan: PrivacyPlan, risk: Mapping[str, float]) -> list[str]:
+def _guarantee(
+    names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan, risk: Mapping[str, float]
+) -> list[str]:
     adjacency = NEIGHBOURS[plan.adjacency]
-    lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {result['delta']:g} and", ""]
+    lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {up(result['delta'], 4)} and", ""]
     lines += ["| accountant | ε |", "|---|---|"]
-    lines += [f"| {name} | {_up(value, 4)} |" for name, value in result["epsilon"].items()]
+    lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
     if risk:
         lines += ["No test for whether a record was among the data does better than this:", ""]
         lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
         lines += [
-            f"| {alpha} of those who were not there | {_up(100 * found, 3)} % of those who were |"
+            f"| {alpha} of those who were not there | {up(100 * found, 3)} % of those who were |"
             for alpha, found in risk.items()
         ]
         lines.append("")
-    q, n = plan.sampling.q, plan.n
+    happened = [plan.at(start) for start, _ in plan.schedule.stretches(max(1, result["rounds"]))]
+    q = _range((now.sampling.q for now in happened), 5)
+    schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
     lines += [
-        f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q:.5g} of n = {n} records; "
-        f"noise multiplier z = {plan.noise_multiplier:.4g}.", "",
+        f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} records; "
+        f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}{schedule}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
-        *(f"| {group.name} | {group.d:,} | {group.S:.4g} | {group.sigma:.4g} |" for group in plan.groups), "",
-        "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
+    ]  # fmt: skip
+    for group in zip(*(now.groups for now in happened), strict=True):
+        S, sigma = _range(now.S for now in group), _range(now.sigma for now in group)
+        lines.append(f"| {group[0].name} | {group[0].d:,} | {S} | {sigma} |")
+    lines += [
+        "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
         _NOT_COVERED, "",
     ]  # fmt: skip
     return lines
+
+
+def _range(values: Iterable[float], digits: int = 4) -> str:
+    """From the least to the most of what a schedule may vary."""
+    ordered = sorted(values)
+    low, high = (f"{value:.{digits}g}" for value in (ordered[0], ordered[-1]))
+    return low if low == high else f"{low} – {high}"

@@ -17,26 +17,32 @@ from dpexp.showing.frontier import compared, frontier
 from dpexp.showing.html import heading, page, paragraphs, picture, table
 from dpexp.showing.panels import NotDrawn
 from dpexp.showing.plans import budget_shares, noise_and_signal
+from dpexp.showing.rounding import up
 from dpexp.showing.settings import held, shared
 from dpexp.showing.spending import alike_in_cost, epsilon_by_accountant, epsilon_of_runs
 
-# What the table of trials shows: title, column and format.
-_COLUMNS = {
-    "run": ("name", "{}"),
-    "group": ("group", "{}"),
-    "mechanism": ("mechanism", "{}"),
-    "bound": ("bound", "{}"),
-    "allocation": ("allocation", "{}"),
-    "sampling": ("sampling", "{}"),
-    "seed": ("seed", "{}"),
-    "test accuracy": ("test_accuracy", "{:.2%}"),
-    "ε": ("epsilon", "{:.4g}"),
-    "δ": ("delta", "{:g}"),
-    "noise multiplier z": ("noise_multiplier", "{:.4g}"),
-    "q": ("q", "{:.4g}"),
-    "status": ("status", "{}"),
-    "private": ("private", "{}"),
-    "error": ("error", "{}"),
+
+def _claim(value: float) -> str:
+    return up(value, 4)
+
+
+# What the table of trials shows: title, column and, of numbers, how they are written.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "run": ("name", str),
+    "group": ("group", str),
+    "mechanism": ("mechanism", str),
+    "bound": ("bound", str),
+    "allocation": ("allocation", str),
+    "sampling": ("sampling", str),
+    "seed": ("seed", str),
+    "test accuracy": ("test_accuracy", "{:.2%}".format),
+    "ε": ("epsilon", _claim),
+    "δ": ("delta", _claim),
+    "noise multiplier z": ("noise_multiplier", "{:.4g}".format),
+    "q": ("q", "{:.4g}".format),
+    "status": ("status", str),
+    "private": ("private", str),
+    "error": ("error", str),
 }
 _SELECTION = {
     "one_trial": "one trial: may be claimed for the chosen one only if the choice used no private data",
@@ -99,8 +105,8 @@ def _summary(trials: DataFrame) -> list[str]:
     scored = trained(trials)
     for data, top in best_by_data(scored).items():
         lines.append(
-            f"Best on {data}: {top}, with test accuracy {top.row['accuracy']:.2%} at ε = {top.row['epsilon']:.4g}, "
-            f"δ = {top.row['delta']:g}."
+            f"Best on {data}: {top}, with test accuracy {top.row['accuracy']:.2%} at ε = {_claim(top.row['epsilon'])}, "
+            f"δ = {_claim(top.row['delta'])}."
         )
     for (data, model), top in ceilings(trials).items():
         lines.append(f"Without privacy on {data} ({model}): {top.row['accuracy']:.2%} ({top.certainty}).")
@@ -119,16 +125,16 @@ def _summary(trials: DataFrame) -> list[str]:
 def _trials_table(trials: DataFrame) -> str:
     ranked = trials.sort_values("test_accuracy", ascending=False, kind="stable")
     rows = [[_shown(run[column], form) for column, form in _COLUMNS.values()] for run in ranked.to_dict("records")]
-    return table(list(_COLUMNS), rows, [title for title, (_, form) in _COLUMNS.items() if form != "{}"])
+    return table(list(_COLUMNS), rows, [title for title, (_, form) in _COLUMNS.items() if form is not str])
 
 
-def _shown(value: Any, form: str = "{}") -> str:
-    return "–" if value is None or value == "" or isna(value) else form.format(value)
+def _shown(value: Any, form: Callable[[Any], str] = str) -> str:
+    return "–" if value is None or value == "" or isna(value) else form(value)
 
 
 def _selection(name: str, costs: Mapping[str, float]) -> list[str]:
     keys = sorted(costs, key=[*_SELECTION, *costs].index)
-    rows = [[_SELECTION.get(key, key), f"{costs[key]:.4g}"] for key in keys]
+    rows = [[_SELECTION.get(key, key), _claim(costs[key])] for key in keys]
     return [heading(f"What choosing among the trials costs: {name}"), table(["claim", "ε"], rows, ["ε"])]
 
 
@@ -141,7 +147,7 @@ def _accuracies(trials: DataFrame, out: Path) -> list[str]:
     tops.sort(key=lambda top: (top.row["data"], top.row["epsilon"]))
     columns = ["data", "ε", "configuration", "test accuracy", "how sure"]
     rows = [
-        [top.row["data"], f"{top.row['epsilon']:.4g}", top.label, f"{top.row['accuracy']:.2%}", top.certainty]
+        [top.row["data"], _claim(top.row["epsilon"]), top.label, f"{top.row['accuracy']:.2%}", top.certainty]
         for top in tops
     ]
     spread = "Each point is a configuration: the mean over its runs, with their standard deviation. "
@@ -218,7 +224,7 @@ def _accountants(
     costs = costs[[name for name in NAMES if name in costs]]
     header = [f"{name} (approximation, no bound)" if name in APPROXIMATIONS else name for name in costs]
     rows = [
-        [label, f"{told[label][1]:g}", *(_shown(value, "{:.4g}") for value in row)]
+        [label, _claim(told[label][1]), *(_shown(value, _claim) for value in row)]
         for label, row in zip(costs.index, costs.to_numpy().tolist(), strict=True)
     ]
     text = "One row for all that cost the same. A run reports the first accountant that has a bound, unless told."

@@ -18,6 +18,7 @@ from dpexp.accounting.claims import APPROXIMATIONS, releases
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.showing.panels import caption
+from dpexp.showing.rounding import up
 from dpexp.showing.settings import shared
 
 POINTS = 25
@@ -27,7 +28,7 @@ _MOST_RUNS = 12
 def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:
     """ε spent against rounds done, one line an accountant. Rounds of a kind are taken together."""
     figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {delta:g}")
+    axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {up(delta, 4)}")
     total = len(ledger)
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)}) if total else []
     curves = {name: [epsilon(_first(ledger, mark), delta, name) for mark in marks] for name in accountants}
@@ -115,7 +116,7 @@ def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: Dat
     deltas = {delta for _, delta, _ in runs.values()}
     axes = figure.add_subplot(
         xlabel=_rounds([runs[members[0]][0] for members in drawn]),
-        ylabel=f"ε at δ = {deltas.pop():g}" if len(deltas) == 1 else "ε, each at its δ",
+        ylabel=f"ε at δ = {up(deltas.pop(), 4)}" if len(deltas) == 1 else "ε, each at its δ",
     )
     for k, members in enumerate(drawn):
         ledger, delta, accountant = runs[members[0]]

@@ -18,6 +18,7 @@ from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
+from dpexp.showing.rounding import up
 
 console = Console()
 NEIGHBOURS = {
@@ -40,7 +41,7 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     )
     if plan.calibration is not None:
         solved = plan.calibration
-        console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs ε = {solved.epsilon:.4g}")
+        console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs ε = {up(solved.epsilon, 4)}")
     console.print(plan_table(plan))
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
@@ -101,7 +102,7 @@ class RoundBar(pl.callbacks.ProgressBar):
         if self._progress is None:
             return
         task = self._progress.tasks[0]
-        spent = f"ε = {self._privacy.epsilon:.3f}" if self._privacy else "not private"
+        spent = f"ε = {up(self._privacy.epsilon, 4)}" if self._privacy else "not private"
         self._progress.update(
             self._task,
             completed=trainer.global_step,
@@ -130,7 +131,7 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
     ledger = ledger_so_far(path)
     console.print(
         f"[bold]Interrupted[/] after {len(ledger)} of {plan.rounds} rounds: "
-        f"ε = {epsilon(ledger, delta, accountant):.4g} at δ = {delta:g} is spent."
+        f"ε = {up(epsilon(ledger, delta, accountant), 4)} at δ = {up(delta, 4)} is spent."
     )
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
     if ledger.truncated:
@@ -147,7 +148,7 @@ def trial_ended(place: str, result: dict[str, Any], seconds_left: float | None) 
     metrics, calibration = result["metrics"], result.get("calibration")
     facts = []
     if "epsilon" in result:
-        facts.append(f"ε {next(iter(result['epsilon'].values())):.4g}")
+        facts.append(f"ε {up(next(iter(result['epsilon'].values())), 4)}")
     if not result["private"]:
         facts.append("[bold red]not private[/]" if "epsilon" in result else "not private")
     if calibration and not result["trained"]:
@@ -204,8 +205,8 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
     if "test_accuracy" in metrics:
         console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
     if "epsilon" in result:
-        spent = ", ".join(f"{value:.4g} by {name}" for name, value in result["epsilon"].items())
-        console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {result['delta']:g}, {NEIGHBOURS[result['adjacency']]}")
+        spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
+        console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {NEIGHBOURS[result['adjacency']]}")
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
     console.print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}", soft_wrap=True)

@@ -9,24 +9,45 @@ from pathlib import Path
 
 import mlflow
 import mlflow.pytorch
+import torch
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, infer_signature
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
 
 from dpexp.errors import ConfigError
 
 _DESCRIPTION = 5000  # characters
 _NEEDED = ("torch", "pytorch-lightning", "numpy")
+_HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
-def save_as_mlflow(module: nn.Module, example: Tensor, outputs: Tensor, folder: Path) -> None:
+class _InFloat32(nn.Module):
+    """A module of a type that NumPy does not have, as one that takes and gives float32."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.module(x.to(self.dtype))
+        return outputs.float()
+
+
+def save_as_mlflow(module: nn.Module, example: Tensor, folder: Path) -> None:
     """Writes MLflow's model folder, without a server.
 
     Args:
-        example: inputs [2, …] that may be shown to anyone; outputs: what the module makes of them.
+        example: inputs [2, …] that may be shown to anyone; they are given in the module's own type.
     """
+    dtype = next((weights.dtype for weights in module.parameters() if weights.is_floating_point()), torch.float32)
+    if example.is_floating_point():
+        example = example.float() if dtype == torch.bfloat16 else example.to(dtype)
+        module = _InFloat32(module, dtype) if dtype == torch.bfloat16 else module
+    with torch.no_grad():
+        outputs = module(example)
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -36,8 +57,29 @@ def save_as_mlflow(module: nn.Module, example: Tensor, outputs: Tensor, folder: 
             signature=infer_signature(example.numpy(), outputs.numpy()),
             input_example=example.numpy(),
             pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _NEEDED],
-            serialization_format="pt2",  # the graph of what is computed, and no more of the module
+            serialization_format="pt2",
         )
+        _keep_only_what_is_computed(folder / "data" / "model.pt2")
+
+
+def _keep_only_what_is_computed(path: Path) -> None:
+    """Takes out of an exported graph the parameters, buffers and constants that no output is computed from, such as a
+    bank of records, and where on this machine the code was."""
+    exported = torch.export.load(path)
+    signature, graph = exported.graph_signature, exported.graph
+    unused = {node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users}
+    for spec in list(signature.input_specs):
+        if spec.kind in _HELD and spec.arg.name in unused:
+            graph.erase_node(unused[spec.arg.name])
+            signature.input_specs.remove(spec)
+            exported.constants.pop(spec.target, None)
+            exported.state_dict.pop(spec.target, None)
+    for part in exported.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                node.meta.pop(key, None)
+    exported.graph_module.recompile()
+    torch.export.save(exported, path)
 
 
 def description(job: Path) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from mlflow import MlflowClient
@@ -23,7 +24,7 @@ from pytorch_lightning.loggers.logger import Logger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far, write_ledger
-from dpexp.config import COMMAND
+from dpexp.config import COMMAND, exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.spending import epsilon_over_rounds
@@ -88,6 +89,7 @@ class Tracked:
         try:
             end_dead_runs(client, experiment_id)
             earlier = _reopened(client, output) if cfg.checkpoint.resume else None
+            self.resumed = earlier is not None
             run = earlier or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
         except MlflowException as error:
             raise ConfigError(f"tracking.uri={uri} cannot be used: {' '.join(str(error).split())}") from error
@@ -170,6 +172,8 @@ class Tracked:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
         except ConfigError:  # none was begun, or it was damaged; the run's own end says so
             return
+        if ledger.exposed is not None:  # whatever the configuration says by now
+            self._outbox.tags({"dpexp.private": f"no: {ledger.exposed}"})
         figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
         with suppress(OSError):  # a full disk; the run's own end says so
             figure.savefig(self._output / "epsilon.png", dpi=150)
@@ -185,6 +189,30 @@ class Tracked:
 @contextmanager
 def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]) -> Iterator[Tracked]:
     """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED."""
+    with _alone(output), _tracked(cfg, plan, output, accountants) as run:
+        yield run
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Two processes that go on with one job would write to the same run.
+
+    Raises:
+        ConfigError: another process is at it.
+    """
+    lock = FileLock(output / f"{RUN}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ConfigError(f"the job in {output} is under way in another process.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _tracked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]) -> Iterator[Tracked]:
     run = Tracked(cfg, plan, output, accountants)
     status, reason = "FAILED", None
     stopped_by = "the keyboard"
@@ -196,7 +224,7 @@ def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: 
 
     before = signal.signal(signal.SIGTERM, interrupt) if _in_main_thread() else None
     try:
-        if not cfg.checkpoint.resume:
+        if not run.resumed:
             run.log_start()
         yield run
         status = "FINISHED"
@@ -285,9 +313,13 @@ def unfinished_trial(cfg: DictConfig) -> Path | None:
 
 
 def _reopened(client: MlflowClient, output: Path) -> Run | None:
-    """The run of the job that is gone on with; None if it was not tracked, or elsewhere."""
+    """The run of the job that is gone on with; None if it was not tracked, or elsewhere, or is another folder's, of
+    which this one is a copy: both release from now on, so each has a run of its own."""
     try:
         run = client.get_run((output / RUN).read_text())
+        folder = Path(run.data.tags.get(OUTPUT, output))
+        if folder.exists() and not folder.samefile(output):
+            return None
         client.update_run(run.info.run_id, status="RUNNING")
         for tag, value in origin_resumed().items():
             client.set_tag(run.info.run_id, tag, value)
@@ -312,13 +344,8 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     choices = _choices()
     privacy = ("group", "bound", "mechanism", "allocation", "sampling") if cfg.privacy.enabled else ()
     found = {f"dpexp.{name}": str(choices.get(name)) for name in ("data", "model", *privacy)}
-    private = "yes"
-    if not cfg.privacy.enabled:
-        private = "no: trained without privacy"
-    elif cfg.diagnostics == "unsafe":
-        private = "no: unsafe diagnostics"
-    elif cfg.privacy.noise_seed is not None:
-        private = "no: the noise seed is known"
+    why = exposed(cfg)
+    private = "yes" if why is None else f"no: {why}"
     found |= origin() | {"dpexp.private": private, "dpexp.pid": str(os.getpid())}
     found |= {"dpexp.trial": trial_key(cfg), "dpexp.seed": str(cfg.seed)}
     if plan is not None:

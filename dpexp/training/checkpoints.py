@@ -5,44 +5,50 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
 
 class Checkpoints(pl.Callback):
-    """Keeps the last state of a training that has not come to its end.
+    """Keeps the last state of a training.
 
-    It is saved every so many rounds, when the training is interrupted, and when it stops early; behind the callback
-    that counts the rounds.
+    It is saved every so many rounds and when the training is interrupted, behind the callback that counts the rounds.
 
     Args:
         every: rounds; None for interruptions only.
-        rounds: after which the training is at its end, where no checkpoint is left.
     """
 
-    def __init__(self, path: Path, every: int | None, rounds: int) -> None:
+    def __init__(self, path: Path, every: int | None) -> None:
         self._path = path
         self._every = every
-        self._rounds = rounds
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self._every and trainer.global_step % self._every == 0:
-            self._save(trainer)
+            save(trainer, self._path)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if trainer.global_step and isinstance(exception, KeyboardInterrupt | SystemExit):
-            self._save(trainer)
+        if not isinstance(exception, KeyboardInterrupt | SystemExit):
+            return
+        if trainer.state.fn == TrainerFn.FITTING and trainer.global_step:
+            save(trainer, self._path)
+
+
+def save(trainer: pl.Trainer, path: Path) -> None:
+    """Whole or not at all."""
+    beside = path.with_suffix(".part")
+    trainer.save_checkpoint(beside)
+    os.replace(beside, path)
+
+
+class LastCheckpoint(pl.Callback):
+    """Keeps the state of the last round, for as long as the model is not kept, before a callback behind it replaces
+    the weights by an average."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step < self._rounds:
-            self._save(trainer)
-        else:
-            self._path.unlink(missing_ok=True)
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        """Whole or not at all."""
-        beside = self._path.with_suffix(".part")
-        trainer.save_checkpoint(beside)
-        os.replace(beside, self._path)
+        save(trainer, self._path)
 
 
 class LastWeights(pl.Callback):

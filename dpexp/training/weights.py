@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from dpexp.errors import ConfigError
 
 
+def no_tensors(module: nn.Module) -> list[str]:
+    """Names of what a module's state holds beside tensors (`get_extra_state`), which a file of weights cannot."""
+    return [name for name, value in module.state_dict().items() if not isinstance(value, Tensor)]
+
+
 def save_weights(module: nn.Module, path: Path, about: Mapping[str, str]) -> None:
     """Writes parameters and buffers.
 

@@ -2,7 +2,7 @@
 
 The file is append-only and readable without this package:
 
-    {"line": 1, "dpexp_ledger": 2, "adjacency": "add_remove",
+    {"line": 1, "dpexp_ledger": 2, "run": "9f0c…", "adjacency": "add_remove",
      "sampling": {"policy": "poisson", "n": 60000, "q": [0.01]}, "format": "JSON Lines. …", "link": "1d0f"}
     {"line": 2, "spec": 0, "sampling": {"policy": "poisson", "q": 0.01, "n": 60000},
      "queries": [{"group": "all", "S": 1.0, "sigma": 4.0}], "link": "93c4"}
@@ -10,7 +10,8 @@ The file is append-only and readable without this package:
     [4,0,"5a62"]
     {"line": 5, "rounds": 2, "sha256": "…", "link": "b8f1"}
 
-A header with the sampling that was planned, and the format in words; each distinct round once, as a numbered spec;
+A header with a random number of 128 bits that tells the run from every other, the sampling that was planned, and the
+format in words; each distinct round once, as a numbered spec;
 one short line a round, [line, spec, link]; a closing line. A round is on disk before its result is used, so that a
 crash can only count a round too many, never one too few.
 
@@ -28,7 +29,11 @@ A half-written last line is a round that was never released, and does not count.
 middle, or behind a round, where a half-written line is cut off first. Rounds are counted from the beginning of the
 file. So a ledger may have several closing lines, and a killed run that was resumed leaves no trace in it. A checkpoint
 holds the size and the SHA-256 of the ledger at its time, and is resumed only with a ledger that begins so, whatever
-came after. Two runs of one plan that did the same have the same ledger, byte by byte, and are not told apart.
+came after. Since headers differ, no run's checkpoint is taken for another's, though they did the same. A copied folder
+has the same header: two ledgers that went on from there both count in full what they have in common.
+
+*Not private.* Where a run's noise seed is known, or private statistics are shown, its header says so in "not_private".
+A resume can neither take that back nor begin it.
 
 *Under way.* Before each line the file must still be the one that was written so far: the same file, of the same size,
 and, if its times tell that somebody touched it, with the same bytes. At every checkpoint and at the end all bytes are
@@ -36,7 +41,8 @@ looked at. So an edit in place that no time tells of, because a clock was set ba
 write, or because a network file system tells of it late, may be found only then, and one made after the end only by
 the next reader. What was written so far is rescued into a new file, byte by byte.
 
-Version 1, with {"round": 0} for a round and neither numbers nor links nor closing line, is read, but not continued.
+A ledger of version 2 without "run" was written before there was one, or is a plan's. Version 1, with {"round": 0} for a
+round and neither numbers nor links nor closing line, is read, but not continued.
 
 A ledger is a document from elsewhere: reading one executes nothing, and refuses whatever does not add up.
 """

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dpexp.errors import ConfigError
 
@@ -98,11 +98,17 @@ class Round:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Distinct rounds with how often each happened. `truncated`: the file ends early, so that rounds may be missing."""
+    """Distinct rounds with how often each happened.
+
+    Attributes:
+        truncated: the file ends early, so that rounds may be missing.
+        exposed: why what the rounds cost does not cover what their run shows, if it does not.
+    """
 
     adjacency: str
     rounds: Mapping[Round, int]
     truncated: bool = False
+    exposed: str | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
@@ -126,4 +132,5 @@ def joined(ledgers: Sequence[Ledger]) -> Ledger:
                 round_ = replace(round_, sampling=sampling)
             rounds[round_] += count
         epochs = 1 + max((round_.sampling.epoch or 0 for round_ in rounds), default=0)
-    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers))
+    exposed = next((ledger.exposed for ledger in ledgers if ledger.exposed is not None), None)
+    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers), exposed)

@@ -154,7 +154,7 @@ class _Told:
     """What the lines of a file have told so far.
 
     Raises:
-        ConfigError: the header's adjacency is unknown.
+        ConfigError: the header's adjacency is unknown, or its reason for a run that is not private no text.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -162,6 +162,8 @@ class _Told:
             raise ConfigError(
                 f"{path}: adjacency {header.get('adjacency')!r} is unknown; known: {', '.join(ADJACENCIES)}."
             )
+        if not isinstance(header.get("not_private"), str | None):
+            raise ConfigError(f"{path}: the header's not_private {header['not_private']!r} is not understood.")
         self._header = header
         self._specs: dict[int, Round] = {}
         self._rounds: Counter[Round] = Counter()
@@ -201,7 +203,7 @@ class _Told:
             self._rounds[self._specs[spec]] += times
 
     def contents(self, truncated: bool, chain: Chain | None = None) -> Contents:
-        ledger = Ledger(self._header["adjacency"], dict(self._rounds), truncated)
+        ledger = Ledger(self._header["adjacency"], dict(self._rounds), truncated, self._header.get("not_private"))
         return Contents(ledger, self._header, self._specs, chain)
 
 

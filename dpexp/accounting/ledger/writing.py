@@ -38,6 +38,7 @@ class LedgerWriter:
             runs never share one.
         position: of the run to resume, when its checkpoint was made. The ledger must begin with what it had then, and
             may have gone on since.
+        exposed: why the run is not private, if it is not; it goes into the header, and cannot be unsaid by a resume.
 
     Raises:
         ConfigError: the file exists (or, with `resume`, does not, is damaged, or belongs to another plan or run), is
@@ -51,12 +52,17 @@ class LedgerWriter:
         planned: Iterable[SamplingEvent] = (),
         resume: bool = False,
         position: Mapping[str, Any] | None = None,
+        exposed: str | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._adjacency = adjacency
-        self._header = {"adjacency": adjacency} | _planned(planned)
+        self._exposed = exposed
+        self._header = {"run": os.urandom(16).hex(), "adjacency": adjacency} | _planned(planned)
+        if exposed is not None:
+            self._header["not_private"] = exposed
         self._chain = Chain()  # what is in the file
         self._written = bytearray()  # the same, byte by byte, to be rescued
+        self._closed = False  # the last line in it is a closing one
         self._times: tuple[int, int] | None = None  # of the file after the last write, unless it has to be read again
         self._specs: dict[Round, int] = {}
         self._counts: Counter[Round] = Counter()
@@ -118,6 +124,11 @@ class LedgerWriter:
                 f"ledger={self.path} was begun for adjacency {before.ledger.adjacency} and sampling {found}, "
                 f"but the run that would continue it plans {self._adjacency} and {planned}."
             )
+        if self._exposed is not None and before.ledger.exposed is None:
+            raise ConfigError(
+                f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
+                f"({self._exposed}), of which no reader would learn; begin a new run."
+            )
         written = self._content()[: before.chain.size]
         if position is not None and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
             raise ConfigError(
@@ -127,12 +138,13 @@ class LedgerWriter:
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
         self._chain, self._written = before.chain, bytearray(written)
+        self._exposed, self._closed = before.ledger.exposed, not before.ledger.truncated
         os.ftruncate(self._file.fileno(), self._chain.size)
 
     @property
     def ledger(self) -> Ledger:
         """What has been committed so far."""
-        return Ledger(self._adjacency, dict(self._counts))
+        return Ledger(self._adjacency, dict(self._counts), exposed=self._exposed)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -165,6 +177,7 @@ class LedgerWriter:
             spec = chain.specs
             lines = chain.spec(round_)
         self._write(lines + chain.round(spec), chain)
+        self._closed = False
         self._specs[round_] = spec
         self._counts[round_] += 1
         self._sampling = None
@@ -250,7 +263,9 @@ class LedgerWriter:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
 
     def close(self) -> None:
-        """Writes the closing line and lets go of the file. Where there is no room for the line, a warning says so.
+        """Writes the closing line, unless nothing came after the last one, and lets go of the file.
+
+        Where there is no room for the line, a warning says so.
 
         Raises:
             ConfigError: the file is no longer the one that was written so far, as for `commit`.
@@ -261,7 +276,8 @@ class LedgerWriter:
         self._times = None
         try:
             try:
-                self._append(chain.closing(), chain)
+                if not self._closed:
+                    self._append(chain.closing(), chain)
             except OSError as error:
                 warnings.warn(
                     f"the ledger {self.path} could not be closed ({error.strerror}): it holds all of its rounds, but "
