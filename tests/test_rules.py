@@ -1,5 +1,6 @@
 """Every rule, for shapes that hypothesis draws, against one record at a time and against Opacus."""
 
+import math
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from opacus import GradSampleModule
 from reference import clipped_sums, stacked
 from test_engine import relative_error
 from torch import nn
+from torch.nn import functional as F
 
 from dpexp.privacy import bounds
 from dpexp.privacy.engine import uses
@@ -185,7 +187,8 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x):
-        return self.attention(x, x.flip(1) if self.across else x, x, **self.options)[0]
+        y, weights = self.attention(x, x.flip(1) if self.across else x, x, **self.options)
+        return y if weights is None else torch.cat([y.flatten(), weights.flatten()])
 
 
 class Functional(nn.Module):
@@ -206,7 +209,7 @@ class Functional(nn.Module):
 @DTYPES
 def test_attention_with_boolean_masks(dtype):
     torch.manual_seed(0)
-    assert_equals_reference(Functional(), torch.randn(4, 5, 8), dtype, fast=False)
+    assert_equals_reference(Functional(), torch.randn(4, 5, 8), dtype)
 
 
 CAUSAL = torch.ones(5, 5).triu(1).bool()
@@ -223,16 +226,61 @@ PADDING = torch.tensor([[False, False, False, False, True]])
         {"need_weights": False, "key_padding_mask": PADDING},
         {"need_weights": True},
         {"need_weights": False, "across": True},
+        {"need_weights": True, "across": True, "attn_mask": CAUSAL, "key_padding_mask": PADDING},
+        {"need_weights": True, "average_attn_weights": False, "attn_mask": CAUSAL},
+        {"need_weights": False, "attn_mask": CAUSAL.expand(2, 5, 5)},
     ],
 )
 def test_attention(dtype, options):
     torch.manual_seed(0)
-    warned = (
-        options.get("across")
-        or "key_padding_mask" in options
-        or ("attn_mask" in options and "is_causal" not in options)
-    )
-    assert_equals_reference(Attention(**options), torch.randn(4, 5, 8), dtype, fast=not warned)
+    assert_equals_reference(Attention(**options), torch.randn(4, 5, 8), dtype)
+
+
+class ScaledDotProduct(nn.Module):
+    """Attention by the function itself, of [*lead, T, 8], with a mask that data, a parameter or neither makes."""
+
+    def __init__(self, lead, mask, of, **options):
+        super().__init__()
+        self.lead, self.shape, self.of, self.options = lead, mask, of, options
+        self.project = nn.Linear(8, 8)
+        self.shift = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        each = 1 + torch.arange(math.prod(self.lead)).view(*self.lead, 1, 1) / 10
+        q = self.project(x.view(5, 8)).expand(*self.lead, 5, 8) * each
+        heads = self.options.get("enable_gqa")
+        k = v = q[..., ::2, :, :] if heads else q.roll(1, -1)
+        if self.of is None:
+            mask = None
+        elif self.of == "data":
+            mask = (x.view(5, 8)[:, :1] > -0.5) | torch.eye(5, dtype=torch.bool)
+        elif self.of == "parameter":
+            mask = self.shift.tanh()
+        else:
+            mask = torch.ones(5, 5).tril().bool()
+        if mask is not None:
+            mask = mask.reshape(5, 5).expand(self.shape)
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options).flatten(0, -3 if self.lead else -2)
+
+
+@DTYPES
+@pytest.mark.parametrize("of", ["data", "parameter", "constant"])
+@pytest.mark.parametrize(
+    "lead, mask",
+    [((), (5, 5)), ((2,), (5, 5)), ((2,), (2, 5, 5)), ((1, 2), (5, 5)), ((1, 2), (1, 1, 5, 5)), ((3, 2), (5, 5)),
+     ((3, 2), (2, 5, 5)), ((3, 2), (3, 1, 5, 5)), ((2, 3, 2), (3, 1, 5, 5)), ((2, 3, 2), (2, 1, 1, 5, 5))],
+)  # fmt: skip
+def test_masked_attention(dtype, lead, mask, of):
+    torch.manual_seed(0)
+    assert_equals_reference(ScaledDotProduct(lead, mask, of), torch.randn(4, 5, 8), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"enable_gqa": True}, {"scale": 0.1}])
+@pytest.mark.parametrize("lead", [(2,), (1, 2), (3, 4)])
+def test_attention_as_it_is_called(dtype, lead, options):
+    torch.manual_seed(0)
+    assert_equals_reference(ScaledDotProduct(lead, (), None, **options), torch.randn(4, 5, 8), dtype)
 
 
 @DTYPES

@@ -1,7 +1,9 @@
 """Multi-head attention in terms of functions that have rules: linear layers and scaled dot products."""
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,27 +27,51 @@ def multi_head_attention(
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
+    average_attn_weights: bool = True,
     **others: Any,
-) -> tuple[Tensor, None] | None:
-    """`F.multi_head_attention_forward` for self-attention on [T, N, E] that returns no attention weights.
+) -> tuple[Tensor, Tensor | None] | None:
+    """`F.multi_head_attention_forward` for query [T, N, E], key and value [S, N, E], whose heads one weight makes.
 
     Returns:
         None if it is called for anything else.
     """
-    simple = bias_k is None and not add_zero_attn and not need_weights and not others.get("use_separate_proj_weight")
-    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
-    simple = simple and all(mask.is_floating_point() for mask in masks)  # true means "ignore" here, "attend" there
-    if in_proj_weight is None or not simple or not (query is key and key is value) or query.dim() != 3:
+    rare = bias_k is not None or add_zero_attn or any(others.get(name) is not None for name in ("static_k", "static_v"))
+    if rare or in_proj_weight is None or others.get("use_separate_proj_weight") or query.dim() != 3:
         return None
     _T, N, E = query.shape
-    projected = F.linear(query, in_proj_weight, in_proj_bias).unflatten(-1, (3, num_heads, E // num_heads))
-    q, k, v = projected.permute(2, 1, 3, 0, 4).unbind(0)
-    mask = attn_mask.unflatten(0, (N, num_heads)) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-    if key_padding_mask is not None:
-        padding = key_padding_mask[:, None, None, :]
+    heads = (num_heads, E // num_heads)
+
+    def projected(x: Tensor) -> Tensor:
+        """What is not needed of it is computed as well: a part of a parameter has no rule."""
+        return F.linear(x, in_proj_weight, in_proj_bias).unflatten(-1, (3, *heads)).permute(2, 1, 3, 0, 4)
+
+    of_query = projected(query)
+    of_key = of_query if key is query else projected(key)
+    of_value = of_key if value is key else of_query if value is query else projected(value)
+    q, k, v = of_query[0], of_key[1], of_value[2]
+    mask = _added(attn_mask, q.dtype)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unflatten(0, (N, num_heads))
+    padding = _added(key_padding_mask, q.dtype)
+    if padding is not None:
+        padding = padding[:, None, None, :]
         mask = padding if mask is None else mask + padding
-    causal = is_causal and key_padding_mask is None
-    mixed = F.scaled_dot_product_attention(
-        q, k, v, None if causal else mask, dropout_p if training else 0.0, is_causal=causal
-    )
-    return F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), None
+    dropout_p = dropout_p if training else 0.0
+    weights = None
+    if need_weights:
+        scores = q @ k.transpose(-2, -1) / math.sqrt(heads[1])
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = F.dropout(weights, dropout_p) if dropout_p else weights
+        mixed = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
+    else:
+        causal = is_causal and padding is None
+        mixed = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout_p, is_causal=causal)
+    return F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), weights
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """As what is added to scores: true means "ignore" here, and "attend" in scaled dot products."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
