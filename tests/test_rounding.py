@@ -69,6 +69,9 @@ def uses(generator):
         yield by_gram, (p, d)
     index = torch.randint(5, (1, T), generator=generator)
     yield Rows(index, g, 5), (5, p)
+    compared = Rows(index, g, 5)
+    compared._table = None
+    yield compared, (5, p)
     images, gradients = awkward(generator, 1, 1, 20, 6, 6), awkward(generator, 1, 1, 30, 4, 4)
 
     def weight_gradient(x, g):

@@ -100,20 +100,33 @@ class OuterProducts(Use):
 
 
 class Rows(Use):
-    """An embedding table's gradients: row index_t^i receives g_t^i. index is [B, T], g is [B, T, d]."""
+    """An embedding table's gradients: row index_t^i receives g_t^i. index is [B, T], g is [B, T, d].
+
+    Norms come from a comparison of all positions, [T, T], unless the table itself is smaller.
+    """
 
     def __init__(self, index: Tensor, g: Tensor, rows: int) -> None:
         self.index = index
         self.g = g
         self.rows = rows
+        self._table: Tensor | None = None
+        _, T, d = g.shape
+        if rows * d < T * T:
+            self._table = self.dense()
 
     def squared_norms(self) -> Tensor:
+        if self._table is not None:
+            return Dense(self._table).squared_norms()
         return row_norms(self.index[:, :, None] == self.index[:, None, :], self.g).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        if self._table is not None:
+            return Dense(self._table).add_weighted_sum(c, total)
         total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
 
     def dense(self) -> Tensor:
+        if self._table is not None:
+            return self._table
         table = self.g.new_zeros(len(self.g), self.rows, self.g.shape[2])
         return table.scatter_add_(1, self.index[..., None].expand_as(self.g), self.g)
 
@@ -123,6 +136,8 @@ class Rows(Use):
 
     def zero(self, records: Tensor) -> None:
         self.g = _zeroed(self.g, records)
+        if self._table is not None:
+            self._table = _zeroed(self._table, records)
 
 
 class Convolved(Use):
