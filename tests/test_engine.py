@@ -285,6 +285,7 @@ MODELS = {
     "hiding": (Hiding, rows),
     "branching": (Branching, rows),
     "branching_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(3, 3)), rows),
+    "channels_last": (lambda: convolutions().to(memory_format=torch.channels_last), images),
     "ragged": (Ragged, rows),
     "ragged_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Ragged(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
