@@ -10,8 +10,8 @@ from torch import nn
 from tests.test_branches import engine_of
 
 
-def masked(module, x):
-    return module(x)[x > 0].sum()
+def repeated(module, x):
+    return module(x.repeat_interleave((x[:, 0] > 0).long(), 0)).sum()
 
 
 def written(module, x):
@@ -37,7 +37,7 @@ def drawn(module, x):
 
 
 SAID = {
-    masked: ("`return module(x)[x > 0].sum()`: a shape depends", "weigh with the mask"),
+    repeated: ("`return module(x.repeat_interleave(", "a shape depends on a record's data", "weigh with a mask"),
     written: ("`y[0] = x[0]`: a tensor that is the same for all records is written to", "x.new_zeros(...)"),
     numbers: ("`return module(x).sum() * float(x.numpy().mean())`: NumPy cannot", "functions of torch"),
     asked: ("`return module(x).sum() * x.sum().item()`: a branch or a number", "a product instead of .item()"),

@@ -24,16 +24,16 @@ _NOT_THEIRS = tuple(f"{Path(package.__file__).parent}/" for package in (torch, d
 _KNOWN = (
     (
         "dynamic shape|boolean mask|differently shaped|equal size",
-        "a shape depends on a record's data. Keep the shape and weigh with the mask: torch.where(mask, x, 0), x * mask.",
+        "a shape depends on a record's data. Keep the shape and weigh with a mask: torch.where(mask, x, 0), x * mask.",
     ),
     (
         "vmap: inplace|doesn't match the broadcast shape",
-        "a tensor that is the same for all records is written to. Make it from a record's, as x.new_zeros(...) does, or "
-        "use torch.cat, torch.stack, torch.where.",
+        "a tensor that is the same for all records is written to. Make it from a record's, as x.new_zeros(...) does, "
+        "or use torch.cat, torch.stack, torch.where.",
     ),
     (
         r"calling \.item\(\)|data-dependent",
-        "a record's number is asked for inside PyTorch. Keep it a tensor: torch.where(condition, a, b), (x == y).any().",
+        "a record's number is asked for inside PyTorch. Keep it a tensor: torch.where(condition, a, b).",
     ),
     ("depends on a record's data", "{}. Keep it a tensor: torch.where(condition, a, b), a product instead of .item()."),
     ("data pointer|numpy", "NumPy cannot tell records apart. Stay with functions of torch."),
