@@ -215,9 +215,10 @@ def forked(x):
         return x + torch.rand_like(x)
 
 
-def reseeded(x):
+def drawn_twice(x):
+    start = torch.get_rng_state()
     y = x + torch.rand_like(x)
-    torch.set_rng_state(START)
+    torch.set_rng_state(start)
     return y
 
 
@@ -233,7 +234,6 @@ def hooked(x):
     return held[-1]
 
 
-START = torch.Generator().manual_seed(3).get_state()
 GENERATOR = torch.Generator().manual_seed(3)
 REACHED = {
     "drawn": torch.rand_like,
@@ -246,7 +246,7 @@ REACHED = {
     "by NumPy": lambda x: x + np.random.rand(),
     "by Python": lambda x: x + random.random(),
     "and the generator set back": forked,
-    "and the generator set": reseeded,
+    "and the generator set": drawn_twice,
     "inside a function of one's own": lambda x: Passing.apply(x),
     "through a function of one's own": lambda x: Bringing.apply(x, [torch.rand_like(x)]),
     "through checkpointing": checkpointed,

@@ -8,6 +8,7 @@ nothing that they keep, log or save has seen a record.
 
 import hashlib
 import math
+import struct
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -195,7 +196,7 @@ def _look(leaf: Any) -> Hashable:
             )
         return type(leaf), leaf.dtype, leaf.shape
     if type(leaf) is float:
-        return float, leaf.hex()  # 0.0 and -0.0 are equal, yet not the same
+        return float, struct.pack("d", leaf)  # 0.0 and -0.0 are equal, yet not the same, and NaN is one of many
     if type(leaf) in (str, int, bool, bytes, type(None)):
         return type(leaf), leaf
     return id(leaf)  # like no other, whatever it says of itself

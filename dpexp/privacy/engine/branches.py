@@ -22,6 +22,8 @@ QUESTIONS = {
     Tensor.is_nonzero, torch.is_nonzero,
 }  # fmt: skip
 
+_NUMBERS = {Tensor.__float__, Tensor.item, Tensor.tolist}  # of which NaN is one of many
+
 
 class Asked(Exception):
     """Before what random numbers reach was followed."""
@@ -56,12 +58,13 @@ def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor, chance:
         raise RuntimeError("a branch or a number in it depends on random numbers of each record.")
     if _functorch.maybe_get_level(tensor) != _functorch.maybe_get_level(anchor):
         return question(tensor)  # of a vmap inside the model; or the same for all records
-    values = _functorch.get_unwrapped(tensor).detach().movedim(_functorch.maybe_get_bdim(tensor), 0)
+    values = _functorch.get_unwrapped(tensor).detach().movedim(_functorch.maybe_get_bdim(tensor), 0).cpu()
     rows = defaultdict(list)
     with DisableTorchFunction():
-        answers = [question(value) for value in values.cpu().unbind(0)]
+        answers = [question(value) for value in values.unbind(0)]
+        bits = values.reshape(len(values), -1).contiguous().view(torch.uint8) if question in _NUMBERS else None
     for row, given in enumerate(answers):
-        rows[repr(given)].append(row)
+        rows[given if bits is None else bits[row].numpy().tobytes()].append(row)
     if len(rows) > 1:
         raise Differ(question.__name__, list(rows.values()))
     return answers[0]

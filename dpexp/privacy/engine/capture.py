@@ -9,7 +9,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
+from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.attention import multi_head_attention
+from dpexp.privacy.engine.behind import Node, sees_behind
 from dpexp.privacy.engine.branches import QUESTIONS, answer
 from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.on_records import OnRecords
@@ -32,10 +34,17 @@ class Capture(Guard):
             that belongs to a record and that gradients must flow back to.
         state: see Guard.
         chance: what of a step depends on random numbers; None refuses all questions about data.
+        alone: what was tried on one record.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], anchor: Tensor, record: Record, state: State, chance: Chance | None = None
+        self,
+        parameters: Iterable[Tensor],
+        anchor: Tensor,
+        record: Record,
+        state: State,
+        chance: Chance | None = None,
+        alone: Alone | None = None,
     ) -> None:
         super().__init__(state)
         self._paused = False
@@ -44,11 +53,13 @@ class Capture(Guard):
         self.record = record
         self._copies: dict[int, Tensor] = {}
         self.chance = chance
+        self.alone = alone or Alone()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._seeds.refuse_others()
         if self._paused:
             error = self.error
             try:
@@ -64,8 +75,13 @@ class Capture(Guard):
             raise
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict) -> Any:
+        if any(type(arg) not in _PLAIN and sees_behind(arg) for arg in (*args, *kwargs.values())):
+            raise RuntimeError("a tensor of a class of its own would see those of all records.")
         if func in _OF_AUTOGRAD:
-            return func(_inner(args[0]))
+            found = func(_inner(args[0]))
+            return Node() if func == _GRAD_FN and found is not None else found
+        if func in _EXTREMES and len(args) + len(kwargs) == 1 and isinstance(args[0], Tensor) and args[0].dim():
+            return super().__torch_function__(_EXTREMES[func], types, (args[0], [*range(args[0].dim())]))
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
@@ -76,26 +92,33 @@ class Capture(Guard):
             shaped = SHAPES[func](self._count, *args, **kwargs)
             if shaped is not NotImplemented:
                 return shaped
+        if _generator(func, args, kwargs) not in (None, torch.default_generator):
+            raise RuntimeError("a generator of one's own would draw for a record by its place among others.")
         known = _known(func)
         if known in RULES:
             call = RULES[known](*args, **kwargs)
             if call is not None and self._fits(call):
+                self.alone.try_out(func, args, kwargs)
                 return _Captured.apply(self.anchor, call.x, call, self.record)
         if known in CELLS and self._steps_through(args):
+            self.alone.try_out(func, args, kwargs)
             with self:
                 return unrolled(CELLS[known], self._steps, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 attended = multi_head_attention(*args, **kwargs)
             if attended is not None:
+                self.alone.try_out(func, args, kwargs)
                 return attended
         if known in _EMBEDDINGS and _PADDING.intersection(_named(known, args, kwargs)):
             # vmap's own rule makes one table of all records', in which it no longer knows the padding.
             raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
-        if known in _MISTAKEN or (known is _CHUNKED and kwargs.get("options") is not None):
+        of_all = known in _MISTAKEN_OF_ALL and len(args) + len(kwargs) == 1
+        if known in _MISTAKEN or of_all or (known is _CHUNKED and kwargs.get("options") is not None):
             raise RuntimeError(f"PyTorch's vmap gets gradients of {known.__name__} wrong.")
         args, kwargs = self.with_copies(args), self.with_copies(kwargs)
         if known is F.scaled_dot_product_attention:
+            self.alone.try_out(func, args, kwargs)
             return _attention(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -164,6 +187,10 @@ class Capture(Guard):
 
 # Under vmap a tensor does not say by itself what it would say without.
 _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_PLAIN = {Tensor, torch.nn.Parameter, int, float, bool, str, tuple, list, type(None)}
+# Under vmap the largest of equals takes the whole gradient, which without is divided.
+_EXTREMES = {torch.max: torch.amax, Tensor.max: torch.amax, torch.min: torch.amin, Tensor.min: torch.amin}
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _BACKWARD = {
     Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
@@ -193,10 +220,20 @@ def _known(func: Any) -> Any:
 
 # Found by comparing, in PyTorch 2.13, the gradients of all operators that its tests know, together and one by one.
 _MISTAKEN = {torch.select_scatter, Tensor.select_scatter}
+_MISTAKEN_OF_ALL = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # without a dimension
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
 
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 _PADDING = {"padding_idx", "scale_grad_by_freq"}
+
+
+def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
+    """That a function is given to draw from."""
+    given = (*args, *kwargs.values()) if isinstance(func, _OPERATORS) else (kwargs.get("generator"),)
+    return next((value for value in given if isinstance(value, torch.Generator)), None)
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ class Chance:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
-        self._states = self._of_torch()
         self._of_python = of_python()
         self._drawn = 0
         self._lost = False
@@ -49,41 +49,40 @@ class Chance:
         given = _leaves((args, kwargs) if kwargs else args)
         own = _is_torchs(func) and all(type(leaf) in _TENSORS or isinstance(leaf, _PLAIN) for leaf in given)
         free = own and all(_is_free(leaf) for leaf in given if isinstance(leaf, Tensor))
-        before = self._drawn
+        drawn, states = self._drawn, self._states()
         result = run()
-        if not own or self._draws():
+        if not own or self._states() != states:
             self._drawn += 1
-        if self._drawn == before:
+        if self._drawn == drawn:
             if free:
                 self.free((result, given))  # some of which may have been written to
+            elif self._drawn and "batch_norm" in getattr(func, "__name__", ""):
+                self._lost = True  # running statistics are written to, of which no version tells
         elif not all(isinstance(leaf, Tensor) and _functorch.is_batchedtensor(leaf) for leaf in _leaves(result)):
             self._lost = True
         return result
 
-    def _draws(self) -> bool:
-        before, self._states = self._states, self._of_torch()
-        return self._states != before
-
-    def _of_torch(self) -> list[bytes]:
+    def _states(self) -> list[bytes]:
         return [generator.get_state().numpy().tobytes() for generator in self._generators]
 
 
-_CONTAINERS = (list, tuple, dict)
 _TENSORS = {Tensor, nn.Parameter, nn.Buffer}
 _PLAIN = (
     int, float, complex, str, type(None), type(Ellipsis), slice, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
 _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+_HELD = {Tensor.grad.__get__, Tensor.grad.__set__}  # type: ignore[union-attr]
+_FOLDER = f"{Path(torch.__file__).parent}/"
 
 
 def _is_torchs(func: Any) -> bool:
     """Whether a function can only have got hold of what it was given."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(func).startswith("aten.")
-    return isinstance(func, _OF_C) or (
-        isinstance(func, types.FunctionType) and func.__module__.partition(".")[0] == "torch"
-    )
+    if isinstance(func, types.FunctionType):
+        return func.__code__.co_filename.startswith(_FOLDER)
+    return isinstance(func, _OF_C) and func not in _HELD
 
 
 def _is_free(tensor: Tensor) -> bool:
@@ -98,6 +97,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in (_leaves(item) if isinstance(item, _CONTAINERS) else (item,))]
-    return _leaves([*value.values()]) if isinstance(value, dict) else [value]
+    kind = type(value)
+    if kind is dict:
+        value = [*value.values()]
+    elif kind not in (list, tuple, torch.Size) and kind.__module__ != "torch.return_types":
+        return [value]
+    return [leaf for item in value for leaf in (_leaves(item) if isinstance(item, list | tuple | dict) else (item,))]

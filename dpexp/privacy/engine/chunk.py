@@ -1,6 +1,7 @@
 """Records that are processed together, and how."""
 
 from collections.abc import Callable, Hashable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,10 +42,14 @@ class Chunk:
         leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return replace(self, leaves=leaves, size=len(rows), parts=self.parts // of)
 
+    def copies(self) -> list[Any]:
+        """The leaves, which may be written to."""
+        return [leaf.clone() if isinstance(leaf, Tensor) else deepcopy(leaf) for leaf in self.leaves]
+
     def one(self, i: int) -> Any:
         """A copy: what lies beside a record in memory is out of its reach."""
         return tree_unflatten(
-            [leaf[i].clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.structure
+            [leaf[i].clone() if isinstance(leaf, Tensor) else deepcopy(leaf) for leaf in self.leaves], self.structure
         )
 
 

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_unflatten
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
+from dpexp.privacy.engine.alone import Alone
+from dpexp.privacy.engine.behind import nothing_behind_vmap
 from dpexp.privacy.engine.branches import Asked, Differ
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chance import Chance
@@ -75,6 +77,7 @@ class Engine:
         self._sums: dict[str, Tensor] = {}
         self._ways: dict[Hashable, Way] = {}
         self._asks = False
+        self._alone = Alone()
         self._succeeded = False
         self._failed = 0
         self._reason_of_failure: Exception | None = None
@@ -215,8 +218,8 @@ class Engine:
         def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
             if chance is not None:
                 chance.free((anchor, leaves))
-            capture = Capture(self._parameters.values(), anchor, record, chunk.state, chance)
-            with looping(self._module, way.looped, capture, self.around), capture:
+            capture = Capture(self._parameters.values(), anchor, record, chunk.state, chance, self._alone)
+            with looping(self._module, way.looped, capture, self.around), nothing_behind_vmap(), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             if isinstance(capture.error, Asked | Differ):
                 raise capture.error
@@ -227,7 +230,7 @@ class Engine:
             return loss
 
         in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
-        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *chunk.leaves)
+        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *chunk.copies())
         if losses.dim() != 1:
             raise NoLoss(_ONE_LOSS)
         total = losses.sum()

@@ -143,11 +143,16 @@ class Steps(torch.autograd.Function):
             hs.append(h)
             cs.append(c)
         ctx.kept, ctx.hs, ctx.cs, ctx.order = kept, hs, cs, order
+        ctx.versions = [state._version for state in (hs[0], cs[0])]
         ctx.weight, ctx.cell, ctx.on_gradient, ctx.shape = weight, cell, on_gradient, p.shape
         return outputs, h.clone(), c.clone()
 
     @staticmethod
     def backward(ctx: Any, d_outputs: Tensor, dh: Tensor, dc: Tensor) -> tuple:  # type: ignore[override]
+        if ctx.versions != [state._version for state in (ctx.hs[0], ctx.cs[0])]:
+            raise RuntimeError(
+                "the first state of a recurrent layer was modified in place after the layer had used it."
+            )
         d_p = dh.new_empty(ctx.shape)
         d_s = torch.empty_like(d_p) if ctx.cell is Gru else d_p
         for step in reversed(range(len(ctx.order))):

@@ -1,7 +1,7 @@
 """Nothing is written to a parameter while data is seen."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.isolation.randomness import Seeds
 from dpexp.privacy.isolation.state import CHANGED, State
 
 
@@ -23,11 +24,22 @@ class Guard(TorchFunctionMode):
     def __init__(self, state: State) -> None:
         super().__init__()
         self._state = state
+        self._seeds = Seeds()
+        self._modes: list[tuple] = []
         self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        self._modes.append(_modes())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _set_modes(*self._modes.pop())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        self._seeds.refuse_others()
         if func in _CHANGES and id(args[0]) in self._state.known:
             if func == _DATA[0]:
                 return args[0].detach()
@@ -42,6 +54,28 @@ class Guard(TorchFunctionMode):
         except Exception as error:
             self.error = error
             raise
+
+
+def _modes() -> tuple:
+    """What a step may have switched on or off for whoever comes after."""
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+    )
+
+
+def _set_modes(
+    gradients: bool, dtype: torch.dtype, device: torch.device, autocasts: list[tuple[str, bool, torch.dtype]]
+) -> None:
+    torch.set_grad_enabled(gradients)
+    torch.set_default_dtype(dtype)
+    if torch.get_default_device() != device:
+        torch.set_default_device(device)
+    for kind, enabled, of in autocasts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, of)
 
 
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]

@@ -247,7 +247,7 @@ class KeptGenerator(Kept):
         thing = self.thing
         if isinstance(thing, torch.Generator):
             return thing.get_state()
-        return thing.getstate() if isinstance(thing, random.Random) else thing.bit_generator.state
+        return thing.getstate() if isinstance(thing, random.Random) else _bits(thing).state
 
     def set_back(self) -> list[str]:
         thing, before = self.thing, self.before
@@ -260,10 +260,16 @@ class KeptGenerator(Kept):
                 return []
             thing.setstate(before)
         else:
-            if repr(thing.bit_generator.state) == repr(before):
+            if repr(_bits(thing).state) == repr(before):
                 return []
-            thing.bit_generator.state = before
+            _bits(thing).state = before
         return [self.name]
+
+
+def _bits(generator: Any) -> Any:
+    """What NumPy's generators draw from."""
+    generator = getattr(generator, "_bit_generator", generator)  # of the older kind
+    return getattr(generator, "bit_generator", generator)
 
 
 _KINDS: tuple[tuple[type | tuple[type, ...], type[Kept]], ...] = (
@@ -274,7 +280,10 @@ _KINDS: tuple[tuple[type | tuple[type, ...], type[Kept]], ...] = (
     (np.ndarray, KeptNumbers),
     (Tensor, KeptTensor),
     (_lru_cache_wrapper, KeptCache),
-    ((torch.Generator, random.Random, np.random.Generator), KeptGenerator),
+    (
+        (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
+        KeptGenerator,
+    ),
     (types.CellType, KeptAttributes),
 )
 

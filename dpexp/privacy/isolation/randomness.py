@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
 
 
@@ -34,6 +35,7 @@ def seed_everything(stream: KeyStream) -> None:
     """Fills the whole states of this process's generators: torch's own seed would be one of only 2^32."""
     state = torch.Generator().get_state()
     words = stream.words(2 * _MERSENNE)
+    state[:8] = stream.words(1).view(torch.uint8)  # what the generator takes for its seed, so that to seed it shows
     state[_LEGACY : _LEGACY + 8 * _MERSENNE] = (words[:_MERSENNE] & 0xFFFFFFFF).view(torch.uint8)
     torch.set_rng_state(state)
     np.random.set_state(("MT19937", (words[_MERSENNE:] & 0xFFFFFFFF).numpy().astype(np.uint32), _MERSENNE, 0, 0.0))
@@ -45,5 +47,28 @@ _MERSENNE, _LEGACY = 624, 24  # numbers of a Mersenne twister; bytes before them
 
 def of_python() -> tuple:
     """The states of Python's and NumPy's generators, to see whether numbers were drawn."""
-    state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
-    return random.getstate(), state["pos"], state["key"].tobytes()
+    _, key, *rest = np.random.get_state()  # type: ignore[misc]
+    return random.getstate(), key.tobytes(), *rest  # type: ignore[attr-defined]
+
+
+class Seeds:
+    """Random numbers from a seed that a step chose would be no secret, and go to records by their place."""
+
+    def __init__(self) -> None:
+        self._seeds = _seeds()
+
+    def refuse_others(self) -> None:
+        """
+        Raises:
+            ConfigError: a generator of PyTorch's was seeded since.
+        """
+        if _seeds() != self._seeds:
+            raise ConfigError(
+                "model: PyTorch's generator is seeded inside training_step, so that what is drawn there is known; "
+                "leave that to dpexp, whose generators are secret, or draw from a torch.Generator of the model's own."
+            )
+
+
+def _seeds() -> tuple[int, ...]:
+    seed = torch.default_generator.initial_seed()
+    return (seed, torch.cuda.initial_seed()) if torch.cuda.is_initialized() else (seed,)

@@ -1,17 +1,20 @@
 """What a module and its surroundings hold before a step, and are made to hold after it."""
 
 import functools
+import random
 import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.isolation.kept import Kept, KeptAttributes, KeptDict, kind_of, slot
+from dpexp.privacy.isolation.randomness import Seeds
 from dpexp.privacy.isolation.surroundings import Surroundings
 
 _ATOMS = {str, int, float, complex, bool, bytes, type(None), torch.device, torch.dtype, torch.Size}
@@ -21,7 +24,7 @@ _CLOSED = {
     *sys.stdlib_module_names, "torch", "pytorch_lightning", "lightning_fabric", "lightning", "numpy", "pandas", "dpexp",
     "mlflow", "rich",
 }  # fmt: skip
-_OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions")
+_OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions", "torch.quasirandom")
 _DICTS = {dict, OrderedDict}
 _OF_MODULES = ("_modules", "_buffers", "_parameters")
 
@@ -30,6 +33,7 @@ class _Unnamed:
     """Stands for the name of what is held without one."""
 
 
+_GLOBAL = {id(getattr(draw, "__self__", None)) for draw in (random.random, np.random.rand)}  # see `randomness`
 _OWN, _ELEMENT = _Unnamed(), _Unnamed()  # a thing's dictionary of attributes; all else
 
 CHANGED = (
@@ -52,8 +56,9 @@ class State:
         self._fixed = [(name, tensor, _version(tensor)) for name, tensor in fixed]
         self._trained = [(parameter, parameter.requires_grad) for _, parameter in parameters]
         self._kept: list[Kept] = []
-        self.known = {id(tensor) for _, tensor in fixed}
+        self.known = {*_GLOBAL, *(id(tensor) for _, tensor in fixed)}
         self._walk([(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)])
+        self._seeds = Seeds()
         for holder in around.holders:
             self._keep_shallowly(holder if isinstance(holder, dict) else vars(holder))
 
@@ -80,6 +85,7 @@ class State:
                 with torch.no_grad():
                     tensor.zero_()  # lest it be saved on the way out
                 lost.append(name)
+        self._seeds.refuse_others()
         if lost:
             raise ConfigError(CHANGED.format(name=" and ".join(lost[:3])))
         return changed

@@ -1,0 +1,222 @@
+"""What a record contributes depends on no other, whatever the step does to PyTorch, to its batch, or to generators."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.quasirandom import SobolEngine
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.engine.chunk import Way
+from tests.test_branches import engine_of
+
+N = 12
+
+
+class Model(nn.Module):
+    """`step(self, x)` of one record's x [4, 6]; its own seed tells what it draws."""
+
+    def __init__(self, step):
+        super().__init__()
+        torch.manual_seed(0)
+        self.step, self.linear, self.norm = step, nn.Linear(6, 6), nn.GroupNorm(6, 6)
+        self.lstm, self.attention = nn.LSTM(6, 6, batch_first=True), nn.MultiheadAttention(6, 2, batch_first=True)
+        self.generator, self.numpy = torch.Generator().manual_seed(1), np.random.RandomState(1)
+        self.bits, self.sobol = np.random.PCG64(1), SobolEngine(6, scramble=True, seed=1)
+
+    def forward(self, x):
+        return self.step(self, x)
+
+
+def asking(x):
+    return x[0, 0].abs().item() > 100
+
+
+def negated(m, x):
+    x.neg_()
+    return m.linear(x).sum() * (2 if asking(x) else 1)
+
+
+def quantised(t):
+    scale = t.abs().max() / 7
+    return (t / scale).round() * scale
+
+
+def saved(m, x):
+    with torch.autograd.graph.saved_tensors_hooks(quantised, lambda t: t):
+        return (m.linear(x).square() * (x * m.linear.bias.exp())).sum()
+
+
+def prehooked(m, x):
+    y = m.linear(x).exp()
+    y.grad_fn.register_prehook(lambda grads: tuple(g * g.sum().sign() for g in grads))
+    return (y * x).sum()
+
+
+def shown(m, x):
+    y = m.linear(x).exp()
+    return (y * y.grad_fn._saved_result.sum().sign()).sum()
+
+
+class Rounding(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return quantised(result) if func is torch.ops.aten.tanh.default else result
+
+
+def dispatched(m, x):
+    with Rounding():
+        return (m.linear(x).tanh() * x).sum()
+
+
+def no_gradients(m, x):
+    y = m.linear(x).sum()
+    if asking(x):
+        torch.set_grad_enabled(False)
+    return y
+
+
+def other_device(m, x):
+    y = (m.linear(x) * torch.ones(6, dtype=x.dtype)).sum()
+    if asking(x):
+        torch.set_default_device("meta")
+    return y
+
+
+def of_generator(m, x):
+    return (m.linear(x) * (torch.rand(6, generator=m.generator) - 0.5)).sum()
+
+
+def of_numpy(m, x):
+    return m.linear(x).sum() * (1 if m.numpy.rand() < 0.5 else -1) * (2 if asking(x) else 1)
+
+
+def of_bits(m, x):
+    return m.linear(x).sum() * (1 if m.bits.random_raw() % 2 else -1)
+
+
+def of_sobol(m, x):
+    return (m.linear(x) * (m.sobol.draw(1) - 0.5).to(x)).sum()
+
+
+def one_value(m, x):
+    return m.norm(m.linear(x[:1])).square().sum() + m.linear(x).sum() * 1e-3
+
+
+def ties(m, x):
+    return (x.sign() * m.linear.bias).max() + torch.min(x.sign() * m.linear.bias) + m.linear(x).sum() * 1e-3
+
+
+def middle(m, x):
+    return (x.sign() * m.linear.bias.exp()).median() + m.linear(x).sum() * 1e-3
+
+
+def state_changed(m, x):
+    h = torch.zeros(1, 1, 6).to(x) + m.linear.bias.sum()
+    y, _ = m.lstm(x[None], (h, h.clone()))
+    h.add_(1)
+    return y.square().sum()
+
+
+def other_type(m, x):
+    return m.attention(x[None], x[None], x[None], attn_mask=torch.zeros(4, 4, dtype=torch.float32))[0].square().sum()
+
+
+def beyond(m, x):
+    return F.embedding((x > 0).long(), m.linear.weight, padding_idx=9).square().sum()
+
+
+def same_and_strided(m, x):
+    return F.conv1d(x[None], m.linear.weight[:, :4, None], padding="same", stride=2).square().sum()
+
+
+def of_nan(m, x):
+    return m.linear(x).sum() * math.copysign(1, (x[0, 1] * math.nan).item())
+
+
+STEPS = [
+    negated, saved, prehooked, shown, dispatched, no_gradients, other_device, of_generator, of_numpy, of_bits, of_sobol,
+    one_value, ties, middle, state_changed, other_type, beyond, same_and_strided, of_nan,
+]  # fmt: skip
+
+
+class Singly(dict):
+    def setdefault(self, look, way):
+        return Way(singly=True)
+
+
+def sums(step, x, chunk, S=0.01, ways=None):
+    module = Model(step).double()
+    engine, _ = engine_of(module, S)
+    engine._ways = {} if ways is None else ways
+    engine.start()
+    try:
+        for part in x.split(chunk):
+            engine.accumulate(module, part.clone(), len(part))
+    finally:
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+    return torch.cat([total.flatten() for total in engine._sums.values()])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("chunk", [1, 5, N])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_record_less_takes_its_own_contribution(step, chunk):
+    """The first record is larger than all others together, answers differently, and has another sign."""
+    torch.manual_seed(0)
+    x = torch.randn(N, 4, 6).double()
+    x[0] = -1000 * x[0].abs() - 1000
+    whole, alone = sums(step, x, chunk), sums(step, x[:1], 1)
+    assert torch.allclose(whole, sums(step, x[1:], chunk) + alone, atol=1e-12)
+    assert alone.norm() <= 0.01 * (1 + 1e-9)
+    assert torch.allclose(whole, sums(step, x.flip(0), chunk), atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", STEPS[11:], ids=lambda step: step.__name__)
+def test_what_is_refused_for_one_record_is_refused_for_many(step):
+    """And what is accepted has the same gradients."""
+    torch.manual_seed(0)
+    x = torch.randn(N, 4, 6).double()
+    assert torch.allclose(sums(step, x, N), sums(step, x, N, ways=Singly()), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["seeded", "seeded and set back", "set"])
+def test_a_step_does_not_seed(kind):
+    state = torch.Generator().manual_seed(7).get_state()
+
+    def seeded(m, x):
+        if kind == "seeded":
+            torch.manual_seed(7)
+        elif kind == "set":
+            torch.set_rng_state(state)
+        with torch.random.fork_rng([], enabled=kind == "seeded and set back"):
+            torch.manual_seed(7)
+            return (m.linear(x) * (torch.rand(6) - 0.5)).sum()
+
+    with torch.random.fork_rng([]), pytest.raises(ConfigError, match="seeded inside training_step"):
+        sums(seeded, torch.randn(N, 4, 6).double(), N)
+
+
+def test_arrays_in_a_batch_are_each_records_own():
+    def written(m, batch):
+        x, array = batch
+        if asking(x):
+            array[0] = -1
+        return m.linear(x).sum() * float(array[0])
+
+    totals = []
+    x, array = torch.randn(N, 4, 6).double(), np.ones(1)
+    x[0] *= 1e4
+    for rows in (x, x[1:], x[:1]):
+        module = Model(written).double()
+        engine, _ = engine_of(module)
+        engine.start()
+        engine.accumulate(module, (rows, array), len(rows))
+        totals.append(engine._sums["linear.weight"])
+    assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12) and array[0] == 1
