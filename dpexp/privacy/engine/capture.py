@@ -73,7 +73,8 @@ class Capture(Guard):
                 attended = multi_head_attention(*args, **kwargs)
             if attended is not None:
                 return attended
-        if known in _EMBEDDINGS and _PADDING.intersection(_named(known, args, kwargs)):
+        computed = any(map(self._is_computed, (*args, *kwargs.values()))) if known in _EMBEDDINGS else False
+        if computed and _PADDING.intersection(_named(known, args, kwargs)):
             # vmap's own rule makes one table of all records', in which it no longer knows the padding.
             raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
         if known in _MISTAKEN or (known is _CHUNKED and kwargs.get("options") is not None):
@@ -104,6 +105,11 @@ class Capture(Guard):
             and not any(_functorch.is_batchedtensor(p) for p in given)
             and not self.trains(call.x)
         )
+
+    def _is_computed(self, table: Any) -> bool:
+        """Not one that is frozen, nor an index."""
+        numbers = isinstance(table, Tensor) and table.is_floating_point()
+        return numbers and (self.trains(table) or _functorch.is_batchedtensor(table))
 
     def _steps_through(self, args: tuple) -> bool:
         """Not packed sequences, nor a projected state, nor weights that a parametrization computes."""

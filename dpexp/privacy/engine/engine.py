@@ -15,7 +15,7 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
-from dpexp.privacy.engine.looped import culprit, looping
+from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.rounding import UNIT
 from dpexp.privacy.engine.uses import Dense, Use, merged
@@ -157,7 +157,7 @@ class Engine:
 
     def _restore(self, state: State) -> list[str]:
         changed = state.restore()
-        news = [name for name in changed if name not in self._said]
+        news = [name for name in changed if name not in self._said and not name.endswith(DEDUCED)]
         if news:
             self._said.update(news)
             warnings.warn(

@@ -22,6 +22,8 @@ from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.state import CHANGED, State
 from dpexp.privacy.isolation.surroundings import Surroundings
 
+DEDUCED = "config.problem_type"  # by models of transformers from each batch of labels, where it is not given
+
 
 def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | None:
     """The innermost module inside `root` in whose forward the error arose; outside of those that are looped already,
@@ -112,7 +114,7 @@ class _Others(nn.Module):
 
 def _beyond_torchs_own(changed: list[str]) -> bool:
     """Recurrent layers rebuild lists of their weights whenever these are replaced, as they are here."""
-    return any(not name.endswith(("_flat_weights", "_flat_weight_refs")) for name in changed)
+    return any(not name.endswith(("_flat_weights", "_flat_weight_refs", DEDUCED)) for name in changed)
 
 
 class _Looped(OnRecords):

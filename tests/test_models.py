@@ -1,0 +1,191 @@
+"""Other people's models, as they are: right against one record at a time, and processed as the table says.
+
+python -m pytest tests/test_models.py          # some of them
+python -m pytest tests/test_models.py -m ''    # all
+python tests/test_models.py                    # docs/zoo.md's table, of which every row is found by trying
+"""
+
+import zoo  # first: pytorch_lightning imports torchvision, where there is one
+
+# isort: split
+import importlib
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from reference import clipped_sums, stacked
+from test_engine import relative_error
+from torch.utils._pytree import tree_map
+
+from dpexp.errors import ConfigError
+from dpexp.privacy import bounds, groups
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+
+FAMILIES = {
+    "written": "by hand",
+    "sequences": "sequences, by hand",
+    "text": "transformers",
+    "adapters": "peft",
+    "images": "timm and torchvision",
+}
+MODELS = {}
+for family in FAMILIES:
+    try:
+        MODELS[family] = importlib.import_module(f"zoo.{family}").MODELS
+    except ModuleNotFoundError as error:
+        ABSENT = error
+        MODELS[family] = {}
+
+ALWAYS = {
+    "encoder and decoder", "encoder, boolean mask", "attention with its weights", "LSTM", "LSTM, packed", "early exits",
+    "experts, all asked", "weight-standardised convolutions", "weight norm", "checkpointed", "tied language model",
+    "variational autoencoder", "Fourier layer, complex", "U-Net",
+    "BERT, classes, mask", "RoBERTa, tags", "DeBERTa", "GPT-2, mask", "Llama", "Mistral", "Bloom", "Mixtral", "BART",
+    "T5", "Whisper", "Wav2Vec2, CTC", "CLIP", "ViT",
+    "LoRA on Llama", "DoRA on Llama", "IA3 on Llama", "prompt tuning on Llama", "prefix tuning on Llama", "LoRA on T5",
+    "timm ViT", "timm Swin", "timm ConvNeXt", "timm NF-ResNet", "timm ResNet", "torchvision ResNet, GroupNorm",
+    "torchvision MobileNetV2, GroupNorm", "torchvision Swin",
+}  # fmt: skip
+# "part: …": all together, but for these modules, or operators that PyTorch loops over. "singly": one at a time.
+EXPECTED = {
+    "MLP, two losses": "part: aten::multi_margin_loss",
+    "LSTM, packed": "singly",
+    "LSTM, projected": "part: body",
+    "GRU, both ways, packed": "singly",
+    "LSTMCell": "part: cell",
+    "GRUCell": "part: aten::gru_cell",
+    "weight norm": "part: aten::_weight_norm",
+    "checkpointed": "singly",
+    "checkpointed, reentrant": "singly",
+    "early exits": "singly",
+    "experts, routed": "singly",
+    "Fourier layer, complex": "refused",
+    "matrix factorisation, Bilinear": "part: aten::bilinear",
+    "BERT, classes, mask": "part: bert",
+    "BERT, masked words": "part: bert",
+    "RoBERTa, tags": "part: roberta",
+    "XLM-RoBERTa, masked words": "part: roberta",
+    "DistilBERT, answers": "part: distilbert",
+    "ALBERT": "part: albert",
+    "ELECTRA": "part: electra",
+    "ELECTRA, discriminator": "singly",
+    "MPNet": "part: mpnet",
+    "DeBERTa": "singly",
+    "DeBERTa-v2": "singly",
+    "ModernBERT": "part: model",
+    "GPT-2": "singly",
+    "GPT-2, mask": "singly",
+    "GPT-2, classes": "singly",
+    "GPT-NeoX": "singly",
+    "OPT": "singly",
+    "Bloom": "part: transformer.h.0.mlp.gelu_impl, transformer.h.1.mlp.gelu_impl",
+    "Llama": "singly",
+    "Qwen2": "singly",
+    "Qwen3": "singly",
+    "Gemma": "singly",
+    "Phi": "singly",
+    "Mixtral": "singly",
+    "Mixtral, batched experts": "singly",
+    "BART": "part: model.decoder, model.encoder",
+    "Marian": "part: model.decoder, model.encoder",
+    "T5": "singly",
+    "Wav2Vec2, CTC": "singly",
+    "CLIP": "part: text_model",
+    "SigLIP": "part: text_model",
+    "LoRA on Llama": "singly",
+    "rsLoRA on Llama, biases and head": "singly",
+    "LoRA on GPT-2": "singly",
+    "LoRA on BERT": "part: base_model.model.bert",
+    "LoRA on an embedding": "singly",
+    "DoRA on Llama": "singly",
+    "IA3 on Llama": "singly",
+    "LoHa on Llama": "singly",
+    "LoKr on Llama": "singly",
+    "OFT on Llama": "singly",
+    "VeRA on Llama": "singly",
+    "norms alone of Llama": "singly",
+    "prompt tuning on Llama": "singly",
+    "P-tuning on Llama": "singly",
+    "LoRA on T5": "singly",
+    "torchvision Swin": "part: aten::as_strided_",
+    "torchvision ConvNeXt": "part: aten::as_strided_",
+    "timm ResNet": "refused",
+    "torchvision ResNet": "refused",
+}
+DROPPING = {}  # where dropout makes a difference
+NAMES = [
+    pytest.param(family, name, id=name, marks=[] if name in ALWAYS else pytest.mark.whole)
+    for family, models in MODELS.items()
+    for name in models
+]
+
+
+def tried(model, dropout, dtype):
+    """What becomes of its records: the verdict, why, and the relative error of the clipped sums."""
+    torch.manual_seed(0)
+    module = model.build(dropout)
+    module = module.double() if dtype == torch.float64 else module
+    for p in module.parameters():
+        p.data = p.data.to(torch.promote_types(p.dtype, dtype))
+    batch = tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, model.batch())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            plan = make_plan(
+                module, n=20, q=0.3, steps=1, noise_multiplier=1.0, group=groups.per_layer(), bound=bounds.Fixed(0.01)
+            )
+            engine = Engine(plan, module, GaussianNoise())
+            engine.start()
+            engine.accumulate(lambda one: model.loss(module, one), stacked(batch), zoo.B)
+            engine.finish()
+        except ConfigError as refusal:
+            return "refused", str(refusal), 0.0
+    texts = [str(warning.message) for warning in said]
+    (way,) = engine._ways.values()
+    looped = "singly" if way.singly else sorted(way.looped) + sorted({o for t in texts for o in OPERATOR.findall(t)})
+    ours = [REASON.sub("", text) for text in texts if OURS.search(text)]
+    assert len(ours) == bool(way.singly or way.looped), ours
+    wrong = 0.0
+    if not dropout:
+        reference = clipped_sums(plan, module, lambda one: model.loss(module, one), batch, zoo.B)
+        wrong = relative_error(engine._sums, reference)
+    verdict = looped if way.singly else f"part: {', '.join(looped)}" if looped else "fast"
+    return verdict, " ".join(ours), wrong
+
+
+OPERATOR = re.compile(r"batching rule for (aten::\w+)")  # of PyTorch's own warning
+OURS = re.compile("records|training_step")
+REASON = re.compile(".* because they cannot be processed together: ")
+
+
+@pytest.mark.parametrize("family, name", NAMES)
+def test_right_and_no_slower_than_said(family, name):
+    verdict, why, error = tried(MODELS[family][name], False, torch.float64)
+    assert error < 1e-9
+    assert verdict == EXPECTED.get(name, "fast"), why
+
+
+@pytest.mark.parametrize("family, name", NAMES)
+def test_with_dropout_as_it_is_used(family, name):
+    verdict, why, _ = tried(MODELS[family][name], True, torch.float32)
+    assert verdict == (DROPPING | EXPECTED).get(name, "fast"), why
+
+
+def rows():
+    """docs/zoo.md's: of each model what was expected, and why it is not faster."""
+    for family, models in MODELS.items():
+        yield f"\n## {FAMILIES[family].capitalize()}\n\n| | verdict | why |\n|---|---|---|"
+        for name, model in models.items():
+            verdict, why, _ = tried(model, False, torch.float64)
+            yield f"| {name} | {verdict} | {why} |"
+            if verdict != (expected := EXPECTED.get(name, "fast")):
+                print(f"{name}: {verdict}, expected {expected}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print("\n".join(rows()))
