@@ -159,7 +159,7 @@ class Borrowing(nn.Module):
         self.bias = nn.Parameter(torch.randn(3))
 
     def forward(self, x, weight):
-        return F.linear(x, weight, self.bias) * (2 if x.sum() > 0 else 1)
+        return F.linear(x, weight, self.bias) * (2 if x.clamp(0).nonzero().numel() > 10 else 1)
 
 
 class Hiding(nn.Module):
@@ -180,11 +180,11 @@ class Borrower(nn.Module):
         self.hidden = [head]
 
     def forward(self, x):
-        return F.linear(x.tanh(), self.hidden[0].weight) * (2 if x.sum() > 0 else 1)
+        return F.linear(x.tanh(), self.hidden[0].weight) * (2 if x.clamp(0).nonzero().numel() > 10 else 1)
 
 
 class Branching(nn.Module):
-    """Control flow that depends on the data: the slow path."""
+    """Control flow that depends on the data."""
 
     def __init__(self):
         super().__init__()
@@ -193,6 +193,13 @@ class Branching(nn.Module):
 
     def forward(self, x):
         return self.left(x) if x.sum() > 0 else self.right(x)
+
+
+class Ragged(Branching):
+    """Shapes that depend on the data: the slow path."""
+
+    def forward(self, x):
+        return self.left(x) if x.clamp(0).nonzero().numel() > 8 else self.right(x)
 
 
 def convolutions():
@@ -276,13 +283,15 @@ MODELS = {
     "scaled_by_itself": (ScaledByItself, rows),
     "lending": (Lending, rows),
     "hiding": (Hiding, rows),
-    "channels_last": (lambda: convolutions().to(memory_format=torch.channels_last), images),
     "branching": (Branching, rows),
     "branching_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(3, 3)), rows),
+    "channels_last": (lambda: convolutions().to(memory_format=torch.channels_last), images),
+    "ragged": (Ragged, rows),
+    "ragged_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Ragged(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
-SLOW = {"packed", "branching", "checkpointed", "hiding"}
-LOOPED = {"lending": {"borrower"}, "projected": {"rnn"}, "branching_inside": {"1"}, "packed_inside": {"0"}}
+SLOW = {"packed", "ragged", "checkpointed", "hiding"}
+LOOPED = {"lending": {"borrower"}, "projected": {"rnn"}, "ragged_inside": {"1"}, "packed_inside": {"0"}}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 
 
@@ -388,7 +397,7 @@ def test_chunks_change_nothing(chunk):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "lstm", "branching"])
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "lstm", "branching", "ragged"])
 def test_a_non_finite_record_contributes_nothing(name, bad):
     """Trap 1. The other records' sum must come out as if the bad one were not there."""
     module, (x, y) = case(name, torch.float32)

@@ -10,6 +10,8 @@ from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
 from dpexp.privacy.engine.attention import multi_head_attention
+from dpexp.privacy.engine.branches import QUESTIONS, answer
+from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
@@ -27,15 +29,19 @@ class Capture(Guard):
         anchor: [B] zeros that require gradients, batched by vmap: it marks every intercepted output as one
             that belongs to a record and that gradients must flow back to.
         state: see Guard.
+        chance: what of a step depends on random numbers; None refuses all questions about data.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, record: Record, state: State) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], anchor: Tensor, record: Record, state: State, chance: Chance | None = None
+    ) -> None:
         super().__init__(state)
         self._paused = False
         self._trainable = {id(parameter) for parameter in parameters}
         self.anchor = anchor
         self.record = record
         self._copies: dict[int, Tensor] = {}
+        self.chance = chance
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
@@ -48,7 +54,9 @@ class Capture(Guard):
             finally:
                 self.error = error  # that of one record
         try:
-            return self._intercept(func, types, args, kwargs)
+            if self.chance is None:
+                return self._intercept(func, types, args, kwargs)
+            return self.chance.follow(func, args, kwargs, lambda: self._intercept(func, types, args, kwargs))
         except Exception as error:
             self.error = error
             raise
@@ -58,6 +66,8 @@ class Capture(Guard):
             return func(_inner(args[0]))
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
+        if func in QUESTIONS:
+            return answer(func, args[0], self.anchor, self.chance)
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
         known = _known(func)

@@ -23,17 +23,23 @@ class Way:
 
 @dataclass
 class Chunk:
-    """Records that look alike: leaves [size, ...] and their structure."""
+    """Records that look alike: leaves [size, ...] and their structure.
+
+    Attributes:
+        parts: into how many it may be taken apart, if records of it branch differently, before looping is the quicker.
+    """
 
     loss_of: Callable[[Any], Tensor]
     leaves: list[Any]
     structure: Any
     size: int
     state: State
+    parts: int
 
-    def part(self, rows: list[int]) -> "Chunk":
+    def part(self, rows: list[int], of: int = 1) -> "Chunk":
+        """Some of the records; `of`: how many such parts there are."""
         leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return replace(self, leaves=leaves, size=len(rows))
+        return replace(self, leaves=leaves, size=len(rows), parts=self.parts // of)
 
     def one(self, i: int) -> Any:
         """A copy: what lies beside a record in memory is out of its reach."""

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_unflatten
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
+from dpexp.privacy.engine.branches import Asked, Differ
 from dpexp.privacy.engine.capture import Capture
+from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
 from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
 from dpexp.privacy.engine.precision import full_precision
@@ -34,6 +36,7 @@ class NoLoss(Exception):
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _ONE_LOSS = "training_step must return one number for a record: its loss."
+_PARTS = 16  # of a chunk whose records branch differently; of larger ones, parts of as many records
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
 _SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
@@ -70,6 +73,7 @@ class Engine:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         self._ways: dict[Hashable, Way] = {}
+        self._asks = False
         self._succeeded = False
         self._failed = 0
         self._reason_of_failure: Exception | None = None
@@ -116,7 +120,7 @@ class Engine:
             parameter.grad = None
         state = State(self._module, self.around)
         try:
-            self._accumulate(Chunk(loss_of, leaves, structure, size, state))
+            self._accumulate(Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS)))
         except BaseException:
             self._restore(state)
             raise
@@ -189,6 +193,14 @@ class Engine:
 
     def _uses_together(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
         """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
+        try:
+            return self._uses(chunk, way)
+        except Asked:
+            self._asks = True  # what random numbers reach is followed from here on, which takes time
+        self._restore(chunk.state)
+        return self._uses(chunk, way)
+
+    def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
         uses: dict[int, list[Use]] = defaultdict(list)
 
         def record(parameter: Tensor, use: Use) -> None:
@@ -197,11 +209,16 @@ class Engine:
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
         drawn = of_python()
+        chance = Chance(device) if self._asks else None
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
-            capture = Capture(self._parameters.values(), anchor, record, chunk.state)
+            if chance is not None:
+                chance.free((anchor, leaves))
+            capture = Capture(self._parameters.values(), anchor, record, chunk.state, chance)
             with looping(self._module, way.looped, capture, self.around), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
+            if isinstance(capture.error, Asked | Differ):
+                raise capture.error
             if capture.error is not None:
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
@@ -231,7 +248,7 @@ class Engine:
     def _accumulate(self, chunk: Chunk) -> None:
         kind = look(chunk.leaves)
         known = self._ways.setdefault(kind, Way())
-        way, added = replace(known), False
+        way, added, differ = replace(known), False, False
         while not way.singly and not added:
             try:
                 uses, losses = self._uses_together(chunk, way)
@@ -239,13 +256,9 @@ class Engine:
                 raise
             except Exception as reason:
                 self._restore(chunk.state)
-                if chunk.size > 1 and (way.works or self._some_run_alone(chunk, way)):  # it is the fault of some
-                    apart = self._apart(chunk, way, [*range(chunk.size)])
-                    together = [i for i in range(chunk.size) if i not in apart]
-                    if together and apart:
-                        self._accumulate(chunk.part(together))
-                        self._accumulate_singly(chunk.part(sorted(apart)))
-                        return
+                if self._by_parts(chunk, way, reason):
+                    return
+                differ = differ or isinstance(reason, Differ)
                 self._give_up(way, reason)
                 continue
             self._restore(chunk.state)
@@ -255,9 +268,27 @@ class Engine:
             known.works = known.works or way.looped == known.looped
         if way.singly:
             added = self._accumulate_singly(chunk)
-        if way != known and added and not known.works:
-            self._warn_of_slowness(way)
-            self._ways[kind] = way
+        if way != known and added:
+            if differ or not known.works:
+                self._warn_of_slowness(way)
+            if not known.works:
+                self._ways[kind] = way
+
+    def _by_parts(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
+        """Whether a chunk whose records cannot be processed together was taken apart: into those that branch alike, or
+        into those at fault and the others."""
+        if isinstance(reason, Differ):
+            for rows in reason.parts if len(reason.parts) <= chunk.parts else ():
+                self._accumulate(chunk.part(rows, of=len(reason.parts)))
+            return len(reason.parts) <= chunk.parts
+        if chunk.size == 1 or not (way.works or self._some_run_alone(chunk, way)):
+            return False
+        apart = self._apart(chunk, way, [*range(chunk.size)])
+        together = [i for i in range(chunk.size) if i not in apart]
+        if together and apart:
+            self._accumulate(chunk.part(together))
+            self._accumulate_singly(chunk.part(sorted(apart)))
+        return bool(together and apart)
 
     def _some_run_alone(self, chunk: Chunk, way: Way) -> bool:
         """Whether the first or the last record by itself could be one of several that are processed together."""

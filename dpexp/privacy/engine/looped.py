@@ -99,6 +99,8 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
                 *parameters.values(),
                 *(leaves[k] for k in places),
             )
+            if capture.chance is not None:
+                capture.chance.unseen()
             return tree_unflatten(list(outputs), returned[0])
 
     return forward

@@ -1,0 +1,106 @@
+"""What of a step random numbers may have reached, and what they cannot have."""
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+
+from dpexp.privacy.isolation.randomness import of_python
+
+
+class Chance:
+    """Follows a step, function by function, under a vmap that gives each record random numbers of its own.
+
+    Until numbers are drawn they have reached nothing. From then on a record's tensor is known to be free of them only
+    if it is of the record itself, or if a function of PyTorch's made it of such tensors alone, drawing nothing. What
+    was not seen to be made is not known. A tensor that is the same for all records is free: no record's own numbers can
+    be in it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._states = [generator.get_state() for generator in self._generators]
+        self._of_python = of_python()
+        self._drawn = 0
+        self._lost = False
+
+    def free(self, value: Any) -> None:
+        """Notes that random numbers have not reached the tensors in a value."""
+        for leaf in _leaves(value):
+            if isinstance(leaf, Tensor) and _functorch.is_batchedtensor(leaf):
+                leaf._free_of_chance = _version(leaf)  # type: ignore[attr-defined]
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether random numbers may be in a tensor."""
+        return self._lost or (self._drawn > 0 and not _is_free(tensor)) or of_python() != self._of_python
+
+    def unseen(self) -> None:
+        """Notes that something ran which was not followed."""
+        self._drawn += 1
+
+    def follow(self, func: Callable[..., Any], args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
+        """Runs a call of a function that PyTorch's function modes see."""
+        given = [*_leaves((args, kwargs))]
+        own = _is_torchs(func) and all(isinstance(leaf, _PLAIN) or type(leaf) in _TENSORS for leaf in given)
+        free = own and all(_is_free(leaf) for leaf in given if isinstance(leaf, Tensor))
+        before = self._drawn
+        result = run()
+        if not own or self._draws():
+            self._drawn += 1
+        if self._drawn == before:
+            if free:
+                self.free((result, given))  # some of which may have been written to
+        elif not all(isinstance(leaf, Tensor) and _functorch.is_batchedtensor(leaf) for leaf in _leaves(result)):
+            self._lost = True
+        return result
+
+    def _draws(self) -> bool:
+        states = [generator.get_state() for generator in self._generators]
+        drawn = not all(map(torch.equal, states, self._states))
+        self._states = states
+        return drawn
+
+
+_TENSORS = {Tensor, nn.Parameter, nn.Buffer}
+_PLAIN = (
+    int, float, complex, str, type(None), type(Ellipsis), slice, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+_OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+
+
+def _is_torchs(func: Any) -> bool:
+    """Whether a function can only have got hold of what it was given."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(func).startswith("aten.")
+    return isinstance(func, _OF_C) or (
+        isinstance(func, types.FunctionType) and func.__module__.partition(".")[0] == "torch"
+    )
+
+
+def _is_free(tensor: Tensor) -> bool:
+    return not _functorch.is_batchedtensor(tensor) or getattr(tensor, "_free_of_chance", None) == _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    """Another one as soon as a record's tensor, or one that shares its memory, is written to."""
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor._version
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
