@@ -53,9 +53,13 @@ MODELS = {
         ),
         causal,
     ),
-    "LoHa on Llama": Model(with_(LLAMA, peft.LoHaConfig, rate="module_dropout", **LORA), causal),
-    "LoKr on Llama": Model(with_(LLAMA, peft.LoKrConfig, rate="module_dropout", **LORA), causal),
-    "OFT on Llama": Model(with_(LLAMA, peft.OFTConfig, oft_block_size=4, r=0, target_modules=LAYERS), causal),
+    "LoHa on Llama": Model(
+        with_(LLAMA, peft.LoHaConfig, rate="module_dropout", r=4, target_modules=["q_proj"]), causal
+    ),
+    "LoKr on Llama": Model(
+        with_(LLAMA, peft.LoKrConfig, rate="module_dropout", r=4, target_modules=["q_proj"]), causal
+    ),
+    "OFT on Llama": Model(with_(LLAMA, peft.OFTConfig, oft_block_size=4, r=0, target_modules=["q_proj"]), causal),
     "VeRA on Llama": Model(
         with_(LLAMA, peft.VeraConfig, rate="vera_dropout", r=4, target_modules=["q_proj", "o_proj"]), causal
     ),

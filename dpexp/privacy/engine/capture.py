@@ -68,6 +68,9 @@ class Capture(Guard):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
             return answer(func, args[0], self.anchor, self.chance)
+        if func is Tensor.__contains__:
+            with self:
+                return (args[1] == args[0]).any().item()  # as it does itself, unseen
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
         known = _known(func)

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture, CopyTap, OnRecords
+from dpexp.privacy.engine.returned import put_together, taken_apart
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.state import CHANGED, State
 from dpexp.privacy.isolation.surroundings import Surroundings
@@ -85,10 +86,10 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
                     raise RuntimeError("it changes what it is given.")
                 if versions != [tensor._version for tensor in tensors]:
                     raise RuntimeError("it changes its input in place.")
-                outputs, shape = tree_flatten(result)
-                if not all(isinstance(output, Tensor) for output in outputs) or (returned and returned[0] != shape):
+                outputs, rest = taken_apart(result, state.known)
+                if returned and returned[0] != rest:
                     raise RuntimeError("it returns different things for different records.")
-                returned[:] = [shape]
+                returned[:] = [rest]
                 return outputs
 
             outputs = _Looped.apply(
@@ -101,7 +102,7 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
             )
             if capture.chance is not None:
                 capture.chance.unseen()
-            return tree_unflatten(list(outputs), returned[0])
+            return put_together(returned[0], iter(outputs))
 
     return forward
 
