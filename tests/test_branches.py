@@ -285,3 +285,42 @@ def test_what_a_record_draws_does_not_depend_on_its_company(others):
         engine, _ = engine_of(module)
         went += bool(sums_of(engine, of(module), (x, y[: 1 + others]), len(x), len(x))["left.weight"].any())
     assert abs(went - runs / 2) < 4 * math.sqrt(runs / 4)
+
+
+SHAPED = {
+    "rows": lambda y, x: y[x[..., 0] > 0],
+    "numbers": lambda y, x: y[x > 0],
+    "columns": lambda y, x: y[..., x[0, 0] > 0],
+    "with a number": lambda y, x: y[x[..., 0] > 0, 2],
+    "two masks": lambda y, x: y[x[:, 0, 0] > -9, x[0, :, 0] > 0],
+    "nonzero": lambda y, x: y[0, (x[0, :, 0] > 0).nonzero()[:, 0]],
+    "nonzero, one for each dimension": lambda y, x: y[(x[..., 0] > 0).nonzero(as_tuple=True)],
+    "argwhere": lambda y, x: y[0, torch.argwhere(x[0, :, 0] > 0)[:, 0]],
+    "where": lambda y, x: y[torch.where(x[..., 0] > 0)],
+    "masked_select": lambda y, x: y.masked_select(x[..., :1] > 0),
+    "written": lambda y, x: put(y, x > 0, 0.5),
+    "rows written": lambda y, x: put(y, x[..., 0] > 0, 2 * y[x[..., 0] > 0]),
+    "one for all written": lambda y, x: put(y, x[..., 0] > 0, torch.arange(6.0).to(y)),
+}
+
+
+def put(y, mask, value):
+    y = y.clone()
+    y[mask] = value
+    return y
+
+
+@pytest.mark.parametrize("chunk", [1, B])
+@pytest.mark.parametrize("how", SHAPED)
+def test_records_of_equal_shapes_are_processed_together(how, chunk, monkeypatch):
+    class Shaped(Model):
+        def forward(self, x):
+            return self.head(x.mean(1)) + SHAPED[how](self.mix(x), x).square().sum()
+
+    module, batch = made(Shaped)
+    engine, plan = engine_of(module)
+    monkeypatch.setattr(warnings, "warn", lambda message, *more: pytest.fail(str(message)))
+    sums = sums_of(engine, lambda one: cross_entropy(module(one[0]).sin(), one[1]), batch, B, chunk)
+    reference = clipped_sums(plan, module, lambda one: cross_entropy(module(one[0]).sin(), one[1]), batch, B)
+    assert relative_error(sums, reference) < 1e-9
+    assert way(engine) == (False, set())

@@ -159,7 +159,9 @@ class Borrowing(nn.Module):
         self.bias = nn.Parameter(torch.randn(3))
 
     def forward(self, x, weight):
-        return F.linear(x, weight, self.bias) * (2 if x.clamp(0).nonzero().numel() > 10 else 1)
+        return F.linear(x, weight, self.bias) * (
+            2 if np.count_nonzero(x.detach().clamp(0).numpy()) * x.dim() > 10 else 1
+        )
 
 
 class Hiding(nn.Module):
@@ -180,7 +182,9 @@ class Borrower(nn.Module):
         self.hidden = [head]
 
     def forward(self, x):
-        return F.linear(x.tanh(), self.hidden[0].weight) * (2 if x.clamp(0).nonzero().numel() > 10 else 1)
+        return F.linear(x.tanh(), self.hidden[0].weight) * (
+            2 if np.count_nonzero(x.detach().clamp(0).numpy()) * x.dim() > 10 else 1
+        )
 
 
 class Branching(nn.Module):
@@ -195,11 +199,11 @@ class Branching(nn.Module):
         return self.left(x) if x.sum() > 0 else self.right(x)
 
 
-class Ragged(Branching):
-    """Shapes that depend on the data: the slow path."""
+class Outside(Branching):
+    """Asks NumPy about the data: the slow path."""
 
     def forward(self, x):
-        return self.left(x) if x.clamp(0).nonzero().numel() > 8 else self.right(x)
+        return self.left(x) if (x.detach().numpy() > 0).sum() > 8 else self.right(x)
 
 
 def convolutions():
@@ -286,12 +290,12 @@ MODELS = {
     "branching": (Branching, rows),
     "branching_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Branching(), nn.Linear(3, 3)), rows),
     "channels_last": (lambda: convolutions().to(memory_format=torch.channels_last), images),
-    "ragged": (Ragged, rows),
-    "ragged_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Ragged(), nn.Linear(3, 3)), rows),
+    "outside": (Outside, rows),
+    "outside_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Outside(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
-SLOW = {"packed", "ragged", "checkpointed", "hiding"}
-LOOPED = {"lending": {"borrower"}, "projected": {"rnn"}, "ragged_inside": {"1"}, "packed_inside": {"0"}}
+SLOW = {"packed", "outside", "checkpointed", "hiding"}
+LOOPED = {"lending": {"borrower"}, "projected": {"rnn"}, "outside_inside": {"1"}, "packed_inside": {"0"}}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 
 
@@ -397,7 +401,7 @@ def test_chunks_change_nothing(chunk):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "lstm", "branching", "ragged"])
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "lstm", "branching", "outside"])
 def test_a_non_finite_record_contributes_nothing(name, bad):
     """Trap 1. The other records' sum must come out as if the bad one were not there."""
     module, (x, y) = case(name, torch.float32)

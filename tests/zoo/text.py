@@ -140,7 +140,7 @@ MODELS = {
     "Qwen3": Model(of("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8), causal),
     "Mistral": Model(of("MistralForCausalLM", num_key_value_heads=2, sliding_window=4), causal),
     "Gemma": Model(of("GemmaForCausalLM", num_key_value_heads=2, head_dim=8), causal),
-    "Gemma 2": Model(of("Gemma2ForCausalLM", num_key_value_heads=2, head_dim=8, sliding_window=4), causal),
+    "Gemma 2": Model(of("Gemma2ForCausalLM", num_key_value_heads=2, head_dim=8, sliding_window=8), causal),
     "Phi": Model(of("PhiForCausalLM"), causal),
     "Mixtral": Model(of("MixtralForCausalLM", **EXPERTS, experts_implementation="eager"), causal),
     "Mixtral, batched experts": Model(of("MixtralForCausalLM", **EXPERTS, experts_implementation="batched_mm"), causal),

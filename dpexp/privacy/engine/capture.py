@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.branches import QUESTIONS, answer
 from dpexp.privacy.engine.chance import Chance
+from dpexp.privacy.engine.on_records import OnRecords
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
+from dpexp.privacy.engine.shapes import SHAPES
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
 from dpexp.privacy.isolation.guard import Guard, packet
 from dpexp.privacy.isolation.state import State
@@ -73,6 +75,10 @@ class Capture(Guard):
                 return (args[1] == args[0]).any().item()  # as it does itself, unseen
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
+        if func in SHAPES:
+            shaped = SHAPES[func](self._count, *args, **kwargs)
+            if shaped is not NotImplemented:
+                return shaped
         known = _known(func)
         if known in RULES:
             call = RULES[known](*args, **kwargs)
@@ -96,6 +102,11 @@ class Capture(Guard):
         if known is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _count(self, mask: Tensor) -> int:
+        """Of how many positions a mask is true: a question to each record."""
+        with self:
+            return int((mask != 0).sum())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -229,17 +240,6 @@ def _attention(
     if attn_mask is not None and (causal or attn_mask.dim() < 2):
         raise RuntimeError("a causal attention with a mask, or a mask of one dimension, is for PyTorch to judge.")
     return _Attention.apply(query, key, value, attn_mask, args, kw)
-
-
-class OnRecords(torch.autograd.Function):
-    """A function that only exists under vmap."""
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        raise RuntimeError("a captured operation ran outside vmap over records.")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
 
 class _Captured(OnRecords):

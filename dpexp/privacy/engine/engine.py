@@ -20,6 +20,7 @@ from dpexp.privacy.engine.chunk import Chunk, Way, look, records
 from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.rounding import UNIT
+from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.isolation.guard import Guard
@@ -173,7 +174,7 @@ class Engine:
     def _give_up(self, way: Way, reason: Exception) -> None:
         """Settles for processing one module's records, or the whole model's, one at a time."""
         name = culprit(reason, self._module, way.looped)
-        self._reason = (str(reason) or type(reason).__name__).splitlines()[0]
+        self._reason = why(reason)
         if name is None:
             way.singly = True
         else:
@@ -187,8 +188,8 @@ class Engine:
         if what not in self._said:
             self._said.add(what)
             warnings.warn(
-                f"{what} are processed one at a time, which is right but slow, because they cannot be processed "
-                f"together: {self._reason}"
+                f"{what} are processed one at a time, which is right but slow. They cannot be processed together: "
+                f"{self._reason}"
             )
 
     def _uses_together(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:

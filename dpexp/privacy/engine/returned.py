@@ -1,4 +1,4 @@
-"""What a module returns for one record: tensors, and all the rest, so that what it returns for several can be made one."""
+"""What a module returns for one record, so that what it returns for several can be made one."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,0 +1,59 @@
+"""Warnings of slowness name the line, the reason and what to write instead."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_branches import engine_of
+
+
+def repeated(module, x):
+    return module(x.repeat_interleave((x[:, 0] > 0).long(), 0)).sum()
+
+
+def written(module, x):
+    y = torch.zeros(3, 4)
+    y[0] = x[0]
+    return module(y).sum()
+
+
+def numbers(module, x):
+    return module(x).sum() * float(x.numpy().mean())
+
+
+def asked(module, x):
+    return module(x).sum() * x.sum().item()
+
+
+def contained(module, x):
+    return module(x).sum() * (1 if 3.0 in x else 2)
+
+
+def drawn(module, x):
+    return module(x).sum() * random.random()
+
+
+SAID = {
+    repeated: ("`return module(x.repeat_interleave(", "a shape depends on a record's data", "weigh with a mask"),
+    written: ("`y[0] = x[0]`: a tensor that is the same for all records is written to", "x.new_zeros(...)"),
+    numbers: ("`return module(x).sum() * float(x.numpy().mean())`: NumPy cannot", "functions of torch"),
+    asked: ("`return module(x).sum() * x.sum().item()`: a branch or a number", "a product instead of .item()"),
+    contained: ("`return module(x).sum() * (1 if 3.0 in x else 2)`: a record's number", "torch.where(condition, a, b)"),
+    drawn: ("training_step draws random numbers by Python's or NumPy's generator", "Draw by torch"),
+}
+
+
+@pytest.mark.parametrize("loss", SAID, ids=lambda loss: loss.__name__)
+def test_the_line_and_the_way_out_are_told(loss):
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    engine, _ = engine_of(module)
+    engine.start()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine.accumulate(lambda x: loss(module, x), torch.randn(20, 3, 4), 20)
+    (said,) = [str(w.message) for w in told if "one at a time" in str(w.message)]
+    assert all(words in said for words in SAID[loss]) and ("test_slowness.py, line" in said or loss is drawn)
