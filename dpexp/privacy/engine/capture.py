@@ -246,10 +246,10 @@ class _Captured(OnRecords):
     """The call of a rule, on the whole chunk at once."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, anchor: Tensor, x: Tensor, call: Call, record: Record) -> tuple[Tensor, int]:
+    def vmap(B: int, in_dims: Any, anchor: Tensor, x: Tensor, call: Call, record: Record) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        x = x.expand(info.batch_size, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
+        x = x.expand(B, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
         y = call.run(x, **{role: p.detach() for role, p in call.parameters.items() if p is not None})
         if not torch.is_grad_enabled():
             return y, 0
@@ -296,9 +296,8 @@ class _Attention(OnRecords):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, args: tuple, kw: dict
+        B: int, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, args: tuple, kw: dict
     ) -> tuple[Tensor, int]:
-        B = info.batch_size
         q, k, v = (
             t.expand(B, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip((query, key, value), in_dims, strict=False)
@@ -325,10 +324,9 @@ class _Stepped(OnRecords):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, anchor: Tensor, p: Tensor, h: Tensor, c: Tensor,
+        B: int, in_dims: Any, anchor: Tensor, p: Tensor, h: Tensor, c: Tensor,
         weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool, on_gradient: Any,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:  # fmt: skip
-        B = info.batch_size
         p, h, c = (
             t.expand(B, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip((p, h, c), in_dims[1:4], strict=True)
@@ -351,10 +349,10 @@ class _Copied(OnRecords):
     """A copy of a parameter for each record, whose gradients are the per-record gradients."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, anchor: Tensor, parameter: Tensor, record: Record) -> tuple[Tensor, int]:
+    def vmap(B: int, in_dims: Any, anchor: Tensor, parameter: Tensor, record: Record) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        return CopyTap.apply(anchor, parameter, info.batch_size, record), 0
+        return CopyTap.apply(anchor, parameter, B, record), 0
 
 
 class CopyTap(torch.autograd.Function):

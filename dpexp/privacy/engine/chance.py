@@ -1,7 +1,7 @@
 """What of a step random numbers may have reached, and what they cannot have."""
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Chance:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states = self._of_torch()
         self._of_python = of_python()
         self._drawn = 0
         self._lost = False
@@ -46,8 +46,8 @@ class Chance:
 
     def follow(self, func: Callable[..., Any], args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
         """Runs a call of a function that PyTorch's function modes see."""
-        given = [*_leaves((args, kwargs))]
-        own = _is_torchs(func) and all(isinstance(leaf, _PLAIN) or type(leaf) in _TENSORS for leaf in given)
+        given = _leaves((args, kwargs) if kwargs else args)
+        own = _is_torchs(func) and all(type(leaf) in _TENSORS or isinstance(leaf, _PLAIN) for leaf in given)
         free = own and all(_is_free(leaf) for leaf in given if isinstance(leaf, Tensor))
         before = self._drawn
         result = run()
@@ -61,12 +61,14 @@ class Chance:
         return result
 
     def _draws(self) -> bool:
-        states = [generator.get_state() for generator in self._generators]
-        drawn = not all(map(torch.equal, states, self._states))
-        self._states = states
-        return drawn
+        before, self._states = self._states, self._of_torch()
+        return self._states != before
+
+    def _of_torch(self) -> list[bytes]:
+        return [generator.get_state().numpy().tobytes() for generator in self._generators]
 
 
+_CONTAINERS = (list, tuple, dict)
 _TENSORS = {Tensor, nn.Parameter, nn.Buffer}
 _PLAIN = (
     int, float, complex, str, type(None), type(Ellipsis), slice, torch.dtype, torch.device, torch.layout,
@@ -95,12 +97,7 @@ def _version(tensor: Tensor) -> int:
     return tensor._version
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value
+        return [leaf for item in value for leaf in (_leaves(item) if isinstance(item, _CONTAINERS) else (item,))]
+    return _leaves([*value.values()]) if isinstance(value, dict) else [value]

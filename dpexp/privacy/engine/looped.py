@@ -126,9 +126,9 @@ class _Looped(OnRecords):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, anchor: Tensor, one: Any, names: list[str], record: Any, *tensors: Tensor
+        B: int, in_dims: Any, anchor: Tensor, one: Any, names: list[str], record: Any, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        B, k = info.batch_size, len(names)
+        k = len(names)
         copies = [CopyTap.apply(anchor, parameter, B, record).unbind(0) for parameter in tensors[:k]]
         before = [parameter.detach().clone() for parameter in tensors[:k]]  # the copies' `.data` is not watched
         given = [

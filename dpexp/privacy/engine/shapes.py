@@ -19,9 +19,9 @@ class _Positions(OnRecords):
     """[*shape] -> the k positions [k, dimensions] at which it is not zero."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, mask: Tensor, k: int) -> tuple[Tensor, int]:
+    def vmap(B: int, in_dims: Any, mask: Tensor, k: int) -> tuple[Tensor, int]:
         found = mask.movedim(in_dims[0], 0).nonzero()
-        return found[:, 1:].reshape(info.batch_size, k, mask.dim() - 1), 0
+        return found[:, 1:].reshape(B, k, mask.dim() - 1), 0
 
 
 def _nonzero(count: Count, input: Tensor, *, as_tuple: bool = False) -> Any:
