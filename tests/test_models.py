@@ -1,8 +1,10 @@
-"""Other people's models, as they are: right against one record at a time, and processed as the table says.
+"""Other people's models, as they are: right against one record at a time, and processed as is said here.
 
-python -m pytest tests/test_models.py          # some of them
-python -m pytest tests/test_models.py -m ''    # all
-python tests/test_models.py                    # docs/zoo.md's table, of which every row is found by trying
+    python -m pytest tests/test_models.py          # some of them
+    python -m pytest tests/test_models.py -m ''    # all
+    python tests/test_models.py                    # writes docs/zoo.md
+
+The image models are tried where timm and torchvision are installed: extra [models].
 """
 
 import zoo  # first: pytorch_lightning imports torchvision, where there is one
@@ -10,8 +12,9 @@ import zoo  # first: pytorch_lightning imports torchvision, where there is one
 # isort: split
 import importlib
 import re
-import sys
 import warnings
+from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,19 +31,14 @@ from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
 
 FAMILIES = {
-    "written": "by hand",
-    "sequences": "sequences, by hand",
+    "written": "By hand: images, rows, sets",
+    "sequences": "By hand: sequences",
     "text": "transformers",
     "adapters": "peft",
     "images": "timm and torchvision",
 }
-MODELS = {}
-for family in FAMILIES:
-    try:
-        MODELS[family] = importlib.import_module(f"zoo.{family}").MODELS
-    except ModuleNotFoundError as error:
-        ABSENT = error
-        MODELS[family] = {}
+HERE = [family for family in FAMILIES if family != "images" or find_spec("timm")]
+MODELS = {family: importlib.import_module(f"zoo.{family}").MODELS for family in HERE}
 
 ALWAYS = {
     "encoder and decoder", "encoder, boolean mask", "attention with its weights", "LSTM", "LSTM, packed", "early exits",
@@ -146,17 +144,44 @@ def test_with_dropout_as_it_is_used(family, name):
     assert verdict == (EXPECTED | DROPPING).get(name, "fast"), why
 
 
-def rows():
-    """docs/zoo.md's: of each model what was expected, and why it is not faster."""
+def test_images_are_tried():
+    pytest.importorskip("timm", reason="timm and torchvision come with the extra [models], which is not installed")
+
+
+def test_the_page_says_what_is_expected():
+    told = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", PAGE.read_text(), re.M))
+    for models in MODELS.values():
+        assert {name: told.get(name) for name in models} == {name: EXPECTED.get(name, "fast") for name in models}
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "zoo.md"
+INTRODUCTION = """# Models that were tried
+
+Tiny ones, as the libraries that have them make them, on records of several lengths where they are sequences: masks,
+labels of -100, the usual loss. For each, `tests/test_models.py` compares the clipped sums with those of one record at a
+time in float64, at 1e-9, and holds how its records are processed, with dropout and without:
+
+- *fast*: together, or where the model asks its data, those that answer alike together;
+- *part*: together, but for these modules, or operators (`aten::…`) that PyTorch runs record by record under vmap;
+- *singly*: one at a time, which is right but slow. Where that is for their lengths, the records of fewer lengths than
+  there are here may still be processed together;
+- *refused*.
+
+What a model is made of decides, and [speed](speed.md) says how. `python tests/test_models.py` writes this page; with
+`pip install -e '.[test,models]'`, `python -m pytest tests/test_models.py -m ''` tries them all, and without `-m ''`
+some."""
+
+
+def page():
+    """docs/zoo.md, of which every row is found by trying."""
+    yield INTRODUCTION
     for family, models in MODELS.items():
-        yield f"\n## {FAMILIES[family].capitalize()}\n\n| | verdict | why |\n|---|---|---|"
+        yield f"\n## {FAMILIES[family]}\n\n| | | why |\n|---|---|---|"
         for name, model in models.items():
             verdict, why, _ = tried(model, False, torch.float64)
-            yield f"| {name} | {verdict} | {why} |"
-            if verdict != (expected := EXPECTED.get(name, "fast")):
-                print(f"{name}: {verdict}, expected {expected}", file=sys.stderr)
+            yield f"| {name} | {verdict} | {why.replace('|', '∣')} |"
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print("\n".join(rows()))
+    PAGE.write_text("\n".join(page()) + "\n")

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 try:
     import torchvision
+except ModuleNotFoundError:
+    pass
 except RuntimeError:
     # torchvision's compiled operators do not load beside a torch built for another device, and it cannot be imported
     # without the names of these two, which no model here calls.
