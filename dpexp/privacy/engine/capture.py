@@ -130,10 +130,12 @@ class Capture(Guard):
             and not self.trains(call.x)
         )
 
-    def _is_computed(self, table: Any) -> bool:
-        """Not one that is frozen, nor an index."""
-        numbers = isinstance(table, Tensor) and table.is_floating_point()
-        return numbers and (self.trains(table) or _functorch.is_batchedtensor(table))
+    @staticmethod
+    def _is_computed(table: Any) -> bool:
+        """Not one that is frozen and the same for all records, nor an index."""
+        if not isinstance(table, Tensor) or not table.is_floating_point():
+            return False
+        return table.requires_grad or not table.is_leaf or _functorch.is_batchedtensor(table)
 
     def _steps_through(self, args: tuple) -> bool:
         """Not packed sequences, nor a projected state, nor weights that a parametrization computes."""
