@@ -22,9 +22,9 @@ import zoo  # noqa: F401  # makes torchvision importable, whatever torch was bui
 # isort: split
 import timm
 import torch
-import torchvision
 from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, ResNet
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 WORDS = 512
@@ -72,15 +72,20 @@ def classified(mask: bool = False) -> tuple[Tensor, Tensor]:
     return written(32, 128, mask), torch.randint(2, (32,))
 
 
-def resnet() -> nn.Module:
-    return torchvision.models.resnet18(norm_layer=lambda channels: nn.GroupNorm(16, channels), num_classes=10)
+def resnet(block: type[BasicBlock] = BasicBlock) -> nn.Module:
+    """ResNet18."""
+    return ResNet(block, [2, 2, 2, 2], num_classes=10, norm_layer=lambda channels: nn.GroupNorm(16, channels))
+
+
+class OutOfPlace(BasicBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        return (h + (x if self.downsample is None else self.downsample(x))).relu()
 
 
 def resnet_for_opacus() -> nn.Module:
-    module = resnet()
-    for layer in module.modules():
-        if isinstance(layer, nn.ReLU):
-            layer.inplace = False
+    module = resnet(OutOfPlace)
+    module.relu.inplace = False
     return module
 
 
