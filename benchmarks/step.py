@@ -132,6 +132,7 @@ WORKLOADS: dict[str, Workload] = {
         lambda: images(4096, 784),
     ),  # for memory
 }
+FOR_OPACUS = {"lstm": opacus_recurrent}  # what it does not take as it is
 DRAWN = [name for name in WORKLOADS if name != "wide"]
 Step = Callable[[], None]
 
@@ -193,7 +194,7 @@ def opacus(name: str, mode: str, clipping: str = "flat") -> Step:
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    module, (x, y) = built(name, opacus_recurrent if name == "lstm" else None)
+    module, (x, y) = built(name, FOR_OPACUS.get(name))
     sgd = torch.optim.SGD(module.parameters(), LR)
     noise = {"noise_multiplier": Z, "expected_batch_size": len(x)}
     if mode == "ghost":

@@ -106,7 +106,7 @@ def test_a_command_that_is_wrong_is_found(tmp_path):
 
 def test_ones_own_model_data_and_groups_train(written, dpexp_job):
     written(DOCS / "own.md")
-    (arguments,) = commands(DOCS / "own.md")
+    arguments, _ = commands(DOCS / "own.md")
     output = dpexp_job(*arguments, "sampling.steps=3", "tracking=none")
     (spec,) = read_ledger(output / "ledger.jsonl").rounds
     assert [query.group for query in spec.queries] == ["norms", "head", "body"]

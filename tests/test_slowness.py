@@ -28,8 +28,8 @@ def asked(module, x):
     return module(x).sum() * x.sum().item()
 
 
-def contained(module, x):
-    return module(x).sum() * (1 if 3.0 in x else 2)
+def counted(module, x):
+    return module(x).sum() * torch.arange(x.sum().abs() + 2).sum()
 
 
 def drawn(module, x):
@@ -41,7 +41,11 @@ SAID = {
     written: ("`y[0] = x[0]`: a tensor that is the same for all records is written to", "x.new_zeros(...)"),
     numbers: ("`return module(x).sum() * float(x.numpy().mean())`: NumPy cannot", "functions of torch"),
     asked: ("`return module(x).sum() * x.sum().item()`: a branch or a number", "a product instead of .item()"),
-    contained: ("`return module(x).sum() * (1 if 3.0 in x else 2)`: a record's number", "torch.where(condition, a, b)"),
+    counted: (
+        "`return module(x).sum() * torch.arange(x.sum().abs() + 2)",
+        "a record's number",
+        "torch.where(condition, a, b)",
+    ),
     drawn: ("training_step draws random numbers by Python's or NumPy's generator", "Draw by torch"),
 }
 

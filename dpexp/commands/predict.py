@@ -22,7 +22,7 @@ from dpexp.commands.arguments import Arguments
 from dpexp.commands.saved import bare, configuration, located, restored, trainer_of
 from dpexp.errors import ConfigError
 from dpexp.showing.terminal import console
-from dpexp.training.classifier import Classifier
+from dpexp.training.classifier import Classifier, scores_of
 
 _AT_ONCE = 1000
 
@@ -47,7 +47,7 @@ def predict(arguments: Sequence[str]) -> DataFrame | None:
     model, precision = bare(module).eval(), trainer.precision_plugin
     try:
         with torch.no_grad(), precision.forward_context():
-            outputs = torch.cat([model(precision.convert_input(part)) for part in x.split(_AT_ONCE)])
+            outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(_AT_ONCE)])
     except Exception as error:
         raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # NumPy knows no bfloat16

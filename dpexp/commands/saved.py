@@ -2,7 +2,7 @@
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -162,5 +162,8 @@ def located(run: str | Path, uri: str | None) -> Iterator[Path]:
 
 def _example(data: pl.LightningDataModule) -> Tensor:
     """Two records of the test set, which is taken as public."""
-    x, *_ = next(iter(data.test_dataloader()))
+    batch = next(iter(data.test_dataloader()))
+    if isinstance(batch, Mapping):
+        raise ConfigError(f"it takes one tensor, and a batch holds {', '.join(batch)}.")
+    x, *_ = batch
     return x[:2]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.batches import flattened
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.randomness import own_randomness
 from dpexp.privacy.isolation.state import State
@@ -40,7 +41,7 @@ def refuse_company(
     Raises:
         ConfigError: names the innermost module that mixes the two, or training_step.
     """
-    leaves, structure = tree_flatten(batch)
+    leaves, structure = flattened(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.dim() < 2 or leaf.shape[1] != 1 or len(leaf) < 2 for leaf in tensors):
         return

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -33,6 +33,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.batches import flattened
 from dpexp.privacy.isolation.randomness import seed_everything
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
@@ -133,7 +134,7 @@ class Alone:
         batches = []
         for item in items:
             try:
-                leaves, structure = tree_flatten(self._collate([item]))
+                leaves, structure = flattened(self._collate([item]))
                 # Copies, since a collate_fn may use the same memory for each.
                 leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 batches.append((tuple(map(_look, leaves)), leaves, structure))

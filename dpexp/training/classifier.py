@@ -1,6 +1,6 @@
 """A LightningModule around a plain classifier."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -8,9 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from dpexp.errors import ConfigError
+
 
 class Classifier(pl.LightningModule):
-    """Trains `model` with cross entropy on (x, y) batches.
+    """Trains `model` with cross entropy on (x, y) batches; on batches that name what they hold, as the models of
+    transformers take them, with the loss that the model itself computes from its `labels`.
 
     Args:
         optimizer: parameters -> optimizer.
@@ -31,30 +34,45 @@ class Classifier(pl.LightningModule):
         self.scheduler = scheduler
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
+        return scores_of(self.model(x))
 
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self(x), y)
+    def loss_and_scores(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Of (x, y), or of a batch by name.
+
+        Raises:
+            ConfigError: the model computes no loss of its own.
+        """
+        if not isinstance(batch, Mapping):
+            x, y = batch
+            scores = self(x)
+            return F.cross_entropy(scores, y), scores
+        outputs = self.model(**batch)
+        loss = getattr(outputs, "loss", None)
+        if loss is None:
+            raise ConfigError(
+                f"data: its batches hold {', '.join(batch)}, of which {type(self.model).__name__} computes no loss; "
+                "give a model of transformers `labels` too, another model tuples (x, y)."
+            )
+        return loss, getattr(outputs, "logits", None)
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss, _ = self.loss_and_scores(batch)
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+    def validation_step(self, batch: Any) -> None:
         self._evaluate(batch)
 
-    def test_step(self, batch: tuple[Tensor, Tensor]) -> None:
+    def test_step(self, batch: Any) -> None:
         self._evaluate(batch)
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor]) -> None:
-        x, y = batch
-        scores = self(x)
-        values = F.cross_entropy(scores, y), (scores.argmax(1) == y).float().mean()
-        self.log_dict(
-            dict(zip(self.METRICS, values, strict=True)),
-            on_step=False,
-            on_epoch=True,
-            batch_size=len(y),
-        )
+    def _evaluate(self, batch: Any) -> None:
+        loss, scores = self.loss_and_scores(batch)
+        y = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+        measured = {"test_loss": loss}
+        if scores is not None and scores.dim() == y.dim() + 1 and not y.is_floating_point():
+            measured["test_accuracy"] = (scores.argmax(1) == y).float().mean()
+        self.log_dict(measured, on_step=False, on_epoch=True, batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.parameters())
@@ -62,3 +80,8 @@ class Classifier(pl.LightningModule):
             return optimizer
         scheduler = {"scheduler": self.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def scores_of(outputs: Any) -> Tensor:
+    """Those of a model of transformers are among other things."""
+    return getattr(outputs, "logits", outputs)

@@ -1,6 +1,7 @@
 """Training that cannot work, told by what is public: the weights, which are released, and the validation set."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -73,9 +74,16 @@ def _try(trainer: pl.Trainer, module: Classifier) -> None:
         with torch.random.fork_rng(), torch.no_grad(), trainer.precision_plugin.forward_context():
             batch = data.on_before_batch_transfer(next(iter(loader)), 0)
             batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), module.device)
-            x, y = data.on_after_batch_transfer(batch, 0)
+            batch = data.on_after_batch_transfer(batch, 0)
+            if isinstance(batch, Mapping):
+                shape = ", ".join(f"{name} {list(held.shape[1:])}" for name, held in batch.items())
+                module.loss_and_scores(batch)
+                return
+            x, y = batch
             shape = str(list(x.shape[1:]))
             scores, most = module(x), int(y.max())
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"model: it cannot score the validation set's records, of shape {shape}; data.shape, or the model's own "

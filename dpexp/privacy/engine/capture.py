@@ -86,6 +86,9 @@ class Capture(Guard):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
             return answer(func, args[0], self.anchor, self.chance)
+        if func is Tensor.__contains__:
+            with self:
+                return (args[1] == args[0]).any().item()  # as it does itself, unseen
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
         if func in SHAPES:
@@ -110,7 +113,8 @@ class Capture(Guard):
             if attended is not None:
                 self.alone.try_out(func, args, kwargs)
                 return attended
-        if known in _EMBEDDINGS and _PADDING.intersection(_named(known, args, kwargs)):
+        computed = any(map(self._is_computed, (*args, *kwargs.values()))) if known in _EMBEDDINGS else False
+        if computed and _PADDING.intersection(_named(known, args, kwargs)):
             # vmap's own rule makes one table of all records', in which it no longer knows the padding.
             raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
         of_all = known in _MISTAKEN_OF_ALL and len(args) + len(kwargs) == 1
@@ -148,6 +152,13 @@ class Capture(Guard):
             and not any(_functorch.is_batchedtensor(p) for p in given)
             and not self.trains(call.x)
         )
+
+    @staticmethod
+    def _is_computed(table: Any) -> bool:
+        """Not one that is frozen and the same for all records, nor an index."""
+        if not isinstance(table, Tensor) or not table.is_floating_point():
+            return False
+        return table.requires_grad or not table.is_leaf or _functorch.is_batchedtensor(table)
 
     def _steps_through(self, args: tuple) -> bool:
         """Not packed sequences, nor a projected state, nor weights that a parametrization computes."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.batches import flattened
 from dpexp.privacy.isolation.state import State
 
 
@@ -60,7 +61,7 @@ def look(leaves: list[Any]) -> Hashable:
 
 def records(batch: Any, size: int) -> tuple[list[Any], Any]:
     """A batch's leaves, of which the tensors have the records along their first dimension, and its structure."""
-    leaves, structure = tree_flatten(batch)
+    leaves, structure = flattened(batch)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != size):
             raise ConfigError(

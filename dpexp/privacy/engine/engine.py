@@ -19,7 +19,7 @@ from dpexp.privacy.engine.branches import Asked, Differ
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
-from dpexp.privacy.engine.looped import culprit, looping
+from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.rounding import UNIT
 from dpexp.privacy.engine.slowness import why
@@ -165,7 +165,7 @@ class Engine:
 
     def _restore(self, state: State) -> list[str]:
         changed = state.restore()
-        news = [name for name in changed if name not in self._said]
+        news = [name for name in changed if name not in self._said and not name.endswith(DEDUCED)]
         if news:
             self._said.update(news)
             warnings.warn(

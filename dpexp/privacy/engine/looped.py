@@ -19,9 +19,12 @@ from torchmetrics import Metric
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture, CopyTap
 from dpexp.privacy.engine.on_records import OnRecords
+from dpexp.privacy.engine.returned import put_together, taken_apart
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.state import CHANGED, State
 from dpexp.privacy.isolation.surroundings import Surroundings
+
+DEDUCED = "config.problem_type"  # by models of transformers from each batch of labels, where it is not given
 
 
 def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | None:
@@ -84,10 +87,10 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
                     raise RuntimeError("it changes what it is given.")
                 if versions != [tensor._version for tensor in tensors]:
                     raise RuntimeError("it changes its input in place.")
-                outputs, shape = tree_flatten(result)
-                if not all(isinstance(output, Tensor) for output in outputs) or (returned and returned[0] != shape):
+                outputs, rest = taken_apart(result, state.known)
+                if returned and returned[0] != rest:
                     raise RuntimeError("it returns different things for different records.")
-                returned[:] = [shape]
+                returned[:] = [rest]
                 return outputs
 
             outputs = _Looped.apply(
@@ -100,7 +103,7 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
             )
             if capture.chance is not None:
                 capture.chance.unseen()
-            return tree_unflatten(list(outputs), returned[0])
+            return put_together(returned[0], iter(outputs))
 
     return forward
 
@@ -115,7 +118,7 @@ class _Others(nn.Module):
 
 def _beyond_torchs_own(changed: list[str]) -> bool:
     """Recurrent layers rebuild lists of their weights whenever these are replaced, as they are here."""
-    return any(not name.endswith(("_flat_weights", "_flat_weight_refs")) for name in changed)
+    return any(not name.endswith(("_flat_weights", "_flat_weight_refs", DEDUCED)) for name in changed)
 
 
 class _Looped(OnRecords):
