@@ -1,7 +1,8 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
 from dpexp.privacy.engine.attention import multi_head_attention
+from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
@@ -17,6 +19,7 @@ from dpexp.privacy.isolation.guard import Guard, packet
 from dpexp.privacy.isolation.state import State
 
 Record = Callable[[Tensor, Use], None]
+OfOne = Callable[[Use], None]
 
 
 class Capture(Guard):
@@ -24,15 +27,16 @@ class Capture(Guard):
     per-record gradients instead.
 
     Args:
+        derived: what is computed from parameters alone.
         anchor: [B] zeros that require gradients, batched by vmap: it marks every intercepted output as one
             that belongs to a record and that gradients must flow back to.
         state: see Guard.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], anchor: Tensor, record: Record, state: State) -> None:
+    def __init__(self, derived: Derived, anchor: Tensor, record: Record, state: State) -> None:
         super().__init__(state)
         self._paused = False
-        self._trainable = {id(parameter) for parameter in parameters}
+        self._derived = derived
         self.anchor = anchor
         self.record = record
         self._copies: dict[int, Tensor] = {}
@@ -64,7 +68,7 @@ class Capture(Guard):
         if known in RULES:
             call = RULES[known](*args, **kwargs)
             if call is not None and self._fits(call):
-                return _Captured.apply(self.anchor, call.x, call, self.record)
+                return _Captured.apply(self.anchor, self.with_copies(call.x), call, self.record)
         if known in CELLS and self._steps_through(args):
             with self:
                 return unrolled(CELLS[known], self._steps, *args, **kwargs)
@@ -78,10 +82,12 @@ class Capture(Guard):
             raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
         if known in _MISTAKEN or (known is _CHUNKED and kwargs.get("options") is not None):
             raise RuntimeError(f"PyTorch's vmap gets gradients of {known.__name__} wrong.")
-        args, kwargs = self.with_copies(args), self.with_copies(kwargs)
         if known is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+            return _attention(*self.with_copies(args), **self.with_copies(kwargs))
+        found = self._derived.once(func, args, kwargs)
+        if found is not None:
+            return found[0]
+        return super().__torch_function__(func, types, self.with_copies(args), self.with_copies(kwargs))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -93,25 +99,30 @@ class Capture(Guard):
             self._paused = before
 
     def trains(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._trainable
+        return self._derived.trains(parameter)
 
     def _fits(self, call: Call) -> bool:
-        """A rule serves unbatched parameters, at least one of them trainable, that meet data."""
+        """A rule serves parameters, or what is computed from them alone, at least one of them trainable, that meet
+        data."""
         given = [p for p in call.parameters.values() if p is not None]
-        return (
-            any(self.trains(p) for p in given)
-            and all(self.trains(p) or (p.is_leaf and not p.requires_grad) for p in given)
-            and not any(_functorch.is_batchedtensor(p) for p in given)
-            and not self.trains(call.x)
+        fits = any(map(self._derived.holds, given)) and not any(
+            _functorch.is_batchedtensor(p) or p.is_complex() or (p.requires_grad and not self._derived.holds(p))
+            for p in given
         )
+        if fits:
+            for p in given:
+                self._derived.use(p)
+        return fits
 
     def _steps_through(self, args: tuple) -> bool:
-        """Not packed sequences, nor a projected state, nor weights that a parametrization computes."""
+        """Not packed sequences, nor a projected state, nor weights that are not the same for all records."""
         weights, hx = args[2], args[1]
         if not isinstance(weights, list) or (isinstance(hx, Tensor) and hx.dim() != 3):
             return False
         has_biases, layers, sides = args[3], args[4], 1 + bool(args[7])
-        return len(weights) == layers * sides * (4 if has_biases else 2) and all(w.is_leaf for w in weights)
+        return len(weights) == layers * sides * (4 if has_biases else 2) and not any(
+            map(_functorch.is_batchedtensor, weights)
+        )
 
     def _steps(
         self, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool
@@ -124,15 +135,18 @@ class Capture(Guard):
             if bias is not None and bias.requires_grad:
                 self.record(bias, Dense(g.sum(1)))
 
+        self._derived.use(weight)
+        self._derived.use(bias)
         with DisableTorchFunction():
             return _Stepped.apply(self.anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
 
     def with_copies(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if not self.trains(value) or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or not self._derived.holds(value):
                 return value
             if id(value) not in self._copies:
-                self._copies[id(value)] = _Copied.apply(self.anchor, value, self.record)
+                self._derived.use(value)
+                self._copies[id(value)] = _Copied.apply(self.anchor, value.detach(), partial(self.record, value))
             return self._copies[id(value)]
         if type(value) in (list, tuple):
             return type(value)(map(self.with_copies, value))
@@ -329,23 +343,23 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
 
 
 class _Copied(OnRecords):
-    """A copy of a parameter for each record, whose gradients are the per-record gradients."""
+    """A copy for each record of a parameter, or of what is computed from parameters alone, whose gradients are the
+    per-record gradients."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, anchor: Tensor, parameter: Tensor, record: Record) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, anchor: Tensor, values: Tensor, record: OfOne) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        return CopyTap.apply(anchor, parameter, info.batch_size, record), 0
+        return CopyTap.apply(anchor, values, info.batch_size, record), 0
 
 
 class CopyTap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, parameter: Tensor, size: int, record: Record) -> Tensor:
-        ctx.parameter, ctx.record = parameter, record
-        return parameter.detach().expand(size, *parameter.shape)
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, size: int, record: OfOne) -> Tensor:
+        ctx.dtype, ctx.record = torch.promote_types(torch.float32, values.dtype), record
+        return values.detach().expand(size, *values.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        dtype = torch.promote_types(torch.float32, ctx.parameter.dtype)
-        ctx.record(ctx.parameter, Dense(g.to(dtype)))
+        ctx.record(Dense(g.to(ctx.dtype)))
         return None, None, None, None

@@ -15,6 +15,7 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
+from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.looped import culprit, looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.rounding import UNIT
@@ -196,10 +197,11 @@ class Engine:
 
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
+        derived = Derived(self._parameters.values())
         drawn = of_python()
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
-            capture = Capture(self._parameters.values(), anchor, record, chunk.state)
+            capture = Capture(derived, anchor, record, chunk.state)
             with looping(self._module, way.looped, capture, self.around), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             if capture.error is not None:
@@ -223,6 +225,8 @@ class Engine:
         if any(p.grad is not None for p in self._parameters.values()):
             raise RuntimeError("a parameter is used in a way that was not seen.")
         with full_precision(device), torch.no_grad():
+            for parameter, use in derived.passed_on(uses, chunk.state):
+                record(parameter, use)
             return (
                 {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),
