@@ -282,7 +282,7 @@ MODELS = {
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
 SLOW = {"packed", "branching", "checkpointed", "hiding"}
-LOOPED = {"lending": {"borrower"}, "projected": {"rnn"}, "branching_inside": {"1"}, "packed_inside": {"0"}}
+LOOPED = {"lending": {"borrower"}, "branching_inside": {"1"}, "packed_inside": {"0"}}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 
 

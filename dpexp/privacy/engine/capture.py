@@ -11,8 +11,9 @@ from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
 from dpexp.privacy.engine.attention import multi_head_attention
-from dpexp.privacy.engine.derived import Derived
+from dpexp.privacy.engine.derived import Derived, inner
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
+from dpexp.privacy.engine.rewritten import REWRITTEN
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
 from dpexp.privacy.isolation.guard import Guard, packet
@@ -59,7 +60,7 @@ class Capture(Guard):
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict) -> Any:
         if func in _OF_AUTOGRAD:
-            return func(_inner(args[0]))
+            return func(inner(args[0]))
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in _BACKWARD:
@@ -87,6 +88,11 @@ class Capture(Guard):
         found = self._derived.once(func, args, kwargs)
         if found is not None:
             return found[0]
+        if known in REWRITTEN:
+            with self:
+                result = REWRITTEN[known](self._derived.holds, *args, **kwargs)
+            if result is not None:
+                return result
         return super().__torch_function__(func, types, self.with_copies(args), self.with_copies(kwargs))
 
     @contextmanager
@@ -115,12 +121,13 @@ class Capture(Guard):
         return fits
 
     def _steps_through(self, args: tuple) -> bool:
-        """Not packed sequences, nor a projected state, nor weights that are not the same for all records."""
+        """Not packed sequences, nor weights that are not the same for all records."""
         weights, hx = args[2], args[1]
         if not isinstance(weights, list) or (isinstance(hx, Tensor) and hx.dim() != 3):
             return False
         has_biases, layers, sides = args[3], args[4], 1 + bool(args[7])
-        return len(weights) == layers * sides * (4 if has_biases else 2) and not any(
+        per = 4 if has_biases else 2
+        return len(weights) in (layers * sides * per, layers * sides * (per + 1)) and not any(
             map(_functorch.is_batchedtensor, weights)
         )
 
@@ -171,7 +178,7 @@ _EXPORTED: dict[Any, Any] = {
         for function in (
             F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
             F.layer_norm, F.group_norm, F.rms_norm, F.scaled_dot_product_attention, *CELLS,
-            torch.embedding, torch.embedding_bag, torch.select_scatter,
+            torch.embedding, torch.embedding_bag, torch.select_scatter, torch.matmul, torch.mm, torch.addmm,
         )
     },
     torch.ops.aten._embedding_bag: torch.embedding_bag,
@@ -185,7 +192,7 @@ def _known(func: Any) -> Any:
 
 
 # Found by comparing, in PyTorch 2.13, the gradients of all operators that its tests know, together and one by one.
-_MISTAKEN = {torch.select_scatter, Tensor.select_scatter}
+_MISTAKEN = {torch.select_scatter, Tensor.select_scatter, torch.as_strided_scatter, Tensor.as_strided_scatter}
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
 
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
@@ -205,13 +212,6 @@ def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:
     named = {name for name in _PADDING if given.get(name) is not None and given[name] is not False}
     named -= {"padding_idx"} if without else set()
     return named | ({"padding_idx"} if func is torch.embedding_bag else set())
-
-
-def _inner(tensor: Tensor) -> Tensor:
-    """The tensor of all records, of which vmap shows one."""
-    while _functorch.is_batchedtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _attention(

@@ -50,7 +50,7 @@ class Derived:
             return None
         if any(map(_functorch.is_batchedtensor, tensors)):
             return None
-        result = func(*args, **kwargs)
+        result = _PLAIN.get(func, func)(*args, **kwargs)
         return None if any(map(_of_records, _tensors(result))) else (result,)
 
     def passed_on(self, uses: dict[int, list[Use]], state: State) -> Iterator[tuple[Tensor, Use]]:
@@ -95,6 +95,14 @@ class Derived:
             yield parameter, Dense(gradient.to(torch.promote_types(torch.float32, parameter.dtype)))
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+# In place of what PyTorch has in one piece, whose backward pass vmap would go through record by record.
+_PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {torch._weight_norm: _weight_norm}
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -108,4 +116,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _of_records(tensor: Tensor) -> bool:
     """Whether it differs between records, and gradients flow through it."""
-    return _functorch.is_batchedtensor(tensor) and tensor.requires_grad
+    return _functorch.is_batchedtensor(tensor) and inner(tensor).requires_grad
+
+
+def inner(tensor: Tensor) -> Tensor:
+    """The tensor of all records, of which vmap shows one."""
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
