@@ -27,10 +27,9 @@ def clipped_sums(plan, module, loss_of, batch, size):
     parameters = dict(module.named_parameters())
     sums = {name: torch.zeros_like(p) for name, p in parameters.items() if p.requires_grad}
     for i in range(size):
-        loss = loss_of(record(batch, i))
-        gradients = dict(
-            zip(sums, torch.autograd.grad(loss, [parameters[n] for n in sums], allow_unused=True), strict=True)
-        )
+        module.zero_grad()
+        loss_of(record(batch, i)).backward()
+        gradients = {name: parameters[name].grad for name in sums}
         for group in plan.groups:
             square = 0.0
             for vector, alpha in zip(group.vectors, group.alphas, strict=True):
@@ -44,4 +43,5 @@ def clipped_sums(plan, module, loss_of, batch, size):
                 for name in vector.parameters:
                     if gradients[name] is not None:
                         sums[name] += c * gradients[name]
+    module.zero_grad()
     return sums

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_unflatten
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.capture import Capture
+from dpexp.privacy.engine.checkpointed import kept
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
 from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.looped import culprit, looping
@@ -202,7 +203,7 @@ class Engine:
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
             capture = Capture(derived, anchor, record, chunk.state)
-            with looping(self._module, way.looped, capture, self.around), capture:
+            with looping(self._module, way.looped, capture, self.around), kept(), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             if capture.error is not None:
                 raise RuntimeError(

@@ -101,6 +101,6 @@ def _is_transpose(part: Part, parameter: Tensor) -> bool:
 
 # Backward nodes of functions that only show numbers elsewhere. A function of the user's own never has such a name.
 _VIEW = re.compile(
-    r"(Alias|Diagonal|Expand|Permute|Select|Slice|Split|SplitWithSizes|Squeeze|T|Transpose|Unbind|Unfold|Unsqueeze|View)"
-    r"Backward\d"
+    r"(Alias|Diagonal|Expand|Permute|ReshapeAlias|Select|Slice|Split|SplitWithSizes|Squeeze|T|Transpose|Unbind|Unfold|"
+    r"Unsqueeze|View)Backward\d"
 )

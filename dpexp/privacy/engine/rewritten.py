@@ -58,18 +58,17 @@ def einsum(holds: Holds, equation: Any, *operands: Any) -> Tensor | None:
     kept, summed = [k for k in of_x if k not in of_weight], [k for k in of_x if k in of_weight]
     made = [k for k in of_weight if k not in of_x]
     if (
-        len(sizes) != len(of_x) + len(made)  # a diagonal
+        any(len(set(of)) != len(of) for of in (of_x, of_weight))  # a diagonal
         or tuple(sizes[k] for k in of_x) != x.shape  # one number for several
         or sorted(output) != sorted(kept + made)
     ):
         return None
 
-    def arranged(t: Tensor, of: str, rows: list[str]) -> Tensor:
-        t = t.permute([of.index(k) for k in rows + summed])
-        return t.reshape(*(sizes[k] for k in rows), math.prod(sizes[k] for k in summed))
-
-    y = F.linear(arranged(x, of_x, kept), arranged(weight, of_weight, made).flatten(0, -2))
-    return y.reshape([sizes[k] for k in kept + made]).permute([(kept + made).index(k) for k in output])
+    size = lambda of: math.prod(sizes[k] for k in of)  # noqa: E731
+    rows = x.permute([of_x.index(k) for k in kept + summed]).reshape(size(kept), size(summed))
+    matrix = weight.permute([of_weight.index(k) for k in made + summed]).reshape(size(made), size(summed))
+    y = F.linear(rows, matrix).reshape([sizes[k] for k in kept + made])
+    return y.permute([(kept + made).index(k) for k in output])
 
 
 def bilinear(
