@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from reference import stacked
-from test_engine import sums_of
+from reference import clipped_sums, stacked
+from test_engine import relative_error, sums_of
 from test_rounding import exact
 from test_rules import Weighted, assert_equals_reference
 from torch import nn
@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from dpexp.privacy import bounds
+from dpexp.privacy.engine import derived
 from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.parts import Parts, part_of
+from dpexp.privacy.engine.parts import part_of
 from dpexp.privacy.engine.uses import OuterProducts
 from dpexp.privacy.groups import flat, owners
 from dpexp.privacy.noise import GaussianNoise
@@ -100,14 +101,22 @@ def adapted(x, whole, a, b):
     return F.linear(x, whole.detach() + 0.5 * (b @ a))
 
 
+def thirds(x, weight, bias):
+    return sum(F.linear(x, *part) for part in zip(weight.chunk(3), bias.chunk(3), strict=True))
+
+
+def attended(queries, x):
+    return F.scaled_dot_product_attention(queries[None, None].expand(len(x), 4, 4, 3), x, x)
+
+
 CALLS = {
-    "standardised convolution": (lambda x, w, g: F.conv2d(x, standardised(w) * g[:, None, None, None]), (6, 3, 2, 2), (6,)),
+    "standardised convolution": (lambda x, w, g: F.conv2d(x, standardised(w) * g), (6, 3, 2, 2), (6, 1, 1, 1)),
     "scaled and standardised": (lambda x, w, g: F.conv2d(x, scaled_standardised(w, g)), (6, 3, 2, 2), (6,)),
     "transposed convolution": (lambda x, w: F.conv_transpose2d(x, standardised(w)), (3, 6, 2, 2)),
     "normalised": (lambda x, w: F.linear(x, F.normalize(w)), (4, 3)),
     "scaled": (lambda x, w, s: F.linear(x, w * s.exp()) * s, (4, 3), (1,)),
     "merged adapter": (adapted, (4, 3), (2, 3), (4, 2)),
-    "chunks": (lambda x, w, b: sum(F.linear(x, *part) for part in zip(w.chunk(3), b.chunk(3))), (6, 3), (6,)),
+    "chunks": (thirds, (6, 3), (6,)),
     "one part": (lambda x, w: F.linear(x, w[1:, 1:]), (6, 4)),
     "every other": (lambda x, w: F.linear(x, w[::2]) * w[1::2, 0], (4, 3)),
     "parts that overlap": (lambda x, w: F.linear(x, w[:3]) + F.linear(x.tanh(), w[1:]), (4, 3)),
@@ -131,11 +140,13 @@ CALLS = {
     "straight through": (lambda x, w: F.linear(x, StraightThrough.apply(w)), (4, 3)),
     "a gradient of its own": (lambda x, w: F.linear(x, Tripled.apply(w)), (4, 3)),
     "complex": (lambda x, w: torch.view_as_real(x * torch.view_as_complex(w)), (3, 2)),
-    "queries": (lambda x, q, w: F.scaled_dot_product_attention(F.linear(q, w)[None, None].expand(len(x), 4, 4, 3), x, x), (4, 3), (3, 3)),
-    "normed queries": (lambda x, q, w: F.scaled_dot_product_attention(F.layer_norm(q, (3,), w)[None, None].expand(len(x), 4, 4, 3), x, x), (4, 3), (3,)),
+    "complex matrix": (lambda x, w: torch.view_as_real(torch.complex(x, x.cos()) @ torch.view_as_complex(w)), (3, 4, 2)),
+    "queries": (lambda x, q, w: attended(F.linear(q, w), x), (4, 3), (3, 3)),
+    "normed queries": (lambda x, q, w: attended(F.layer_norm(q, (3,), w), x), (4, 3), (3,)),
     "a truth of parameters": (lambda x, w: F.linear(x, w.exp() if w.sum() > 0 else w.sin()), (4, 3)),
     "computed table": (lambda x, w: F.embedding((x > 0).long(), w.tanh(), padding_idx=0), (2, 3)),
     "computed norm": (lambda x, w, b: F.layer_norm(x, (3,), 1 + w, b.tanh()), (3,), (3,)),
+    "a constant that takes gradients": (lambda x, w: F.linear(x, w) * (2 * torch.ones(4, requires_grad=True)), (4, 3)),
     "bias alone": (lambda x, b: F.linear(x, torch.eye(3, dtype=x.dtype), b.exp()), (3,)),
 }  # fmt: skip
 
@@ -152,6 +163,12 @@ def test_calls(name):
     x = torch.randn(B, 3, 4, 4) if "convolution" in name or "standardised" in name else torch.randn(B, 4, 3, 3)
     for group in (flat(), per_parameter):
         assert_equals_reference(Of(call, *shapes), x, torch.float64, group=group)
+
+
+@pytest.mark.parametrize("name", ["standardised convolution", "scaled", "twice"])
+def test_some_records_after_others(name, monkeypatch):
+    monkeypatch.setattr(derived, "_SLICE", 1)
+    test_calls(name)
 
 
 def parametrised(layer, **parametrizations_of):
@@ -189,7 +206,7 @@ LAYERS = {
     "normed convolution": lambda: parametrizations.weight_norm(nn.Conv2d(4, 6, 2)),
     "lstm": lambda: parametrised(nn.LSTM(3, 5, batch_first=True), weight_hh_l0=Squashed(), bias_hh_l0=Squashed()),
     "gru": lambda: parametrised(nn.GRU(3, 5, 2, batch_first=True, bidirectional=True), weight_ih_l1=Squashed()),
-    "attention": lambda: Attending(parametrised(nn.MultiheadAttention(6, 2, batch_first=True), in_proj_weight=Squashed())),
+    "attention": lambda: Attending(nn.MultiheadAttention(6, 2, batch_first=True)),
     "norm": lambda: parametrised(nn.GroupNorm(2, 4), weight=Squashed()),
     "table": lambda: parametrised(nn.Embedding(5, 3, padding_idx=1), weight=Squashed()),
     "cached": lambda: Cached(),
@@ -199,7 +216,7 @@ LAYERS = {
 class Attending(nn.Module):
     def __init__(self, attention):
         super().__init__()
-        self.attention = attention
+        self.attention = parametrised(attention, in_proj_weight=Squashed())
 
     def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
@@ -250,11 +267,38 @@ def test_what_is_changed_after_data_has_met_it_is_computed_record_by_record():
         assert_equals_reference(layer, x, torch.float64)
 
 
+@pytest.mark.parametrize("of", ["data", "a parameter"])
+def test_gradients_within_the_model(of):
+    def call(x, weight):
+        penalised = lambda z: F.linear(z, weight.exp()).tanh().sum() if of == "data" else (x * z.exp()).tanh().sum()  # noqa: E731
+        return torch.func.grad(penalised)(x if of == "data" else weight) + x @ weight.t() @ weight
+
+    torch.manual_seed(0)
+    assert_equals_reference(Of(call, (3, 3) if of == "data" else (B, 3)), torch.randn(B, 3), torch.float64, fast=False)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", ["scaled and standardised", "merged adapter", "chunks", "transpose"])
+def test_a_non_finite_record_contributes_nothing(name, bad):
+    torch.manual_seed(0)
+    call, *shapes = CALLS[name]
+    module = Weighted(Of(call, *shapes)).double()
+    x = (torch.randn(B, 3, 4, 4) if "standardised" in name else torch.randn(B, 4, 3, 3)).double()
+    x[2].view(-1)[0] = bad
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    sums = dict(sums_of(Engine(plan, module, GaussianNoise()), module.loss, x, B, B))
+    others = [i for i in range(B) if i != 2]
+    without = clipped_sums(plan, module, module.loss, x[others], B - 1)
+    if math.isfinite(bad):
+        assert math.hypot(*(float((sums[n] - without[n]).norm()) for n in sums)) <= 0.1 * (1 + 1e-9)
+    else:
+        assert relative_error(sums, without) < 1e-9
+
+
 @pytest.mark.parametrize("of", ["parameter", "computed"])
 def test_each_record_draws_its_own_weight(of):
     """Dropout of a weight, whose gradient is zero just where it was dropped."""
     torch.manual_seed(0)
-    drawn = []
 
     def call(x, weight):
         return F.linear(x, F.dropout(weight.exp() if of == "computed" else weight, 0.5))

@@ -548,7 +548,9 @@ def test_what_a_record_leaves_behind_reaches_no_other(build, inside):
     assert relative_error(sums_of(again, loss_of, batch), sums) < 1e-9
 
 
-@pytest.mark.parametrize("way", ["in place", "through data", "by setting data", "inside a looped module"])
+@pytest.mark.parametrize(
+    "way", ["in place", "through data", "by setting data", "inside a looped module", "with gradients"]
+)
 def test_a_parameter_that_is_changed_while_data_is_seen_is_refused_by_name(way):
     class Changing(nn.Module):
         def __init__(self):
@@ -563,8 +565,10 @@ def test_a_parameter_that_is_changed_while_data_is_seen_is_refused_by_name(way):
                     self.head.weight.data.clamp_(-0.1, 0.1)
                 elif way == "by setting data":
                     self.head.weight.data = self.head.weight.data.clamp(-0.1, 0.1)
-                else:
+                elif way == "inside a looped module":
                     self.head.weight.data.mul_(x.abs().max().item())
+            if way == "with gradients":
+                self.head.weight.data.clamp_(-0.1, 0.1)
             return self.head(x)
 
     module = nn.Sequential(nn.Identity(), Changing())

@@ -1,4 +1,4 @@
-"""Functions that are rewritten in terms of others say what PyTorch says, and their gradients are those of each record."""
+"""Functions that are rewritten in terms of others: their gradients are those of one record at a time."""
 
 import warnings
 

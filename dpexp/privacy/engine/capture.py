@@ -85,7 +85,8 @@ class Capture(Guard):
             raise RuntimeError(f"PyTorch's vmap gets gradients of {known.__name__} wrong.")
         if known is F.scaled_dot_product_attention:
             return _attention(*self.with_copies(args), **self.with_copies(kwargs))
-        found = self._derived.once(func, args, kwargs)
+        watched = super().__torch_function__
+        found = self._derived.once(lambda func, args, kwargs: watched(func, types, args, kwargs), func, args, kwargs)
         if found is not None:
             return found[0]
         if known in REWRITTEN:

@@ -60,7 +60,8 @@ class Parts(Use):
 
 def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:
     """The tensor and the places of it that another shows, if gradients flow from there to here as they are."""
-    whole, node = tensor._base, tensor.grad_fn
+    whole: Tensor | None = tensor._base
+    node = tensor.grad_fn
     if whole is None or not (whole.is_leaf and whole.is_contiguous()) or whole.dtype != tensor.dtype:
         return None
     while node is not None and _VIEW.fullmatch(node.name()):

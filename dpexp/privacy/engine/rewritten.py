@@ -71,9 +71,7 @@ def einsum(holds: Holds, equation: Any, *operands: Any) -> Tensor | None:
     return y.permute([(kept + made).index(k) for k in output])
 
 
-def bilinear(
-    holds: Holds, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor | None:
+def bilinear(holds: Holds, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Linear in the products of each number of one input with each of the other."""
     if input1.shape[:-1] != input2.shape[:-1] or weight.shape[1:] != (*input1.shape[-1:], *input2.shape[-1:]):
         return None
