@@ -140,7 +140,7 @@ CALLS = {
     "straight through": (lambda x, w: F.linear(x, StraightThrough.apply(w)), (4, 3)),
     "a gradient of its own": (lambda x, w: F.linear(x, Tripled.apply(w)), (4, 3)),
     "complex": (lambda x, w: torch.view_as_real(x * torch.view_as_complex(w)), (3, 2)),
-    "complex matrix": (lambda x, w: torch.view_as_real(torch.complex(x, x.cos()) @ torch.view_as_complex(w)), (3, 4, 2)),
+    "complex matrix": (lambda x, w: torch.view_as_real(torch.complex(x, x) @ torch.view_as_complex(w)), (3, 4, 2)),
     "queries": (lambda x, q, w: attended(F.linear(q, w), x), (4, 3), (3, 3)),
     "normed queries": (lambda x, q, w: attended(F.layer_norm(q, (3,), w), x), (4, 3), (3,)),
     "a truth of parameters": (lambda x, w: F.linear(x, w.exp() if w.sum() > 0 else w.sin()), (4, 3)),

@@ -22,12 +22,11 @@ class Part:
 
     def of(self, tensor: Tensor) -> Tensor:
         """These places of a contiguous tensor like the parameter."""
-        return tensor.as_strided(self.size, self.stride, self.offset)
+        return tensor.as_strided(self.size, self.stride, int(tensor.storage_offset()) + self.offset)
 
     def of_each(self, tensors: Tensor) -> Tensor:
-        """These places of each of [B, *parameter.shape]."""
-        B, numbers = len(tensors), tensors[0].numel()
-        return tensors.as_strided((B, *self.size), (numbers, *self.stride), self.offset)
+        """These places of each of [B, *parameter.shape], a contiguous tensor of its own."""
+        return tensors.as_strided((len(tensors), *self.size), (tensors.stride(0), *self.stride), self.offset)
 
 
 class Parts(Use):
@@ -60,13 +59,12 @@ class Parts(Use):
 
 def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:
     """The tensor and the places of it that another shows, if gradients flow from there to here as they are."""
-    whole: Tensor | None = tensor._base
-    node = tensor.grad_fn
+    whole, node = tensor._base, tensor.grad_fn
     if whole is None or not (whole.is_leaf and whole.is_contiguous()) or whole.dtype != tensor.dtype:
         return None
     while node is not None and _VIEW.fullmatch(node.name()):
         node = node.next_functions[0][0]
-    if node is None or getattr(node, "variable", None) is not whole:
+    if id(getattr(node, "variable", None)) != id(whole):
         return None
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -74,7 +72,7 @@ def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:
             if stride <= reach:
                 return None
             reach += (size - 1) * stride
-    return whole, Part(tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - whole.storage_offset())
+    return whole, Part(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset() - whole.storage_offset()))
 
 
 def of_parameter(parameter: Tensor, parts: list[tuple[Part, Use]]) -> list[Use]:
