@@ -39,8 +39,8 @@ class Weighted(nn.Module):
         return (y * torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).sin().view(y.shape)).square().sum()
 
 
-def assert_equals_reference(layer, x, dtype, fast=True):
-    """Per-layer clipping of some of the records, in chunks, equals the reference."""
+def assert_equals_reference(layer, x, dtype, fast=True, group=None):
+    """Clipping, per layer, of some of the records, in chunks, equals the reference."""
     module = Weighted(layer).to(dtype)
     x = x.to(dtype) if x.is_floating_point() else x
     norms = []
@@ -50,13 +50,14 @@ def assert_equals_reference(layer, x, dtype, fast=True):
         norms.append(sum(p.grad.square().sum().item() for p in module.parameters() if p.grad is not None) ** 0.5)
     S = max(sorted(norms)[len(norms) // 2], 1e-3)
     plan = make_plan(
-        module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S), group=per_layer(),
+        module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S), group=group or per_layer(),
     )  # fmt: skip
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
     half = max(1, len(x) // 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error" if fast else "ignore")
+        warnings.filterwarnings("ignore", "training_step changes")
         for part in x.split(half):
             engine.accumulate(module.loss, stacked(part), len(part))
     reference = clipped_sums(plan, module, module.loss, x, len(x))

@@ -1,7 +1,8 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.behind import Node, sees_behind
 from dpexp.privacy.engine.branches import QUESTIONS, answer
 from dpexp.privacy.engine.chance import Chance
+from dpexp.privacy.engine.derived import Derived, inner
 from dpexp.privacy.engine.on_records import OnRecords
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
+from dpexp.privacy.engine.rewritten import REWRITTEN
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.shapes import SHAPES
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
@@ -23,6 +26,7 @@ from dpexp.privacy.isolation.guard import Guard, packet
 from dpexp.privacy.isolation.state import State
 
 Record = Callable[[Tensor, Use], None]
+OfOne = Callable[[Use], None]
 
 
 class Capture(Guard):
@@ -30,6 +34,7 @@ class Capture(Guard):
     per-record gradients instead.
 
     Args:
+        derived: what is computed from parameters alone.
         anchor: [B] zeros that require gradients, batched by vmap: it marks every intercepted output as one
             that belongs to a record and that gradients must flow back to.
         state: see Guard.
@@ -39,7 +44,7 @@ class Capture(Guard):
 
     def __init__(
         self,
-        parameters: Iterable[Tensor],
+        derived: Derived,
         anchor: Tensor,
         record: Record,
         state: State,
@@ -48,7 +53,7 @@ class Capture(Guard):
     ) -> None:
         super().__init__(state)
         self._paused = False
-        self._trainable = {id(parameter) for parameter in parameters}
+        self._derived = derived
         self.anchor = anchor
         self.record = record
         self._copies: dict[int, Tensor] = {}
@@ -78,10 +83,10 @@ class Capture(Guard):
         if any(type(arg) not in _PLAIN and sees_behind(arg) for arg in (*args, *kwargs.values())):
             raise RuntimeError("a tensor of a class of its own would see those of all records.")
         if func in _OF_AUTOGRAD:
-            found = func(_inner(args[0]))
+            found = func(inner(args[0]))
             return Node() if func == _GRAD_FN and found is not None else found
         if func in _EXTREMES and len(args) + len(kwargs) == 1 and isinstance(args[0], Tensor) and args[0].dim():
-            return super().__torch_function__(_EXTREMES[func], types, (args[0], [*range(args[0].dim())]))
+            func, args = _EXTREMES[func], (args[0], [*range(args[0].dim())])
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
@@ -102,7 +107,7 @@ class Capture(Guard):
             call = RULES[known](*args, **kwargs)
             if call is not None and self._fits(call):
                 self.alone.try_out(func, args, kwargs)
-                return _Captured.apply(self.anchor, call.x, call, self.record)
+                return _Captured.apply(self.anchor, self.with_copies(call.x), call, self.record)
         if known in CELLS and self._steps_through(args):
             self.alone.try_out(func, args, kwargs)
             with self:
@@ -120,11 +125,20 @@ class Capture(Guard):
         of_all = known in _MISTAKEN_OF_ALL and len(args) + len(kwargs) == 1
         if known in _MISTAKEN or of_all or (known is _CHUNKED and kwargs.get("options") is not None):
             raise RuntimeError(f"PyTorch's vmap gets gradients of {known.__name__} wrong.")
-        args, kwargs = self.with_copies(args), self.with_copies(kwargs)
         if known is F.scaled_dot_product_attention:
             self.alone.try_out(func, args, kwargs)
-            return _attention(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+            return _attention(*self.with_copies(args), **self.with_copies(kwargs))
+        watched = super().__torch_function__
+        found = self._derived.once(lambda func, args, kwargs: watched(func, types, args, kwargs), func, args, kwargs)
+        if found is not None:
+            return found[0]
+        if known in REWRITTEN:
+            with self:
+                result = REWRITTEN[known](self._derived.holds, *args, **kwargs)
+            if result is not None:
+                self.alone.try_out(func, args, kwargs)
+                return result
+        return super().__torch_function__(func, types, self.with_copies(args), self.with_copies(kwargs))
 
     def _count(self, mask: Tensor) -> int:
         """Of how many positions a mask is true: a question to each record."""
@@ -141,17 +155,20 @@ class Capture(Guard):
             self._paused = before
 
     def trains(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._trainable
+        return self._derived.trains(parameter)
 
     def _fits(self, call: Call) -> bool:
-        """A rule serves unbatched parameters, at least one of them trainable, that meet data."""
+        """A rule serves parameters, or what is computed from them alone, at least one of them trainable, that meet
+        data."""
         given = [p for p in call.parameters.values() if p is not None]
-        return (
-            any(self.trains(p) for p in given)
-            and all(self.trains(p) or (p.is_leaf and not p.requires_grad) for p in given)
-            and not any(_functorch.is_batchedtensor(p) for p in given)
-            and not self.trains(call.x)
+        fits = any(map(self._derived.holds, given)) and not any(
+            _functorch.is_batchedtensor(p) or p.is_complex() or (p.requires_grad and not self._derived.holds(p))
+            for p in given
         )
+        if fits:
+            for p in given:
+                self._derived.use(p)
+        return fits
 
     @staticmethod
     def _is_computed(table: Any) -> bool:
@@ -161,12 +178,15 @@ class Capture(Guard):
         return table.requires_grad or not table.is_leaf or _functorch.is_batchedtensor(table)
 
     def _steps_through(self, args: tuple) -> bool:
-        """Not packed sequences, nor a projected state, nor weights that a parametrization computes."""
+        """Not packed sequences, nor weights that are not the same for all records."""
         weights, hx = args[2], args[1]
         if not isinstance(weights, list) or (isinstance(hx, Tensor) and hx.dim() != 3):
             return False
         has_biases, layers, sides = args[3], args[4], 1 + bool(args[7])
-        return len(weights) == layers * sides * (4 if has_biases else 2) and all(w.is_leaf for w in weights)
+        per = 4 if has_biases else 2
+        return len(weights) in (layers * sides * per, layers * sides * (per + 1)) and not any(
+            map(_functorch.is_batchedtensor, weights)
+        )
 
     def _steps(
         self, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool
@@ -179,15 +199,18 @@ class Capture(Guard):
             if bias is not None and bias.requires_grad:
                 self.record(bias, Dense(g.sum(1)))
 
+        self._derived.use(weight)
+        self._derived.use(bias)
         with DisableTorchFunction():
             return _Stepped.apply(self.anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
 
     def with_copies(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if not self.trains(value) or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or not self._derived.holds(value):
                 return value
             if id(value) not in self._copies:
-                self._copies[id(value)] = _Copied.apply(self.anchor, value, self.record)
+                self._derived.use(value)
+                self._copies[id(value)] = _Copied.apply(self.anchor, value.detach(), partial(self.record, value))
             return self._copies[id(value)]
         if type(value) in (list, tuple):
             return type(value)(map(self.with_copies, value))
@@ -216,7 +239,7 @@ _EXPORTED: dict[Any, Any] = {
         for function in (
             F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
             F.layer_norm, F.group_norm, F.rms_norm, F.scaled_dot_product_attention, *CELLS,
-            torch.embedding, torch.embedding_bag, torch.select_scatter,
+            torch.embedding, torch.embedding_bag, torch.select_scatter, torch.matmul, torch.mm, torch.addmm,
         )
     },
     torch.ops.aten._embedding_bag: torch.embedding_bag,
@@ -230,7 +253,7 @@ def _known(func: Any) -> Any:
 
 
 # Found by comparing, in PyTorch 2.13, the gradients of all operators that its tests know, together and one by one.
-_MISTAKEN = {torch.select_scatter, Tensor.select_scatter}
+_MISTAKEN = {torch.select_scatter, Tensor.select_scatter, torch.as_strided_scatter, Tensor.as_strided_scatter}
 _MISTAKEN_OF_ALL = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # without a dimension
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
 
@@ -260,13 +283,6 @@ def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:
     named = {name for name in _PADDING if given.get(name) is not None and given[name] is not False}
     named -= {"padding_idx"} if without else set()
     return named | ({"padding_idx"} if func is torch.embedding_bag else set())
-
-
-def _inner(tensor: Tensor) -> Tensor:
-    """The tensor of all records, of which vmap shows one."""
-    while _functorch.is_batchedtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _attention(
@@ -385,23 +401,23 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
 
 
 class _Copied(OnRecords):
-    """A copy of a parameter for each record, whose gradients are the per-record gradients."""
+    """A copy for each record of a parameter, or of what is computed from parameters alone, whose gradients are the
+    per-record gradients."""
 
     @staticmethod
-    def vmap(B: int, in_dims: Any, anchor: Tensor, parameter: Tensor, record: Record) -> tuple[Tensor, int]:
+    def vmap(B: int, in_dims: Any, anchor: Tensor, values: Tensor, record: OfOne) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        return CopyTap.apply(anchor, parameter, B, record), 0
+        return CopyTap.apply(anchor, values, B, record), 0
 
 
 class CopyTap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, parameter: Tensor, size: int, record: Record) -> Tensor:
-        ctx.parameter, ctx.record = parameter, record
-        return parameter.detach().expand(size, *parameter.shape)
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, size: int, record: OfOne) -> Tensor:
+        ctx.dtype, ctx.record = torch.promote_types(torch.float32, values.dtype), record
+        return values.detach().expand(size, *values.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        dtype = torch.promote_types(torch.float32, ctx.parameter.dtype)
-        ctx.record(ctx.parameter, Dense(g.to(dtype)))
+        ctx.record(Dense(g.to(ctx.dtype)))
         return None, None, None, None

@@ -18,7 +18,9 @@ from dpexp.privacy.engine.behind import nothing_behind_vmap
 from dpexp.privacy.engine.branches import Asked, Differ
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chance import Chance
+from dpexp.privacy.engine.checkpointed import kept
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
+from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.rounding import UNIT
@@ -212,14 +214,15 @@ class Engine:
 
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
+        derived = Derived(self._parameters.values())
         drawn = of_python()
         chance = Chance(device) if self._asks else None
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
             if chance is not None:
                 chance.free((anchor, leaves))
-            capture = Capture(self._parameters.values(), anchor, record, chunk.state, chance, self._alone)
-            with looping(self._module, way.looped, capture, self.around), nothing_behind_vmap(), capture:
+            capture = Capture(derived, anchor, record, chunk.state, chance, self._alone)
+            with looping(self._module, way.looped, capture, self.around), kept(), nothing_behind_vmap(), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             if isinstance(capture.error, Asked | Differ):
                 raise capture.error
@@ -244,6 +247,8 @@ class Engine:
         if any(p.grad is not None for p in self._parameters.values()):
             raise RuntimeError("a parameter is used in a way that was not seen.")
         with full_precision(device), torch.no_grad():
+            for parameter, use in derived.passed_on(uses, chunk.state):
+                record(parameter, use)
             return (
                 {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
                 losses.detach(),

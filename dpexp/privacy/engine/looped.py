@@ -8,6 +8,7 @@ The rest of the model is not slowed.
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -129,7 +130,7 @@ class _Looped(OnRecords):
         B: int, in_dims: Any, anchor: Tensor, one: Any, names: list[str], record: Any, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         k = len(names)
-        copies = [CopyTap.apply(anchor, parameter, B, record).unbind(0) for parameter in tensors[:k]]
+        copies = [CopyTap.apply(anchor, p, B, partial(record, p)).unbind(0) for p in tensors[:k]]
         before = [parameter.detach().clone() for parameter in tensors[:k]]  # the copies' `.data` is not watched
         given = [
             [t] * B if dim is None else [one.clone() for one in t.movedim(dim, 0).unbind(0)]

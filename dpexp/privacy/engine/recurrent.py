@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpexp.privacy.engine.rewritten import lstm_step
+
 _sigmoid_backward = torch.ops.aten.sigmoid_backward
 _tanh_backward = torch.ops.aten.tanh_backward
 
@@ -190,15 +192,19 @@ def unrolled(
     """
     x = input.transpose(0, 1) if batch_first else input
     h0, c0 = hx if not isinstance(hx, Tensor) else (hx, hx)
-    per = 4 if has_biases else 2
+    per = len(weights) // (num_layers * (2 if bidirectional else 1))
     ends: list[tuple[Tensor, Tensor]] = []
     for layer in range(num_layers):
         sides = []
         for reverse in (False, True) if bidirectional else (False,):
             k = len(ends)
-            w_ih, w_hh, *biases = weights[per * k : per * (k + 1)]
-            b_ih, b_hh = biases or (None, None)
-            every, h, c = steps(F.linear(x, w_ih, b_ih), h0[k], c0[k], w_hh, b_hh, cell, reverse)
+            w_ih, w_hh, *others = weights[per * k : per * (k + 1)]
+            b_ih, b_hh = others[:2] if has_biases else (None, None)
+            p = F.linear(x, w_ih, b_ih)
+            if per % 2:
+                every, h, c = _projected(p, h0[k], c0[k], w_hh, b_hh, others[-1], reverse)
+            else:
+                every, h, c = steps(p, h0[k], c0[k], w_hh, b_hh, cell, reverse)
             sides.append(every)
             ends.append((h, c))
         x = torch.cat(sides, -1) if bidirectional else sides[0]
@@ -207,3 +213,14 @@ def unrolled(
     output = x.transpose(0, 1) if batch_first else x
     states = [torch.stack(part) for part in zip(*ends, strict=True)]
     return (output, *states) if cell is Lstm else (output, states[0])
+
+
+def _projected(
+    p: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An LSTM whose state is a projection (Sak et al. 2014)."""
+    every: dict[int, Tensor] = {}
+    for t in range(len(p))[:: -1 if reverse else 1]:
+        h, c = lstm_step(p[t], F.linear(h, w_hh, b_hh), h, c)
+        h = every[t] = F.linear(h, w_hr)
+    return torch.stack([every[t] for t in range(len(p))]), h, c

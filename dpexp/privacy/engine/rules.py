@@ -88,6 +88,19 @@ def embedding_of_torch(
     return embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
 
 
+@rule(Tensor.__getitem__)
+def rows(table: Tensor, index: Any) -> Call | None:
+    """table[index]; rows are counted from the end by negative numbers."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or table.dim() != 2:
+        return None
+    return embedding(torch.where(index < 0, index + len(table), index), table) if table.requires_grad else None
+
+
+@rule(torch.index_select, Tensor.index_select)
+def selected_rows(input: Tensor, dim: int, index: Tensor) -> Call | None:
+    return embedding(index, input) if input.dim() == 2 and dim in (0, -2) and index.dim() <= 1 else None
+
+
 @rule(F.embedding_bag)
 def embedding_bag(
     input: Tensor,
