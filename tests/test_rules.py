@@ -93,7 +93,7 @@ def test_convolutions(dtype, space, groups, k, stride, dilation, padding, mode, 
 
 
 @DTYPES
-@pytest.mark.parametrize("d, p, k, side", [(8, 40, 3, 5), (30, 20, 3, 6), (2, 3, 2, 12)])
+@pytest.mark.parametrize("d, p, k, side", [(8, 40, 3, 5), (30, 6, 3, 6), (2, 3, 2, 12)])
 def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
     """Gram matrices; the gradients of a few records at a time; all gradients at once."""
     torch.manual_seed(0)
