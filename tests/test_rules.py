@@ -364,8 +364,8 @@ def uses_and_gradients(T, d, p, seed=0):
 def test_outer_products_by_each_method(T, d, p):
     x, g, gradients = uses_and_gradients(T, d, p)
     use = OuterProducts(x, g)
-    assert (use._products is not None) == (T > 1 and T * (d + p) >= d * p)
     assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
+    assert (use._products is not None) == (T > 1 and T * (d + p) >= d * p)
     assert torch.allclose(gram_norms(x, g).square(), gradients.square().sum((1, 2)), rtol=1e-9)
     total, c = torch.ones(p, d, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
     use.add_weighted_sum(c, total)

@@ -93,7 +93,7 @@ def whole_blocks(numbers: int) -> int:
 
 
 class BoxMuller:
-    """Room for as many pairs of numbers. It is cut for torch's functions only once: cutting takes longer than they do."""
+    """Room for as many pairs of numbers. It is cut for torch once: cutting takes longer than its functions."""
 
     def __init__(self, pairs: int) -> None:
         self.pairs = pairs
