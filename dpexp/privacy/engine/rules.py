@@ -270,11 +270,10 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: t
         sums = Dense(g.sum((1, *range(3, g.dim()))))
         positions, p, d = g.shape[1] * math.prod(g.shape[3:]), len(weight), weight[0].numel()
         # Measured: a grouped convolution gives the gradients of all records at about the price of their sum, unless
-        # the weight is large against the positions; then Gram matrices are 2 to 8 times faster. Gradients are kept for
-        # the weighted sum where they are smaller than what they are computed from.
+        # the weight is large against the positions; then Gram matrices are 2 to 8 times faster. Keeping them for the
+        # weighted sum pays only if there are many positions to sum over a second time.
         gram = space == 2 and groups == 1 and not transposed and positions * (d + p) < d * p
-        large = d * p > x[0].numel() + g[0].numel() and not held(d * p)
-        if gram or large:
+        if gram or (positions < 64 and not held(weight.numel())):
             terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
             weights: Use = Convolved(x, g, weight_gradient, unfold if gram else None, weight.shape, terms)
         else:
