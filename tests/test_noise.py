@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.keystream import BLOCK, KeyStream
-from dpexp.privacy.noise import PAIRS, GaussianNoise, box_muller, whole_blocks
+from dpexp.privacy.noise import PAIRS, BoxMuller, GaussianNoise, whole_blocks
 from dpexp.privacy.plan import make_plan
 
 RFC_KEY = bytes(range(32))
@@ -128,10 +128,9 @@ def test_the_tails_have_their_right_mass():
     """float32 uniforms end at 5.77σ. Here, beyond r: the radii of the words below the one that gives r."""
 
     def radius(word):
-        words = torch.tensor([[word], [0]])
-        normal = torch.empty(2, 1, dtype=torch.float64)
-        box_muller(words, 1.0, torch.empty(2, 1, dtype=torch.float64), normal)
-        return math.hypot(*normal[:, 0].tolist())
+        pair = BoxMuller(1)
+        pair.words.copy_(torch.tensor([[word], [0]]))
+        return math.hypot(*pair.normal(1.0).tolist())
 
     for r in (1.0, 5.0, 7.0, 8.0, 9.0):
         low, high = 0, 2**63 - 1
@@ -183,9 +182,9 @@ def noise_of(keys):
     blocks = [Cipher(ChaCha20(key, counter_and_nonce), None).encryptor().update(zeros) for key in keys]
     words = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.int64).view(-1, 2, pairs)
     words = words.transpose(0, 1).reshape(2, -1)
-    uniform, normal = (torch.empty(words.shape, dtype=torch.float64) for _ in range(2))
-    box_muller(words, 1.0, uniform, normal)
-    return normal.view(2, len(keys), pairs).transpose(0, 1).reshape(len(keys), 2 * pairs)[:, :CLASSES]
+    made = BoxMuller(words.shape[1])
+    made.words.copy_(words)
+    return made.normal(1.0).view(2, len(keys), pairs).transpose(0, 1).reshape(len(keys), 2 * pairs)[:, :CLASSES]
 
 
 def key_of(guess):

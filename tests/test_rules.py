@@ -94,7 +94,7 @@ def test_convolutions(dtype, space, groups, k, stride, dilation, padding, mode, 
 
 
 @DTYPES
-@pytest.mark.parametrize("d, p, k, side", [(8, 40, 3, 5), (30, 20, 3, 6), (2, 3, 2, 12)])
+@pytest.mark.parametrize("d, p, k, side", [(8, 40, 3, 5), (30, 6, 3, 6), (2, 3, 2, 12)])
 def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
     """Gram matrices; the gradients of a few records at a time; all gradients at once."""
     torch.manual_seed(0)
@@ -365,8 +365,8 @@ def uses_and_gradients(T, d, p, seed=0):
 def test_outer_products_by_each_method(T, d, p):
     x, g, gradients = uses_and_gradients(T, d, p)
     use = OuterProducts(x, g)
-    assert (use._products is not None) == (T > 1 and T * (d + p) >= d * p)
     assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
+    assert (use._products is not None) == (T > 1 and T * (d + p) >= d * p)
     assert torch.allclose(gram_norms(x, g).square(), gradients.square().sum((1, 2)), rtol=1e-9)
     total, c = torch.ones(p, d, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
     use.add_weighted_sum(c, total)

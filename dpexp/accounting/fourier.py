@@ -104,7 +104,7 @@ class Convolution:
         spectrum = np.zeros(self._size // 2 + 1, dtype=complex)
         spectrum[self._live] = np.exp(self._log)
         mass = np.maximum(irfft(spectrum, self._size), 0)
-        norm = float(np.linalg.norm(mass))
+        norm = math.sqrt(float(np.square(mass).sum()))  # np.linalg.norm leaves threads spinning
         forth = math.sqrt(2 * float(np.sum(self._errors**2)) / self._size)
         back = 8 * (math.log2(self._size) + 3) * _ULP * norm
         return np.roll(mass, -((first - self._shift) % self._size)), forth + back + math.exp(_GONE)

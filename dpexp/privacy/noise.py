@@ -76,15 +76,15 @@ class GaussianNoise:
             list(pool.map(lambda share: self._add_parts(share, nonce, sigma, divisor), shares))
 
     def _add_parts(self, parts: list[tuple[int, Tensor]], nonce: bytes, sigma: float, divisor: float) -> None:
-        most = min(PAIRS, whole_blocks(max(len(part) for _, part in parts)))
-        buffers = [torch.empty(2 * most, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float64)]
+        block = BoxMuller(min(PAIRS, whole_blocks(len(parts[0][1]))))
         for k, part in parts:
             pairs = min(PAIRS, whole_blocks(len(part)))
-            words, uniform, normal = (buffer[: 2 * pairs].view(2, pairs) for buffer in buffers)
-            self.stream.fill(words, nonce, first=k * 2 * PAIRS // _WORDS)
-            box_muller(words, sigma, uniform, normal)
-            in_float64 = uniform.view(-1)[: len(part)]
-            part.copy_(in_float64.copy_(part).add_(normal.view(-1)[: len(part)]).div_(divisor))
+            if pairs != block.pairs:
+                block = BoxMuller(pairs)
+            self.stream.fill(block.words, nonce, first=k * 2 * PAIRS // _WORDS)
+            noise = block.normal(sigma / divisor)[: len(part)]
+            in_float64 = block.uniform.view(-1)[: len(part)].copy_(part)
+            part.copy_(torch.add(noise, in_float64, alpha=1 / divisor, out=in_float64))
 
 
 def whole_blocks(numbers: int) -> int:
@@ -92,17 +92,27 @@ def whole_blocks(numbers: int) -> int:
     return math.ceil(numbers / (2 * _WORDS)) * _WORDS
 
 
-def box_muller(words: Tensor, sigma: float, uniform: Tensor, normal: Tensor) -> None:
-    """Writes N(0, σ²) to `normal` [2, n], from uniform `words` [2, n] of 64 bits; overwrites all it is given."""
-    words[0].bitwise_and_(2**63 - 1)
-    uniform.copy_(words)
-    radius, angle = uniform[0], uniform[1]
-    numbers = radius.add_(0.5).mul_(2.0**-63).numpy()
-    np.log(numbers, out=numbers)
-    radius.mul_(-2 * sigma**2)
-    np.sqrt(numbers, out=numbers)
-    angle.mul_(math.pi * 2.0**-63)  # in [-π, π)
-    for a, cos, sin in zip(*(part.split(_FUNCTION) for part in (angle, normal[0], normal[1])), strict=True):
-        torch.cos(a, out=cos)
-        torch.sin(a, out=sin)
-    normal.mul_(radius)
+class BoxMuller:
+    """Room for as many pairs of numbers. It is cut for torch once: cutting takes longer than its functions."""
+
+    def __init__(self, pairs: int) -> None:
+        self.pairs = pairs
+        self.words = torch.empty(2, pairs, dtype=torch.int64)
+        self.uniform, self._normal = (torch.empty(2, pairs, dtype=torch.float64) for _ in range(2))
+        angle, cos, sin = self.uniform[1], *self._normal
+        self._cuts = list(zip(*(part.split(_FUNCTION) for part in (angle, cos, sin)), strict=True))
+
+    def normal(self, sigma: float) -> Tensor:
+        """N(0, σ²) [2·pairs], from uniform `words` of 64 bits; overwrites all that there is."""
+        self.words[0].bitwise_and_(2**63 - 1)
+        self.uniform.copy_(self.words)
+        radius, angle = self.uniform[0], self.uniform[1]
+        numbers = radius.add_(0.5).mul_(2.0**-63).numpy()
+        np.log(numbers, out=numbers)
+        radius.mul_(-2 * sigma**2)
+        np.sqrt(numbers, out=numbers)
+        angle.mul_(math.pi * 2.0**-63)  # in [-π, π)
+        for a, cos, sin in self._cuts:
+            torch.cos(a, out=cos)
+            torch.sin(a, out=sin)
+        return self._normal.mul_(radius).view(-1)

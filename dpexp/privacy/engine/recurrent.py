@@ -136,7 +136,7 @@ class Steps(torch.autograd.Function):
         cell: type[Cell], reverse: bool, on_gradient: OnGradient,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         order = range(len(p))[:: -1 if reverse else 1]
-        outputs = p.new_empty(len(p), *h.shape)
+        outputs = _by_record(p, h.shape[1])
         hs, cs, kept = [h], [c], {}
         for t in order:
             s = h @ weight.T if bias is None else torch.addmm(bias, h, weight.T)
@@ -146,7 +146,7 @@ class Steps(torch.autograd.Function):
             cs.append(c)
         ctx.kept, ctx.hs, ctx.cs, ctx.order = kept, hs, cs, order
         ctx.versions = [state._version for state in (hs[0], cs[0])]
-        ctx.weight, ctx.cell, ctx.on_gradient, ctx.shape = weight, cell, on_gradient, p.shape
+        ctx.weight, ctx.cell, ctx.on_gradient, ctx.gates = weight, cell, on_gradient, p.shape[2]
         return outputs, h.clone(), c.clone()
 
     @staticmethod
@@ -155,8 +155,8 @@ class Steps(torch.autograd.Function):
             raise RuntimeError(
                 "the first state of a recurrent layer was modified in place after the layer had used it."
             )
-        d_p = dh.new_empty(ctx.shape)
-        d_s = torch.empty_like(d_p) if ctx.cell is Gru else d_p
+        d_p = _by_record(d_outputs, ctx.gates)
+        d_s = _by_record(d_outputs, ctx.gates) if ctx.cell is Gru else d_p
         for step in reversed(range(len(ctx.order))):
             t = ctx.order[step]
             dh = dh + d_outputs[t]
@@ -164,12 +164,18 @@ class Steps(torch.autograd.Function):
             if d_s is not d_p:
                 d_s[t] = state
             dh = state @ ctx.weight if through is None else torch.addmm(through, state, ctx.weight)
-        previous = torch.empty_like(d_outputs)
+        previous = _by_record(d_outputs, dh.shape[1])
         for step, t in enumerate(ctx.order):
             previous[t] = ctx.hs[step]
         ctx.on_gradient(previous.transpose(0, 1), d_s.transpose(0, 1))
         ctx.hs = ctx.cs = None
         return None, d_p, dh, dc, None, None, None, None, None
+
+
+def _by_record(like: Tensor, size: int) -> Tensor:
+    """[T, B, size] for a [T, B, ...], which in memory is [B, T, size], as the layers about this one have it."""
+    T, B = like.shape[:2]
+    return like.new_empty(B, T, size).transpose(0, 1)
 
 
 def unrolled(

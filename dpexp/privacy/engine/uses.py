@@ -67,22 +67,24 @@ class OuterProducts(Use):
     def __init__(self, x: Tensor, g: Tensor) -> None:
         self.x = x
         self.g = g
-        _, T, d = x.shape
-        p = g.shape[2]
-        self._products: Tensor | None = None
-        if T > 1 and T * (d + p) >= d * p:
-            self._products = self.dense()
+        self._products: Dense | None = None  # instead of both
 
     def squared_norms(self) -> Tensor:
         if self._products is not None:
-            return Dense(self._products).squared_norms()
-        if self.x.shape[1] == 1:
+            return self._products.squared_norms()
+        _, T, d = self.x.shape
+        p = self.g.shape[2]
+        if T == 1:
             return (norms(self.x) * norms(self.g)).square()
-        return gram_norms(self.x, self.g).square()
+        if T * (d + p) < d * p:
+            return gram_norms(self.x, self.g).square()
+        self._products = Dense(self.dense())
+        del self.x, self.g
+        return self._products.squared_norms()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         if self._products is not None:
-            return Dense(self._products).add_weighted_sum(c, total)
+            return self._products.add_weighted_sum(c, total)
         x, g = self.x, self.g
         if x.shape[2] < g.shape[2]:
             x = x * c[:, None, None]
@@ -91,12 +93,12 @@ class OuterProducts(Use):
         total.addmm_(g.flatten(0, 1).T, x.flatten(0, 1))
 
     def dense(self) -> Tensor:
-        return self._products if self._products is not None else torch.bmm(self.g.transpose(1, 2), self.x)
+        return self._products.dense() if self._products is not None else torch.bmm(self.g.transpose(1, 2), self.x)
 
     def zero(self, records: Tensor) -> None:
-        self.x, self.g = _zeroed(self.x, records), _zeroed(self.g, records)
         if self._products is not None:
-            self._products = _zeroed(self._products, records)
+            return self._products.zero(records)
+        self.x, self.g = _zeroed(self.x, records), _zeroed(self.g, records)
 
 
 class Rows(Use):
