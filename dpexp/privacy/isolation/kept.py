@@ -57,6 +57,13 @@ class Kept(ABC):
 class KeptDict(Kept):
     __slots__ = ()
 
+    @classmethod
+    def empty(cls, thing: dict, parent: Kept | None, key: Any, attributes: bool) -> "KeptDict":
+        """For one that was empty before."""
+        kept = cls({}, parent, key, attributes)
+        kept.thing = thing
+        return kept
+
     def contents(self) -> Any:
         return dict(self.thing) if self.thing else None
 

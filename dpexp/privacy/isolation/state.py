@@ -56,6 +56,7 @@ class State:
         self._fixed = [(name, tensor, _version(tensor)) for name, tensor in fixed]
         self._trained = [(parameter, parameter.requires_grad) for _, parameter in parameters]
         self._kept: list[Kept] = []
+        self._empty: list[tuple[dict, Kept | None, Any, bool]] = []  # as most dictionaries of modules are
         self.known = {*_GLOBAL, *(id(tensor) for _, tensor in fixed)}
         self._walk([(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)])
         self._seeds = Seeds()
@@ -70,7 +71,8 @@ class State:
         """
         changed: list[str] = []
         lost: list[str] = []
-        for kept in self._kept:
+        filled = [KeptDict.empty(thing, *way) for thing, *way in self._empty if thing]
+        for kept in (*self._kept, *filled):
             try:
                 changed += kept.set_back()
             except Exception:
@@ -115,6 +117,9 @@ class State:
                 continue
             known.add(id(thing))
             if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
+                if not thing:
+                    self._empty.append((thing, parent, key, own or key in _OF_MODULES))
+                    continue
                 self._kept.append(kept := KeptDict(thing, parent, key, own or key in _OF_MODULES))
                 ways += [(v, kept, name, False) for name, v in thing.items() if type(v) not in _ATOMS]
                 continue
