@@ -1,6 +1,8 @@
 """What a record contributes depends on no other, whatever the step does to PyTorch, to its batch, or to generators."""
 
+import functools
 import math
+from collections import OrderedDict, defaultdict
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.quasirandom import SobolEngine
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.chunk import Way
+from dpexp.privacy.isolation.state import State
 from tests.test_branches import engine_of
 
 N = 12
@@ -111,6 +115,12 @@ def ties(m, x):
     return (x.sign() * m.linear.bias).max() + torch.min(x.sign() * m.linear.bias) + m.linear(x).sum() * 1e-3
 
 
+def ties_of_nan(m, x):
+    y = m.linear(x)
+    y = torch.stack([y, y / 0 * 0])
+    return y.max().nan_to_num(0.0) + y.amin(1).nan_to_num(0.0).sum() + m.linear(x).sum() * 1e-3
+
+
 def middle(m, x):
     return (x.sign() * m.linear.bias.exp()).median() + m.linear(x).sum() * 1e-3
 
@@ -138,9 +148,60 @@ def of_nan(m, x):
     return m.linear(x).sum() * math.copysign(1, (x[0, 1] * math.nan).item())
 
 
+def exempted(m, x):
+    m.linear.bias.requires_grad = False
+    return m.linear(x).square().sum()
+
+
+def short_mask(m, x):
+    return m.linear(x)[:, x[0, :5] > 0].sum() + m.linear.bias.sum()
+
+
+def short_mask_written(m, x):
+    y = m.linear(x)
+    y[:, x[0, :5] > 0] = 0
+    return y.sum()
+
+
+def of_equal_value(m, x):
+    index = (x > 0).long()
+    return (F.embedding(index, m.linear.weight, 1) + F.embedding(index, m.linear.weight, 1.0)).sum()
+
+
+def viewed(m, x):
+    return m.lstm(x.view(2, 2, 6))[0].view(2, -1).square().sum()
+
+
+class Sign(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sign()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.sign() * g.abs().sqrt()
+
+
+def binary(m, x):
+    weight = Sign.apply(m.linear.weight)
+    return F.linear(x, weight).square().sum() + F.linear(x.sin(), weight).sum()
+
+
+def counting(m, x):
+    """Checkpointed, the reentrant way, and used outside too."""
+    y = m.linear(x)
+    return checkpoint(lambda x: (x * y).sum(), x.requires_grad_(), use_reentrant=True) + y.sum()
+
+
 STEPS = [
     negated, saved, prehooked, shown, dispatched, no_gradients, other_device, of_generator, of_numpy, of_bits, of_sobol,
-    one_value, ties, middle, state_changed, other_type, beyond, same_and_strided, of_nan,
+    one_value, ties, ties_of_nan, middle, state_changed, other_type, beyond, same_and_strided, of_nan,
+    exempted, short_mask, short_mask_written, of_equal_value, viewed, binary, counting,
 ]  # fmt: skip
 
 
@@ -220,3 +281,50 @@ def test_arrays_in_a_batch_are_each_records_own():
         engine.accumulate(module, (rows, array), len(rows))
         totals.append(engine._sums["linear.weight"])
     assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12) and array[0] == 1
+
+
+def test_hooks_on_parameters_are_refused_whenever_they_were_registered():
+    module = Model(lambda m, x: m.linear(x).sum())
+    module.linear.weight.register_hook(lambda g: g.sign())
+    engine, _ = engine_of(module)
+    with pytest.raises(ConfigError, match=r"linear\.weight has hooks on its gradient"):
+        engine.start()
+
+
+class Held:
+    """What a module leads to, in kinds that hold things in ways of their own."""
+
+    def __init__(self):
+        self.inner = type("Inner", (), {})()
+        self.function = lambda x=1: x
+        self.partial = functools.partial(max, 1)
+        self.ordered = OrderedDict()
+        self.default = defaultdict(list)
+        self.objects = np.array([[], None], dtype=object)
+        self.objects[0] = []
+        self.tensor = torch.zeros(1)
+
+
+CHANGES = {
+    "attributes": (lambda h: setattr(h.inner, "__dict__", {"q": 1}), lambda h: hasattr(h.inner, "q")),
+    "class": (lambda h: setattr(h.inner, "__class__", Held), lambda h: isinstance(h.inner, Held)),
+    "defaults": (lambda h: setattr(h.function, "__defaults__", (2,)), lambda h: h.function() == 2),
+    "of a function": (lambda h: setattr(h.function, "q", 1), lambda h: hasattr(h.function, "q")),
+    "partial": (lambda h: h.partial.__setstate__((min, (), {}, {})), lambda h: h.partial.func is min),
+    "of a dictionary": (lambda h: setattr(h.ordered, "q", 1), lambda h: hasattr(h.ordered, "q")),
+    "in an empty one": (lambda h: h.ordered.update(q=1), lambda h: "q" in h.ordered),
+    "factory": (lambda h: setattr(h.default, "default_factory", int), lambda h: h.default.default_factory is int),
+    "in an array": (lambda h: h.objects[0].append(1), lambda h: bool(h.objects[0])),
+    "of a tensor": (lambda h: setattr(h.tensor, "q", 1), lambda h: hasattr(h.tensor, "q")),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_whatever_holds_it_it_is_set_back(kind):
+    change, changed = CHANGES[kind]
+    module = nn.Linear(1, 1)
+    module.held = held = Held()
+    state = State(module)
+    change(held)
+    assert changed(held) and state.restore() and not changed(held)
+    assert state.restore() == []

@@ -298,7 +298,7 @@ MODELS = {
     "outside_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Outside(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
-SLOW = {"outside", "hiding"}
+SLOW = {"outside", "hiding", "checkpointed_reentrant"}
 LOOPED = {"lending": {"borrower"}, "outside_inside": {"1"}, "packed": {"rnn"}, "packed_inside": {"0.rnn"}}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 

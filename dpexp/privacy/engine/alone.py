@@ -22,7 +22,7 @@ class Alone:
         Raises:
             Exception: what the function raises.
         """
-        look = (func, torch.is_autocast_enabled(), _look(args), _look(kwargs))
+        look = (func, _settings(), _look(args), _look(kwargs))
         if look in self._tried:
             return
         args, kwargs = tree_map_only(Tensor, _first, (args, kwargs))
@@ -40,9 +40,19 @@ def _first(tensor: Tensor) -> Tensor:
 
 def _look(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, _functorch.is_batchedtensor(value)
+        return value.shape, value.dtype, value.requires_grad, _functorch.is_batchedtensor(value)
     if isinstance(value, list | tuple):
         return tuple(map(_look, value))
     if isinstance(value, dict):
         return tuple((key, _look(item)) for key, item in value.items())
-    return (value.start, value.stop, value.step) if isinstance(value, slice) else value
+    if isinstance(value, slice):
+        return slice, _look((value.start, value.stop, value.step))
+    return type(value), value  # 1, 1.0 and True are equal, yet not the same
+
+
+def _settings() -> Hashable:
+    """What PyTorch may refuse a call by, besides its arguments."""
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    backends = torch.backends.cuda
+    attention = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
+    return *autocast, *attention

@@ -16,11 +16,12 @@ from dpexp.privacy.engine.behind import Node, sees_behind
 from dpexp.privacy.engine.branches import QUESTIONS, answer
 from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.derived import Derived, inner
+from dpexp.privacy.engine.extremes import EXTREMES, Extreme
 from dpexp.privacy.engine.on_records import OnRecords
 from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
 from dpexp.privacy.engine.rewritten import REWRITTEN
 from dpexp.privacy.engine.rules import RULES, Call
-from dpexp.privacy.engine.shapes import SHAPES
+from dpexp.privacy.engine.shapes import SHAPES, has_masks
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
 from dpexp.privacy.isolation.guard import Guard, packet
 from dpexp.privacy.isolation.state import State
@@ -85,8 +86,6 @@ class Capture(Guard):
         if func in _OF_AUTOGRAD:
             found = func(inner(args[0]))
             return Node() if func == _GRAD_FN and found is not None else found
-        if func in _EXTREMES and len(args) + len(kwargs) == 1 and isinstance(args[0], Tensor) and args[0].dim():
-            func, args = _EXTREMES[func], (args[0], [*range(args[0].dim())])
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
@@ -97,6 +96,8 @@ class Capture(Guard):
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
         if func in SHAPES:
+            if has_masks(args, kwargs):
+                self.alone.try_out(func, args, kwargs)
             shaped = SHAPES[func](self._count, *args, **kwargs)
             if shaped is not NotImplemented:
                 return shaped
@@ -122,9 +123,15 @@ class Capture(Guard):
         if computed and _PADDING.intersection(_named(known, args, kwargs)):
             # vmap's own rule makes one table of all records', in which it no longer knows the padding.
             raise RuntimeError("an embedding with padding_idx, of a weight that is computed, runs record by record.")
-        of_all = known in _MISTAKEN_OF_ALL and len(args) + len(kwargs) == 1
-        if known in _MISTAKEN or of_all or (known is _CHUNKED and kwargs.get("options") is not None):
+        of_all = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and _takes_gradients(args[0])
+        if (
+            known in _MISTAKEN
+            or (of_all and known in _MISTAKEN_OF_ALL)
+            or (known is _CHUNKED and kwargs.get("options") is not None)
+        ):
             raise RuntimeError(f"PyTorch's vmap gets gradients of {known.__name__} wrong.")
+        if of_all and known in EXTREMES:
+            return Extreme.apply(args[0], EXTREMES[known])
         if known is F.scaled_dot_product_attention:
             self.alone.try_out(func, args, kwargs)
             return _attention(*self.with_copies(args), **self.with_copies(kwargs))
@@ -223,8 +230,6 @@ class Capture(Guard):
 _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, bool, str, tuple, list, type(None)}
-# Under vmap the largest of equals takes the whole gradient, which without is divided.
-_EXTREMES = {torch.max: torch.amax, Tensor.max: torch.amax, torch.min: torch.amin, Tensor.min: torch.amin}
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _BACKWARD = {
     Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
@@ -259,6 +264,11 @@ _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gra
 
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 _PADDING = {"padding_idx", "scale_grad_by_freq"}
+
+
+def _takes_gradients(tensor: Tensor) -> bool:
+    """Of each record."""
+    return _functorch.is_batchedtensor(tensor) and inner(tensor).requires_grad and tensor.dim() > 0
 
 
 def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:

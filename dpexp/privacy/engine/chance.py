@@ -47,7 +47,7 @@ class Chance:
     def follow(self, func: Callable[..., Any], args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
         """Runs a call of a function that PyTorch's function modes see."""
         given = _leaves((args, kwargs) if kwargs else args)
-        own = _is_torchs(func) and all(type(leaf) in _TENSORS or isinstance(leaf, _PLAIN) for leaf in given)
+        own = is_torchs(func) and all(type(leaf) in _TENSORS or isinstance(leaf, _PLAIN) for leaf in given)
         free = own and all(_is_free(leaf) for leaf in given if isinstance(leaf, Tensor))
         drawn, states = self._drawn, self._states()
         result = run()
@@ -76,7 +76,7 @@ _HELD = {Tensor.grad.__get__, Tensor.grad.__set__}  # type: ignore[union-attr]
 _FOLDER = f"{Path(torch.__file__).parent}/"
 
 
-def _is_torchs(func: Any) -> bool:
+def is_torchs(func: Any) -> bool:
     """Whether a function can only have got hold of what it was given."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(func).startswith("aten.")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd.graph import _engine_run_backward
 
+from dpexp.privacy.engine.chance import is_torchs
 from dpexp.privacy.engine.parts import Part, of_parameter, part_of
 from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.isolation.guard import Guard
@@ -29,8 +30,8 @@ class Derived:
         self._used: dict[int, tuple[Tensor, int]] = {}
 
     def trains(self, tensor: Any) -> bool:
-        """Whether it is one of the parameters."""
-        return id(tensor) in self._trainable
+        """Whether it is one of the parameters, which a step may exempt from gradients."""
+        return id(tensor) in self._trainable and tensor.requires_grad
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is a parameter, or computed from parameters alone."""
@@ -50,8 +51,8 @@ class Derived:
             run: (function, args, kwargs) -> what it returns.
         """
         tensors = list(_tensors((args, kwargs)))
-        if not torch.is_grad_enabled() or not any(map(self.holds, tensors)):
-            return None
+        if not torch.is_grad_enabled() or not any(map(self.holds, tensors)) or not is_torchs(func):
+            return None  # a backward pass of one's own may not be linear, or count
         if any(map(_functorch.is_functorch_wrapped_tensor, tensors)):
             return None
         result = run(_PLAIN.get(func, func), args, kwargs)

@@ -91,7 +91,7 @@ class Engine:
         """Begins round t's sample: all sums are zero.
 
         Raises:
-            ConfigError: the module's trainable parameters are no longer those of the plan.
+            ConfigError: the module's trainable parameters are no longer those of the plan, or have hooks.
         """
         trained: dict[str, Tensor] = {**trainable(self._module)}
         changed = [
@@ -101,6 +101,12 @@ class Engine:
             raise ConfigError(
                 f"model: {', '.join(sorted(changed))} became trainable, ceased to be, or was replaced during training, "
                 "but the plan was made before; train in two jobs, the second from the first one's weights."
+            )
+        hooked = [name for name, p in self._parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
+            raise ConfigError(
+                f"model: {', '.join(hooked)} has hooks on its gradient, which here is never that of a batch; change "
+                "the private gradient in on_before_optimizer_step instead."
             )
         self.now = self.plan.at(t)
         self._sums = {

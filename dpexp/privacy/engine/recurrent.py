@@ -216,6 +216,7 @@ def unrolled(
         x = torch.cat(sides, -1) if bidirectional else sides[0]
         if layer < num_layers - 1:
             x = F.dropout(x, dropout, train)
+    x = x.contiguous() if x.shape[1] > 1 else x  # as PyTorch has it in memory, which .view asks for
     output = x.transpose(0, 1) if batch_first else x
     states = [torch.stack(part) for part in zip(*ends, strict=True)]
     return (output, *states) if cell is Lstm else (output, states[0])

@@ -35,9 +35,11 @@ def taken_apart(value: Any, known: set[int]) -> tuple[list[Tensor], Any]:
     rest: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
+            if vars(leaf):
+                raise RuntimeError("it returns a tensor that has attributes of its own.")
             tensors.append(leaf)
             rest.append(_Place(Tensor))
-        elif isinstance(leaf, _ALIKE):
+        elif type(leaf) in _ALIKE:
             rest.append((type(leaf), repr(leaf), leaf))  # 0.0 and -0.0 are equal, yet not the same
         elif id(leaf) in known:
             rest.append((id(leaf), leaf))
@@ -47,12 +49,12 @@ def taken_apart(value: Any, known: set[int]) -> tuple[list[Tensor], Any]:
             rest.append(_Place(type(leaf), inside))
         else:
             raise RuntimeError(f"it returns a {type(leaf).__name__}, which cannot be made one of those of all records.")
-    return tensors, (structure, rest)
+    return tensors, (structure, [*rest, (repr(structure), None)])  # by which keys of 1 and True differ
 
 
 def put_together(rest: Any, tensors: Iterator[Tensor]) -> Any:
     structure, places = rest
-    return tree_unflatten([_leaf(place, tensors) for place in places], structure)
+    return tree_unflatten([_leaf(place, tensors) for place in places[:-1]], structure)
 
 
 def _leaf(place: Any, tensors: Iterator[Tensor]) -> Any:

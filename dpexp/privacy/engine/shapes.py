@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.utils._pytree import tree_leaves
 
 from dpexp.privacy.engine.on_records import OnRecords
 
@@ -63,6 +64,10 @@ def _by_positions(count: Count, index: Any) -> tuple | None:
         return None
     spread = (_nonzero(count, part, as_tuple=True) if _is_mask(part) else (part,) for part in parts)
     return tuple(part for several in spread for part in several)
+
+
+def has_masks(args: tuple, kwargs: dict) -> bool:
+    return any(_is_mask(leaf) for leaf in tree_leaves((args, kwargs)))
 
 
 def _is_mask(part: Any) -> bool:

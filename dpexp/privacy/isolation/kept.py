@@ -5,7 +5,7 @@ import types
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict, deque
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, partial
 from operator import is_
 from typing import Any
 
@@ -279,6 +279,21 @@ def _bits(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator)
 
 
+class KeptPartial(Kept):
+    """A functools.partial."""
+
+    __slots__ = ()
+
+    def contents(self) -> Any:
+        return self.thing.__reduce__()[2]
+
+    def set_back(self) -> list[str]:
+        if all(map(is_, self.contents()[:3], self.before[:3])):
+            return []
+        self.thing.__setstate__(self.before)
+        return [self.name]
+
+
 _KINDS: tuple[tuple[type | tuple[type, ...], type[Kept]], ...] = (
     (dict, KeptDict),
     ((list, deque), KeptList),
@@ -292,6 +307,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], type[Kept]], ...] = (
         KeptGenerator,
     ),
     (types.CellType, KeptAttributes),
+    (partial, KeptPartial),
 )
 
 

@@ -4,7 +4,7 @@ import functools
 import random
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +26,7 @@ _CLOSED = {
 }  # fmt: skip
 _OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions", "torch.quasirandom")
 _DICTS = {dict, OrderedDict}
+_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__code__", "__doc__")
 _OF_MODULES = ("_modules", "_buffers", "_parameters")
 
 
@@ -57,6 +58,8 @@ class State:
         self._trained = [(parameter, parameter.requires_grad) for _, parameter in parameters]
         self._kept: list[Kept] = []
         self._empty: list[tuple[dict, Kept | None, Any, bool]] = []  # as most dictionaries of modules are
+        self._bare: list[OrderedDict] = []  # without attributes
+        self._bodies: list[tuple[Any, type, dict]] = []
         self.known = {*_GLOBAL, *(id(tensor) for _, tensor in fixed)}
         self._walk([(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)])
         self._seeds = Seeds()
@@ -71,6 +74,17 @@ class State:
         """
         changed: list[str] = []
         lost: list[str] = []
+        for thing, kind, attributes in self._bodies:
+            if thing.__class__ is not kind:
+                object.__setattr__(thing, "__class__", kind)
+                changed.append(f"the class of a {kind.__name__}")
+            if thing.__dict__ is not attributes:
+                object.__setattr__(thing, "__dict__", attributes)
+                changed.append(f"the attributes of a {kind.__name__}")
+        for thing in self._bare:
+            if thing.__dict__:
+                thing.__dict__.clear()
+                changed.append(f"the attributes of a {type(thing).__name__}")
         filled = [KeptDict.empty(thing, *way) for thing, *way in self._empty if thing]
         for kept in (*self._kept, *filled):
             try:
@@ -116,6 +130,13 @@ class State:
             if type(thing) in _ATOMS or id(thing) in known:
                 continue
             known.add(id(thing))
+            if type(thing) is OrderedDict:
+                if thing.__dict__:
+                    ways.append((thing.__dict__, parent, key, True))
+                else:
+                    self._bare.append(thing)
+            elif _has_body(thing):
+                self._bodies.append((thing, thing.__class__, thing.__dict__))
             if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
                 if not thing:
                     self._empty.append((thing, parent, key, own or key in _OF_MODULES))
@@ -124,12 +145,17 @@ class State:
                 ways += [(v, kept, name, False) for name, v in thing.items() if type(v) not in _ATOMS]
                 continue
             if isinstance(thing, Tensor) and thing.is_inference():
-                continue  # which nothing can change
+                ways.append((vars(thing), parent, key, True))  # nothing else of it can change
+                continue
             if isinstance(thing, type):
                 parent = KeptAttributes(thing, None, thing.__name__) if _is_open[thing] else None
             elif isinstance(thing, types.CellType):
                 parent = KeptAttributes(thing, parent, key, ("cell_contents",))
+            elif isinstance(thing, types.FunctionType) and _is_open_package(thing.__module__):
+                parent = KeptAttributes(thing, parent, key, _OF_FUNCTIONS)
             elif kind := kind_of[type(thing)]:
+                if isinstance(thing, defaultdict):
+                    self._kept.append(KeptAttributes(thing, parent, key, ("default_factory",)))
                 parent = kind(thing, parent, key, own or key in _OF_MODULES)
             elif _slots[type(thing)] and _is_open[type(thing)]:
                 parent = KeptAttributes(thing, parent, key, _slots[type(thing)])
@@ -143,6 +169,13 @@ class State:
                 ways += [
                     (value, parent, key if isinstance(k, _Unnamed) else k, k is _OWN) for k, value in _inside(thing)
                 ]
+
+
+def _has_body(thing: Any) -> bool:
+    """Whether its class and its dictionary of attributes might be exchanged."""
+    if type(getattr(thing, "__dict__", None)) is not dict:
+        return False  # nor a class
+    return isinstance(thing, nn.Module | types.FunctionType) or _is_open[type(thing)]
 
 
 def _version(tensor: Tensor) -> tuple:
@@ -159,7 +192,9 @@ def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(thing, list | tuple | set | frozenset | deque):
         return [*((_ELEMENT, value) for value in thing if type(value) not in _ATOMS), *_own(thing)]
     if isinstance(thing, Tensor):
-        return _own(thing) if vars(thing) else ()
+        return _own(thing)
+    if isinstance(thing, np.ndarray):
+        return [(_ELEMENT, value) for value in thing.flat] if thing.dtype == object else ()
     if isinstance(thing, nn.Module):
         return [*_own(thing), (_ELEMENT, kind)] if _is_open[kind] else _own(thing)
     if isinstance(thing, type):
@@ -169,7 +204,7 @@ def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(thing, types.FunctionType):
         if not _is_open_package(thing.__module__):
             return ()
-        parts = (thing.__defaults__, thing.__kwdefaults__, *(thing.__closure__ or ()), vars(thing) or None)
+        parts = (thing.__defaults__, thing.__kwdefaults__, *(thing.__closure__ or ()), vars(thing))
         return [(_ELEMENT, part) for part in parts if part is not None]
     if isinstance(thing, property | staticmethod | classmethod):
         functions = (thing.fget, thing.fset) if isinstance(thing, property) else (thing.__func__,)
