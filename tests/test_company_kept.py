@@ -30,6 +30,7 @@ class Model(nn.Module):
         self.step, self.linear, self.norm = step, nn.Linear(6, 6), nn.GroupNorm(6, 6)
         self.lstm, self.attention = nn.LSTM(6, 6, batch_first=True), nn.MultiheadAttention(6, 2, batch_first=True)
         self.generator, self.numpy = torch.Generator().manual_seed(1), np.random.RandomState(1)
+        self.outside, self.numbers = Outside(), lambda x: iter([1.0, -1.0])
         self.bits, self.sobol = np.random.PCG64(1), SobolEngine(6, scramble=True, seed=1)
 
     def forward(self, x):
@@ -168,6 +169,57 @@ def of_equal_value(m, x):
     return (F.embedding(index, m.linear.weight, 1) + F.embedding(index, m.linear.weight, 1.0)).sum()
 
 
+def written_after(use):
+    def step(m, x):
+        y, mask, index = x.clone(), x > 0, (x[:, 0] > 0).long()
+        if use == "bilinear":
+            found = F.bilinear(y, y, m.linear.weight[None, :, :])
+        elif use == "mask":
+            found = m.linear(x)[mask]
+        elif use == "index":
+            found = m.linear.weight[index]
+        else:
+            found = checkpoint(m.linear, y, use_reentrant=False)
+        y.mul_(2)
+        mask.logical_not_()
+        index.add_(1)
+        return found.square().sum()
+
+    step.__name__ = f"written_after_{use}"
+    return step
+
+
+def not_added(m, x):
+    return torch.addmm(torch.full((6,), math.nan).to(x), x, m.linear.weight.T, beta=0).square().sum()
+
+
+class Outside(nn.Module):
+    """Runs record by record, since it asks NumPy."""
+
+    def forward(self, x, numbers=()):
+        if x.detach().numpy()[0, 0] < -100:
+            raise ValueError
+        return x * next(numbers) if numbers else x
+
+
+def caught(m, x):
+    y = m.linear(x)
+    try:
+        m.outside(x)
+    except ValueError:
+        return y.square().sum()
+    return y.sum()
+
+
+def given_back(m, x):
+    y = m.linear(x)
+    return y.sum() * (1 if m.outside(y * 0) is y else -1) + (m.outside(x.abs()) is x)
+
+
+def iterated(m, x):
+    return (m.linear(x) * m.outside(x.abs(), m.numbers(x))).sum()
+
+
 def viewed(m, x):
     return m.lstm(x.view(2, 2, 6))[0].view(2, -1).square().sum()
 
@@ -201,6 +253,7 @@ def counting(m, x):
 STEPS = [
     negated, saved, prehooked, shown, dispatched, no_gradients, other_device, of_generator, of_numpy, of_bits, of_sobol,
     one_value, ties, ties_of_nan, middle, state_changed, other_type, beyond, same_and_strided, of_nan,
+    *map(written_after, ("bilinear", "mask", "index", "checkpoint")), not_added, caught, given_back, iterated,
     exempted, short_mask, short_mask_written, of_equal_value, viewed, binary, counting,
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.attention import multi_head_attention
@@ -58,6 +59,7 @@ class Capture(Guard):
         self.anchor = anchor
         self.record = record
         self._copies: dict[int, Tensor] = {}
+        self._met: list[tuple[Tensor, int]] = []
         self.chance = chance
         self.alone = alone or Alone()
 
@@ -67,6 +69,8 @@ class Capture(Guard):
         kwargs = kwargs or {}
         self._seeds.refuse_others()
         if self._paused:
+            if func in _HOOKS:
+                raise RuntimeError("a hook on a tensor runs in the backward pass of all records.")
             error = self.error
             try:
                 return super().__torch_function__(func, types, args, kwargs)
@@ -100,6 +104,7 @@ class Capture(Guard):
                 self.alone.try_out(func, args, kwargs)
             shaped = SHAPES[func](self._count, *args, **kwargs)
             if shaped is not NotImplemented:
+                self.met((args, kwargs))
                 return shaped
         if _generator(func, args, kwargs) not in (None, torch.default_generator):
             raise RuntimeError("a generator of one's own would draw for a record by its place among others.")
@@ -107,6 +112,8 @@ class Capture(Guard):
         if known in RULES:
             call = RULES[known](*args, **kwargs)
             if call is not None and self._fits(call):
+                if func in _INDEXING:
+                    self.met((args, kwargs))
                 self.alone.try_out(func, args, kwargs)
                 return _Captured.apply(self.anchor, self.with_copies(call.x), call, self.record)
         if known in CELLS and self._steps_through(args):
@@ -144,6 +151,7 @@ class Capture(Guard):
                 result = REWRITTEN[known](self._derived.holds, *args, **kwargs)
             if result is not None:
                 self.alone.try_out(func, args, kwargs)
+                self.met((args, kwargs))
                 return result
         return super().__torch_function__(func, types, self.with_copies(args), self.with_copies(kwargs))
 
@@ -151,6 +159,20 @@ class Capture(Guard):
         """Of how many positions a mask is true: a question to each record."""
         with self:
             return int((mask != 0).sum())
+
+    def met(self, value: Any) -> None:
+        """Notes tensors that PyTorch might have kept for the backward pass, and the engine has not."""
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                self._met.append((inner(leaf), inner(leaf)._version))
+
+    def refuse_changes(self) -> None:
+        """
+        Raises:
+            RuntimeError: such a tensor was modified in place afterwards, which PyTorch might refuse.
+        """
+        if any(tensor._version != version for tensor, version in self._met):
+            raise RuntimeError("what a function was given is modified in place after it was used.")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -230,6 +252,8 @@ class Capture(Guard):
 _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, bool, str, tuple, list, type(None)}
+_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+_INDEXING = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _BACKWARD = {
     Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
@@ -321,6 +345,8 @@ class _Captured(OnRecords):
         roles = {role: p for role, p in call.parameters.items() if p is not None and p.requires_grad}
         dtype = torch.promote_types(torch.float32, next(iter(roles.values())).dtype)
         held, version = [x.detach()], x._version
+        if x.is_floating_point():
+            held = [held[0].to(y.dtype)]  # under autocast, what autograd would have kept
 
         def on_gradient(g: Tensor) -> None:
             saved = held.pop()

@@ -12,21 +12,24 @@ from torch.utils import checkpoint
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def kept(met: Callable[[Any], None]) -> Iterator[None]:
     """Meanwhile torch.utils.checkpoint.checkpoint keeps what a function computes, unless it is reentrant, which makes
-    another thing of gradients."""
-    with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _nothing):
-        yield
+    another thing of gradients.
 
+    Args:
+        met: is told what such a function is given.
+    """
 
-def _nothing(
-    function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *args: Any, **kwargs: Any
-) -> Iterator[None]:
-    """Before and after the function is called."""
-    if preserve and context_fn is checkpoint.noop_context_fn:
+    def nothing(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Before and after the function is called."""
+        if preserve and context_fn is checkpoint.noop_context_fn:
+            yield
+            met((args, kwargs))
+        else:
+            yield from _generator(function, preserve, context_fn, *args, **kwargs)
+
+    with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing):
         yield
-    else:
-        yield from _generator(function, preserve, context_fn, *args, **kwargs)
 
 
 _generator = checkpoint._checkpoint_without_reentrant_generator

@@ -228,8 +228,10 @@ class Engine:
             if chance is not None:
                 chance.free((anchor, leaves))
             capture = Capture(derived, anchor, record, chunk.state, chance, self._alone)
-            with looping(self._module, way.looped, capture, self.around), kept(), nothing_behind_vmap(), capture:
+            inside = looping(self._module, way.looped, capture, self.around)
+            with inside, kept(capture.met), nothing_behind_vmap(), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
+            capture.refuse_changes()
             if isinstance(capture.error, Asked | Differ):
                 raise capture.error
             if capture.error is not None:

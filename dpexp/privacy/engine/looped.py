@@ -22,7 +22,7 @@ from dpexp.privacy.engine.capture import Capture, CopyTap
 from dpexp.privacy.engine.on_records import OnRecords
 from dpexp.privacy.engine.returned import put_together, taken_apart
 from dpexp.privacy.isolation.guard import Guard
-from dpexp.privacy.isolation.state import CHANGED, State
+from dpexp.privacy.isolation.state import CHANGED, State, can_be_kept
 from dpexp.privacy.isolation.surroundings import Surroundings
 
 DEDUCED = "config.problem_type"  # by models of transformers from each batch of labels, where it is not given
@@ -60,11 +60,22 @@ def looping(root: nn.Module, names: set[str], capture: Capture, around: Surround
 
 def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surroundings) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return each(args, kwargs)
+        except Exception as error:
+            capture.error = error  # of one record, whoever may catch it for all
+            raise
+
+    def each(args: tuple, kwargs: dict) -> Any:
         with capture.paused():
             leaves, structure = tree_flatten((capture.with_copies(args), capture.with_copies(kwargs)))
             places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+            for other in others:
+                if not can_be_kept(other):
+                    raise RuntimeError(f"it is given a {type(other).__name__}, which may carry data to other records.")
             state = State(root, around)
-            inside = State(_Others([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))
+            inside = State(_Others(others))
             parameters = {name: p for name, p in module.named_parameters() if capture.trains(p)}
             returned: list[Any] = []
 
@@ -89,9 +100,10 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
                 if versions != [tensor._version for tensor in tensors]:
                     raise RuntimeError("it changes its input in place.")
                 outputs, rest = taken_apart(result, state.known)
-                if returned and returned[0] != rest:
+                as_given = [next((k for k, tensor in enumerate(tensors) if tensor is o), None) for o in outputs]
+                if returned and returned != [rest, as_given]:
                     raise RuntimeError("it returns different things for different records.")
-                returned[:] = [rest]
+                returned[:] = [rest, as_given]
                 return outputs
 
             outputs = _Looped.apply(
@@ -102,9 +114,12 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
                 *parameters.values(),
                 *(leaves[k] for k in places),
             )
+            capture.met(leaves)
             if capture.chance is not None:
                 capture.chance.unseen()
-            return put_together(returned[0], iter(outputs))
+            rest, as_given = returned
+            outputs = [o if k is None else leaves[places[k]] for o, k in zip(outputs, as_given, strict=True)]
+            return put_together(rest, iter(outputs))
 
     return forward
 
@@ -133,7 +148,7 @@ class _Looped(OnRecords):
         copies = [CopyTap.apply(anchor, p, B, partial(record, p)).unbind(0) for p in tensors[:k]]
         before = [parameter.detach().clone() for parameter in tensors[:k]]  # the copies' `.data` is not watched
         given = [
-            [t] * B if dim is None else [one.clone() for one in t.movedim(dim, 0).unbind(0)]
+            [t.clone() for _ in range(B)] if dim is None else [one.clone() for one in t.movedim(dim, 0).unbind(0)]
             for t, dim in zip(tensors[k:], in_dims[4 + k :], strict=True)
         ]
         each = [

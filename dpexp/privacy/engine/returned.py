@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-_ALIKE = (str, int, float, bool, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+_ALIKE = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class _Place:
@@ -39,7 +39,7 @@ def taken_apart(value: Any, known: set[int]) -> tuple[list[Tensor], Any]:
                 raise RuntimeError("it returns a tensor that has attributes of its own.")
             tensors.append(leaf)
             rest.append(_Place(Tensor))
-        elif type(leaf) in _ALIKE:
+        elif type(leaf) in _ALIKE or isinstance(leaf, type):
             rest.append((type(leaf), repr(leaf), leaf))  # 0.0 and -0.0 are equal, yet not the same
         elif id(leaf) in known:
             rest.append((id(leaf), leaf))

@@ -6,6 +6,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,18 @@ class State:
                 ways += [
                     (value, parent, key if isinstance(k, _Unnamed) else k, k is _OWN) for k, value in _inside(thing)
                 ]
+
+
+def can_be_kept(thing: Any) -> bool:
+    """Whether all that a thing holds is remembered, or it holds nothing."""
+    kind = type(thing)
+    return (
+        kind in _ATOMS
+        or kind_of[kind] is not None
+        or _is_open[kind]
+        or isinstance(thing, nn.Module | type | types.FunctionType | types.BuiltinFunctionType | slice | range | Enum)
+        or kind.__module__.partition(".")[0] in ("torch", "numpy")
+    )
 
 
 def _has_body(thing: Any) -> bool:
