@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.behind import Node, sees_behind
 from dpexp.privacy.engine.branches import QUESTIONS, answer
-from dpexp.privacy.engine.chance import Chance
+from dpexp.privacy.engine.chance import Chance, leaves_of
 from dpexp.privacy.engine.derived import Derived, inner
 from dpexp.privacy.engine.extremes import EXTREMES, Extreme
 from dpexp.privacy.engine.on_records import OnRecords
@@ -162,7 +161,7 @@ class Capture(Guard):
 
     def met(self, value: Any) -> None:
         """Notes tensors that PyTorch might have kept for the backward pass, and the engine has not."""
-        for leaf in tree_leaves(value):
+        for leaf in leaves_of(value):
             if isinstance(leaf, Tensor):
                 self._met.append((inner(leaf), inner(leaf)._version))
 

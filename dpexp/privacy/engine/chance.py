@@ -32,7 +32,7 @@ class Chance:
 
     def free(self, value: Any) -> None:
         """Notes that random numbers have not reached the tensors in a value."""
-        for leaf in _leaves(value):
+        for leaf in leaves_of(value):
             if isinstance(leaf, Tensor) and _functorch.is_batchedtensor(leaf):
                 leaf._free_of_chance = _version(leaf)  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ class Chance:
 
     def follow(self, func: Callable[..., Any], args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
         """Runs a call of a function that PyTorch's function modes see."""
-        given = _leaves((args, kwargs) if kwargs else args)
+        given = leaves_of((args, kwargs) if kwargs else args)
         own = is_torchs(func) and all(type(leaf) in _TENSORS or isinstance(leaf, _PLAIN) for leaf in given)
         free = own and all(_is_free(leaf) for leaf in given if isinstance(leaf, Tensor))
         drawn, states = self._drawn, self._states()
@@ -58,7 +58,7 @@ class Chance:
                 self.free((result, given))  # some of which may have been written to
             elif self._drawn and "batch_norm" in getattr(func, "__name__", ""):
                 self._lost = True  # running statistics are written to, of which no version tells
-        elif not all(isinstance(leaf, Tensor) and _functorch.is_batchedtensor(leaf) for leaf in _leaves(result)):
+        elif not all(isinstance(leaf, Tensor) and _functorch.is_batchedtensor(leaf) for leaf in leaves_of(result)):
             self._lost = True
         return result
 
@@ -96,10 +96,10 @@ def _version(tensor: Tensor) -> int:
     return tensor._version
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves_of(value: Any) -> list[Any]:
     kind = type(value)
     if kind is dict:
         value = [*value.values()]
     elif kind not in (list, tuple, torch.Size) and kind.__module__ != "torch.return_types":
         return [value]
-    return [leaf for item in value for leaf in (_leaves(item) if isinstance(item, list | tuple | dict) else (item,))]
+    return [leaf for item in value for leaf in (leaves_of(item) if isinstance(item, list | tuple | dict) else (item,))]

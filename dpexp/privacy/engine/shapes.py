@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
-from torch.utils._pytree import tree_leaves
 
+from dpexp.privacy.engine.chance import leaves_of
 from dpexp.privacy.engine.on_records import OnRecords
 
 Count = Callable[[Tensor], int]
@@ -67,7 +67,7 @@ def _by_positions(count: Count, index: Any) -> tuple | None:
 
 
 def has_masks(args: tuple, kwargs: dict) -> bool:
-    return any(_is_mask(leaf) for leaf in tree_leaves((args, kwargs)))
+    return any(map(_is_mask, leaves_of((args, kwargs))))
 
 
 def _is_mask(part: Any) -> bool:

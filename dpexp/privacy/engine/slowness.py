@@ -12,16 +12,24 @@ import dpexp
 def why(error: BaseException) -> str:
     """The line of code, outside of PyTorch, in which an error arose, what it says, and what to write there."""
     said = (str(error) or type(error).__name__).splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith(_CHECKPOINT) for frame in frames):
+        said = f"checkpointing: {said}"
     known = (words for pattern, words in _KNOWN if re.search(pattern, said))
     said = next(known, "{}.").format(said.removesuffix("."))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THEIRS)]
+    frames = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]  # type: ignore[assignment]
     if not frames or not Path(frames[-1].filename).exists():
         return said
     return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}, line {frames[-1].lineno}, `{frames[-1].line}`: {said}"
 
 
 _NOT_THEIRS = tuple(f"{Path(package.__file__).parent}/" for package in (torch, dpexp))  # type: ignore[arg-type]
+_CHECKPOINT = str(Path("torch", "utils", "checkpoint.py"))
 _KNOWN = (
+    (
+        "checkpointing: .*setup_context",
+        "reentrant checkpointing has a backward pass of its own. Give use_reentrant=False.",
+    ),
     (
         "dynamic shape|boolean mask|differently shaped|equal size",
         "a shape depends on a record's data. Keep the shape and weigh with a mask: torch.where(mask, x, 0), x * mask.",

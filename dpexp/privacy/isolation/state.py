@@ -7,6 +7,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from enum import Enum
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ _CLOSED = {
 _OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions", "torch.quasirandom")
 _DICTS = {dict, OrderedDict}
 _OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__code__", "__doc__")
+_of_function = attrgetter(*_OF_FUNCTIONS)
 _OF_MODULES = ("_modules", "_buffers", "_parameters")
 
 
@@ -61,6 +63,7 @@ class State:
         self._empty: list[tuple[dict, Kept | None, Any, bool]] = []  # as most dictionaries of modules are
         self._bare: list[OrderedDict] = []  # without attributes
         self._bodies: list[tuple[Any, type, dict]] = []
+        self._functions: list[tuple[Any, ...]] = []
         self.known = {*_GLOBAL, *(id(tensor) for _, tensor in fixed)}
         self._walk([(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)])
         self._seeds = Seeds()
@@ -82,6 +85,11 @@ class State:
             if thing.__dict__ is not attributes:
                 object.__setattr__(thing, "__dict__", attributes)
                 changed.append(f"the attributes of a {kind.__name__}")
+        for function, *before in self._functions:
+            if not all(map(is_, _of_function(function), before)):
+                for name, value in zip(_OF_FUNCTIONS, before, strict=True):
+                    setattr(function, name, value)
+                changed.append(f"the function {function.__name__}")
         for thing in self._bare:
             if thing.__dict__:
                 thing.__dict__.clear()
@@ -138,6 +146,8 @@ class State:
                     self._bare.append(thing)
             elif _has_body(thing):
                 self._bodies.append((thing, thing.__class__, thing.__dict__))
+                if isinstance(thing, types.FunctionType):
+                    self._functions.append((thing, *_of_function(thing)))
             if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
                 if not thing:
                     self._empty.append((thing, parent, key, own or key in _OF_MODULES))
@@ -152,8 +162,6 @@ class State:
                 parent = KeptAttributes(thing, None, thing.__name__) if _is_open[thing] else None
             elif isinstance(thing, types.CellType):
                 parent = KeptAttributes(thing, parent, key, ("cell_contents",))
-            elif isinstance(thing, types.FunctionType) and _is_open_package(thing.__module__):
-                parent = KeptAttributes(thing, parent, key, _OF_FUNCTIONS)
             elif kind := kind_of[type(thing)]:
                 if isinstance(thing, defaultdict):
                     self._kept.append(KeptAttributes(thing, parent, key, ("default_factory",)))
