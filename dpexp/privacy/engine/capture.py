@@ -14,20 +14,17 @@ from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.behind import Node, sees_behind
 from dpexp.privacy.engine.branches import QUESTIONS, answer
+from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
 from dpexp.privacy.engine.chance import Chance, leaves_of
 from dpexp.privacy.engine.derived import Derived, inner
 from dpexp.privacy.engine.extremes import EXTREMES, Extreme
-from dpexp.privacy.engine.on_records import OnRecords
-from dpexp.privacy.engine.recurrent import CELLS, Steps, unrolled
+from dpexp.privacy.engine.recurrent import CELLS, unrolled
 from dpexp.privacy.engine.rewritten import REWRITTEN
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.shapes import SHAPES, has_masks
-from dpexp.privacy.engine.uses import Dense, OuterProducts, Use
+from dpexp.privacy.engine.uses import Dense, OuterProducts
 from dpexp.privacy.isolation.guard import Guard, packet
 from dpexp.privacy.isolation.state import State
-
-Record = Callable[[Tensor, Use], None]
-OfOne = Callable[[Use], None]
 
 
 class Capture(Guard):
@@ -114,7 +111,7 @@ class Capture(Guard):
                 if func in _INDEXING:
                     self.met((args, kwargs))
                 self.alone.try_out(func, args, kwargs)
-                return _Captured.apply(self.anchor, self.with_copies(call.x), call, self.record)
+                return Captured.apply(self.anchor, self.with_copies(call.x), call, self.record)
         if known in CELLS and self._steps_through(args):
             self.alone.try_out(func, args, kwargs)
             with self:
@@ -140,7 +137,7 @@ class Capture(Guard):
             return Extreme.apply(args[0], EXTREMES[known])
         if known is F.scaled_dot_product_attention:
             self.alone.try_out(func, args, kwargs)
-            return _attention(*self.with_copies(args), **self.with_copies(kwargs))
+            return attention(*self.with_copies(args), **self.with_copies(kwargs))
         watched = super().__torch_function__
         found = self._derived.once(lambda func, args, kwargs: watched(func, types, args, kwargs), func, args, kwargs)
         if found is not None:
@@ -230,7 +227,7 @@ class Capture(Guard):
         self._derived.use(weight)
         self._derived.use(bias)
         with DisableTorchFunction():
-            return _Stepped.apply(self.anchor, p, h, c, weight.detach(), _detached(bias), cell, reverse, on_gradient)
+            return Stepped.apply(self.anchor, p, h, c, weight.detach(), detached(bias), cell, reverse, on_gradient)
 
     def with_copies(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -238,7 +235,7 @@ class Capture(Guard):
                 return value
             if id(value) not in self._copies:
                 self._derived.use(value)
-                self._copies[id(value)] = _Copied.apply(self.anchor, value.detach(), partial(self.record, value))
+                self._copies[id(value)] = Copied.apply(self.anchor, value.detach(), partial(self.record, value))
             return self._copies[id(value)]
         if type(value) in (list, tuple):
             return type(value)(map(self.with_copies, value))
@@ -316,143 +313,3 @@ def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:
     named = {name for name in _PADDING if given.get(name) is not None and given[name] is not False}
     named -= {"padding_idx"} if without else set()
     return named | ({"padding_idx"} if func is torch.embedding_bag else set())
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kw: Any
-) -> Tensor:
-    """vmap's own rule would go record by record."""
-    if not any(isinstance(t, Tensor) and _functorch.is_batchedtensor(t) for t in (query, key, value, attn_mask)):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kw)
-    causal = kw.get("is_causal", len(args) > 1 and args[1])
-    if attn_mask is not None and (causal or attn_mask.dim() < 2):
-        raise RuntimeError("a causal attention with a mask, or a mask of one dimension, is for PyTorch to judge.")
-    return _Attention.apply(query, key, value, attn_mask, args, kw)
-
-
-class _Captured(OnRecords):
-    """The call of a rule, on the whole chunk at once."""
-
-    @staticmethod
-    def vmap(B: int, in_dims: Any, anchor: Tensor, x: Tensor, call: Call, record: Record) -> tuple[Tensor, int]:
-        if in_dims[0] is None:
-            raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        x = x.expand(B, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
-        y = call.run(x, **{role: p.detach() for role, p in call.parameters.items() if p is not None})
-        if not torch.is_grad_enabled():
-            return y, 0
-        roles = {role: p for role, p in call.parameters.items() if p is not None and p.requires_grad}
-        dtype = torch.promote_types(torch.float32, next(iter(roles.values())).dtype)
-        held, version = [x.detach()], x._version
-        if x.is_floating_point():
-            held = [held[0].to(y.dtype)]  # under autocast, what autograd would have kept
-
-        def on_gradient(g: Tensor) -> None:
-            saved = held.pop()
-            if saved._version != version:
-                raise RuntimeError("an input of a layer was modified in place after the layer had used it.")
-            with torch.autocast(g.device.type, enabled=False), torch.no_grad():
-                saved = saved.to(dtype) if saved.is_floating_point() else saved
-                for role, use in call.uses(saved, g.reshape(y_shape).to(dtype)).items():
-                    if role in roles:
-                        record(roles[role], use)
-
-        if not y.requires_grad:
-            y = _Anchored.apply(anchor, y.detach())
-        y_shape = y.shape
-        base = y._base if y._is_view() else None
-        if base is not None and not (y.is_contiguous() and base.is_contiguous() and y.numel() == base.numel()):
-            y, base = y.clone(), None
-        # A hook on a view would be lost if the view were written to, as nn.ReLU(inplace=True) does.
-        (y if base is None else base).register_hook(on_gradient)
-        return y, 0
-
-
-class _Anchored(torch.autograd.Function):
-    """Makes an output one that gradients flow back to."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, y: Tensor) -> Tensor:
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        return None, None
-
-
-class _Attention(OnRecords):
-    """Attention of [..., heads, positions, d], with or without a mask, on the whole chunk at once."""
-
-    @staticmethod
-    def vmap(
-        B: int, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, args: tuple, kw: dict
-    ) -> tuple[Tensor, int]:
-        q, k, v = (
-            t.expand(B, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((query, key, value), in_dims, strict=False)
-        )
-        lead = q.shape[1:-3]  # what a record has of batches of its own; the kernels know one dimension before the heads
-        heads = q.shape[-3:-2] if q.dim() > 3 else ()
-        if mask is not None:
-            mask = mask[None] if in_dims[3] is None else mask.movedim(in_dims[3], 0)
-            mask = mask.reshape(len(mask), *(1,) * (q.dim() - mask.dim()), *mask.shape[1:])
-            mask = _joined(mask.expand(B, *lead, *mask.shape[1 + len(lead) :]), heads) if lead else _joined(mask, heads)
-        mixed = F.scaled_dot_product_attention(
-            _joined(q, heads), _joined(k, heads), _joined(v, heads), mask, *args, **kw
-        )
-        return mixed.reshape(B, *lead, *heads, *mixed.shape[-2:]), 0
-
-
-def _joined(t: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """[B, ..., heads, positions, d] -> [B·..., heads, positions, d]; one head where there is none."""
-    return t.flatten(0, -4) if heads else t[:, None]
-
-
-class _Stepped(OnRecords):
-    """A recurrent cell's steps through time, on the whole chunk at once."""
-
-    @staticmethod
-    def vmap(
-        B: int, in_dims: Any, anchor: Tensor, p: Tensor, h: Tensor, c: Tensor,
-        weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool, on_gradient: Any,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:  # fmt: skip
-        p, h, c = (
-            t.expand(B, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((p, h, c), in_dims[1:4], strict=True)
-        )
-        p = p.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # [B, T, N, G·H] -> [T, B·N, G·H]
-        h, c = h.flatten(0, 1).to(p.dtype), c.flatten(0, 1).to(p.dtype)
-        with torch.autocast(p.device.type, enabled=False):
-            every, h, c = Steps.apply(
-                anchor, p, h, c, weight.to(p.dtype), bias if bias is None else bias.to(p.dtype), cell, reverse,
-                lambda states, gates: on_gradient(states, gates, B),
-            )  # fmt: skip
-        return (every.unflatten(1, (B, -1)), h.unflatten(0, (B, -1)), c.unflatten(0, (B, -1))), (1, 0, 0)
-
-
-def _detached(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach()
-
-
-class _Copied(OnRecords):
-    """A copy for each record of a parameter, or of what is computed from parameters alone, whose gradients are the
-    per-record gradients."""
-
-    @staticmethod
-    def vmap(B: int, in_dims: Any, anchor: Tensor, values: Tensor, record: OfOne) -> tuple[Tensor, int]:
-        if in_dims[0] is None:
-            raise RuntimeError("a vmap inside the model is not supported by the fast path.")
-        return CopyTap.apply(anchor, values, B, record), 0
-
-
-class CopyTap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, values: Tensor, size: int, record: OfOne) -> Tensor:
-        ctx.dtype, ctx.record = torch.promote_types(torch.float32, values.dtype), record
-        return values.detach().expand(size, *values.shape)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        ctx.record(Dense(g.to(ctx.dtype)))
-        return None, None, None, None

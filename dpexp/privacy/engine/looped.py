@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchmetrics import Metric
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.capture import Capture, CopyTap
+from dpexp.privacy.engine.capture import Capture
+from dpexp.privacy.engine.captured import CopyTap
 from dpexp.privacy.engine.on_records import OnRecords
 from dpexp.privacy.engine.returned import put_together, taken_apart
 from dpexp.privacy.isolation.guard import Guard
