@@ -56,6 +56,7 @@ def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor, chance:
         raise Asked
     if chance.reaches(tensor):
         raise RuntimeError("a branch or a number in it depends on random numbers of each record.")
+    chance.asked += 1
     if _functorch.maybe_get_level(tensor) != _functorch.maybe_get_level(anchor):
         return question(tensor)  # of a vmap inside the model; or the same for all records
     values = _functorch.get_unwrapped(tensor).detach().movedim(_functorch.maybe_get_bdim(tensor), 0).cpu()

@@ -15,7 +15,7 @@ from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.behind import Node, sees_behind
 from dpexp.privacy.engine.branches import QUESTIONS, answer
 from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
-from dpexp.privacy.engine.chance import Chance, leaves_of
+from dpexp.privacy.engine.chance import Chance, is_torchs, leaves_of
 from dpexp.privacy.engine.derived import Derived, inner
 from dpexp.privacy.engine.extremes import EXTREMES, Extreme
 from dpexp.privacy.engine.recurrent import CELLS, unrolled
@@ -23,7 +23,7 @@ from dpexp.privacy.engine.rewritten import REWRITTEN
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.shapes import SHAPES, has_masks
 from dpexp.privacy.engine.uses import Dense, OuterProducts
-from dpexp.privacy.isolation.guard import Guard, packet
+from dpexp.privacy.isolation.guard import WATCHED, Guard, packet
 from dpexp.privacy.isolation.state import State
 
 
@@ -73,15 +73,18 @@ class Capture(Guard):
             finally:
                 self.error = error  # that of one record
         try:
+            given = leaves_of((args, kwargs) if kwargs else args)
             if self.chance is None:
-                return self._intercept(func, types, args, kwargs)
-            return self.chance.follow(func, args, kwargs, lambda: self._intercept(func, types, args, kwargs))
+                return self._intercept(func, types, args, kwargs, given)
+            return self.chance.follow(func, given, lambda: self._intercept(func, types, args, kwargs, given))
         except Exception as error:
             self.error = error
             raise
 
-    def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict) -> Any:
-        if any(type(arg) not in _PLAIN and sees_behind(arg) for arg in (*args, *kwargs.values())):
+    def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, given: list[Any]) -> Any:
+        if _is_ordinary[func] and func not in RULES and all(map(_is_data, given)):
+            return func(*args, **kwargs)
+        if any(type(leaf) not in _PLAIN and sees_behind(leaf) for leaf in given):
             raise RuntimeError("a tensor of a class of its own would see those of all records.")
         if func in _OF_AUTOGRAD:
             found = func(inner(args[0]))
@@ -89,7 +92,9 @@ class Capture(Guard):
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
-            return answer(func, args[0], self.anchor, self.chance)
+            answered = answer(func, args[0], self.anchor, self.chance)
+            self.chance = None if self.chance is None or self.chance.is_over else self.chance
+            return answered
         if func is Tensor.__contains__:
             with self:
                 return (args[1] == args[0]).any().item()  # as it does itself, unseen
@@ -247,7 +252,8 @@ class Capture(Guard):
 # Under vmap a tensor does not say by itself what it would say without.
 _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
-_PLAIN = {Tensor, torch.nn.Parameter, int, float, bool, str, tuple, list, type(None)}
+_NO_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device, slice, type(Ellipsis)}
+_PLAIN = {Tensor, torch.nn.Parameter, *_NO_TENSORS}
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 _INDEXING = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
@@ -286,6 +292,24 @@ _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_ba
 _PADDING = {"padding_idx", "scale_grad_by_freq"}
 
 
+class _Ordinary(dict[Callable[..., Any], bool]):
+    """Whether a function is PyTorch's, and of no interest where no parameter enters it."""
+
+    def __missing__(self, func: Callable[..., Any]) -> bool:
+        self[func] = is_torchs(func) and not isinstance(func, _OPERATORS) and func not in _SPECIAL
+        return self[func]
+
+
+_is_ordinary = _Ordinary()
+
+
+def _is_data(leaf: Any) -> bool:
+    """Whether an argument is a record's, or the same for all and no gradient flows through it."""
+    if type(leaf) is Tensor:
+        return _functorch.is_batchedtensor(leaf) or not leaf.requires_grad
+    return type(leaf) in _NO_TENSORS
+
+
 def _takes_gradients(tensor: Tensor) -> bool:
     """Of each record."""
     return _functorch.is_batchedtensor(tensor) and inner(tensor).requires_grad and tensor.dim() > 0
@@ -298,6 +322,11 @@ def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
 
 
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_SPECIAL: set[Any] = {
+    *WATCHED, *_OF_AUTOGRAD, *_TEXTS, *QUESTIONS, Tensor.__contains__, *_BACKWARD, *_HOOKS, *SHAPES, *CELLS, *REWRITTEN,
+    F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_MISTAKEN, *_MISTAKEN_OF_ALL,
+    *EXTREMES, _CHUNKED,
+}  # fmt: skip
 
 
 def _named(func: Any, args: tuple, kwargs: dict) -> set[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
 from dpexp.privacy.engine.on_records import OnRecords
@@ -50,7 +50,7 @@ class Captured(OnRecords):
             saved = held.pop()
             if saved._version != version:
                 raise RuntimeError("an input of a layer was modified in place after the layer had used it.")
-            with torch.autocast(g.device.type, enabled=False), torch.no_grad():
+            with DisableTorchFunction(), torch.autocast(g.device.type, enabled=False), torch.no_grad():
                 saved = saved.to(dtype) if saved.is_floating_point() else saved
                 for role, use in call.uses(saved, g.reshape(y_shape).to(dtype)).items():
                     if role in roles:

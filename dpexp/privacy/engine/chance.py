@@ -1,5 +1,6 @@
 """What of a step random numbers may have reached, and what they cannot have."""
 
+import math
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,22 @@ class Chance:
     if it is of the record itself, or if a function of PyTorch's made it of such tensors alone, drawing nothing. What
     was not seen to be made is not known. A tensor that is the same for all records is free: no record's own numbers can
     be in it.
+
+    Args:
+        questions: how many are expected; what comes after is not followed.
+
+    Attributes:
+        asked: how many were.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, questions: float = math.inf) -> None:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
         self._of_python = of_python()
+        self._states = self._states_now()
+        self.asked, self._questions = 0, questions
         self._drawn = 0
         self._lost = False
 
@@ -40,18 +49,23 @@ class Chance:
         """Whether random numbers may be in a tensor."""
         return self._lost or (self._drawn > 0 and not _is_free(tensor)) or of_python() != self._of_python
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no more questions are expected."""
+        return self.asked >= self._questions
+
     def unseen(self) -> None:
         """Notes that something ran which was not followed."""
         self._drawn += 1
 
-    def follow(self, func: Callable[..., Any], args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
-        """Runs a call of a function that PyTorch's function modes see."""
-        given = leaves_of((args, kwargs) if kwargs else args)
+    def follow(self, func: Callable[..., Any], given: list[Any], run: Callable[[], Any]) -> Any:
+        """Runs a call of a function that PyTorch's function modes see, with its arguments' leaves."""
         own = is_torchs(func) and all(type(leaf) in _TENSORS or isinstance(leaf, _PLAIN) for leaf in given)
         free = own and all(_is_free(leaf) for leaf in given if isinstance(leaf, Tensor))
-        drawn, states = self._drawn, self._states()
+        drawn = self._drawn
         result = run()
-        if not own or self._states() != states:
+        before, self._states = self._states, self._states_now()
+        if not own or self._states != before:
             self._drawn += 1
         if self._drawn == drawn:
             if free:
@@ -62,7 +76,7 @@ class Chance:
             self._lost = True
         return result
 
-    def _states(self) -> list[bytes]:
+    def _states_now(self) -> list[bytes]:
         return [generator.get_state().numpy().tobytes() for generator in self._generators]
 
 

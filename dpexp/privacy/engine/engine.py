@@ -1,5 +1,6 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -29,6 +30,7 @@ from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.randomness import of_python
+from dpexp.privacy.isolation.reached import Reached
 from dpexp.privacy.isolation.state import State
 from dpexp.privacy.isolation.surroundings import Surroundings
 from dpexp.privacy.noise import GaussianNoise
@@ -78,8 +80,10 @@ class Engine:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         self._ways: dict[Hashable, Way] = {}
-        self._asks = False
+        self._questions: float = 0  # that a step is expected to ask
+        self._most_asked = 0
         self._alone = Alone()
+        self._reached: Reached | None = None
         self._succeeded = False
         self._failed = 0
         self._reason_of_failure: Exception | None = None
@@ -130,7 +134,8 @@ class Engine:
         leaves, structure = records(batch, size)
         for parameter in self._module.parameters():
             parameter.grad = None
-        state = State(self._module, self.around)
+        state = State(self._module, self.around, self._reached)
+        self._reached = state.reached
         try:
             self._accumulate(Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS)))
         except BaseException:
@@ -208,11 +213,16 @@ class Engine:
         try:
             return self._uses(chunk, way)
         except Asked:
-            self._asks = True  # what random numbers reach is followed from here on, which takes time
+            self._questions = math.inf
         self._restore(chunk.state)
         return self._uses(chunk, way)
 
     def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
+        """
+        Raises:
+            Asked: there are more questions than expected, from where on it was not followed what random numbers reach,
+                since that takes time.
+        """
         uses: dict[int, list[Use]] = defaultdict(list)
 
         def record(parameter: Tensor, use: Use) -> None:
@@ -222,7 +232,7 @@ class Engine:
         anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
         derived = Derived(self._parameters.values())
         drawn = of_python()
-        chance = Chance(device) if self._asks else None
+        chance = Chance(device, self._questions) if self._questions else None
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
             if chance is not None:
@@ -242,6 +252,8 @@ class Engine:
 
         in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
         losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *chunk.copies())
+        if chance is not None:
+            self._questions = self._most_asked = max(self._most_asked, chance.asked)
         if losses.dim() != 1:
             raise NoLoss(_ONE_LOSS)
         total = losses.sum()

@@ -23,7 +23,8 @@ from dpexp.privacy.engine.captured import CopyTap
 from dpexp.privacy.engine.on_records import OnRecords
 from dpexp.privacy.engine.returned import put_together, taken_apart
 from dpexp.privacy.isolation.guard import Guard
-from dpexp.privacy.isolation.state import CHANGED, State, can_be_kept
+from dpexp.privacy.isolation.reached import can_be_kept
+from dpexp.privacy.isolation.state import CHANGED, State
 from dpexp.privacy.isolation.surroundings import Surroundings
 
 DEDUCED = "config.problem_type"  # by models of transformers from each batch of labels, where it is not given

@@ -39,8 +39,6 @@ def matrix_and_vector(holds: Holds, input: Tensor, vec: Tensor) -> Tensor | None
 def sum_and_product(
     holds: Holds, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor | None:
-    if beta == alpha == input.dim() == 1 and mat1.dim() == mat2.dim() == 2 and holds(mat2) and holds(input):
-        return F.linear(mat1, mat2.mT, input) if not holds(mat1) else None
     found = matrices(holds, mat1, mat2)
     if found is None:
         return None

@@ -59,6 +59,21 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
     return Call(input, {"weight": weight, "bias": bias}, run, uses)
 
 
+@rule(torch.addmm, Tensor.addmm)
+def sum_and_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call | None:
+    """A linear layer whose weight is [d, p]."""
+    if (beta, alpha, mat1.dim(), mat2.dim()) != (1, 1, 2, 2) or input.shape != mat2.shape[1:]:
+        return None
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        return {"weight": OuterProducts(g, x), "bias": Dense(_summed(g))}
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.addmm(bias, x.flatten(0, 1), weight).view(*x.shape[:2], -1)
+
+    return Call(mat1, {"weight": mat2, "bias": input}, run, uses)
+
+
 @rule(F.embedding)
 def embedding(
     input: Tensor,

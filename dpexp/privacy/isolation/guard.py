@@ -86,6 +86,7 @@ _BATCH_NORMS: dict[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3} | {
     getattr(torch.ops.aten, name): 3
     for name in ("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional")
 }
+WATCHED = {*_CHANGES, *_BATCH_NORMS}
 
 
 def _learns_statistics(func: Any, args: tuple, kwargs: dict) -> bool:

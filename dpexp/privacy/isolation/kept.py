@@ -35,8 +35,12 @@ class Kept(ABC):
         """What set_back needs."""
 
     @abstractmethod
+    def differs(self) -> bool:
+        """Whether it holds anything else than before."""
+
+    @abstractmethod
     def set_back(self) -> list[str]:
-        """Returns the names of what had changed.
+        """Makes it hold what it held before; returns the names of what had changed.
 
         Raises:
             Exception: it cannot be set back.
@@ -67,13 +71,14 @@ class KeptDict(Kept):
     def contents(self) -> Any:
         return dict(self.thing) if self.thing else None
 
+    def differs(self) -> bool:
+        thing, before = self.thing, self.before
+        if not before or len(thing) != len(before):
+            return bool(thing or before)
+        return not (all(map(is_, thing, before)) and all(map(is_, dict.values(thing), before.values())))
+
     def set_back(self) -> list[str]:
         thing, before = self.thing, self.before or {}
-        if len(thing) == len(before) == 0:
-            return []
-        same = len(thing) == len(before) and all(map(is_, thing, before))
-        if same and all(map(is_, dict.values(thing), before.values())):
-            return []
         changed = [k for k in {**before, **thing} if dict.get(thing, k, _NOTHING) is not before.get(k, _NOTHING)]
         kind = OrderedDict if isinstance(thing, OrderedDict) else dict  # whatever a subclass makes of it
         kind.clear(thing)
@@ -90,9 +95,10 @@ class KeptList(Kept):
     def contents(self) -> Any:
         return list(self.thing)
 
+    def differs(self) -> bool:
+        return len(self.thing) != len(self.before) or not all(map(is_, self.thing, self.before))
+
     def set_back(self) -> list[str]:
-        if len(self.thing) == len(self.before) and all(map(is_, self.thing, self.before)):
-            return []
         kind: Any = deque if isinstance(self.thing, deque) else list
         kind.clear(self.thing)
         kind.extend(self.thing, self.before)
@@ -105,9 +111,10 @@ class KeptSet(Kept):
     def contents(self) -> Any:
         return list(self.thing)
 
+    def differs(self) -> bool:
+        return {id(value) for value in self.thing} != {id(value) for value in self.before}
+
     def set_back(self) -> list[str]:
-        if {id(value) for value in self.thing} == {id(value) for value in self.before}:
-            return []
         set.clear(self.thing)
         set.update(self.thing, self.before)
         return [self.name]
@@ -121,9 +128,10 @@ class KeptBytes(Kept):
     def contents(self) -> Any:
         return self.thing[:]
 
+    def differs(self) -> bool:
+        return bytes(self.thing) != bytes(self.before)
+
     def set_back(self) -> list[str]:
-        if bytes(self.thing) == bytes(self.before):
-            return []
         self.thing[:] = self.before
         return [self.name]
 
@@ -136,9 +144,10 @@ class KeptNumbers(Kept):
     def contents(self) -> Any:
         return self.thing.copy()
 
+    def differs(self) -> bool:
+        return self.thing.shape != self.before.shape or self.thing.tobytes() != self.before.tobytes()
+
     def set_back(self) -> list[str]:
-        if self.thing.shape == self.before.shape and self.thing.tobytes() == self.before.tobytes():
-            return []
         if self.thing.shape != self.before.shape:
             self.thing.resize(self.before.shape, refcheck=False)
         self.thing[...] = self.before
@@ -156,15 +165,22 @@ class KeptTensor(Kept):
         self.form = _form(tensor)
         return tensor.detach().clone() if self.form is not None else None
 
+    def differs(self) -> bool:
+        tensor, before = self.thing, self.before
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return bool(tensor._version != self.version)
+        if _form(tensor) != self.form or tensor._version != self.version or _has_gradient(tensor):
+            return True
+        return not (before is None or tensor.is_cuda or identical(tensor, before))
+
     def set_back(self) -> list[str]:
         tensor, before = self.thing, self.before
-        if tensor.is_leaf and tensor.grad is not None:
-            tensor.grad = None
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return [self.name] if tensor._version != self.version else []
-        same = _form(tensor) == self.form and tensor._version == self.version
-        if same and (before is None or tensor.is_cuda or identical(tensor, before)):
-            return []
+            return [self.name]
+        if _has_gradient(tensor):
+            tensor.grad = None
+            if not self.differs():
+                return []
         with torch.no_grad():
             if before is None or self.form is None:
                 tensor.zero_()
@@ -175,6 +191,10 @@ class KeptTensor(Kept):
                 tensor.requires_grad_(self.form[-1])
                 tensor.data = before.clone()
         return [self.name]
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.grad is not None
 
 
 def _form(tensor: Tensor) -> tuple | None:
@@ -211,6 +231,10 @@ class KeptAttributes(Kept):
         found = ((name, slot(self.thing, name)) for name in self.names or ())
         return {name: value for name, value in found if value is not _NOTHING}
 
+    def differs(self) -> bool:
+        now, before = self.contents(), self.before
+        return now.keys() != before.keys() or not all(map(is_, now.values(), before.values()))
+
     def set_back(self) -> list[str]:
         now, before = self.contents(), self.before
         changed = [k for k in {**before, **now} if now.get(k, _NOTHING) is not before.get(k, _NOTHING)]
@@ -238,9 +262,10 @@ class KeptCache(Kept):
     def contents(self) -> Any:
         self.thing.cache_clear()
 
+    def differs(self) -> bool:
+        return bool(self.thing.cache_info().currsize)
+
     def set_back(self) -> list[str]:
-        if not self.thing.cache_info().currsize:
-            return []
         self.thing.cache_clear()
         return [self.name]
 
@@ -256,19 +281,19 @@ class KeptGenerator(Kept):
             return thing.get_state()
         return thing.getstate() if isinstance(thing, random.Random) else _bits(thing).state
 
+    def differs(self) -> bool:
+        now = self.contents()
+        if isinstance(now, Tensor):
+            return not torch.equal(now, self.before)
+        return now != self.before if isinstance(now, tuple) else repr(now) != repr(self.before)
+
     def set_back(self) -> list[str]:
         thing, before = self.thing, self.before
         if isinstance(thing, torch.Generator):
-            if torch.equal(thing.get_state(), before):
-                return []
             thing.set_state(before)
         elif isinstance(thing, random.Random):
-            if thing.getstate() == before:
-                return []
             thing.setstate(before)
         else:
-            if repr(_bits(thing).state) == repr(before):
-                return []
             _bits(thing).state = before
         return [self.name]
 
@@ -287,9 +312,10 @@ class KeptPartial(Kept):
     def contents(self) -> Any:
         return self.thing.__reduce__()[2]
 
+    def differs(self) -> bool:
+        return not all(map(is_, self.contents()[:3], self.before[:3]))
+
     def set_back(self) -> list[str]:
-        if all(map(is_, self.contents()[:3], self.before[:3])):
-            return []
         self.thing.__setstate__(self.before)
         return [self.name]
 

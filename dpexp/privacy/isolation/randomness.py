@@ -55,20 +55,18 @@ class Seeds:
     """Random numbers from a seed that a step chose would be no secret, and go to records by their place."""
 
     def __init__(self) -> None:
-        self._seeds = _seeds()
+        self._seed_of = torch.default_generator.initial_seed
+        self._seed = self._seed_of()
+        self._of_cuda = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
 
     def refuse_others(self) -> None:
         """
         Raises:
             ConfigError: a generator of PyTorch's was seeded since.
         """
-        if _seeds() != self._seeds:
+        on_cuda = self._of_cuda
+        if self._seed_of() != self._seed or (on_cuda is not None and torch.cuda.initial_seed() != on_cuda):
             raise ConfigError(
                 "model: PyTorch's generator is seeded inside training_step, so that what is drawn there is known; "
                 "leave that to dpexp, whose generators are secret, or draw from a torch.Generator of the model's own."
             )
-
-
-def _seeds() -> tuple[int, ...]:
-    seed = torch.default_generator.initial_seed()
-    return (seed, torch.cuda.initial_seed()) if torch.cuda.is_initialized() else (seed,)

@@ -1,0 +1,241 @@
+"""What is reached from a module: all that a step may hand from one record to another."""
+
+import functools
+import random
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from enum import Enum
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.privacy.isolation.kept import Kept, KeptAttributes, KeptDict, KeptTensor, kind_of, slot
+
+_ATOMS = {str, int, float, complex, bool, bytes, type(None), torch.device, torch.dtype, torch.Size}
+# Packages of whose objects nothing is remembered but modules, and those of them whose objects hold plain data.
+_CLOSED = {
+    *sys.stdlib_module_names, "torch", "pytorch_lightning", "lightning_fabric", "lightning", "numpy", "pandas", "dpexp",
+    "mlflow", "rich",
+}  # fmt: skip
+_OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions", "torch.quasirandom")
+_DICTS = {dict, OrderedDict}
+_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__code__", "__doc__")
+_of_function = attrgetter(*_OF_FUNCTIONS)
+_OF_MODULES = ("_modules", "_buffers", "_parameters")
+
+
+class _Unnamed:
+    """Stands for the name of what is held without one."""
+
+
+_GLOBAL = {id(getattr(draw, "__self__", None)) for draw in (random.random, np.random.rand)}  # see `randomness`
+_OWN, _ELEMENT = _Unnamed(), _Unnamed()  # a thing's dictionary of attributes; all else
+
+
+class Reached:
+    """All that is reached from a module through attributes, containers, functions and classes of the user's, as it is.
+
+    Args:
+        fixed: tensors that are not looked into.
+
+    Attributes:
+        known: ids of all of it.
+        kept: what may be set back.
+    """
+
+    def __init__(self, module: nn.Module, fixed: Iterable[Tensor]) -> None:
+        self.kept: list[Kept] = []
+        self._empty: list[tuple[dict, Kept | None, Any, bool]] = []  # as most dictionaries of modules are
+        self._bare: list[OrderedDict] = []  # without attributes
+        self._bodies: list[tuple[Any, type, dict]] = []
+        self._functions: list[tuple[Any, ...]] = []
+        self._module, self._fixed = module, {id(tensor) for tensor in fixed}
+        self.known = {*_GLOBAL, *self._fixed}
+        parameters = list(module.named_parameters())
+        self._bodies += [(parameter, parameter.__class__, vars(parameter)) for _, parameter in parameters]
+        self._walk([(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)])
+
+    def is_still(self, module: nn.Module, fixed: Iterable[Tensor]) -> bool:
+        """Whether to look again would find just the same."""
+        same = module is self._module and self._fixed == {id(tensor) for tensor in fixed}
+        if not same or self._odd_bodies() or self._odd_functions() or any(thing.__dict__ for thing in self._bare):
+            return False
+        try:
+            if any(thing for thing, *_ in self._empty) or any(kept.differs() for kept in self.kept):
+                return False
+        except Exception:
+            return False
+        for kept in self.kept:
+            if isinstance(kept, KeptTensor) and kept.thing.is_cuda:
+                kept.before = kept.contents()  # of which the version says nothing of what was done past it
+        return True
+
+    def set_back(self) -> list[str]:
+        """Sets back what is not kept one by one; returns the names of what had changed."""
+        changed = []
+        for thing, kind, attributes in self._odd_bodies():
+            if thing.__class__ is not kind:
+                object.__setattr__(thing, "__class__", kind)
+                changed.append(f"the class of a {kind.__name__}")
+            if thing.__dict__ is not attributes:
+                object.__setattr__(thing, "__dict__", attributes)
+                changed.append(f"the attributes of a {kind.__name__}")
+        for function, *before in self._odd_functions():
+            for name, value in zip(_OF_FUNCTIONS, before, strict=True):
+                setattr(function, name, value)
+            changed.append(f"the function {function.__name__}")
+        for thing in self._bare:
+            if thing.__dict__:
+                thing.__dict__.clear()
+                changed.append(f"the attributes of a {type(thing).__name__}")
+        return changed
+
+    def filled(self) -> list[Kept]:
+        """Dictionaries that were empty."""
+        return [KeptDict.empty(thing, *way) for thing, *way in self._empty if thing]
+
+    def _odd_bodies(self) -> list[tuple[Any, type, dict]]:
+        return [body for body in self._bodies if body[0].__class__ is not body[1] or body[0].__dict__ is not body[2]]
+
+    def _odd_functions(self) -> list[tuple[Any, ...]]:
+        return [known for known in self._functions if not all(map(is_, _of_function(known[0]), known[1:]))]
+
+    def _walk(self, ahead: list[tuple[Any, Kept | None, Any]]) -> None:
+        known, ways = self.known, [(thing, parent, key, False) for thing, parent, key in ahead]
+        while ways:
+            thing, parent, key, own = ways.pop()
+            if type(thing) in _ATOMS or id(thing) in known:
+                continue
+            known.add(id(thing))
+            if type(thing) is OrderedDict:
+                if thing.__dict__:
+                    ways.append((thing.__dict__, parent, key, True))
+                else:
+                    self._bare.append(thing)
+            elif _has_body(thing):
+                self._bodies.append((thing, thing.__class__, thing.__dict__))
+                if isinstance(thing, types.FunctionType):
+                    self._functions.append((thing, *_of_function(thing)))
+            if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
+                if not thing:
+                    self._empty.append((thing, parent, key, own or key in _OF_MODULES))
+                    continue
+                self.kept.append(kept := KeptDict(thing, parent, key, own or key in _OF_MODULES))
+                ways += [(v, kept, name, False) for name, v in thing.items() if type(v) not in _ATOMS]
+                continue
+            if isinstance(thing, Tensor) and thing.is_inference():
+                ways.append((vars(thing), parent, key, True))  # nothing else of it can change
+                continue
+            if isinstance(thing, type):
+                parent = KeptAttributes(thing, None, thing.__name__) if _is_open[thing] else None
+            elif isinstance(thing, types.CellType):
+                parent = KeptAttributes(thing, parent, key, ("cell_contents",))
+            elif kind := kind_of[type(thing)]:
+                if isinstance(thing, defaultdict):
+                    self.kept.append(KeptAttributes(thing, parent, key, ("default_factory",)))
+                parent = kind(thing, parent, key, own or key in _OF_MODULES)
+            elif _slots[type(thing)] and _is_open[type(thing)]:
+                parent = KeptAttributes(thing, parent, key, _slots[type(thing)])
+            else:
+                ways += [
+                    (value, parent, key if isinstance(k, _Unnamed) else k, k is _OWN) for k, value in _inside(thing)
+                ]
+                continue
+            if parent is not None:
+                self.kept.append(parent)
+                ways += [
+                    (value, parent, key if isinstance(k, _Unnamed) else k, k is _OWN) for k, value in _inside(thing)
+                ]
+
+
+def can_be_kept(thing: Any) -> bool:
+    """Whether all that a thing holds is remembered, or it holds nothing."""
+    kind = type(thing)
+    return (
+        kind in _ATOMS
+        or kind_of[kind] is not None
+        or _is_open[kind]
+        or isinstance(thing, nn.Module | type | types.FunctionType | types.BuiltinFunctionType | slice | range | Enum)
+        or kind.__module__.partition(".")[0] in ("torch", "numpy")
+    )
+
+
+def _has_body(thing: Any) -> bool:
+    """Whether its class and its dictionary of attributes might be exchanged."""
+    if type(getattr(thing, "__dict__", None)) is not dict:
+        return False  # nor a class
+    return isinstance(thing, nn.Module | types.FunctionType) or _is_open[type(thing)]
+
+
+def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
+    """(name, value) of what a thing holds, as far as it is worth going."""
+    kind = type(thing)
+    if isinstance(thing, dict):
+        return [*dict.items(thing), *_own(thing)]
+    if isinstance(thing, list | tuple | set | frozenset | deque):
+        return [*((_ELEMENT, value) for value in thing if type(value) not in _ATOMS), *_own(thing)]
+    if isinstance(thing, Tensor):
+        return _own(thing)
+    if isinstance(thing, np.ndarray):
+        return [(_ELEMENT, value) for value in thing.flat] if thing.dtype == object else ()
+    if isinstance(thing, nn.Module):
+        return [*_own(thing), (_ELEMENT, kind)] if _is_open[kind] else _own(thing)
+    if isinstance(thing, type):
+        return [*vars(thing).items(), *((_ELEMENT, base) for base in thing.__bases__)]
+    if isinstance(thing, types.MethodType):
+        return [(_ELEMENT, thing.__self__), (_ELEMENT, thing.__func__)]
+    if isinstance(thing, types.FunctionType):
+        if not _is_open_package(thing.__module__):
+            return ()
+        parts = (thing.__defaults__, thing.__kwdefaults__, *(thing.__closure__ or ()), vars(thing))
+        return [(_ELEMENT, part) for part in parts if part is not None]
+    if isinstance(thing, property | staticmethod | classmethod):
+        functions = (thing.fget, thing.fset) if isinstance(thing, property) else (thing.__func__,)
+        return [(_ELEMENT, function) for function in functions]
+    if isinstance(thing, types.CellType):
+        held_there = slot(thing, "cell_contents")
+        return [(_ELEMENT, held_there)]
+    if not _is_open[kind]:
+        return ()
+    found = [*_own(thing), (_ELEMENT, kind)]
+    if isinstance(thing, functools.partial):
+        found += [(_ELEMENT, thing.func), (_ELEMENT, thing.args), (_ELEMENT, thing.keywords)]
+    return found + [(name, slot(thing, name)) for name in _slots[kind]]
+
+
+def _own(thing: Any) -> list[tuple[Any, Any]]:
+    return [(_OWN, vars(thing))] if hasattr(thing, "__dict__") else []
+
+
+class _Openness(dict[type, bool]):
+    """Whether objects of a type are looked into."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = _is_open_package(kind.__module__)
+        return self[kind]
+
+
+def _is_open_package(name: Any) -> bool:
+    return isinstance(name, str) and (name.partition(".")[0] not in _CLOSED or name.startswith(_OPEN))
+
+
+class _Slots(dict[type, tuple[str, ...]]):
+    """The names of a type's slots."""
+
+    def __missing__(self, kind: type) -> tuple[str, ...]:
+        found = []
+        for base in kind.__mro__:
+            declared = vars(base).get("__slots__", ())
+            for name in (declared,) if isinstance(declared, str) else declared:
+                private = name.startswith("__") and not name.endswith("__")
+                found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+        self[kind] = tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+        return self[kind]
+
+
+_is_open, _slots = _Openness(), _Slots()
