@@ -5,7 +5,7 @@ import math
 import torch
 from torch.utils._pytree import tree_map
 
-from dpexp.privacy.engine.engine import MARGIN
+from dpexp.privacy.engine.clipping import MARGIN
 
 
 def record(batch, i):

@@ -128,9 +128,8 @@ def test_the_tails_have_their_right_mass():
     """float32 uniforms end at 5.77σ. Here, beyond r: the radii of the words below the one that gives r."""
 
     def radius(word):
-        pair = BoxMuller(1)
-        pair.words.copy_(torch.tensor([[word], [0]]))
-        return math.hypot(*pair.normal(1.0).tolist())
+        normal, _ = BoxMuller(1).normal(torch.tensor([[word], [0]]), 1.0)
+        return math.hypot(*normal.tolist())
 
     for r in (1.0, 5.0, 7.0, 8.0, 9.0):
         low, high = 0, 2**63 - 1
@@ -182,9 +181,8 @@ def noise_of(keys):
     blocks = [Cipher(ChaCha20(key, counter_and_nonce), None).encryptor().update(zeros) for key in keys]
     words = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.int64).view(-1, 2, pairs)
     words = words.transpose(0, 1).reshape(2, -1)
-    made = BoxMuller(words.shape[1])
-    made.words.copy_(words)
-    return made.normal(1.0).view(2, len(keys), pairs).transpose(0, 1).reshape(len(keys), 2 * pairs)[:, :CLASSES]
+    normal, _ = BoxMuller(words.shape[1]).normal(words.contiguous(), 1.0)
+    return normal.view(2, len(keys), pairs).transpose(0, 1).reshape(len(keys), 2 * pairs)[:, :CLASSES]
 
 
 def key_of(guess):

@@ -17,7 +17,7 @@ from dpexp.privacy import bounds
 from dpexp.privacy.engine import uses
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import gram_norms
-from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, merged
+from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, merged, outer_products
 from dpexp.privacy.groups import per_layer
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -364,9 +364,9 @@ def uses_and_gradients(T, d, p, seed=0):
 @pytest.mark.parametrize("T, d, p", [(1, 5, 4), (2, 30, 40), (70, 30, 40), (9, 3, 2)])
 def test_outer_products_by_each_method(T, d, p):
     x, g, gradients = uses_and_gradients(T, d, p)
-    use = OuterProducts(x, g)
+    use = outer_products(x, g)
     assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
-    assert (use._products is not None) == (T > 1 and T * (d + p) >= d * p)
+    assert isinstance(use, Dense) == (T > 1 and 2 * T * (d + p) >= d * p)
     assert torch.allclose(gram_norms(x, g).square(), gradients.square().sum((1, 2)), rtol=1e-9)
     total, c = torch.ones(p, d, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
     use.add_weighted_sum(c, total)

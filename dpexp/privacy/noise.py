@@ -7,23 +7,19 @@ of itself.
 """
 
 import math
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dpexp.privacy.keystream import BLOCK, KeyStream
 
-# Computed at once, by one thread: what they need stays in the cache. Torch would set all its threads to work for more
-# than 2^15 numbers (for more than 2^11, where it computes functions), only for them to wait for one another each time.
-PAIRS = 2**14
-_FUNCTION = 2**11
+PAIRS = 2**17  # computed at once: of more, what they need leaves the cache; of fewer, threads wait for one another
+_WORTH_THREADS = 2**15  # numbers; for fewer, beside a busy processor, threads would wait for milliseconds (measured)
 _WORDS = BLOCK // 8
 _SMALL = 2**14  # numbers; tensors below that are done together
-_WORTH_A_THREAD = 4  # parts
 
 
 class GaussianNoise:
@@ -35,6 +31,7 @@ class GaussianNoise:
 
     def __init__(self, stream: KeyStream | None = None) -> None:
         self.stream = stream or KeyStream()
+        self._box_muller = BoxMuller(_WORDS)
 
     def add_to(self, sums: Iterable[tuple[Tensor, float]], divisor: float = 1.0) -> None:
         """Adds N(0, σ²) to each coordinate of contiguous tensors and divides them, in place, for pairs (tensor, σ)."""
@@ -67,24 +64,26 @@ class GaussianNoise:
 
     def _add_on_cpu(self, total: Tensor, sigma: float, divisor: float) -> None:
         nonce = self.stream.nonce()
-        parts = list(enumerate(total.split(2 * PAIRS)))
-        threads = min(torch.get_num_threads(), len(parts) // _WORTH_A_THREAD)
-        if threads < 2:
-            return self._add_parts(parts, nonce, sigma, divisor)
-        with ThreadPoolExecutor(threads) as pool:
-            shares = [parts[k::threads] for k in range(threads)]
-            list(pool.map(lambda share: self._add_parts(share, nonce, sigma, divisor), shares))
+        most = min(PAIRS, whole_blocks(len(total)))
+        if most > self._box_muller.most:
+            self._box_muller = BoxMuller(most)
+        with _threads(1 if len(total) < _WORTH_THREADS else torch.get_num_threads()):
+            for k, part in enumerate(total.split(2 * PAIRS)):
+                words = self._box_muller.words(min(PAIRS, whole_blocks(len(part))))
+                self.stream.fill(words, nonce, first=k * 2 * PAIRS // _WORDS)
+                noise, room = (t[: len(part)] for t in self._box_muller.normal(words, sigma / divisor))
+                part.copy_(torch.add(noise, room.copy_(part), alpha=1 / divisor, out=room))
 
-    def _add_parts(self, parts: list[tuple[int, Tensor]], nonce: bytes, sigma: float, divisor: float) -> None:
-        block = BoxMuller(min(PAIRS, whole_blocks(len(parts[0][1]))))
-        for k, part in parts:
-            pairs = min(PAIRS, whole_blocks(len(part)))
-            if pairs != block.pairs:
-                block = BoxMuller(pairs)
-            self.stream.fill(block.words, nonce, first=k * 2 * PAIRS // _WORDS)
-            noise = block.normal(sigma / divisor)[: len(part)]
-            in_float64 = block.uniform.view(-1)[: len(part)].copy_(part)
-            part.copy_(torch.add(noise, in_float64, alpha=1 / divisor, out=in_float64))
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Of PyTorch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def whole_blocks(numbers: int) -> int:
@@ -93,26 +92,25 @@ def whole_blocks(numbers: int) -> int:
 
 
 class BoxMuller:
-    """Room for as many pairs of numbers. It is cut for torch once: cutting takes longer than its functions."""
+    """Room for as many pairs of numbers."""
 
-    def __init__(self, pairs: int) -> None:
-        self.pairs = pairs
-        self.words = torch.empty(2, pairs, dtype=torch.int64)
-        self.uniform, self._normal = (torch.empty(2, pairs, dtype=torch.float64) for _ in range(2))
-        angle, cos, sin = self.uniform[1], *self._normal
-        self._cuts = list(zip(*(part.split(_FUNCTION) for part in (angle, cos, sin)), strict=True))
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._words = torch.empty(2 * most, dtype=torch.int64)
+        self._uniform, self._normal = (torch.empty(2 * most, dtype=torch.float64) for _ in range(2))
 
-    def normal(self, sigma: float) -> Tensor:
-        """N(0, σ²) [2·pairs], from uniform `words` of 64 bits; overwrites all that there is."""
-        self.words[0].bitwise_and_(2**63 - 1)
-        self.uniform.copy_(self.words)
-        radius, angle = self.uniform[0], self.uniform[1]
-        numbers = radius.add_(0.5).mul_(2.0**-63).numpy()
-        np.log(numbers, out=numbers)
-        radius.mul_(-2 * sigma**2)
-        np.sqrt(numbers, out=numbers)
+    def words(self, pairs: int) -> Tensor:
+        """[2, pairs], to be filled."""
+        return self._words[: 2 * pairs].view(2, pairs)
+
+    def normal(self, words: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+        """N(0, σ²) [2·pairs] from uniform words of 64 bits, which are overwritten, and as much room besides."""
+        words[0].bitwise_and_(2**63 - 1)
+        uniform, normal = (t[: words.numel()] for t in (self._uniform, self._normal))
+        radius, angle = uniform.view_as(words).copy_(words)
+        radius.add_(0.5).mul_(2.0**-63).log_().mul_(-2 * sigma**2).sqrt_()
         angle.mul_(math.pi * 2.0**-63)  # in [-π, π)
-        for a, cos, sin in self._cuts:
-            torch.cos(a, out=cos)
-            torch.sin(a, out=sin)
-        return self._normal.mul_(radius).view(-1)
+        cos, sin = normal.view_as(words)
+        torch.cos(angle, out=cos).mul_(radius)
+        torch.sin(angle, out=sin).mul_(radius)
+        return normal, uniform

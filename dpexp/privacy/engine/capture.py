@@ -22,7 +22,7 @@ from dpexp.privacy.engine.recurrent import CELLS, unrolled
 from dpexp.privacy.engine.rewritten import REWRITTEN
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.shapes import SHAPES, has_masks
-from dpexp.privacy.engine.uses import Dense, OuterProducts
+from dpexp.privacy.engine.uses import Dense, outer_products
 from dpexp.privacy.isolation.guard import WATCHED, Guard, packet
 from dpexp.privacy.isolation.state import State
 
@@ -225,7 +225,7 @@ class Capture(Guard):
             dtype = torch.promote_types(torch.float32, weight.dtype)
             x, g = (t.reshape(records, -1, t.shape[-1]).to(dtype) for t in (states, gates))
             if weight.requires_grad:
-                self.record(weight, OuterProducts(x, g))
+                self.record(weight, outer_products(x, g))
             if bias is not None and bias.requires_grad:
                 self.record(bias, Dense(g.sum(1)))
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,10 @@ from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.checkpointed import kept
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
+from dpexp.privacy.engine.clipping import add_clipped, by_parameter
 from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
 from dpexp.privacy.engine.precision import full_precision
-from dpexp.privacy.engine.rounding import UNIT
 from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.groups import trainable
@@ -34,7 +34,7 @@ from dpexp.privacy.isolation.reached import Reached
 from dpexp.privacy.isolation.state import State
 from dpexp.privacy.isolation.surroundings import Surroundings
 from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import Group, PrivacyPlan
+from dpexp.privacy.plan import PrivacyPlan
 
 
 class NoLoss(Exception):
@@ -45,8 +45,6 @@ _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _ONE_LOSS = "training_step must return one number for a record: its loss."
 _PARTS = 16  # of a chunk whose records branch differently; of larger ones, parts of as many records
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
-MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
-_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
 
 
 class Engine:
@@ -172,7 +170,7 @@ class Engine:
             ledger.query(group.query())
         ledger.commit()
         released, self._sums = self._sums, {}
-        noisy = [(released[name], alpha * group.sigma) for group, alpha, name in _by_parameter(self.now.groups)]
+        noisy = [(released[name], alpha * group.sigma) for group, alpha, name in by_parameter(self.now.groups)]
         self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
         return released
 
@@ -376,47 +374,22 @@ class Engine:
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}
         for group in self.now.groups:
-            members = [(alpha, name) for g, alpha, name in _by_parameter([group]) if name in uses]
-            if not members:
+            norms = add_clipped(group, uses, self._sums)
+            if norms is None:
                 continue
-            norms = sum(uses[name].squared_norms() / alpha**2 for alpha, name in members).sqrt()  # type: ignore[union-attr]
-            finite = torch.isfinite(norms)
             observation[f"norm/{group.name}"] = norms
-            if len(norms) > 1 and not norms.is_cuda and "finite" not in self._said and not finite.any():
+            if len(norms) > 1 and not norms.is_cuda and "finite" not in self._said and not norms.isfinite().any():
                 self._said.add("finite")
                 warnings.warn(
                     f"group {group.name}: no gradient of a whole chunk of records is finite; they contribute nothing, "
                     "and what is released is noise."
                 )
-            to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
-            c = {
-                dtype: clip_factors(norms, group.S, dtype) for dtype in {self._sums[name].dtype for _, name in members}
-            }
-            for _, name in members:
-                if to_zero:
-                    uses[name].zero(~finite)
-                total = self._sums[name]
-                uses.pop(name).add_weighted_sum(c[total.dtype], total)
         if self.observe:
             self.observations.append(observation)
 
 
-def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
-    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016) [B], for vectors of a type, with S less what applying c rounds; 0 where
-    the norm is not finite."""
-    c = (S * (1 - MARGIN[dtype]) / norms).clamp(max=1)
-    return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.clone()
-
-
-def _by_parameter(groups: Any) -> Iterator[tuple[Group, float, str]]:
-    for group in groups:
-        for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-            for name in vector.parameters:
-                yield group, alpha, name
 
 
 def _backward(loss: Tensor, state: State) -> Exception | None:

@@ -8,7 +8,7 @@ to first order in u; so that
    in float64, where that is nothing; of many, each RUN in float32 and the runs in float64, which leaves
    8.5 u = 5e-7.
 2. a square below the smallest normal number may be lost: each number's part in a norm by as much as that number's
-   root, 2^-63 in float32. It is added.
+   root, 2^-63 in float32, or 2^-511 where they are squared in float64. It is added.
 3. a matrix product of k terms is off by at most γ_k times the product of the factors' absolute values. A vector that
    is a sum of outer products is never held; its squared norm Σ_ts A_ts G_ts, from Gram matrices A = x xᵀ and G = g gᵀ,
    is off by at most γ_d ‖x‖² ‖G‖ + γ_p ‖g‖² ‖A‖ in Frobenius norms (Cauchy & Schwarz), and by γ_T ‖A‖ ‖G‖ for adding
@@ -27,8 +27,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-RUN, LONG_RUN = 16, 64  # LONG_RUN: where other allowances are larger, which leaves 32.5 u = 2e-6
-_FEW = 64  # numbers of a vector; up to there, float64 costs no more time than runs of float32
+RUN = 16
+_FEW = 2**14  # numbers of a vector; up to there, float64 costs no more time than runs of float32
+_PIECE = 2**18  # numbers whose float64 copies stay in the cache
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 LARGEST = {torch.float32: 2.0**90, torch.float64: 2.0**900}
 _LOST = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
@@ -36,19 +37,21 @@ _STRIP = 32  # positions; shorter strips save multiplications but run slower (me
 _ROUGH = 1.01  # makes up for what rounds in the error terms themselves
 
 
-def norms(x: Tensor, run: int = RUN) -> Tensor:
+def norms(x: Tensor) -> Tensor:
     """[B] in float64: at least the L2 norm of each of B vectors [B, ...]; infinite beyond LARGEST."""
     flat = x.reshape(len(x), -1)
     d, dtype = flat.shape[1], x.dtype
     if dtype == torch.float64 or d <= _FEW:
-        found = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64) * (1 + (d + 2) * 2.0**-53)
+        pieces = flat.split(max(1, _PIECE // max(1, d)))
+        found = torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in pieces])
+        found = found * (1 + (d + 2) * 2.0**-53)
         lost = _LOST[torch.float64] if dtype == torch.float64 else 0.0
     else:
-        whole = d // run * run
-        runs = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, run)), dim=2)
+        whole = d // RUN * RUN
+        runs = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, RUN)), dim=2)
         rest = torch.linalg.vector_norm(flat[:, whole:], dim=1)
         found = torch.hypot(torch.linalg.vector_norm(runs.double(), dim=1), rest.double())
-        found, lost = found * (1 + (run + 1) / 2 * UNIT[dtype] + d * 2.0**-53), _LOST[dtype]
+        found, lost = found * (1 + (RUN + 1) / 2 * UNIT[dtype] + d * 2.0**-53), _LOST[dtype]
     found = found + d**0.5 * lost
     return torch.where(found <= LARGEST[dtype], found, torch.inf)
 
@@ -71,7 +74,7 @@ def gram_norms(x: Tensor, g: Tensor) -> Tensor:
         A *= G
         total += _symmetric(A, start, lambda part: part.sum(2).double())
         lengths += A[:, :, start:].diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().double().sum(1)
-    x_squared, g_squared = norms(x, LONG_RUN).square(), norms(g, LONG_RUN).square()
+    x_squared, g_squared = norms(x).square(), norms(g).square()
     norm_A = A_squared.sqrt() * _ROUGH + d * (u * x_squared + T * lost)
     norm_G = G_squared.sqrt() * _ROUGH + p * (u * g_squared + T * lost)
     error = d * (u * x_squared + T * lost) * norm_G + p * (u * g_squared + T * lost) * norm_A + T * u * norm_A * norm_G

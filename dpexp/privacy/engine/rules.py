@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, Use, held
+from dpexp.privacy.engine.uses import Convolved, Dense, Rows, Use, held, outer_products
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
     def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
         x, g = _positions(x), _positions(g)
-        return {"weight": OuterProducts(x, g), "bias": Dense(_summed(g))}
+        return {"weight": outer_products(x, g), "bias": Dense(_summed(g))}
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.contiguous(), weight, bias)
@@ -66,7 +66,7 @@ def sum_and_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 
         return None
 
     def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
-        return {"weight": OuterProducts(g, x), "bias": Dense(_summed(g))}
+        return {"weight": outer_products(g, x), "bias": Dense(_summed(g))}
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, x.flatten(0, 1), weight).view(*x.shape[:2], -1)

@@ -1,0 +1,72 @@
+"""Bounds what each record contributes to a group's sum."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from dpexp.privacy.engine.rounding import UNIT
+from dpexp.privacy.engine.uses import Dense, Use
+from dpexp.privacy.plan import Group
+
+MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
+_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
+_SMALL, _MANY = 2**10, 4  # numbers of a gradient, and such gradients, to be done together
+
+
+def add_clipped(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> Tensor | None:
+    """Adds Σ_i c_i v^i to the sum of each of a group's parameters that was used, and drops its uses.
+
+    Returns:
+        ‖v^i‖ in the group's own scale, (Σ_k ‖v_k^i‖²/α_k²)^½ [B] in float64; None if no parameter was used.
+    """
+    parts = list(
+        _parts([(alpha, uses.pop(name), sums[name]) for _, alpha, name in by_parameter([group]) if name in uses])
+    )
+    if not parts:
+        return None
+    norms = torch.stack([use.squared_norms() / alpha**2 for alpha, use, _ in parts]).sum(0).sqrt()
+    finite = torch.isfinite(norms)
+    to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
+    c = {dtype: clip_factors(norms, group.S, dtype) for dtype in {totals[0].dtype for _, _, totals in parts}}
+    while parts:
+        _, use, totals = parts.pop()
+        if to_zero:
+            use.zero(~finite)
+        together = totals[0] if len(totals) == 1 else totals[0].new_zeros(sum(total.numel() for total in totals))
+        use.add_weighted_sum(c[together.dtype], together)
+        if len(totals) > 1:
+            shares = together.split([total.numel() for total in totals])
+            torch._foreach_add_([total.view(-1) for total in totals], shares)
+    return norms
+
+
+def _parts(members: Iterable[tuple[float, Use, Tensor]]) -> Iterator[tuple[float, Use, list[Tensor]]]:
+    """Uses and the totals they add to. Many small gradients, as of biases, are laid side by side: most of the time they
+    would take is that of calling functions."""
+    small: dict[tuple[float, torch.dtype], list[tuple[Dense, Tensor]]] = {}
+    for alpha, use, total in members:
+        if isinstance(use, Dense) and total.numel() <= _SMALL:
+            small.setdefault((alpha, total.dtype), []).append((use, total))
+        else:
+            yield alpha, use, [total]
+    for (alpha, _), some in small.items():
+        if len(some) < _MANY:
+            yield from ((alpha, use, [total]) for use, total in some)
+        else:
+            side_by_side = torch.cat([use.dense().flatten(1) for use, _ in some], 1)
+            yield alpha, Dense(side_by_side), [total for _, total in some]
+
+
+def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
+    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016) [B], for vectors of a type, with S less what applying c rounds; 0 where
+    the norm is not finite."""
+    c = (S * (1 - MARGIN[dtype]) / norms).clamp(max=1)
+    return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
+
+
+def by_parameter(groups: Iterable[Group]) -> Iterator[tuple[Group, float, str]]:
+    for group in groups:
+        for vector, alpha in zip(group.vectors, group.alphas, strict=True):
+            for name in vector.parameters:
+                yield group, alpha, name
