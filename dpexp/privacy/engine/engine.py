@@ -43,7 +43,7 @@ class NoLoss(Exception):
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _ONE_LOSS = "training_step must return one number for a record: its loss."
-_PARTS = 16  # of a chunk whose records branch differently; of larger ones, parts of as many records
+_PARTS = 16  # of a chunk whose records branch differently, or of larger ones parts of as many records: more are slow
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 
 
@@ -135,7 +135,7 @@ class Engine:
         state = State(self._module, self.around, self._reached)
         self._reached = state.reached
         try:
-            self._accumulate(Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS)))
+            self._accumulate(Chunk(loss_of, leaves, structure, size, state))
         except BaseException:
             self._restore(state)
             raise
@@ -194,15 +194,18 @@ class Engine:
         else:
             way.looped = {other for other in way.looped if not other.startswith(f"{name}.")} | {name}
 
-    def _warn_of_slowness(self, way: Way) -> None:
+    def _warn_of_slow_way(self, way: Way) -> None:
         what = "this model's records"
         if not way.singly:
             kinds = [f"{name} ({type(self._module.get_submodule(name)).__name__})" for name in sorted(way.looped)]
             what = f"the records of the module{'s' if len(kinds) > 1 else ''} {', '.join(kinds)}"
+        self._warn_of_slowness(what, "one at a time")
+
+    def _warn_of_slowness(self, what: str, how: str) -> None:
         if what not in self._said:
             self._said.add(what)
             warnings.warn(
-                f"{what} are processed one at a time, which is right but slow. They cannot be processed together: "
+                f"{what} are processed {how}, which is right but slow. They cannot be processed together: "
                 f"{self._reason}"
             )
 
@@ -275,7 +278,7 @@ class Engine:
     def _accumulate(self, chunk: Chunk) -> None:
         kind = look(chunk.leaves)
         known = self._ways.setdefault(kind, Way())
-        way, added, differ = replace(known), False, False
+        way, added = replace(known), False
         while not way.singly and not added:
             try:
                 uses, losses = self._uses_together(chunk, way)
@@ -285,7 +288,6 @@ class Engine:
                 self._restore(chunk.state)
                 if self._by_parts(chunk, way, reason):
                     return
-                differ = differ or isinstance(reason, Differ)
                 self._give_up(way, reason)
                 continue
             self._restore(chunk.state)
@@ -295,19 +297,20 @@ class Engine:
             known.works = known.works or way.looped == known.looped
         if way.singly:
             added = self._accumulate_singly(chunk)
-        if way != known and added:
-            if differ or not known.works:
-                self._warn_of_slowness(way)
-            if not known.works:
-                self._ways[kind] = way
+        if way != known and added and not known.works:
+            self._warn_of_slow_way(way)
+            self._ways[kind] = way
 
     def _by_parts(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
         """Whether a chunk whose records cannot be processed together was taken apart: into those that branch alike, or
         into those at fault and the others."""
         if isinstance(reason, Differ):
-            for rows in reason.parts if len(reason.parts) <= chunk.parts else ():
-                self._accumulate(chunk.part(rows, of=len(reason.parts)))
-            return len(reason.parts) <= chunk.parts
+            if len(reason.parts) > max(_PARTS, chunk.size // _PARTS):
+                self._reason = why(reason)
+                self._warn_of_slowness("this model's records", "in many parts")
+            for rows in reason.parts:
+                self._accumulate(chunk.part(rows))
+            return True
         if chunk.size == 1 or not (way.works or self._some_run_alone(chunk, way)):
             return False
         apart = self._apart(chunk, way, [*range(chunk.size)])

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dpexp.privacy.engine.rounding import UNIT, gram_norms, norms, row_norms
 
+_SMALL = 3 * 2**16  # numbers of a record's gradient
+
 
 class Use(ABC):
     """The gradients v^i of B records with respect to one parameter, through one use of it."""
@@ -88,12 +90,13 @@ class OuterProducts(Use):
 
 def outer_products(x: Tensor, g: Tensor) -> Use:
     """Σ_t g_t^i ⊗ x_t^i for x [B, T, d] and g [B, T, p]: itself, which serves norms and weighted sum alike, while it is
-    at most twice as large as x and g; else these (Bu et al. 2023, "Differentially private optimization on large model
-    at small cost", where it is while it is smaller; this is faster, measured)."""
+    smaller than x and g; else these (Bu et al. 2023, "Differentially private optimization on large model at small
+    cost"). A small one may be up to twice as large: to hold it is faster (measured)."""
     products = OuterProducts(x, g)
     _, T, d = x.shape
     p = g.shape[2]
-    return Dense(products.dense()) if T > 1 and d * p <= 2 * T * (d + p) else products
+    most = T * (d + p) * (2 if d * p < _SMALL else 1)
+    return Dense(products.dense()) if T > 1 and d * p <= most else products
 
 
 class Rows(Use):
