@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 from collections import OrderedDict, defaultdict
 
 import numpy as np
@@ -381,3 +382,87 @@ def test_whatever_holds_it_it_is_set_back(kind):
     change(held)
     assert changed(held) and state.restore() and not changed(held)
     assert state.restore() == []
+
+
+class Varied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(3))
+        self.array, self.things, self.slotted, self.kind = (
+            np.zeros(2),
+            [InSlots()],
+            InSlots(),
+            type("Kind", (First,), {}),
+        )
+
+
+class InSlots:
+    __slots__ = ("value",)
+
+
+class AlsoInSlots:
+    __slots__ = ("value",)
+
+
+class First:
+    pass
+
+
+class Second:
+    pass
+
+
+BETWEEN = {
+    "nothing": lambda m: None,
+    "an equal module": lambda m: setattr(m, "net", nn.Linear(2, 1)),
+    "a list": lambda m: m.things.append(1),
+    "a slot": lambda m: setattr(m.slotted, "value", 1),
+    "the class of what has slots": lambda m: setattr(m.slotted, "__class__", AlsoInSlots),
+    "the bases of a class": lambda m: setattr(m.kind, "__bases__", (Second,)),
+    "a buffer's numbers": lambda m: m.seen.data.add_(1),
+    "a buffer's type": lambda m: setattr(m.seen, "data", m.seen.data.view(torch.int32)),
+    "an array's type": lambda m: setattr(m.array, "dtype", np.int64),
+    "a parameter's attribute": lambda m: setattr(m.net.weight, "seen", []),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_a_module_is_looked_over_again_after_a_change(what):
+    module = Varied()
+    before = State(module).reached
+    BETWEEN[what](module)
+    assert (State(module, before=before).reached is before) == (what == "nothing")
+
+
+def forked(module, one):
+    with torch.random.fork_rng():
+        return torch.rand(()) * module(one).sum()
+
+
+def set_back(module, one):
+    state = torch.get_rng_state()
+    drawn = torch.rand(())
+    torch.set_rng_state(state)
+    return drawn * module(one).sum()
+
+
+def seeded(module, one):
+    drawn = random.random()
+    random.seed(0)
+    return drawn * module(one).sum()
+
+
+@pytest.mark.parametrize("loss", [forked, set_back, seeded])
+def test_random_numbers_never_come_again(loss):
+    """Whatever a step does to the generators: each chunk, and each record by itself, goes on from other states."""
+    torch.manual_seed(0)
+    random.seed(1)
+    module = nn.Linear(1, 1, bias=False)
+    engine, _ = engine_of(module, 1e9)
+    drawn = []
+    for _ in range(4):
+        engine.start()
+        engine.accumulate(lambda one: loss(module, one), torch.ones(1, 1, 1), 1)
+        drawn.append(engine._sums["weight"].item())
+    assert len({round(number, 6) for number in drawn}) == 4 and round(random.Random(0).random(), 6) not in drawn

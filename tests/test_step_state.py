@@ -141,6 +141,58 @@ def one_more(thing):
     thing[0] += 1
 
 
+class SlottedList(list):
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+
+class Unseen(list):
+    def __iter__(self):
+        return iter(())
+
+    def __bool__(self):
+        return False
+
+
+class Array(np.ndarray):
+    pass
+
+
+class AlsoSlotted(Slotted):
+    __slots__ = ()
+
+
+class OneBase:
+    pass
+
+
+class OtherBase:
+    pass
+
+
+class Derived(OneBase):
+    pass
+
+
+class Meta(type):
+    n = 0
+
+
+class Metaclassed(metaclass=Meta):
+    pass
+
+
+def named():
+    pass
+
+
+def to_whole_numbers(array):
+    array.dtype = np.int64
+
+
+HELD = Held()
 PLACES = {
     "namespace": in_thing(lambda: types.SimpleNamespace(n=0), lambda t: t.n, more),
     "slots": in_thing(Slotted, lambda t: t.n, more),
@@ -156,6 +208,22 @@ PLACES = {
     "distribution": in_thing(
         lambda: torch.distributions.Normal(torch.zeros(1), torch.ones(1)), lambda t: t.loc, lambda t: t.loc.add_(1)
     ),
+    "slots of a list": in_thing(SlottedList, lambda t: t.n, more),
+    "list with its own ways": in_thing(Unseen, list.__len__, lambda t: t.append(0)),
+    "attribute of an array": in_thing(lambda: np.zeros(1).view(Array), lambda t: getattr(t, "n", 0),
+                                      lambda t: setattr(t, "n", 3)),
+    "type of an array": in_thing(lambda: np.zeros(1), lambda t: 3 * (t.dtype != float), to_whole_numbers),
+    "class of what has slots": in_thing(Slotted, lambda t: 3 * isinstance(t, AlsoSlotted),
+                                        lambda t: setattr(t, "__class__", AlsoSlotted)),
+    "bases": in_thing(lambda: Derived, lambda t: 3 * (t.__bases__ == (OtherBase,)),
+                      lambda t: setattr(t, "__bases__", (OtherBase,))),
+    "name of a function": in_thing(lambda: named, lambda t: len(t.__name__), lambda t: setattr(t, "__name__", "other")),
+    "metaclass": in_thing(lambda: Metaclassed, lambda t: type(t).n, lambda t: setattr(type(t), "n", 3)),
+    "method of a list": in_thing(lambda: [].append, lambda t: len(t.__self__), lambda t: t(0)),
+    "weak reference": in_thing(lambda: weakref.ref(HELD), lambda t: t().n, lambda t: more(t())),
+    "proxy": in_thing(lambda: weakref.proxy(HELD), lambda t: t.n, more),
+    "misses of a cache": in_thing(lambda: functools.lru_cache(0)(abs), lambda t: t.cache_info().misses,
+                                  lambda t: t(1)),
     "frozen gradient": in_thing(lambda: torch.zeros(1), lambda t: 0 if t.grad is None else t.grad,
                                 lambda t: setattr(t, "grad", torch.ones(1))),
     **{c.__name__: c for c in (InClass, InBaseClass, InCache, InTensorsAttribute, InOptimizer, InStrategy,

@@ -108,7 +108,7 @@ class BoxMuller:
         words[0].bitwise_and_(2**63 - 1)
         uniform, normal = (t[: words.numel()] for t in (self._uniform, self._normal))
         radius, angle = uniform.view_as(words).copy_(words)
-        radius.add_(0.5).mul_(2.0**-63).log_().mul_(-2 * sigma**2).sqrt_()
+        radius.add_(0.5).mul_(2.0**-63).log_().mul_(-2).sqrt_().mul_(sigma)
         angle.mul_(math.pi * 2.0**-63)  # in [-π, π)
         cos, sin = normal.view_as(words)
         torch.cos(angle, out=cos).mul_(radius)

@@ -176,6 +176,7 @@ class Engine:
 
     def _restore(self, state: State) -> list[str]:
         changed = state.restore()
+        state.renew_randomness()
         news = [name for name in changed if name not in self._said and not name.endswith(DEDUCED)]
         if news:
             self._said.update(news)

@@ -68,19 +68,26 @@ class KeptDict(Kept):
         kept.thing = thing
         return kept
 
+    @property
+    def _kind(self) -> Any:
+        """Whatever a subclass makes of its methods."""
+        return OrderedDict if isinstance(self.thing, OrderedDict) else dict
+
     def contents(self) -> Any:
-        return dict(self.thing) if self.thing else None
+        return dict(self._kind.items(self.thing)) if dict.__len__(self.thing) else None
 
     def differs(self) -> bool:
-        thing, before = self.thing, self.before
-        if not before or len(thing) != len(before):
-            return bool(thing or before)
-        return not (all(map(is_, thing, before)) and all(map(is_, dict.values(thing), before.values())))
+        thing, before = self.thing, self.before or {}
+        if dict.__len__(thing) != len(before):
+            return True
+        kind = self._kind
+        same = all(map(is_, kind.keys(thing), before)) and all(map(is_, kind.values(thing), before.values()))
+        return not same
 
     def set_back(self) -> list[str]:
-        thing, before = self.thing, self.before or {}
-        changed = [k for k in {**before, **thing} if dict.get(thing, k, _NOTHING) is not before.get(k, _NOTHING)]
-        kind = OrderedDict if isinstance(thing, OrderedDict) else dict  # whatever a subclass makes of it
+        thing, before, kind = self.thing, self.before or {}, self._kind
+        now = dict(kind.items(thing))
+        changed = [k for k in {**before, **now} if now.get(k, _NOTHING) is not before.get(k, _NOTHING)]
         kind.clear(thing)
         for key, value in before.items():
             kind.__setitem__(thing, key, value)
@@ -92,14 +99,19 @@ class KeptList(Kept):
 
     __slots__ = ()
 
+    @property
+    def _kind(self) -> Any:
+        return deque if isinstance(self.thing, deque) else list
+
     def contents(self) -> Any:
-        return list(self.thing)
+        return list(self._kind.__iter__(self.thing))
 
     def differs(self) -> bool:
-        return len(self.thing) != len(self.before) or not all(map(is_, self.thing, self.before))
+        kind, before = self._kind, self.before
+        return kind.__len__(self.thing) != len(before) or not all(map(is_, kind.__iter__(self.thing), before))
 
     def set_back(self) -> list[str]:
-        kind: Any = deque if isinstance(self.thing, deque) else list
+        kind = self._kind
         kind.clear(self.thing)
         kind.extend(self.thing, self.before)
         return [self.name]
@@ -109,10 +121,10 @@ class KeptSet(Kept):
     __slots__ = ()
 
     def contents(self) -> Any:
-        return list(self.thing)
+        return list(set.__iter__(self.thing))
 
     def differs(self) -> bool:
-        return {id(value) for value in self.thing} != {id(value) for value in self.before}
+        return {id(value) for value in set.__iter__(self.thing)} != {id(value) for value in self.before}
 
     def set_back(self) -> list[str]:
         set.clear(self.thing)
@@ -139,18 +151,26 @@ class KeptBytes(Kept):
 class KeptNumbers(Kept):
     """An array of NumPy's."""
 
-    __slots__ = ()
+    __slots__ = ("_form_before",)
 
     def contents(self) -> Any:
+        self._form_before = self._form()
         return self.thing.copy()
 
+    def _form(self) -> tuple:
+        return self.thing.shape, self.thing.strides, self.thing.dtype, self.thing.flags.writeable
+
     def differs(self) -> bool:
-        return self.thing.shape != self.before.shape or self.thing.tobytes() != self.before.tobytes()
+        return self._form() != self._form_before or self.thing.tobytes() != self.before.tobytes()
 
     def set_back(self) -> list[str]:
+        if self._form() != self._form_before:
+            self.thing.flags.writeable = True
+            self.thing.dtype = self._form_before[2]
         if self.thing.shape != self.before.shape:
             self.thing.resize(self.before.shape, refcheck=False)
         self.thing[...] = self.before
+        self.thing.flags.writeable = self._form_before[-1]
         return [self.name]
 
 
@@ -202,7 +222,7 @@ def _form(tensor: Tensor) -> tuple | None:
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if wrapped or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
-    return tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.requires_grad
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.data_ptr(), tensor.requires_grad
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
@@ -216,6 +236,9 @@ def identical(a: Tensor, b: Tensor) -> bool:
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
+_IMMUTABLE = 1 << 8  # a flag of types
+
+
 class KeptAttributes(Kept):
     """Attributes of what has no dictionary that could be written to: slots, classes, cells of closures."""
 
@@ -227,7 +250,8 @@ class KeptAttributes(Kept):
 
     def contents(self) -> Any:
         if isinstance(self.thing, type):
-            return dict(vars(self.thing))
+            names = () if self.thing.__flags__ & _IMMUTABLE else ("__bases__", "__name__", "__qualname__")
+            return {**vars(self.thing), **{name: getattr(self.thing, name) for name in names}}
         found = ((name, slot(self.thing, name)) for name in self.names or ())
         return {name: value for name, value in found if value is not _NOTHING}
 
@@ -263,7 +287,8 @@ class KeptCache(Kept):
         self.thing.cache_clear()
 
     def differs(self) -> bool:
-        return bool(self.thing.cache_info().currsize)
+        hits, misses, _, size = self.thing.cache_info()
+        return bool(hits or misses or size)
 
     def set_back(self) -> list[str]:
         self.thing.cache_clear()

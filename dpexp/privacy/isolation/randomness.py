@@ -1,5 +1,6 @@
 """Random numbers of training are secret, and leave the generators as they were."""
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,22 @@ def of_python() -> tuple:
     """The states of Python's and NumPy's generators, to see whether numbers were drawn."""
     _, key, *rest = np.random.get_state()  # type: ignore[misc]
     return random.getstate(), key.tobytes(), *rest  # type: ignore[attr-defined]
+
+
+class Generators:
+    """PyTorch's, Python's and NumPy's, of which a step may do with the states what it likes: none of it reaches a later
+    one, nor do its random numbers come again."""
+
+    def __init__(self) -> None:
+        self._state = torch.get_rng_state()
+
+    def renew(self) -> None:
+        """Goes on from new states, which follow from that of PyTorch's generator before the step."""
+        stream = KeyStream(hashlib.sha256(self._state.numpy().tobytes()).digest())
+        seed_everything(stream)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(int(stream.words(1)))
+        self._state = torch.get_rng_state()
 
 
 class Seeds:

@@ -4,6 +4,7 @@ import functools
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from enum import Enum
@@ -22,9 +23,20 @@ _CLOSED = {
     *sys.stdlib_module_names, "torch", "pytorch_lightning", "lightning_fabric", "lightning", "numpy", "pandas", "dpexp",
     "mlflow", "rich",
 }  # fmt: skip
-_OPEN = ("types", "argparse", "collections", "queue", "functools", "torch.distributions", "torch.quasirandom")
+_OPEN = (
+    "types",
+    "argparse",
+    "collections",
+    "queue",
+    "functools",
+    "weakref",
+    "torch.distributions",
+    "torch.quasirandom",
+)
 _DICTS = {dict, OrderedDict}
-_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__code__", "__doc__")
+_OF_FUNCTIONS = (
+    "__defaults__", "__kwdefaults__", "__code__", "__doc__", "__name__", "__qualname__", "__module__",
+)  # fmt: skip
 _of_function = attrgetter(*_OF_FUNCTIONS)
 _OF_MODULES = ("_modules", "_buffers", "_parameters")
 
@@ -52,7 +64,7 @@ class Reached:
         self.kept: list[Kept] = []
         self._empty: list[tuple[dict, Kept | None, Any, bool]] = []  # as most dictionaries of modules are
         self._bare: list[OrderedDict] = []  # without attributes
-        self._bodies: list[tuple[Any, type, dict]] = []
+        self._bodies: list[tuple[Any, type, dict | None]] = []
         self._functions: list[tuple[Any, ...]] = []
         self._module, self._fixed = module, {id(tensor) for tensor in fixed}
         self.known = {*_GLOBAL, *self._fixed}
@@ -82,7 +94,7 @@ class Reached:
             if thing.__class__ is not kind:
                 object.__setattr__(thing, "__class__", kind)
                 changed.append(f"the class of a {kind.__name__}")
-            if thing.__dict__ is not attributes:
+            if getattr(thing, "__dict__", None) is not attributes:
                 object.__setattr__(thing, "__dict__", attributes)
                 changed.append(f"the attributes of a {kind.__name__}")
         for function, *before in self._odd_functions():
@@ -99,8 +111,12 @@ class Reached:
         """Dictionaries that were empty."""
         return [KeptDict.empty(thing, *way) for thing, *way in self._empty if thing]
 
-    def _odd_bodies(self) -> list[tuple[Any, type, dict]]:
-        return [body for body in self._bodies if body[0].__class__ is not body[1] or body[0].__dict__ is not body[2]]
+    def _odd_bodies(self) -> list[tuple[Any, type, dict | None]]:
+        return [
+            (thing, kind, attributes)
+            for thing, kind, attributes in self._bodies
+            if thing.__class__ is not kind or getattr(thing, "__dict__", None) is not attributes
+        ]
 
     def _odd_functions(self) -> list[tuple[Any, ...]]:
         return [known for known in self._functions if not all(map(is_, _of_function(known[0]), known[1:]))]
@@ -109,6 +125,8 @@ class Reached:
         known, ways = self.known, [(thing, parent, key, False) for thing, parent, key in ahead]
         while ways:
             thing, parent, key, own = ways.pop()
+            if type(thing) in weakref.ProxyTypes:
+                thing = _behind(thing)
             if type(thing) in _ATOMS or id(thing) in known:
                 continue
             known.add(id(thing))
@@ -118,7 +136,7 @@ class Reached:
                 else:
                     self._bare.append(thing)
             elif _has_body(thing):
-                self._bodies.append((thing, thing.__class__, thing.__dict__))
+                self._bodies.append((thing, thing.__class__, getattr(thing, "__dict__", None)))
                 if isinstance(thing, types.FunctionType):
                     self._functions.append((thing, *_of_function(thing)))
             if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
@@ -138,6 +156,8 @@ class Reached:
             elif kind := kind_of[type(thing)]:
                 if isinstance(thing, defaultdict):
                     self.kept.append(KeptAttributes(thing, parent, key, ("default_factory",)))
+                if _slots[type(thing)] and _is_open[type(thing)]:
+                    self.kept.append(KeptAttributes(thing, parent, key, _slots[type(thing)]))
                 parent = kind(thing, parent, key, own or key in _OF_MODULES)
             elif _slots[type(thing)] and _is_open[type(thing)]:
                 parent = KeptAttributes(thing, parent, key, _slots[type(thing)])
@@ -165,10 +185,18 @@ def can_be_kept(thing: Any) -> bool:
     )
 
 
+def _behind(proxy: Any) -> Any:
+    """What a weakref.proxy stands for; None where that is gone."""
+    try:
+        return proxy.__init__.__self__
+    except ReferenceError:
+        return None
+
+
 def _has_body(thing: Any) -> bool:
     """Whether its class and its dictionary of attributes might be exchanged."""
-    if type(getattr(thing, "__dict__", None)) is not dict:
-        return False  # nor a class
+    if isinstance(thing, type) or type(getattr(thing, "__dict__", {})) is not dict:
+        return False
     return isinstance(thing, nn.Module | types.FunctionType) or _is_open[type(thing)]
 
 
@@ -176,17 +204,23 @@ def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
     """(name, value) of what a thing holds, as far as it is worth going."""
     kind = type(thing)
     if isinstance(thing, dict):
-        return [*dict.items(thing), *_own(thing)]
+        return [*dict.items(thing), *_own(thing), *_in_slots(thing)]
     if isinstance(thing, list | tuple | set | frozenset | deque):
-        return [*((_ELEMENT, value) for value in thing if type(value) not in _ATOMS), *_own(thing)]
+        container: Any = next(base for base in (list, tuple, set, frozenset, deque) if isinstance(thing, base))
+        values = container.__iter__(thing)  # whatever a subclass makes of it
+        return [*((_ELEMENT, value) for value in values if type(value) not in _ATOMS), *_own(thing), *_in_slots(thing)]
     if isinstance(thing, Tensor):
         return _own(thing)
     if isinstance(thing, np.ndarray):
-        return [(_ELEMENT, value) for value in thing.flat] if thing.dtype == object else ()
+        return [*_own(thing), *((_ELEMENT, value) for value in (thing.flat if thing.dtype == object else ()))]
     if isinstance(thing, nn.Module):
         return [*_own(thing), (_ELEMENT, kind)] if _is_open[kind] else _own(thing)
     if isinstance(thing, type):
-        return [*vars(thing).items(), *((_ELEMENT, base) for base in thing.__bases__)]
+        return [*vars(thing).items(), *((_ELEMENT, other) for other in (*thing.__bases__, kind))]
+    if isinstance(thing, weakref.ref):
+        return [(_ELEMENT, thing())]
+    if isinstance(thing, types.BuiltinFunctionType):
+        return [(_ELEMENT, thing.__self__)]
     if isinstance(thing, types.MethodType):
         return [(_ELEMENT, thing.__self__), (_ELEMENT, thing.__func__)]
     if isinstance(thing, types.FunctionType):
@@ -205,7 +239,11 @@ def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
     found = [*_own(thing), (_ELEMENT, kind)]
     if isinstance(thing, functools.partial):
         found += [(_ELEMENT, thing.func), (_ELEMENT, thing.args), (_ELEMENT, thing.keywords)]
-    return found + [(name, slot(thing, name)) for name in _slots[kind]]
+    return found + _in_slots(thing)
+
+
+def _in_slots(thing: Any) -> list[tuple[Any, Any]]:
+    return [(name, slot(thing, name)) for name in _slots[type(thing)]] if _is_open[type(thing)] else []
 
 
 def _own(thing: Any) -> list[tuple[Any, Any]]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.isolation.kept import Kept, KeptDict, kind_of
-from dpexp.privacy.isolation.randomness import Seeds
+from dpexp.privacy.isolation.randomness import Generators, Seeds
 from dpexp.privacy.isolation.reached import Reached
 from dpexp.privacy.isolation.surroundings import Surroundings
 
@@ -40,7 +40,7 @@ class State:
         self.reached = before if before and before.is_still(module, tensors) else Reached(module, tensors)
         self._around: list[Kept] = []
         self.known = {*self.reached.known}
-        self._seeds = Seeds()
+        self._seeds, self._generators = Seeds(), Generators()
         for holder in around.holders:
             self._keep_shallowly(holder if isinstance(holder, dict) else vars(holder))
 
@@ -71,6 +71,11 @@ class State:
         if lost:
             raise ConfigError(CHANGED.format(name=" and ".join(lost[:3])))
         return changed
+
+    def renew_randomness(self) -> None:
+        """What comes next draws other random numbers, whatever was done to the generators."""
+        self._generators.renew()
+        self._seeds = Seeds()
 
     def name(self, tensor: Tensor) -> str:
         """Of a tensor that was reached."""
