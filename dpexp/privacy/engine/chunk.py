@@ -25,18 +25,23 @@ class Way:
 
 @dataclass
 class Chunk:
-    """Records that look alike: leaves [size, ...] and their structure."""
+    """Records that look alike: leaves [size, ...] and their structure.
+
+    Attributes:
+        parts: into how many it is taken apart, if records of it branch differently, before that is said to be slow.
+    """
 
     loss_of: Callable[[Any], Tensor]
     leaves: list[Any]
     structure: Any
     size: int
     state: State
+    parts: int
 
-    def part(self, rows: list[int]) -> "Chunk":
-        """Some of the records."""
+    def part(self, rows: list[int], of: int = 1) -> "Chunk":
+        """Some of the records; `of`: how many such parts there are."""
         leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return replace(self, leaves=leaves, size=len(rows))
+        return replace(self, leaves=leaves, size=len(rows), parts=self.parts // of)
 
     def copies(self) -> list[Any]:
         """The leaves, which may be written to."""

@@ -135,7 +135,7 @@ class Engine:
         state = State(self._module, self.around, self._reached)
         self._reached = state.reached
         try:
-            self._accumulate(Chunk(loss_of, leaves, structure, size, state))
+            self._accumulate(Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS)))
         except BaseException:
             self._restore(state)
             raise
@@ -306,11 +306,11 @@ class Engine:
         """Whether a chunk whose records cannot be processed together was taken apart: into those that branch alike, or
         into those at fault and the others."""
         if isinstance(reason, Differ):
-            if len(reason.parts) > max(_PARTS, chunk.size // _PARTS):
+            if len(reason.parts) > chunk.parts:
                 self._reason = why(reason)
                 self._warn_of_slowness("this model's records", "in many parts")
             for rows in reason.parts:
-                self._accumulate(chunk.part(rows))
+                self._accumulate(chunk.part(rows, of=len(reason.parts)))
             return True
         if chunk.size == 1 or not (way.works or self._some_run_alone(chunk, way)):
             return False
