@@ -118,7 +118,10 @@ def _check_privacy(cfg: DictConfig) -> None:
     target = cfg.allocation._target_
     if target.startswith("dpexp."):  # an allocation of somebody else's may fix the noise itself
         explicit = target.endswith(".Explicit")
-        check_noise(privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit)
+        check_noise(
+            privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit, privacy.advantage,
+            privacy.tpr,
+        )  # fmt: skip
     check_claim(policy.name, adjacency, reported(cfg))
     assert isinstance(kinds, dict)
     check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]
