@@ -30,7 +30,7 @@ class Privacy:
     enabled: bool = True
     epsilon: float | None = None
     advantage: float | None = None
-    tpr: dict[float, float] | None = None
+    tpr: Any = None
     noise_multiplier: float | None = None
     delta: float = MISSING
     adjacency: str | None = None

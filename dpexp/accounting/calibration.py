@@ -46,9 +46,9 @@ def solve(
     For `noise` and `q` that is the smallest such value, otherwise the largest. A whole number is the last that does
     not exceed the target, however far below it that is.
 
-    At fixed σ_g, ε (and any other cost) does not fall with q everywhere: below some q so few records are ever sampled that ε falls
-    with q again, for want of training. `q` therefore comes down from 1, in steps of at most a quarter, to the first
-    q that costs more than the target, and solves between it and the one before.
+    At fixed σ_g, ε (and any other cost) does not fall with q everywhere: below some q so few records are ever sampled
+    that ε falls with q again, for want of training. `q` therefore comes down from 1, in steps of at most a quarter, to
+    the first q that costs more than the target, and solves between it and the one before.
 
     Args:
         ledger_at: the ledger that training with a value of the knob would write.
@@ -81,9 +81,8 @@ def solve(
             f"{target} cannot be reached by calibrate={knob}: the best is {best}, at {knob}={value:.4g}; ask for more, "
             "or change another knob."
         )
-    return Calibration(
-        knob, found[0], target.name, found[1], tuple(target.spent(found[1]).items()), tuple(search.trace)
-    )
+    value, cost = found
+    return Calibration(knob, value, target.name, cost, tuple(target.spent(cost).items()), tuple(search.trace))
 
 
 class _Enough(Exception):

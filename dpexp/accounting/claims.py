@@ -75,9 +75,11 @@ def check_tpr(rates: Mapping[float, float]) -> None:
     """Raises:
     ConfigError: they are no {FPR: largest TPR} that could be asked for.
     """
-    if not rates:
-        raise ConfigError("privacy.tpr={} must hold at least one {FPR: largest TPR}, such as {0.01: 0.05}.")
+    if not isinstance(rates, Mapping) or not rates:
+        raise ConfigError(f"privacy.tpr={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
     for fpr, tpr in rates.items():
+        if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
+            raise ConfigError(f"privacy.tpr={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
         if not 0 < fpr < tpr < 1:
             raise ConfigError(
                 f"privacy.tpr={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "

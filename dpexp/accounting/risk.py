@@ -54,7 +54,7 @@ def risk(ledger: Ledger, accountant: str = "pld") -> Risk:
     if not ledger.rounds:
         return Risk(0.0, {fpr: fpr for fpr in FALSE_POSITIVES}, 0.0, 0.0)
     tpr = {fpr: largest_tpr(ledger, fpr, accountant) for fpr in FALSE_POSITIVES}
-    said = guarantee(ledger, accountant)
+    said = guarantee(ledger, accountant, anew=True)
     mu = gaussian_bound(said)
     return Risk(largest_advantage(ledger, accountant), tpr, mu, regret(said, mu))
 

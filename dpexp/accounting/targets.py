@@ -85,8 +85,7 @@ class Advantage:
 
 @dataclass(frozen=True)
 class Tpr:
-    """The largest TPR at each FPR. What is spent is TPR - FPR, as a part of what it may be, at the FPR where that part is
-    largest."""
+    """The largest TPR at each FPR. What is spent is TPR - FPR, as a part of what it may be, where that is largest."""
 
     rates: Mapping[float, float]
     name = "tpr"

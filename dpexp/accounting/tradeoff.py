@@ -5,7 +5,7 @@ at its false positive rate, FPR = α = type I error. If (ε, δ)-DP holds for se
 
     f(α) = max over them of 0, 1 - δ - e^ε α, e^(-ε)(1 - δ - α)     (Dong, Roth & Su 2022, proposition 2.12)
 
-which is symmetric about β = α, and bounds the error of every test whichever (ε, δ) are taken: fewer only lose sharpness.
+which is symmetric about β = α, and bounds the error of every test whichever (ε, δ) are taken: fewer only blur it.
 """
 
 import math

@@ -75,14 +75,8 @@ def check_noise(
         positive("privacy.noise_multiplier", noise_multiplier)
     if delta is not None:
         check_delta(delta)
-    if advantage is not None:
-        check_advantage(advantage)
-    if tpr is not None:
-        check_tpr(tpr)
     targets = {"epsilon": epsilon, "advantage": advantage, "tpr": tpr}
-    given = [f"privacy.{key}={value}" for key, value in targets.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are {len(given)} targets; give one of them.")
+    given = check_targets(epsilon, advantage, tpr)
     if explicit:
         if noise_multiplier is not None or (given and calibrate == "noise"):
             raise ConfigError(
@@ -96,6 +90,23 @@ def check_noise(
             f"calibrate={calibrate} solves for the target {given[0] if given else 'privacy.epsilon=None'} from the "
             f"noise privacy.noise_multiplier={noise_multiplier}; give both."
         )
+
+
+def check_targets(epsilon: float | None, advantage: float | None, tpr: Mapping[float, float] | None) -> list[str]:
+    """Those that are given, as they were asked for.
+
+    Raises:
+        ConfigError: several are, or one that is out of range.
+    """
+    if advantage is not None:
+        check_advantage(advantage)
+    if tpr is not None:
+        check_tpr(tpr)
+    targets = {"epsilon": epsilon, "advantage": advantage, "tpr": tpr}
+    given = [f"privacy.{key}={value}" for key, value in targets.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are {len(given)} targets; give one of them.")
+    return given
 
 
 def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str) -> None:
