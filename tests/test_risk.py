@@ -56,6 +56,12 @@ NOISE_FOR_ADVANTAGE = [
     (0.002, 5000, 0.02, 2.91078),
     (0.05, 300, 0.6, 0.72149),
 ]
+# and find_noise_multiplier_for_err_rates(fpr, 1 - tpr, q, rounds, grid_step=1e-4, beta_tol=1e-6)
+NOISE_FOR_TPR = [
+    (0.01, 1000, 0.01, 0.03, 0.98162),
+    (0.3563, 113, 0.01, 0.05, 5.62491),
+    (0.5, 10, 0.01, 0.05, 2.46135),
+]
 
 
 def test_riskcal_finds_the_same_risk():
@@ -71,6 +77,13 @@ def test_riskcal_solves_for_the_same_noise_at_an_advantage(q, rounds, most, z):
     solved = solve("noise", lambda noise: ledger(noise, q, rounds), Advantage(most), start=1.0)
     assert solved.value == pytest.approx(z, rel=2e-3)
     assert solved.spent == (("advantage", solved.cost),) and most * (1 - 1e-3) <= solved.cost <= most
+
+
+@pytest.mark.parametrize("q, rounds, fpr, tpr, z", NOISE_FOR_TPR)
+def test_riskcal_solves_for_the_same_noise_at_a_true_positive_rate(q, rounds, fpr, tpr, z):
+    solved = solve("noise", lambda noise: ledger(noise, q, rounds), Tpr({fpr: tpr}), start=1.0)
+    assert solved.value == pytest.approx(z, rel=2e-3)
+    assert tpr * (1 - 1e-3) <= dict(solved.spent)[f"TPR at FPR {fpr}"] <= tpr
 
 
 @pytest.mark.parametrize("mu", [1e-3, 0.1, 0.7, 2.0, 6.0])

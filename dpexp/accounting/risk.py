@@ -25,8 +25,8 @@ class Risk:
         tpr: the largest TPR at each of FALSE_POSITIVES.
         mu: of the Gaussian DP that allows for no less, but for a probability of 1e-10 (see `gaussian_bound`); infinite
             where the accountant shows none.
-        regret: how far the curve of that Gaussian DP is from the guarantee's (see `regret`); below 0.01 μ says nearly
-            all there is to say (Gomez, Kulynych et al. 2025).
+        regret: how far the curve of that Gaussian DP is from the guarantee's (see `regret`): where it is next to 0, μ
+            says all there is to say (Gomez et al. 2025, arXiv 2503.10945).
     """
 
     advantage: float

@@ -117,7 +117,7 @@ def gaussian_bound(said: Guarantee) -> float:
     without sampling, and a Gaussian curve that is to lie below f even there has μ² = Σ 1/z².
 
     f lies above the polygon that `lines` bound, and G_μ is convex: it is below the polygon where it is below each
-    corner. Those with α <= β suffice, since both curves are symmetric. (Gomez, Kulynych et al. 2025, arXiv 2503.10945,
+    corner. Those with α <= β suffice, since both curves are symmetric. (Gomez et al. 2025, arXiv 2503.10945,
     leave out the corners with α or β below 1e-10.)
     """
     if isinstance(said, Gaussian):
@@ -135,8 +135,8 @@ def gaussian_bound(said: Guarantee) -> float:
 
 
 def regret(said: Guarantee, mu: float) -> float:
-    """How much is lost by telling μ instead of f: the smallest Δ with f(α + Δ) - Δ <= G_μ(α) for every α (Gomez,
-    Kulynych et al. 2025; the distance that Kaissis et al. 2024, arXiv 2406.08918, call Δ-divergence, symmetrised, of
+    """How much is lost by telling μ instead of f: the smallest Δ with f(α + Δ) - Δ <= G_μ(α) for every α (Gomez
+    et al. 2025; the distance that Kaissis et al. 2024, arXiv 2406.08918, call Δ-divergence, symmetrised, of
     which the other way is next to nothing, since G_μ lies below f).
 
     The lines of slope -e^ε that touch either curve show that Δ = sup over ε >= 0 of (δ_μ(ε) - δ(ε))/(1 + e^ε), with
