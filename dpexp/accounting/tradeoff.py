@@ -33,7 +33,10 @@ def type_two_errors(ledger: Ledger, type_one: Sequence[float], accountant: str =
     alpha = np.asarray(type_one, dtype=float)
     if not ledger.rounds:
         return 1 - alpha
-    epsilon, delta = (each[:, None] for each in lines(guarantee(ledger, accountant)))
+    said = guarantee(ledger, accountant)
+    if isinstance(said, Gaussian):
+        return ndtr(-ndtri(alpha) - said.mu)
+    epsilon, delta = (each[:, None] for each in lines(said))
     steep = np.exp(np.minimum(epsilon, _LARGEST)) * alpha
     best = np.maximum(1 - delta - steep, np.exp(-epsilon) * (1 - delta - alpha)).max(axis=0)
     return np.maximum(best, 0)
@@ -43,15 +46,15 @@ def lines(said: Guarantee) -> tuple[Array, Array]:
     """Rising ε [K] from 0 on and falling δ [K], (ε, δ)-DP being guaranteed for each; the last δ is at most TAIL, but
     where that takes an infinite ε.
 
-    Of composed losses and Gaussians δ is read for evenly spaced ε from 0 on. Any other accountant has an ε for every δ
-    (Rényi DP and the theorems alike), and is read for δ = Φ(-u) with evenly spaced u.
+    Of composed losses and Gaussians δ is read for evenly spaced ε from 0 on, in a heavy tail fewer. Any other
+    accountant has an ε for every δ (Rényi DP and the theorems alike), and is read for δ = Φ(-u) with evenly spaced u.
     """
-    at, low, high = _reading(said)
-    found = np.array([at(float(t)) for t in np.linspace(low, high, POINTS if high > low else 1)])
+    at, where = _reading(said)
+    found = np.array([at(t) for t in where])
+    if len(found) > 1 and math.isfinite(found[-1, 0]):
+        found[-1, 1] = min(found[-1, 1], TAIL)
     found = found[np.isfinite(found[:, 0])]
     epsilon, delta = np.maximum.accumulate(found[:, 0]), np.minimum.accumulate(found[:, 1])
-    if len(found) == POINTS:
-        delta[-1] = min(delta[-1], TAIL)
     last = np.append(np.diff(epsilon) > 0, True)
     epsilon, delta = epsilon[last], delta[last]
     equal = (1 - delta) * np.exp(-epsilon) / (1 + np.exp(-epsilon))  # both errors of a test, where they are the same
@@ -82,7 +85,7 @@ def true_positives(said: Guarantee, alpha: float) -> float:
 
     Each bound is a convex function of e^ε, so that it has one minimum.
     """
-    at, low, high = _reading(said)
+    at, where = _reading(said)
 
     def steep(t: float) -> float:
         epsilon, delta = at(t)
@@ -92,7 +95,7 @@ def true_positives(said: Guarantee, alpha: float) -> float:
         epsilon, delta = at(t)
         return 1 - math.exp(-epsilon) * (1 - delta - alpha)
 
-    return min(1.0, steep(low), _least(steep, low, high), _least(flat, low, high))
+    return min(1.0, steep(where[0]), _least(steep, where), _least(flat, where))
 
 
 def advantage(said: Guarantee) -> float:
@@ -100,13 +103,13 @@ def advantage(said: Guarantee) -> float:
     accountant that is tight at some other ε, the least (e^ε - 1 + 2δ)/(e^ε + 1)."""
     if isinstance(said, ComposedLoss | Gaussian):
         return said.delta(0.0)
-    at, low, high = _reading(said)
+    at, where = _reading(said)
 
     def bound(t: float) -> float:
         epsilon, delta = at(t)
         return math.tanh(epsilon / 2) + 2 * delta / (1 + math.exp(min(epsilon, _LARGEST)))
 
-    return min(1.0, _least(bound, low, high))
+    return min(1.0, _least(bound, where))
 
 
 def gaussian_bound(said: Guarantee) -> float:
@@ -117,8 +120,8 @@ def gaussian_bound(said: Guarantee) -> float:
     without sampling, and a Gaussian curve that is to lie below f even there has μ² = Σ 1/z².
 
     f lies above the polygon that `lines` bound, and G_μ is convex: it is below the polygon where it is below each
-    corner. Those with α <= β suffice, since both curves are symmetric. (Gomez et al. 2025, arXiv 2503.10945,
-    leave out the corners with α or β below 1e-10.)
+    corner. Those with α <= β suffice, since both curves are symmetric. (Gomez et al. 2025, arXiv 2503.10945; their
+    program leaves out the corners with α or β below 1e-10.)
     """
     if isinstance(said, Gaussian):
         return said.mu
@@ -130,14 +133,14 @@ def gaussian_bound(said: Guarantee) -> float:
     found -= TAIL
     with np.errstate(invalid="ignore"):
         needed = np.where(found > 0, ndtri(np.clip(found, 0, 1)) - ndtri(alpha), 0.0)
-    mu = float(max(needed.max(), 0.0))
+    mu = float(max(needed.max(), 0.0)) * (1 + 1e-12) if delta[-1] <= TAIL else math.inf
     return min(mu, said.unsampled.mu) if isinstance(said, ComposedLoss) else mu
 
 
 def regret(said: Guarantee, mu: float) -> float:
-    """How much is lost by telling μ instead of f: the smallest Δ with f(α + Δ) - Δ <= G_μ(α) for every α (Gomez
-    et al. 2025; the distance that Kaissis et al. 2024, arXiv 2406.08918, call Δ-divergence, symmetrised, of
-    which the other way is next to nothing, since G_μ lies below f).
+    """How much is lost by telling μ instead of f: the smallest Δ with f(α + Δ) - Δ <= G_μ(α) for every α (Gomez et al.
+    2025, after Kaissis et al. 2024, arXiv 2406.08918). Symmetrised, it is the larger of both ways; the other is at most
+    TAIL, since G_μ lies below f.
 
     The lines of slope -e^ε that touch either curve show that Δ = sup over ε >= 0 of (δ_μ(ε) - δ(ε))/(1 + e^ε), with
     the δ of Gaussian DP and that of the guarantee. Not too small: between two of `lines` δ is replaced by what a convex
@@ -166,14 +169,22 @@ def regret(said: Guarantee, mu: float) -> float:
     return max(0.0, *apart)
 
 
-def _least(bound: Callable[[float], float], low: float, high: float) -> float:
-    """But not next to `low`: to read δ at an ε next to 0 takes seconds."""
-    return float(minimize_scalar(bound, bounds=(low + (high - low) / POINTS, high), method="bounded").fun)
+def _least(bound: Callable[[float], float], where: Array) -> float:
+    """Not next to the first: to read δ at an ε next to 0 takes seconds."""
+    if len(where) < 2:
+        return math.inf
+    return float(minimize_scalar(bound, bounds=(where[1], where[-1]), method="bounded").fun)
 
 
-def _reading(said: Guarantee) -> tuple[Callable[[float], tuple[float, float]], float, float]:
-    """A function to (ε, δ), and between which arguments it is of use."""
-    if isinstance(said, ComposedLoss | Gaussian):
-        most = said.epsilon(TAIL)
-        return lambda epsilon: (epsilon, said.delta(epsilon)), 0.0, most if math.isfinite(most) else 0.0
-    return lambda u: (said.epsilon(float(ndtr(-u))), float(ndtr(-u))), _FARTHEST, float(-ndtri(TAIL))
+def _reading(said: Guarantee) -> tuple[Callable[[float], tuple[float, float]], Array]:
+    """A function to (ε, δ), and arguments at which it is of use."""
+    if not isinstance(said, ComposedLoss | Gaussian):
+        where = np.linspace(_FARTHEST, float(-ndtri(TAIL)), POINTS)
+        return lambda u: (said.epsilon(float(ndtr(-u))), float(ndtr(-u))), where
+    most, scale = said.epsilon(TAIL), -2 * float(ndtri((1 - said.delta(0.0)) / 2))
+    if not math.isfinite(most) or most == 0:
+        where = np.zeros(1)
+    else:
+        body = min(most, scale * (6 + scale / 2))  # where all of it is that matters of a Gaussian with μ = `scale`
+        where = np.union1d(np.linspace(0, body, POINTS), np.linspace(body, most, POINTS // 2))
+    return lambda epsilon: (float(epsilon), said.delta(float(epsilon))), where
