@@ -166,7 +166,7 @@ def regret(said: Guarantee, mu: float) -> float:
         x, delta = np.append(x, cross), np.append(delta, least)
     told = Gaussian(mu)
     apart = [(told.delta(math.log(at)) - d) / (1 + at) for at, d in zip(x, delta, strict=True) if at >= 1]
-    return max(0.0, *apart)
+    return float(max(0.0, *apart))
 
 
 def _least(bound: Callable[[float], float], where: Array) -> float:

@@ -75,7 +75,6 @@ def check_noise(
         positive("privacy.noise_multiplier", noise_multiplier)
     if delta is not None:
         check_delta(delta)
-    targets = {"epsilon": epsilon, "advantage": advantage, "tpr": tpr}
     given = check_targets(epsilon, advantage, tpr)
     if explicit:
         if noise_multiplier is not None or (given and calibrate == "noise"):
@@ -84,7 +83,7 @@ def check_noise(
                 "privacy.epsilon=null unless another knob is calibrated."
             )
     elif calibrate == "noise":
-        _exactly_one("privacy", noise_multiplier=noise_multiplier, **targets)
+        _exactly_one("privacy", epsilon=epsilon, noise_multiplier=noise_multiplier, advantage=advantage, tpr=tpr)
     elif noise_multiplier is None or not given:
         raise ConfigError(
             f"calibrate={calibrate} solves for the target {given[0] if given else 'privacy.epsilon=None'} from the "
