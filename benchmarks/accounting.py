@@ -17,6 +17,7 @@ from dp_accounting import pld, rdp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger, write_ledger
+from dpexp.accounting.targets import Epsilon
 
 DELTA = 1e-5
 
@@ -41,7 +42,7 @@ def by_dp_accounting(accountant: pld.PLDAccountant | rdp.RdpAccountant, rounds: 
 
 def solved(name: str, q: float, rounds: int, target: float) -> float:
     return solve(
-        "noise", lambda z: Ledger("add_remove", {round_of(z, q): rounds}), target, DELTA, name, start=1.0
+        "noise", lambda z: Ledger("add_remove", {round_of(z, q): rounds}), Epsilon(target, DELTA), name, start=1.0
     ).value  # fmt: skip
 
 

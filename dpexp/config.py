@@ -29,6 +29,8 @@ class Data:
 class Privacy:
     enabled: bool = True
     epsilon: float | None = None
+    advantage: float | None = None
+    tpr: Any = None
     noise_multiplier: float | None = None
     delta: float = MISSING
     adjacency: str | None = None
@@ -146,9 +148,10 @@ def _beside(uri: str | None, folder: str) -> str | None:
     return folder if uri is None or uri.startswith("sqlite:") else None
 
 
-def _unless(given: Any, default: Any) -> Any:
-    """The default of one of two alternatives: null as soon as the other is given."""
-    return default if given is None else None
+def _unless(*given: Any) -> Any:
+    """The default, which comes last, of one of several alternatives: null as soon as another is given."""
+    *others, default = given
+    return default if all(other is None for other in others) else None
 
 
 def _power_of_ten_below(n: int) -> float:

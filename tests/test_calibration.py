@@ -9,6 +9,7 @@ from dp_accounting import pld
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.targets import Epsilon
 from dpexp.errors import ConfigError
 from tests.test_accountants import directly, ledger
 
@@ -21,11 +22,15 @@ def test_a_hundred_random_targets_by_each_accountant():
         target, delta = 10 ** random.uniform(-1, 1.5), 10 ** random.uniform(-8, -4)
         for accountant in ("pld", "rdp"):
             solved = solve(
-                "noise", lambda z, q=q, rounds=rounds: ledger(z, q, rounds), target, delta, accountant, start=1.0
+                "noise",
+                lambda z, q=q, rounds=rounds: ledger(z, q, rounds),
+                Epsilon(target, delta),
+                accountant,
+                start=1.0,
             )
             cost = epsilon(ledger(solved.value, q, rounds), delta, accountant)
             assert target * (1 - 1e-3) <= cost <= target, (q, rounds, target, delta, accountant)
-            assert (solved.value, solved.epsilon) in solved.trace and solved.epsilon == cost
+            assert (solved.value, solved.cost) in solved.trace and solved.cost == cost
 
 
 KNOBS = {
@@ -38,14 +43,14 @@ KNOBS = {
 @pytest.mark.parametrize("knob", KNOBS)
 @pytest.mark.parametrize("target", [0.5, 2.0, 8.0])
 def test_every_knob(knob, target):
-    solved = solve(knob, KNOBS[knob], target, 1e-5, start=0.02 if knob.startswith("q") else 1.0)
+    solved = solve(knob, KNOBS[knob], Epsilon(target, 1e-5), start=0.02 if knob.startswith("q") else 1.0)
     assert target * (1 - 1e-3) <= epsilon(KNOBS[knob](solved.value), 1e-5) <= target
     better = solved.value * (0.99 if knob == "q" else 1.01)
     assert epsilon(KNOBS[knob](better), 1e-5) > target, "the next better value would cost more"
 
 
 def test_steps_is_the_last_round_that_is_affordable():
-    solved = solve("steps", lambda steps: ledger(1.0, 0.01, int(steps)), 2.0, 1e-5, start=100)
+    solved = solve("steps", lambda steps: ledger(1.0, 0.01, int(steps)), Epsilon(2.0, 1e-5), start=100)
     assert solved.value == int(solved.value)
     assert epsilon(ledger(1.0, 0.01, int(solved.value)), 1e-5) <= 2.0
     assert epsilon(ledger(1.0, 0.01, int(solved.value) + 1), 1e-5) > 2.0
@@ -59,13 +64,13 @@ def test_q_comes_from_above_where_epsilon_is_not_monotone():
 
     costs = [epsilon(at(q), 1e-5) for q in (1.0, 5e-6, 2e-6)]
     assert costs[0] < 1 < costs[1] > costs[2]
-    solved = solve("q", at, 1.0, 1e-5, start=1e-3)
+    solved = solve("q", at, Epsilon(1.0, 1e-5), start=1e-3)
     assert solved.value > 5e-6
     assert all(epsilon(at(q), 1e-5) <= 1.0 for q in np.geomspace(solved.value, 1, 20))
 
 
 def test_the_solved_noise_by_dp_accounting():
-    solved = solve("noise", lambda z: ledger(z, 0.01, 1000), 2.0, 1e-5, start=1.0)
+    solved = solve("noise", lambda z: ledger(z, 0.01, 1000), Epsilon(2.0, 1e-5), start=1.0)
     cost = directly(solved.value, 0.01, 1000, 1e-5, pld.PLDAccountant(value_discretization_interval=2e-5))
     assert cost == pytest.approx(2.0, rel=1.1e-3)
 
@@ -81,19 +86,19 @@ def test_the_solved_noise_by_dp_accounting():
 )
 def test_an_unreachable_target_says_what_is_reachable(knob, at, target, message):
     with pytest.raises(ConfigError, match=message):
-        solve(knob, at, target, 1e-12, "rdp", start=0.1 if knob.startswith("q") else 10)
+        solve(knob, at, Epsilon(target, 1e-12), "rdp", start=0.1 if knob.startswith("q") else 10)
 
 
 @pytest.mark.parametrize("target", [0, -1, math.inf, math.nan])
 def test_a_target_must_be_a_number(target):
     with pytest.raises(ConfigError, match=r"privacy\.epsilon"):
-        solve("noise", lambda z: ledger(z, 0.1, 1), target, 1e-5, start=1.0)
+        solve("noise", lambda z: ledger(z, 0.1, 1), Epsilon(target, 1e-5), start=1.0)
 
 
 def test_an_affordable_end_of_the_range_is_taken():
     """Every q is affordable with so much noise: the smallest allowed is asked for."""
-    solved = solve("q", lambda q: ledger(1000 * q / 0.01, q, 10), 5.0, 1e-5, start=0.01, lowest=1e-3)
+    solved = solve("q", lambda q: ledger(1000 * q / 0.01, q, 10), Epsilon(5.0, 1e-5), start=0.01, lowest=1e-3)
     assert solved.value == pytest.approx(1e-3)
-    solved = solve("q_at_fixed_z", lambda q: ledger(1000.0, q, 10), 5.0, 1e-5, start=0.01)
+    solved = solve("q_at_fixed_z", lambda q: ledger(1000.0, q, 10), Epsilon(5.0, 1e-5), start=0.01)
     assert solved.value == 1.0
     assert isinstance(ledger(1.0, 1.0, 1), Ledger)

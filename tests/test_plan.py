@@ -222,7 +222,7 @@ def test_other_knobs_are_solved_from_the_noise_given(knob):
     made = plan(group=conv_fc(), noise_multiplier=3.0, bound=Fixed(0.5), epsilon=0.5, delta=1e-5, calibrate=knob)
     cost = epsilon(made.ledger(), 1e-5)
     assert cost <= 0.5 and (cost >= 0.5 * (1 - 1e-3) or knob == "steps")
-    assert made.calibration.value != 1 and made.calibration.epsilon == pytest.approx(cost, rel=1e-12)
+    assert made.calibration.value != 1 and made.calibration.cost == pytest.approx(cost, rel=1e-12)
 
     def averages(p):
         return [group.sigma / (p.sampling.q * p.n) for group in p.groups]

@@ -23,6 +23,7 @@ from dpexp.accounting.ledger import (
     read_ledger,
     write_ledger,
 )
+from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
 from dpexp.showing import terminal
 from dpexp.tracking.run import keep_error
@@ -76,7 +77,7 @@ def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
     dpexp_job(*QUICK)
     run = only_run(tmp_path)
     public = {"epsilon", "epsilon_planned", "delta", "rounds", "test_accuracy", "test_loss",
-              "noise_multiplier", "q", "S/all", "sigma/all", "share/all"}  # fmt: skip
+              "noise_multiplier", "q", "S/all", "sigma/all", "share/all", *FIGURES}  # fmt: skip
     assert set(run.data.metrics) == public
 
 

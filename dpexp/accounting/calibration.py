@@ -1,4 +1,4 @@
-"""Which value of one knob meets a target (ε, δ)?"""
+"""Which value of one knob meets a target?"""
 
 import math
 from collections.abc import Callable
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from scipy.optimize import brentq
 
-from dpexp.accounting.accountants import epsilon, estimate
-from dpexp.accounting.claims import check_delta
 from dpexp.accounting.knobs import KNOBS
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.targets import Epsilon, Target
 from dpexp.errors import ConfigError
 
 
@@ -19,35 +18,37 @@ class Calibration:
     """A knob that was solved for.
 
     Attributes:
-        value: of the knob; epsilon: what it costs.
-        trace: every value that was tried with the ε that it costs, in order.
+        value: of the knob; target: the name of what was to be spent; cost: what it costs in that; spent: the same as
+            figures for people.
+        trace: every value that was tried with what it costs, in order.
     """
 
     knob: str
     value: float
-    epsilon: float
+    target: str
+    cost: float
+    spent: tuple[tuple[str, float], ...]
     trace: tuple[tuple[float, float], ...]
 
 
 def solve(
     knob: str,
     ledger_at: Callable[[float], Ledger],
-    target: float,
-    delta: float,
+    target: Target,
     accountant: str = "pld",
     *,
     start: float,
     lowest: float | None = None,
     precision: float = 1e-3,
 ) -> Calibration:
-    """The value of the knob that spends the target (ε, δ): ε is never above it, and within `precision` below.
+    """The value of the knob that spends the target: the cost is never above it, and within `precision` below.
 
     For `noise` and `q` that is the smallest such value, otherwise the largest. A whole number is the last that does
     not exceed the target, however far below it that is.
 
-    At fixed σ_g, ε does not fall with q everywhere: below some q so few records are ever sampled that ε falls
-    with q again, for want of training. `q` therefore comes down from 1, in steps of at most a quarter, to the first
-    q that costs more than the target, and solves between it and the one before.
+    At fixed σ_g, ε (and any other cost) does not fall with q everywhere: below some q so few records are ever sampled
+    that ε falls with q again, for want of training. `q` therefore comes down from 1, in steps of at most a quarter, to
+    the first q that costs more than the target, and solves between it and the one before.
 
     Args:
         ledger_at: the ledger that training with a value of the knob would write.
@@ -55,31 +56,33 @@ def solve(
         lowest: the smallest value allowed, if larger than the knob's own.
 
     Raises:
-        ConfigError: the target is not positive, or no value reaches it; says the best ε reachable.
+        ConfigError: the target makes no sense, or no value reaches it; says the best cost reachable.
     """
-    check_delta(delta)
-    if not (math.isfinite(target) and target > 0):
-        raise ConfigError(f"privacy.epsilon={target} must be a finite number above 0.")
+    target.check(accountant)
     facts = KNOBS[knob]
     low, high = math.log(max(facts.lowest, lowest or 0)), math.log(facts.highest)
     cheap, dear = (low, high) if facts.rising else (high, low)
-    search = _Search(lambda value: epsilon(ledger_at(value), delta, accountant), target, precision, facts.whole)
+    search = _Search(
+        lambda value: target.cost(ledger_at(value), accountant), target.most, precision, facts.whole
+    )  # fmt: skip
     if knob == "q":
         found = search.between_neighbours(cheap, dear, math.log(0.75))
     else:
         near, step = min(max(math.log(start), low), high), math.log(4)
-        if accountant == "pld":
-            rough = _Search(lambda value: estimate(ledger_at(value), delta), target, 0.01, facts.whole)
+        if accountant == "pld" and isinstance(target, Epsilon):
+            rough = _Search(lambda value: target.rough(ledger_at(value)), target.most, 0.01, facts.whole)
             found = rough.around(near, cheap, dear, step)
             near, step = (math.log(found[0]), math.log(1.02)) if found else (near, step)
         found = search.around(near, cheap, dear, step)
     if found is None:
         value, cost = min(search.trace, key=lambda probe: probe[1])
+        best = ", ".join(f"{name}={figure:.4g}" for name, figure in target.spent(cost).items())
         raise ConfigError(
-            f"privacy.epsilon={target:g} cannot be reached at privacy.delta={delta:g} by calibrate={knob}: the best is "
-            f"ε={cost:.4g}, at {knob}={value:.4g}; ask for more ε or δ, or change another knob."
+            f"{target} cannot be reached by calibrate={knob}: the best is {best}, at {knob}={value:.4g}; ask for more, "
+            "or change another knob."
         )
-    return Calibration(knob, found[0], found[1], tuple(search.trace))
+    value, cost = found
+    return Calibration(knob, value, target.name, cost, tuple(target.spent(cost).items()), tuple(search.trace))
 
 
 class _Enough(Exception):

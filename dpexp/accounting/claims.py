@@ -6,6 +6,7 @@ z = σ̃/(2S); under `add_remove` and `replace_null` it moves by S.
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpexp.accounting.ledger import Ledger
@@ -57,6 +58,42 @@ def check_delta(delta: float) -> None:
     """
     if not (math.isfinite(delta) and 0 < delta < 1):
         raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
+
+
+def check_advantage(most: float) -> None:
+    """Raises:
+    ConfigError: it is no largest TPR - FPR that could be asked for.
+    """
+    if not 0 < most < 1:
+        raise ConfigError(
+            f"privacy.advantage={most:g} must lie strictly between 0 and 1: it is the largest TPR - FPR of a test for "
+            "one record, and 0 that of guessing."
+        )
+
+
+def check_tpr(rates: Mapping[float, float]) -> None:
+    """Raises:
+    ConfigError: they are no {FPR: largest TPR} that could be asked for.
+    """
+    if not isinstance(rates, Mapping) or not rates:
+        raise ConfigError(f"privacy.tpr={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+    for fpr, tpr in rates.items():
+        if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
+            raise ConfigError(f"privacy.tpr={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+        if not 0 < fpr < tpr < 1:
+            raise ConfigError(
+                f"privacy.tpr={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "
+                "{0.01: 0.05}: guessing has a TPR as large as its FPR."
+            )
+
+
+def check_bound(target: str, accountant: str) -> None:
+    """Raises:
+    ConfigError: the accountant has no bound, so that nothing can be solved for with it.
+    """
+    if accountant in APPROXIMATIONS:
+        others = ", ".join(name for name in NAMES if name not in APPROXIMATIONS)
+        raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
 
 
 def check_names(accountants: list[str]) -> None:

@@ -105,23 +105,23 @@ class ComposedLoss:
         self._ways = [_OneWay(pairs, counts, cumulants)]
         if any(pair.reverse != pair for pair in pairs):
             self._ways.append(_OneWay([pair.reverse for pair in pairs], counts, cumulants.reverse))
-        self._unsampled = unsampled
+        self.unsampled = unsampled
 
     def delta(self, epsilon: float) -> float:
         largest = 0.0
         for way in self._ways:
             largest = max(largest, way.delta(epsilon, largest) if epsilon < way.most else 0.0)
-        return min(largest, self._unsampled.delta(epsilon))
+        return min(largest, self.unsampled.delta(epsilon))
 
     def epsilon(self, delta: float) -> float:
-        unsampled, largest = self._unsampled.epsilon(delta), 0.0
+        unsampled, largest = self.unsampled.epsilon(delta), 0.0
         for way in self._ways:
             largest = max(largest, min(way.epsilon(delta), way.most) if min(unsampled, way.most) > largest else 0.0)
         return min(largest, unsampled)
 
     def estimate(self, delta: float) -> float:
         """ε within a few per cent where tails are light: no bound, but quick."""
-        return min(self._unsampled.epsilon(delta), max(way.estimate(delta) for way in self._ways))
+        return min(self.unsampled.epsilon(delta), max(way.estimate(delta) for way in self._ways))
 
 
 class _Composed(NamedTuple):

@@ -7,7 +7,7 @@ A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several ar
     epsilon=1         print the δ for this ε too
     adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
     figure=F.png      draw ε(δ), and the errors of whoever tests for one record
-    write=true        log ε as a metric to the MLflow run
+    write=true        log ε and the risk in words as metrics to the MLflow run
     uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here
 """
 
@@ -24,9 +24,11 @@ from rich.table import Table
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, ledger_so_far
+from dpexp.accounting.risk import risk
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.showing.rounding import up
+from dpexp.showing.words import in_words
 
 console = Console()
 
@@ -80,13 +82,16 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     names = _accountants(cfg, ledger)
     costs = {name: epsilon(ledger, at, name) for name in names}
     _print(ledger, sources, at, costs, cfg.epsilon)
+    figures = risk(ledger, names[0]).figures()
+    least = "by" if names[0] not in APPROXIMATIONS else "about, by"
+    console.print(f"In words, {least} {names[0]}: {in_words(figures)}", soft_wrap=True)
     if cfg.figure is not None:
         from dpexp.showing.spending import trade_off
 
         trade_off(ledger, at, names).savefig(cfg.figure, dpi=150)
         console.print(f"Figure: {cfg.figure}", soft_wrap=True)
     if cfg.write:
-        _write(sources, costs, at, cfg)
+        _write(sources, costs, {f"{name}_{names[0]}": figure for name, figure in figures.items()}, at, cfg)
     return costs
 
 
@@ -144,15 +149,17 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     console.print(table)
 
 
-def _write(sources: Sequence[Source], costs: dict[str, float], at: float, cfg: Options) -> None:
+def _write(
+    sources: Sequence[Source], costs: dict[str, float], risks: dict[str, float], at: float, cfg: Options
+) -> None:
     from dpexp.tracking.read import log_cost
 
     runs = [source.run_id for source in sources if source.run_id]
     if len(sources) != 1 or not runs:
         raise ConfigError("write=true needs exactly one source, an MLflow run id.")
-    suffix = f"_{cfg.adjacency}" if cfg.adjacency else ""
-    suffix += f"_delta_{at:g}" if cfg.delta is not None else ""
-    log_cost(
-        str(cfg.uri), runs[0], {f"epsilon_{name}{suffix}": cost for name, cost in costs.items()}, len(sources[0].ledger)
-    )
-    console.print(f"Logged to run {runs[0]}: {', '.join(f'epsilon_{name}{suffix}' for name in costs)}", soft_wrap=True)
+    adjacency = f"_{cfg.adjacency}" if cfg.adjacency else ""
+    delta_ = f"_delta_{at:g}" if cfg.delta is not None else ""
+    metrics = {f"epsilon_{name}{adjacency}{delta_}": cost for name, cost in costs.items()}
+    metrics |= {f"{name}{adjacency}": figure for name, figure in risks.items()}
+    log_cost(str(cfg.uri), runs[0], metrics, len(sources[0].ledger))
+    console.print(f"Logged to run {runs[0]}: {', '.join(metrics)}", soft_wrap=True)

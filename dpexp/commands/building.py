@@ -40,17 +40,19 @@ def planned(cfg: DictConfig) -> PrivacyPlan:
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The privacy plan that a configuration asks for."""
-    return _plan(cfg, module, cfg.privacy.epsilon, cfg.privacy.noise_multiplier, cfg.calibrate)
+    privacy = cfg.privacy
+    targets = {"epsilon": privacy.epsilon, "advantage": privacy.advantage}
+    targets["tpr"] = None if privacy.tpr is None else {**privacy.tpr}
+    return _plan(cfg, module, cfg.calibrate, noise_multiplier=privacy.noise_multiplier, **targets)
 
 
 def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The same at some noise or other, which takes no time: whether all but the noise makes sense."""
-    return _plan(cfg, module, None, None if cfg.allocation._target_.endswith(".Explicit") else 1.0, "noise")
+    explicit = cfg.allocation._target_.endswith(".Explicit")
+    return _plan(cfg, module, "noise", noise_multiplier=None if explicit else 1.0)
 
 
-def _plan(
-    cfg: DictConfig, module: pl.LightningModule, epsilon: float | None, noise_multiplier: float | None, calibrate: str
-) -> PrivacyPlan:
+def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: Any) -> PrivacyPlan:
     sampling = cfg.sampling
     group, bound, mechanism, allocation = (
         make(section, cfg[section]) for section in ("group", "bound", "mechanism", "allocation")
@@ -64,8 +66,7 @@ def _plan(
         maximum=sampling.maximum,
         steps=sampling.steps,
         epochs=sampling.epochs,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
+        **noise,
         delta=cfg.privacy.delta,
         adjacency=cfg.privacy.adjacency,
         group=group,

@@ -26,7 +26,8 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
         known += [f"{name}_unaveraged" for name in known]
     if cfg.privacy.enabled:
         known.append("epsilon")
-    if cfg.privacy.enabled and cfg.privacy.epsilon is not None:
+    targets = (cfg.privacy.epsilon, cfg.privacy.advantage, cfg.privacy.tpr)
+    if cfg.privacy.enabled and any(target is not None for target in targets):
         known.append(cfg.calibrate)
     if cfg.objective not in (*known, "test_accuracy"):
         raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")

@@ -14,10 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from dpexp.accounting.ledger import read_ledger
-from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.building import module_of
-from dpexp.commands.values import check, reported
+from dpexp.commands.values import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
@@ -26,7 +24,6 @@ from dpexp.training.classifier import Classifier
 from dpexp.training.weights import load_weights, no_tensors, save_weights
 
 WEIGHTS, CARD, OF_MLFLOW = "weights.safetensors", "card.md", "mlflow_model"
-_FALSE_POSITIVES = {"1 in 1000": 1e-3, "1 in 100": 1e-2, "1 in 10": 1e-1}
 
 
 def keep(
@@ -53,16 +50,12 @@ def keep(
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
     save_weights(model, output / WEIGHTS, about)
-    risk = {}
-    if plan is not None:
-        errors = type_two_errors(read_ledger(output / "ledger.jsonl"), [*_FALSE_POSITIVES.values()], reported(cfg))
-        risk = {name: 1 - float(error) for name, error in zip(_FALSE_POSITIVES, errors, strict=True)}
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
     lost = no_tensors(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, no tensors: a model made from it begins anew there")
-    text = card(names, result, plan, risk, run_id or str(output), lost)
+    text = card(names, result, plan, run_id or str(output), lost)
     (output / CARD).write_text(text)
     if run_id is None:
         return about

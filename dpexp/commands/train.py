@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.accounting.risk import risk
 from dpexp.commands import trial
 from dpexp.commands.building import (
     accountants,
@@ -260,6 +261,7 @@ def _result(
         result |= {
             "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
             "delta": cfg.privacy.delta,
+            "risk": risk(ledger, reported(cfg)).figures(),
             "adjacency": plan.adjacency,
             "noise_multiplier": plan.noise_multiplier,
             "q": plan.sampling.q,

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
 from dpexp.errors import ConfigError
-from dpexp.privacy.asked import check_noise, check_schedules, claimed, sampled
+from dpexp.privacy.asked import check_noise, check_schedules, check_targets, claimed, sampled
 from dpexp.privacy.schedules import schedule
 
 DIAGNOSTICS = ("none", "unsafe")
@@ -112,13 +112,17 @@ def _check_privacy(cfg: DictConfig) -> None:
     policy, rounds = sampled(
         cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs
     )
+    check_targets(privacy.epsilon, privacy.advantage, privacy.tpr)
     if not privacy.enabled:
         return
     adjacency = claimed(policy.name, privacy.adjacency)
     target = cfg.allocation._target_
     if target.startswith("dpexp."):  # an allocation of somebody else's may fix the noise itself
         explicit = target.endswith(".Explicit")
-        check_noise(privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit)
+        check_noise(
+            privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit, privacy.advantage,
+            privacy.tpr,
+        )  # fmt: skip
     check_claim(policy.name, adjacency, reported(cfg))
     assert isinstance(kinds, dict)
     check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]

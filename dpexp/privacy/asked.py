@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dpexp.accounting.claims import adjacencies, check_claim, check_delta
+from dpexp.accounting.claims import adjacencies, check_advantage, check_claim, check_delta, check_tpr
 from dpexp.accounting.knobs import KNOBS
 from dpexp.accounting.ledger import ADJACENCIES
 from dpexp.errors import ConfigError
@@ -51,7 +51,13 @@ def claimed(sampling: str, adjacency: str | None) -> str:
 
 
 def check_noise(
-    epsilon: float | None, noise_multiplier: float | None, delta: float | None, calibrate: str, explicit: bool
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    delta: float | None,
+    calibrate: str,
+    explicit: bool,
+    advantage: float | None = None,
+    tpr: Mapping[float, float] | None = None,
 ) -> None:
     """Whether there is one noise to be had.
 
@@ -69,19 +75,37 @@ def check_noise(
         positive("privacy.noise_multiplier", noise_multiplier)
     if delta is not None:
         check_delta(delta)
+    given = check_targets(epsilon, advantage, tpr)
     if explicit:
-        if noise_multiplier is not None or (epsilon is not None and calibrate == "noise"):
+        if noise_multiplier is not None or (given and calibrate == "noise"):
             raise ConfigError(
                 "allocation=explicit fixes the noise itself; set privacy.noise_multiplier=null, and "
                 "privacy.epsilon=null unless another knob is calibrated."
             )
     elif calibrate == "noise":
-        _exactly_one("privacy", epsilon=epsilon, noise_multiplier=noise_multiplier)
-    elif noise_multiplier is None or epsilon is None:
+        _exactly_one("privacy", epsilon=epsilon, noise_multiplier=noise_multiplier, advantage=advantage, tpr=tpr)
+    elif noise_multiplier is None or not given:
         raise ConfigError(
-            f"calibrate={calibrate} solves for the target privacy.epsilon={epsilon} from the noise "
-            f"privacy.noise_multiplier={noise_multiplier}; give both."
+            f"calibrate={calibrate} solves for the target {given[0] if given else 'privacy.epsilon=None'} from the "
+            f"noise privacy.noise_multiplier={noise_multiplier}; give both."
         )
+
+
+def check_targets(epsilon: float | None, advantage: float | None, tpr: Mapping[float, float] | None) -> list[str]:
+    """Those that are given, as they were asked for.
+
+    Raises:
+        ConfigError: several are, or one that is out of range.
+    """
+    if advantage is not None:
+        check_advantage(advantage)
+    if tpr is not None:
+        check_tpr(tpr)
+    targets = {"epsilon": epsilon, "advantage": advantage, "tpr": tpr}
+    given = [f"privacy.{key}={value}" for key, value in targets.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are {len(given)} targets; give one of them.")
+    return given
 
 
 def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str) -> None:
@@ -112,7 +136,7 @@ def _rate(expected_batch_size: float, n: int) -> float:
     return expected_batch_size / n
 
 
-def _exactly_one(section: str, **choices: float | None) -> None:
+def _exactly_one(section: str, **choices: Any) -> None:
     given = [f"{section}.{key}={value}" for key, value in choices.items() if value is not None]
     if len(given) != 1:
         wanted = " or ".join(f"{section}.{key}" for key in choices)

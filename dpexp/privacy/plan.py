@@ -12,6 +12,7 @@ from torch import nn
 from dpexp.accounting.calibration import Calibration, solve
 from dpexp.accounting.claims import check_claim
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
 from dpexp.privacy.asked import check_noise, check_schedules, claimed, sampled
@@ -119,6 +120,8 @@ def make_plan(
     steps: int | None = None,
     epochs: float | None = None,
     epsilon: float | None = None,
+    advantage: float | None = None,
+    tpr: Mapping[float, float] | None = None,
     noise_multiplier: float | None = None,
     delta: float | None = None,
     adjacency: str | None = None,
@@ -137,7 +140,8 @@ def make_plan(
         n: published number of training records.
         sampling: policy; `q`: sampling rate, or `expected_batch_size` = q·n; `maximum`: of truncated_poisson.
         steps: rounds T, or `epochs` E for T = ⌈E/q⌉.
-        epsilon: target at `delta`, for which z is solved with `accountant`; or give `noise_multiplier` z.
+        epsilon: target at `delta`, for which z is solved with `accountant`; or give another target: `advantage`, the
+            largest TPR - FPR of a test for one record, or `tpr`, the largest TPR at each FPR; or `noise_multiplier` z.
         adjacency: default the first that the policy may claim.
         group: default one group; `bound`: default 1 each; `mechanism`: default separate;
             `allocation`: default proportional.
@@ -153,7 +157,7 @@ def make_plan(
     policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs)
     rate = policy.q
     adjacency = claimed(sampling, adjacency)
-    check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit))
+    check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
     check_schedules(schedules or {}, sampling, calibrate)
     members = (group or flat())(module)
     if not members:
@@ -180,7 +184,7 @@ def make_plan(
         plan = plan_at(z)
         plan.ledger()  # every round's numbers make sense
         return plan
-    if delta is None:
+    if epsilon is not None and delta is None:
         raise ConfigError("privacy.delta must be given with privacy.epsilon.")
     check_claim(sampling, adjacency, accountant)
     z = z or 1.0
@@ -192,8 +196,11 @@ def make_plan(
         "bound": (lambda scale: plan_at(z / scale, scale=scale), 1.0),
     }
     at, start = ways[calibrate]
+    target: Target = Epsilon(float(epsilon or 0), delta or 0)
+    if advantage is not None or tpr is not None:
+        target = Tpr(tpr) if tpr is not None else Advantage(float(advantage or 0))
     solved = solve(
-        calibrate, lambda value: at(value).ledger(), float(epsilon or 0), delta, accountant,
+        calibrate, lambda value: at(value).ledger(), target, accountant,
         start=start, lowest=1 / n if calibrate.startswith("q") else None,
     )  # fmt: skip
     return replace(at(solved.value), calibration=solved)

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.rounding import up
 from dpexp.showing.terminal import NEIGHBOURS
+from dpexp.showing.words import found, gaussian
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
@@ -17,7 +19,6 @@ def card(
     names: Mapping[str, str],
     result: Mapping[str, Any],
     plan: PrivacyPlan | None,
-    risk: Mapping[str, float],
     load: str,
     lost: Sequence[str] = (),
 ) -> str:
@@ -27,7 +28,6 @@ def card(
         names: which `data` and `model` were chosen; `schedule`: in words, if there is one.
         result: as in `result.json`.
         plan: None for a model that was trained without privacy.
-        risk: at false positive rates, the most that a membership test can find; by name.
         load: the argument of `dpexp.load`.
         lost: names of state that is not kept.
     """
@@ -45,7 +45,7 @@ def card(
         lines += [f"| {name} | {value:.4g} |" for name, value in metrics.items()]
         lines.append("")
     if plan is not None and "epsilon" in result:
-        lines += _guarantee(names, result, plan, risk)
+        lines += _guarantee(names, result, plan)
     if lost:
         lines += [f"**Not kept**: {', '.join(lost)}, which are no tensors; a model made again begins anew there.", ""]
     lines += [
@@ -55,22 +55,23 @@ def card(
     return "\n".join(lines)
 
 
-def _guarantee(
-    names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan, risk: Mapping[str, float]
-) -> list[str]:
+def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
     adjacency = NEIGHBOURS[plan.adjacency]
     lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {up(result['delta'], 4)} and", ""]
     lines += ["| accountant | ε |", "|---|---|"]
     lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
-    if risk:
-        lines += ["No test for whether a record was among the data does better than this:", ""]
-        lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
-        lines += [
-            f"| {alpha} of those who were not there | {up(100 * found, 3)} % of those who were |"
-            for alpha, found in risk.items()
-        ]
-        lines.append("")
+    risk = result["risk"]
+    lines += ["No test for whether a record was among the data does better than this:", ""]
+    lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
+    lines += [
+        f"| 1 in {1 / fpr:.0f} of those who were not there | {found(risk, fpr)} of those who were |"
+        for fpr in FALSE_POSITIVES
+    ]
+    lines += ["", f"Its advantage, TPR - FPR, is at most {up(risk['advantage'], 4)}, however often it is wrong."]
+    if "mu" in risk:
+        lines.append(f"As {gaussian(risk)}.")
+    lines.append("")
     happened = [plan.at(start) for start, _ in plan.schedule.stretches(max(1, result["rounds"]))]
     q = _range((now.sampling.q for now in happened), 5)
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""

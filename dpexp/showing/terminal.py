@@ -19,6 +19,7 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
 from dpexp.showing.rounding import up
+from dpexp.showing.words import in_words
 
 console = Console()
 NEIGHBOURS = {
@@ -41,7 +42,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     )
     if plan.calibration is not None:
         solved = plan.calibration
-        console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs ε = {up(solved.epsilon, 4)}")
+        spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.spent)
+        console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}")
     console.print(plan_table(plan))
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
@@ -207,6 +209,7 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
     if "epsilon" in result:
         spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
         console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {NEIGHBOURS[result['adjacency']]}")
+        console.print(f"[bold]In words[/]: {in_words(result['risk'])}", soft_wrap=True)
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
     console.print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}", soft_wrap=True)

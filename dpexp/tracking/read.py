@@ -13,6 +13,7 @@ from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
+from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
 from dpexp.tracking.origin import without_passwords
 from dpexp.tracking.store import ERROR, OUTPUT, SAME
@@ -60,7 +61,7 @@ def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> 
 
 
 PAGE = 1000  # runs a request
-_NUMBERS = ("epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "q", "knob_value", "delta")
+_NUMBERS = ("epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "q", "knob_value", "delta", *FIGURES)
 _TAGS = ("data", "model", "group", "mechanism", "bound", "allocation", "sampling")
 # Parameters that repeat a configuration or move it about. Not draw: private selection covers one draw by itself,
 # never a mean of several.
@@ -181,7 +182,7 @@ def _is_parent(run: Run) -> bool:
 
 def _trial(run: Run) -> dict[str, Any]:
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
-    knob, solved = params.get("calibrate", "noise"), "calibration/epsilon" in metrics
+    knob, solved = params.get("calibrate", "noise"), any(name.startswith("calibration/") for name in metrics)
     return {
         "run_id": run.info.run_id,
         "parent_id": _parent(run),

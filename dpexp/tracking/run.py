@@ -138,7 +138,8 @@ class Tracked:
             if plan.calibration.knob not in SAME:
                 values[plan.calibration.knob] = plan.calibration.value
             for step, (value, cost) in enumerate(plan.calibration.trace):
-                self._outbox.metrics({f"calibration/{plan.calibration.knob}": value, "calibration/epsilon": cost}, step)
+                tried = {f"calibration/{plan.calibration.knob}": value, f"calibration/{plan.calibration.target}": cost}
+                self._outbox.metrics(tried, step)
         self._outbox.metrics(values, 0)
         (self._output / "plan.json").write_text(plan_json(plan))
         write_ledger(self._output / "planned_ledger.jsonl", planned)
@@ -151,7 +152,7 @@ class Tracked:
         others.pop(
             f"epsilon_{self._accountants[0]}" if self._accountants else "", None
         )  # `epsilon`, or the planned one
-        self._outbox.metrics(others, result["rounds"])
+        self._outbox.metrics(others | result.get("risk", {}), result["rounds"])
         self._outbox.file(self._output / "result.json")
 
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:

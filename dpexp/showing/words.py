@@ -1,0 +1,27 @@
+"""What a guarantee means to whoever is in the data, in a sentence."""
+
+from collections.abc import Mapping
+
+from dpexp.accounting.risk import FALSE_POSITIVES, tpr_at
+from dpexp.showing.rounding import up
+
+
+def in_words(risk: Mapping[str, float]) -> str:
+    """One line.
+
+    Args:
+        risk: figures by name, as `Risk.figures` has them.
+    """
+    rates = " and ".join(f"{found(risk, fpr)} at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
+    line = f"no test for one record has TPR - FPR above {up(risk['advantage'], 4)}, or finds more members than {rates}"
+    return line + (f"; {gaussian(risk)}" if "mu" in risk else "")
+
+
+def found(risk: Mapping[str, float], fpr: float) -> str:
+    """The most members that a test finds."""
+    return f"{up(100 * risk[tpr_at(fpr)], 3)} %"
+
+
+def gaussian(risk: Mapping[str, float]) -> str:
+    """The Gaussian DP that allows for as much."""
+    return f"Gaussian DP with μ = {up(risk['mu'], 4)} (regret {up(risk['regret'], 2)})"
