@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtr, ndtri
@@ -103,8 +104,7 @@ def scores(sums: Array, expected: Array, m: int) -> Array:
     return weights @ parts[:, :m] / weights.sum()
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """At one δ: the ε claimed, and lower bounds on the true one, of which the second supposes independent canaries."""
 
     delta: float
@@ -145,6 +145,22 @@ class Audit:
     mu_error: float
     mu_bound: float
     errors: Array
+
+    def summary(self) -> dict[str, float]:
+        """Its numbers, by name."""
+        found = {
+            "canaries": self.canaries, "right": self.right, "p": self.p, "p_independent": self.p_independent,
+            "mu_claimed": self.mu_claimed, "mu_found": self.mu_found, "mu_error": self.mu_error,
+            "mu_at_least": self.mu_bound, "refuted": float(bool(self.exceeded)),
+        }  # fmt: skip
+        for bound in self.bounds:
+            at = f"delta_{bound.delta:g}"
+            found |= {
+                f"epsilon_claimed/{at}": bound.claimed,
+                f"epsilon_at_least/{at}": bound.found,
+                f"epsilon_at_least_if_independent/{at}": bound.if_independent,
+            }
+        return found
 
     @property
     def exceeded(self) -> list[str]:

@@ -154,6 +154,11 @@ class Tracked:
         self._outbox.metrics(others, result["rounds"])
         self._outbox.file(self._output / "result.json")
 
+    def log_audit(self, numbers: Mapping[str, float], figure: Path, rounds: int) -> None:
+        """What an attacker got, and its figure."""
+        self._outbox.metrics({f"audit/{_plain(name)}": value for name, value in numbers.items()}, rounds)
+        self._outbox.file(figure)
+
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:
         """Logs the model that lies in the job's folder, and registers it if that is asked for."""
         for name in ("weights.safetensors", "card.md"):
