@@ -9,9 +9,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 from scipy.stats import beta, binom
 
@@ -42,16 +44,17 @@ def epsilon_bound(m: int, r: int, c: int, delta: float, level: float) -> float:
     return _largest(lambda e: p_value(m, r, c, e, delta) < level)
 
 
+Mask = NDArray[np.bool_]
 Inverse = Callable[[float], float]  # y -> the smallest x with 1 - f(x) >= y
 
 
 def refuted(m: int, r: int, c: int, inverse: Inverse, level: float) -> bool:
     """Whether at least c of r guesses being right has a probability below `level` for whatever is f-DP.
 
-    Let p_i be the probability that i guesses are right, b_j = Σ_{i>=j} p_i (r-i)/m and a_j = Σ_{i>=j} p_i i/m. For a
-    random canary, "it is guessed right, and i >= j+1 are" turns into "it is guessed wrong, and i >= j are" when its coin
-    is flipped, so that a_{j+1} <= 1 - f(b_j) (Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235, theorem 9). From a
-    tail of the level's size at c, that gives the least a_0 + b_0, which is r/m (algorithm 3 there).
+    Let p_i be the probability that i guesses are right, a_j = Σ_{i>=j} p_i i/m and b_j = Σ_{i>=j} p_i (r-i)/m. For a
+    random canary, "it is guessed right, and more than j are" turns into "it is guessed wrong, and at least j are right"
+    when its coin is flipped, so that a_{j+1} <= 1 - f(b_j) (Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235,
+    theorem 9). From a tail of the level's size at c, that gives the least a_0 + b_0, which is r/m (algorithm 3 there).
 
     Args:
         inverse: the inverse of 1 - f, with f(x) the least type II error at a type I error of x.
@@ -71,13 +74,12 @@ def mu_bound(m: int, r: int, c: int, level: float) -> float:
 
 
 def inverse_of(ledger: Ledger, accountant: str = "pld") -> Inverse:
-    """Of 1 - f, where f is what a ledger claims: the largest of the lines 1 - δ(ε) - e^ε x and e^-ε (1 - δ(ε) - x) (Dong,
-    Roth & Su 2022, proposition 2.12). f is its own inverse, so that 1 - f(x) >= y where x >= f(1 - y)."""
-    lines = sorted(
-        {line for e, d in losses(ledger, accountant) for line in ((math.exp(e), 1 - d), (math.exp(-e), math.exp(-e) * (1 - d)))},
-        reverse=True,
-    )  # fmt: skip
-    crossings = [(high - low) / (steep - flat) for (steep, high), (flat, low) in zip(lines, lines[1:], strict=False)]
+    """Of 1 - f, where f is what a ledger claims: the largest of the lines 1 - δ(ε) - e^ε x and e^-ε (1 - δ(ε) - x)
+    (Dong, Roth & Su 2022, proposition 2.12). f is its own inverse, so that 1 - f(x) >= y where x >= f(1 - y)."""
+    curve = losses(ledger, accountant)
+    lines = [(math.exp(e), 1 - d) for e, d in reversed(curve)]
+    lines += [(math.exp(-e), math.exp(-e) * (1 - d)) for e, d in curve[1:]]
+    crossings = [(high - low) / (steep - flat) for (steep, high), (flat, low) in pairwise(lines)]
     crossings = np.maximum.accumulate(crossings).tolist()
 
     def inverse(y: float) -> float:
@@ -88,7 +90,7 @@ def inverse_of(ledger: Ledger, accountant: str = "pld") -> Inverse:
 
 
 def scores(sums: Array, expected: Array, m: int) -> Array:
-    """The attacker's score of each canary [m]: what was released in its coordinates, combined so that the noise is least.
+    """The attacker's score of each canary [m]: what was released in its coordinates, combined for the least noise.
 
     Args:
         sums: [D, m + blanks] of the coordinates in each of D parts of the release, of which the blanks have no canary.
@@ -122,8 +124,8 @@ class Audit:
         right: how many coins are guessed right when all are guessed.
         tests: among how many the error probability is shared out, so that all bounds hold at once at `confidence`.
         p: of the whole claimed trade-off curve, times `tests`: below 1 - confidence, it is refuted.
-        p_independent: the same of δ(0) alone: no more than (1 + δ(0))/2 of all coins can be guessed right on average. It
-            supposes independent canaries: that no one's score tells of another's coin, as none can where noise and
+        p_independent: the same of δ(0) alone: no more than (1 + δ(0))/2 of all coins can be guessed right on average.
+            It supposes independent canaries: that no one's score tells of another's coin, as none can where noise and
             samples are independent. Then it is far sharper.
         mu_claimed: of the Gaussian DP that is as hard to tell at even odds: δ(0) = 2Φ(μ/2) - 1. Exact where nothing is
             amplified by sampling.
@@ -173,16 +175,16 @@ class Audit:
         ]
         if min(self.p, self.p_independent) < 1 - self.confidence:
             found.append(
-                f"the attacker is right more often than the claimed trade-off allows (p = {self.p:.2g}, or if canaries are "
-                f"independent {self.p_independent:.2g}; μ = {self.mu_found:.3g} was found, and {self.mu_claimed:.3g} "
-                "claimed)"
+                f"the attacker is right more often than the claimed trade-off allows (p = {self.p:.2g}, or if canaries "
+                f"are independent {self.p_independent:.2g}; μ = {self.mu_found:.3g} was found, and "
+                f"{self.mu_claimed:.3g} claimed)"
             )
         return found
 
 
 def audit(
     scores: Array,
-    included: Array,
+    included: Mask,
     ledger: Ledger,
     deltas: Sequence[float],
     accountant: str = "pld",
@@ -210,7 +212,7 @@ def audit(
         for d in deltas
     ]
     inverse = inverse_of(ledger, accountant)
-    p = min(_p(lambda tau, r=r, c=c: refuted(m, r, c, inverse, tau)) for r, c in guesses)
+    p = min(_p(m, r, c, inverse) for r, c in guesses)
     yes, no = scores[included], scores[~included]
     spread = math.sqrt((yes.var(ddof=1) + no.var(ddof=1)) / 2)
     mu = float(yes.mean() - no.mean()) / max(spread, 1e-300)
@@ -233,21 +235,22 @@ def audit(
     )
 
 
-def _guessed(scores: Array, included: Array, r: int) -> tuple[int, int]:
+def _guessed(scores: Array, included: Mask, r: int) -> tuple[int, int]:
     """(r, how many are right), of the r/2 highest scores taken for included and the r/2 lowest for not."""
     half = r // 2
     order = np.argsort(scores, kind="stable")
     return 2 * half, int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
 
 
-def _rates(scores: Array, included: Array, level: float) -> list[tuple[float, float]]:
+def _rates(scores: Array, included: Mask, level: float) -> list[tuple[float, float]]:
     """For the highest and the lowest scores, as many as are guessed: at least how likely a canary of that side is among
     them, and at most how likely one of the other side is (Clopper & Pearson 1934)."""
+    ascending = np.argsort(scores, kind="stable")
     found = []
     for part in PARTS:
-        for side, order in ((included, np.argsort(-scores, kind="stable")), (~included, np.argsort(scores, kind="stable"))):  # fmt: skip
+        for side, order in ((included, ascending[::-1]), (~included, ascending)):
             chosen = side[order[: len(scores) // part // 2]]
-            right, wrong, of, others = int(chosen.sum()), int((~chosen).sum()), int(side.sum()), int((~side).sum())
+            right, wrong, of, others = (int(some.sum()) for some in (chosen, ~chosen, side, ~side))
             low = float(beta.ppf(level / 2, right, of - right + 1)) if right else 0.0
             high = float(beta.ppf(1 - level / 2, wrong + 1, others - wrong)) if wrong < others else 1.0
             found.append((low, high))
@@ -255,6 +258,7 @@ def _rates(scores: Array, included: Array, level: float) -> list[tuple[float, fl
 
 
 def _errors(yes: Array, no: Array) -> Array:
+    """(type I, type II) of whoever takes a canary above a threshold for included, for 201 thresholds."""
     thresholds = np.quantile(np.concatenate([yes, no]), np.linspace(0, 1, 201))
     return np.array([[(no > t).mean(), (yes <= t).mean()] for t in thresholds])
 
@@ -270,14 +274,10 @@ def _largest(holds: Callable[[float], bool]) -> float:
     return low
 
 
-def _p(refuted_at: Callable[[float], bool]) -> float:
-    """The smallest level at which it is refuted, within a tenth, from above."""
-    low, high = math.log(1e-30), 0.0
-    if refuted_at(math.exp(low)):
-        return math.exp(low)
-    if not refuted_at(0.999):
-        return 1.0
+def _p(m: int, r: int, c: int, inverse: Inverse) -> float:
+    """The smallest level at which f-DP is refuted, within a tenth, from above."""
+    low, high = -70.0, 0.0  # its logarithm
     while high - low > 0.1:
         middle = (low + high) / 2
-        low, high = (low, middle) if refuted_at(math.exp(middle)) else (middle, high)
+        low, high = (low, middle) if refuted(m, r, c, inverse, math.exp(middle)) else (middle, high)
     return math.exp(high)

@@ -5,11 +5,12 @@ and nothing else, so that whoever looks there is the strongest attacker whom a r
 
 Every vector of every group gets a table of extra coordinates, which belongs to it: clipped in the same group, by the
 same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
-A canary has one coordinate in one vector of each group. Its gradient there is longer than S_g, so that clipping has
-something to do, and changes its sign from group to group and from round to round, so that noise which groups or rounds
-share would cancel in what the attacker adds up.
+A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to
+do, and changes its sign from vector to vector, group to group and round to round, so that noise which these share would
+cancel in what the attacker adds up.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -30,7 +31,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 
-LENGTH = 10.0  # of a canary's gradient, in units of the bound
+LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g
 _PARITIES = 2  # rounds of which what is released is kept apart
 _TABLES = "dpexp_canaries"  # an attribute of the audited module
 _NONE = -1  # the canary that a record of the user's is
@@ -60,7 +61,7 @@ class Canaries(pl.Callback):
         tables = nn.ModuleDict()
         groups = []
         for g, group in enumerate(plan.groups):
-            rows = -(-(self.count + blanks) // len(group.vectors))
+            rows = self.count + blanks
             own = nn.ParameterList([nn.Parameter(torch.zeros(rows, 1)) for _ in group.vectors])
             tables[str(g)] = own
             vectors = tuple(
@@ -73,8 +74,7 @@ class Canaries(pl.Callback):
         self._tables = [list(tables[str(g)]) for g in range(len(groups))]  # type: ignore[call-overload]
         self._lengths = [[0.0] * len(group.vectors) for group in groups]
         self._round = 0
-        self._coordinates = self.count + blanks
-        self._sums = np.zeros((parts, self._coordinates))
+        self._sums = np.zeros((parts, self.count + blanks))
         self._expected = np.zeros(parts)
         self._replace_step(module)
 
@@ -111,8 +111,8 @@ class Canaries(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         for g, group in enumerate(self.plan.at(self._round).groups):
-            lengths = [self._sign(g) * LENGTH * alpha * group.S for alpha in group.alphas]
-            self._lengths[g][:] = lengths
+            length = LENGTH * group.S / math.sqrt(len(group.alphas))
+            self._lengths[g][:] = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -122,17 +122,15 @@ class Canaries(pl.Callback):
         difference = 1.0 if self.absent is None else 1.0 - self.absent
         for g, group in enumerate(now.groups):
             part = g * _PARITIES + self._round % _PARITIES
-            released = [
-                _numbers(table) / alpha for table, alpha in zip(self._tables[g], group.alphas, strict=True)
-            ]  # fmt: skip
-            sums = np.stack(released, 1).reshape(-1)[: self._coordinates] * now.sampling.q * now.n
             weight = now.sampling.q * group.S / group.sigma**2
-            self._sums[part] += self._sign(g) * weight * sums
+            for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
+                sums = _numbers(table) * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
+                self._sums[part] += self._sign(g + j) * weight * sums
             self._expected[part] += weight * now.sampling.q * group.S * difference
         self._round += 1
 
-    def _sign(self, g: int) -> int:
-        return 1 - 2 * ((g + self._round) % 2)
+    def _sign(self, place: int) -> int:
+        return 1 - 2 * ((place + self._round) % 2)
 
     def _records(self, dataset: Any) -> "_Records":
         values = [1.0 if included else self.absent for included in self.included]
@@ -148,7 +146,7 @@ class Canaries(pl.Callback):
         def step(batch: Any, *args: Any, **kwargs: Any) -> Tensor:
             own, which, value = batch
             output = training_step(own, *args, **kwargs)
-            loss = output["loss"] if isinstance(output, dict) else output
+            loss: Any = output["loss"] if isinstance(output, dict) else output
             return torch.where((which == _NONE).all(), loss, _loss(tables, lengths, which, value).to(loss))
 
         # Lightning asks what it takes, of the function beneath a method, and looks beneath one wrapper only.
@@ -156,14 +154,14 @@ class Canaries(pl.Callback):
         module.training_step = step  # type: ignore[method-assign]
 
 
-def _loss(tables: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[float]], which: Tensor, value: Tensor) -> Tensor:  # fmt: skip
-    """Of canaries [B]: linear, with a gradient of the given length in the coordinate of each in each group."""
+def _loss(
+    tables: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[float]], which: Tensor, value: Tensor
+) -> Tensor:  # fmt: skip
+    """Of canaries [B]: linear, with a gradient of the given length in the coordinate of each in each vector."""
     total = tables[0][0].new_zeros(())
     for own, some in zip(tables, lengths, strict=True):
-        row = which.clamp(min=0) // len(own)
-        for j, (table, length) in enumerate(zip(own, some, strict=True)):
-            here = torch.where(which % len(own) == j, length * value, 0.0)
-            total = total + (F.embedding(row, table).squeeze(-1) * here.to(table.dtype)).sum()
+        for table, length in zip(own, some, strict=True):
+            total = total + (F.embedding(which.clamp(min=0), table).squeeze(-1) * length * value.to(table)).sum()
     return total
 
 

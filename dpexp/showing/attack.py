@@ -15,10 +15,9 @@ _LEAST = 1e-3  # of the errors drawn on a logarithmic scale
 
 
 def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
-    """Left the claimed trade-off curve with the attacker's points, right the claimed ε for each δ with the lower bounds.
+    """Left the claimed trade-off curve with the attacker's points; right, for each δ, the claimed ε and lower bounds.
 
-    An honest attacker's points lie above the curve, but for chance: within the grey band 99 of 100 would, did they lie on
-    it.
+    If the claim is true, the points lie above the curve, or by chance in the grey band.
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
@@ -35,8 +34,9 @@ def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
     right.set(xlabel="δ", ylabel=f"ε, bounds together at {audit.confidence:.0%}")
     right.legend(fontsize="small")
     figure.suptitle(
-        f"{audit.canaries} canaries, of which {audit.included} were included; {audit.right / audit.canaries:.1%} guessed "
-        f"right. μ claimed {audit.mu_claimed:.3g}, found {audit.mu_found:.3g} ± {audit.mu_error:.2g}"
+        f"{audit.canaries} canaries, of which {audit.included} were included; "
+        f"{audit.right / audit.canaries:.1%} guessed right. "
+        f"μ claimed {audit.mu_claimed:.3g}, found {audit.mu_found:.3g} ± {audit.mu_error:.2g}"
         + (": the claim is refuted" if audit.exceeded else ""),
         fontsize="small",
     )  # fmt: skip

@@ -220,7 +220,7 @@ def audited(audit: Audit, sampling: str, q: float) -> None:
     console.print(
         f"[bold]Audit[/]: {audit.canaries} canaries, each included by a fair coin; the attacker guesses "
         f"{audit.right / audit.canaries:.1%} of the coins right. μ claimed {up(audit.mu_claimed, 4)}, "
-        f"found {audit.mu_found:.3f} ± {audit.mu_error:.3f}, at least {audit.mu_bound:.3g}",
+        f"found {audit.mu_found:.4g} ± {audit.mu_error:.2g}, at least {audit.mu_bound:.3g}",
         soft_wrap=True,
     )
     table = Table("δ", "ε claimed", "ε at least", "if canaries are independent")
@@ -229,8 +229,8 @@ def audited(audit: Audit, sampling: str, q: float) -> None:
         table.add_row(f"{bound.delta:g}", up(bound.claimed, 4), *found)
     console.print(table)
     console.print(
-        f"The whole claimed trade-off: p = {audit.p:.2g}, or if canaries are independent {audit.p_independent:.2g}. All at "
-        f"{audit.confidence:.0%} together.", soft_wrap=True,
+        f"The whole claimed trade-off: p = {audit.p:.2g}, or if canaries are independent {audit.p_independent:.2g}. "
+        f"All at {audit.confidence:.0%} together.", soft_wrap=True,
     )  # fmt: skip
     if audit.exceeded:
         return
@@ -240,9 +240,9 @@ def audited(audit: Audit, sampling: str, q: float) -> None:
     )
     if q < 1:
         console.print(
-            f"With sampling={sampling} this audit is weak: nobody sees which rounds a record was in, which the claim "
-            "counts on and the attacker, who adds up all rounds, suffers from more than he must. Clipping and noise are "
-            "tested best with sampling=all.", soft_wrap=True,
+            f"With sampling={sampling} this audit is weak: the attacker adds up all rounds, though a record was in some "
+            "of them only, and another may do better. Clipping and noise are tested best with sampling=all.",
+            soft_wrap=True,
         )  # fmt: skip
 
 
