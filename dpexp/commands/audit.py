@@ -1,9 +1,9 @@
 """`python -m dpexp audit [OVERRIDE ...]` attacks a job's plan, and prints what was found beside what is claimed.
 
 It takes what a job takes: `audit group=conv_fc mechanism=joint sampling=fixed_size`. Canaries are put into the data,
-with gradients in coordinates of their own; callback, Trainer, sampler, noise and ledger are the job's. The status is not
-0 if a claim is refuted. An audit can refute a claim, and never proves one. A job with audit=dirac trains, and is audited
-then.
+with gradients in coordinates of their own; callback, Trainer, sampler, noise and ledger are the job's. The status is
+not 0 if a claim is refuted. An audit can refute a claim, and never proves one. A job with audit=dirac trains, and is
+then audited.
 """
 
 import copy

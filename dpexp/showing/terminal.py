@@ -240,8 +240,8 @@ def audited(audit: Audit, sampling: str, q: float) -> None:
     )
     if q < 1:
         console.print(
-            f"With sampling={sampling} this audit is weak: the attacker adds up all rounds, though a record was in some "
-            "of them only, and another may do better. Clipping and noise are tested best with sampling=all.",
+            f"With sampling={sampling} this audit is weak: the attacker adds up all rounds, though a record was in "
+            "some of them only, and another may do better. Clipping and noise are tested best with sampling=all.",
             soft_wrap=True,
         )  # fmt: skip
 
