@@ -50,7 +50,7 @@ def attacked(folder, *arguments, **choices):
     return audit(found.scores(), found.included, ledger, DELTAS, middle=found.middle)
 
 
-def trained(folder, canaries=N, records=50, seed=0, **choices):
+def trained(folder, canaries=N, records=50, seed=0, module=None, data=None, trainer=None, **choices):
     """Canaries that a training met, of two groups and four rounds, or of what `choices` say.
 
     Args:
@@ -59,9 +59,9 @@ def trained(folder, canaries=N, records=50, seed=0, **choices):
     plan = {"n": N, "steps": 4, "noise_multiplier": 2.0, "group": groups.per_layer(), "sampling": "all", "q": 1.0}
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    module = Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    module = module or Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     planned = dpexp.make_plan(module, **plan | choices)
-    data = Synthetic(N if planned.sampling.relies_on_n else records, [4], 3)
+    data = data or Synthetic(N if planned.sampling.relies_on_n else records, [4], 3)
     extra = Canaries(module, planned, canaries, KeyStream.known(seed, "canaries", 0))
     extra.put_into(data)
     privacy = dpexp.PrivacyCallback(extra.plan, folder / "ledger.jsonl", noise_seed=seed, physical_batch=4096)
@@ -69,7 +69,7 @@ def trained(folder, canaries=N, records=50, seed=0, **choices):
         warnings.simplefilter("ignore")
         pl.Trainer(
             accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[privacy, extra],
+            enable_model_summary=False, callbacks=[privacy, extra], **trainer or {},
         ).fit(module, data)  # fmt: skip
     return extra
 

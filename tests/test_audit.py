@@ -4,9 +4,13 @@ import itertools
 import json
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
+from dpexp.commands.help import help
+from dpexp.privacy import groups
 from tests import audited, test_callback
 from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked, trained
 
@@ -91,6 +95,51 @@ def test_what_is_accounted_stays_as_it_is(tmp_path):
     assert [query.group for round_ in run.plan.ledger().rounds for query in round_.queries] == ["model.0", "model.2"]
 
 
+class Named(test_callback.Model):
+    """Takes batches by name, and returns its loss by name."""
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step((batch["x"], batch["y"]), batch_idx)}
+
+
+class NamedData(test_callback.Data):
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+        return DataLoader(loader.dataset, 3, shuffle=True, num_workers=self.workers, collate_fn=by_name)
+
+
+def by_name(items):
+    x, y = zip(*items, strict=True)
+    return {"x": torch.stack(x), "y": torch.stack(y)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_modules_data_and_collations_of_ones_own_are_audited(workers, tmp_path):
+    found = attacked(
+        tmp_path, module=Named(), data=NamedData(workers), group=groups.flat(), sampling="poisson", q=0.5
+    )  # fmt: skip
+    assert not found.exceeded and abs(found.mu_found / found.mu_claimed - 1) < 0.3
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_other_types_are_audited(precision, tmp_path):
+    found = attacked(tmp_path, trainer={"precision": precision})
+    assert not found.exceeded and abs(found.mu_found - 1) < 4 * found.mu_error
+
+
+def test_a_schedule_is_audited(tmp_path, monkeypatch):
+    choices = {
+        "sampling": "poisson",
+        "q": 0.4,
+        "schedules": {"z": [2, 1, 1, 0.5], "q": [1, 2, 1, 2], "S": [1, 3, 0.5, 1]},
+    }
+    found = attacked(tmp_path, **choices)
+    assert not found.exceeded and found.mu_found > 0.75 * found.mu_claimed
+    audited.half_the_noise(monkeypatch)
+    (tmp_path / "sabotaged").mkdir()
+    assert attacked(tmp_path / "sabotaged", **choices).exceeded
+
+
 SMALL = ("model=logistic", "sampling.steps=2", "sampling=all", "audit.canaries_count=1000", "privacy.noise_seed=1")
 
 
@@ -128,6 +177,11 @@ def test_a_job_is_trained_and_then_audited(dpexp_job, capsys):
     assert result["trained"] and "test_accuracy" in result["metrics"] and result["audit"]["refuted"] == 0
     weights = dpexp.load(output).state_dict()
     assert not any("canaries" in name for name in weights)
+
+
+def test_help_on_audit_is_of_the_command_and_the_group():
+    said = help(["audit"])
+    assert "never proves one" in said and "audit=dirac" in said and "canaries_count: 4000" in said
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def run(cfg: DictConfig) -> float | None:
         terminal.announce(cfg, plan)
     with _track(cfg, plan, output) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
+        (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
         audit = _audited(cfg, plan, output, tracked)
         if audit is not None:
             result["audit"] = audit.summary()

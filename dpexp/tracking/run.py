@@ -156,7 +156,7 @@ class Tracked:
 
     def log_audit(self, numbers: Mapping[str, float], figure: Path, rounds: int) -> None:
         """What an attacker got, and its figure."""
-        self._outbox.metrics({f"audit/{_plain(name)}": value for name, value in numbers.items()}, rounds)
+        self._outbox.metrics({f"audit/{name}": value for name, value in numbers.items()}, rounds)
         self._outbox.file(figure)
 
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:
