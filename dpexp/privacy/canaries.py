@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import default_collate
 
 from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
-from dpexp.errors import ConfigError
+from dpexp.privacy.delivery import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 
@@ -84,11 +84,10 @@ class Canaries(pl.Callback):
 
         def train_dataloader() -> DataLoader:
             loader = given()
-            if not isinstance(loader, DataLoader):
-                raise ConfigError(f"data: an audit needs one DataLoader for training; it is a {type(loader).__name__}.")
+            dataset = sampled_dataset(loader)
             collate = loader.collate_fn
             return DataLoader(
-                self._records(loader.dataset),
+                self._records(dataset),
                 batch_size=loader.batch_size,
                 shuffle=True,
                 num_workers=loader.num_workers,
