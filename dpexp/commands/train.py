@@ -92,7 +92,7 @@ def run(cfg: DictConfig) -> float | None:
     with _track(cfg, plan, output) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
         (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
-        audit = _audited(cfg, plan, output, tracked)
+        audit = _audited(cfg, plan, output)
         if audit is not None:
             result["audit"] = audit.summary()
         result["mlflow_run_id"] = tracked.run_id if tracked else None
@@ -204,7 +204,7 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     return result
 
 
-def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, tracked: "Tracked | None") -> "Audit | None":
+def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "Audit | None":
     if cfg.audit is None or plan is None:
         return None
     from dpexp.commands.audit import audited
@@ -212,8 +212,6 @@ def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, tracked: "
     audit, figure = audited(cfg, plan, output)
     figure.savefig(output / "audit.png", dpi=150)
     terminal.audited(audit, plan.sampling.name, plan.sampling.q)
-    if tracked:
-        tracked.log_audit(audit.summary(), output / "audit.png", plan.rounds)
     return audit
 
 

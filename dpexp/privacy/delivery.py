@@ -380,11 +380,7 @@ def _unchanged(records: list[Records | Failed]) -> list[Records | Failed]:
 
 
 def sampled_dataset(loader: Any) -> Dataset:
-    """The data set whose records are sampled.
-
-    Raises:
-        ConfigError: the loader draws in a way of its own.
-    """
+    """The data set whose records are sampled; a ConfigError if the loader draws in a way of its own."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"data: the training loader is a {type(loader).__name__}; sampling needs one DataLoader over "
