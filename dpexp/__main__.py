@@ -97,6 +97,10 @@ def main() -> None:
 
             print(f"Report: {report(sys.argv[2:])}")
             return
+        if sys.argv[1:2] == ["audit"] and not {"--help", "-h"} & {*sys.argv}:
+            from dpexp.commands.overrides import as_audit
+
+            sys.argv[1:] = as_audit(sys.argv[2:])
         if sys.argv[1:2] == ["help"] or {"--help", "-h"} & {*sys.argv}:
             from dpexp.commands.help import help
 

@@ -76,6 +76,14 @@ class Checkpoint:
 
 
 @dataclass
+class Audit:
+    canaries: str = "dirac"
+    canaries_count: int = 4000
+    deltas: list[float] = MISSING
+    confidence: float = 0.95
+
+
+@dataclass
 class Tracking:
     uri: str | None = None
     artifacts: str | None = None
@@ -94,6 +102,7 @@ class Config:
     optimizer: Any = None
     scheduler: Any = None
     callbacks: Any = None
+    audit: Audit | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     rounds: int | None = None
     debug: bool = False

@@ -163,7 +163,7 @@ BAD = {
 }  # fmt: skip
 # Refused before torch is imported.
 EARLY = {
-    "trian": "trian: this is no key=value, and no command. Known: account, evaluate",
+    "trian": "trian: this is no key=value, and no command. Known: account, audit, evaluate",
     "reprot": "no command; did you mean 'report'",
     "--resolve": "--resolve goes with --cfg job",
     "--turbo": "unrecognized arguments: --turbo",

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.overrides import check
+from dpexp.commands.overrides import as_audit, check
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.rules import RULES
 
@@ -86,6 +86,8 @@ def test_commands_are_understood(page, written):
     for arguments in commands(page):
         if arguments and arguments[0] in COMMANDS:
             continue
+        if arguments and arguments[0] == "audit":
+            arguments = as_audit(arguments[1:])
         check(arguments)
         overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
         if "-m" not in arguments:

@@ -42,7 +42,9 @@ def help(arguments: Sequence[str]) -> str:
         raise ConfigError(f"help {' '.join(names)}: one name at a time.")
     known = {command: text for command in COMMANDS if (text := _documented(command))}
     known |= {name: block.rstrip() for name, block in _values().items()}
-    known |= {group: "\n\n".join(_option(group, path) for path in paths) for group, paths in groups.items()}
+    for group, paths in groups.items():
+        also = [known[group]] if group in COMMANDS else []
+        known[group] = "\n\n".join([*also, *(_option(group, path) for path in paths)])
     if names[0] not in known:
         raise ConfigError(f"help {names[0]}: there is no {names[0]!r}{nearest(names[0], sorted(known))}")
     return known[names[0]]

@@ -20,7 +20,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
-COMMANDS = ("account", "evaluate", "predict", "report", "resume", "version", "help")
+COMMANDS = ("account", "audit", "evaluate", "predict", "report", "resume", "version", "help")
 # What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its distribution).
 EXTRAS = {
     "joblib": ("joblib", "hydra-joblib-launcher"),
@@ -76,6 +76,12 @@ def check(arguments: Sequence[str]) -> None:
                 version(distribution)
             except PackageNotFoundError:
                 raise ConfigError(f"{argument} needs a plugin: pip install 'dpexp[{extra}]'.") from None
+
+
+def as_audit(arguments: Sequence[str]) -> list[str]:
+    """The arguments of the job that audits its plan and does nothing else."""
+    chosen = [] if any(argument.startswith("audit=") for argument in arguments) else ["audit=dirac"]
+    return [*arguments, *chosen, "train=false"]
 
 
 def roots_of(given: Namespace) -> list[Path]:

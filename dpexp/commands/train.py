@@ -41,13 +41,16 @@ from dpexp.commands.objective import check_objective, objective, objective_of
 from dpexp.commands.resume import check_resumable
 from dpexp.commands.saved import CARD, keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
-from dpexp.errors import ConfigError
+from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.origin import without_passwords
 from dpexp.training.checkpoints import LastWeights
 
-if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking does not wait for it
+if TYPE_CHECKING:
+    from dpexp.accounting.auditing import Audit
+
+    # MLflow is imported where it is used: a job without tracking does not wait for it
     from dpexp.tracking.run import Tracked
 
 
@@ -89,12 +92,18 @@ def run(cfg: DictConfig) -> float | None:
         terminal.announce(cfg, plan)
     with _track(cfg, plan, output) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
+        (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
+        audit = _audited(cfg, plan, output)
+        if audit is not None:
+            result["audit"] = audit.summary()
         result["mlflow_run_id"] = tracked.run_id if tracked else None
         (output / "result.json").write_text(json.dumps(result, indent=2))
         if tracked:
             tracked.finish(result)
         if result["rounds"] >= (plan.rounds if plan else rounds_of(cfg)) and (output / CARD).exists():
             (output / CHECKPOINT).unlink(missing_ok=True)
+        if audit is not None and audit.exceeded:
+            raise ClaimRefuted(f"the audit refutes what is claimed: {'; '.join(audit.exceeded)}.")
     if among is None:
         terminal.conclude(result, output, tracked.address if tracked else None)
     else:
@@ -194,6 +203,17 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         if tracked:
             tracked.log_model(about, result["rounds"])
     return result
+
+
+def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "Audit | None":
+    if cfg.audit is None or plan is None:
+        return None
+    from dpexp.commands.audit import audited
+
+    audit, figure = audited(cfg, plan, output)
+    figure.savefig(output / "audit.png", dpi=150)
+    terminal.audited(audit, plan.sampling.name, plan.sampling.q)
+    return audit
 
 
 def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:

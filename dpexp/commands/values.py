@@ -47,6 +47,8 @@ def check(cfg: DictConfig) -> None:
     _check_accountants(list(cfg.accountant.names))
     check_delta(cfg.privacy.delta)
     _check_privacy(cfg)
+    if cfg.audit is not None:
+        _check_audit(cfg)
 
 
 def reported(cfg: DictConfig) -> str:
@@ -95,6 +97,23 @@ def _check_trainer(trainer: DictConfig) -> None:
     for name, least in (("physical_batch", 1), ("threads", 1), ("evaluations", 0), ("workers", 0)):
         if trainer[name] is not None and trainer[name] < least:
             raise ConfigError(f"trainer.{name}={trainer[name]} must be at least {least}.")
+
+
+def _check_audit(cfg: DictConfig) -> None:
+    audit = cfg.audit
+    if audit.canaries != "dirac":
+        raise ConfigError(
+            f"audit.canaries={audit.canaries} is unknown; known: dirac. What attackers get from mislabelled records, "
+            "benchmarks/membership.py shows."
+        )
+    if not cfg.privacy.enabled:
+        raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
+    if audit.canaries_count < 100:
+        raise ConfigError(f"audit.canaries_count={audit.canaries_count} must be at least 100; fewer show nothing.")
+    if not 0 < audit.confidence < 1:
+        raise ConfigError(f"audit.confidence={audit.confidence} must lie strictly between 0 and 1.")
+    for delta in audit.deltas:
+        check_delta(delta)
 
 
 def _check_accountants(names: list[str]) -> None:

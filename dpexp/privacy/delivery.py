@@ -318,7 +318,7 @@ class Rounds:
     def __init__(
         self, loader: Any, plan: PrivacyPlan, physical_batch: int, stream: KeyStream, randomness: KeyStream
     ) -> None:
-        dataset = _sampled_dataset(loader)
+        dataset = sampled_dataset(loader)
         size = len(dataset)  # type: ignore[arg-type]
         if plan.sampling.relies_on_n and size != plan.n:
             raise ConfigError(
@@ -379,7 +379,8 @@ def _unchanged(records: list[Records | Failed]) -> list[Records | Failed]:
     return records
 
 
-def _sampled_dataset(loader: Any) -> Dataset:
+def sampled_dataset(loader: Any) -> Dataset:
+    """The data set whose records are sampled; a ConfigError if the loader draws in a way of its own."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"data: the training loader is a {type(loader).__name__}; sampling needs one DataLoader over "

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
@@ -215,6 +216,37 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
     console.print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}", soft_wrap=True)
     if runs is not None:
         console.print(f"Compare runs: {runs}", soft_wrap=True)
+
+
+def audited(audit: Audit, sampling: str, q: float) -> None:
+    """Prints what an attacker got, beside what was claimed, and what that means."""
+    console.print(
+        f"[bold]Audit[/]: {audit.canaries} canaries, each included by a fair coin; the attacker guesses "
+        f"{audit.right / audit.canaries:.1%} of the coins right. μ claimed {up(audit.mu_claimed, 4)}, "
+        f"found {audit.mu_found:.4g} ± {audit.mu_error:.2g}, at least {audit.mu_bound:.3g}",
+        soft_wrap=True,
+    )
+    table = Table("δ", "ε claimed", "ε at least", "if canaries are independent")
+    for bound in audit.bounds:
+        found = [f"[bold red]{v:.4g}[/]" if v > bound.claimed else f"{v:.4g}" for v in bound[2:]]
+        table.add_row(f"{bound.delta:g}", up(bound.claimed, 4), *found)
+    console.print(table)
+    console.print(
+        f"The whole claimed trade-off: p = {audit.p:.2g}, or if canaries are independent {audit.p_independent:.2g}. "
+        f"All at {audit.confidence:.0%} together.", soft_wrap=True,
+    )  # fmt: skip
+    if audit.exceeded:
+        return
+    console.print(
+        "Nothing claimed is refuted. That proves no ε: it shows what this attacker got, and another may get more.",
+        soft_wrap=True,
+    )
+    if q < 1:
+        console.print(
+            f"With sampling={sampling} this audit is weak: the attacker adds up all rounds, though a record was in "
+            "some of them only, and another may do better. Clipping and noise are tested best with sampling=all.",
+            soft_wrap=True,
+        )  # fmt: skip
 
 
 def measured(metrics: dict[str, float]) -> None:

@@ -152,8 +152,10 @@ class Tracked:
         others.pop(
             f"epsilon_{self._accountants[0]}" if self._accountants else "", None
         )  # `epsilon`, or the planned one
-        self._outbox.metrics(others | result.get("risk", {}), result["rounds"])
-        self._outbox.file(self._output / "result.json")
+        others |= result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
+        self._outbox.metrics(others, result["rounds"])
+        for name in ("result.json", *(["audit.png"] if "audit" in result else [])):
+            self._outbox.file(self._output / name)
 
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:
         """Logs the model that lies in the job's folder, and registers it if that is asked for."""

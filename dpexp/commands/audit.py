@@ -1,0 +1,66 @@
+"""`python -m dpexp audit [OVERRIDE ...]` attacks a job's plan, and prints what was found beside what is claimed.
+
+It takes what a job takes: `audit group=conv_fc mechanism=joint sampling=fixed_size`. Canaries are put into the data,
+with gradients in coordinates of their own; callback, Trainer, sampler, noise and ledger are the job's. The status is
+not 0 if a claim is refuted. An audit can refute a claim, and never proves one. A job with audit=dirac trains, and is
+then audited.
+"""
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytorch_lightning as pl
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+
+from dpexp.accounting.auditing import Audit
+from dpexp.accounting.auditing import audit as judged
+from dpexp.accounting.ledger import read_ledger
+from dpexp.commands.building import accountants, add_scheduler, callback_for, make, module_of
+from dpexp.commands.lightning import trainer_for
+from dpexp.privacy.canaries import Canaries
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.showing.attack import attack
+from dpexp.training.checkpoints import Checkpoints, LastCheckpoint
+
+FOLDER = "audit"  # in the job's
+
+
+def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Figure]:
+    """Carries out a job's plan once more, with canaries, and judges what is released in their coordinates.
+
+    The model is thrown away: of the training nothing is kept but its ledger, and what the canaries show. What is found
+    is claimed of that ledger.
+
+    Returns:
+        what came of it, and its figure.
+    """
+    cfg, folder = copy.deepcopy(cfg), output / FOLDER
+    cfg.callbacks, cfg.checkpoint.every, cfg.checkpoint.resume, cfg.trainer.evaluations = {}, None, False, 0
+    folder.mkdir(exist_ok=True)
+    (folder / "ledger.jsonl").unlink(missing_ok=True)  # of an audit that was interrupted: nothing of it was shown
+    pl.seed_everything(cfg.seed, verbose=False)
+    module = module_of(cfg)
+    data = make("data.module", cfg.data.module)
+    seed = cfg.privacy.noise_seed
+    stream = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
+    canaries = Canaries(module, plan, cfg.audit.canaries_count, stream)
+    canaries.put_into(data)
+    add_scheduler(cfg, module, plan.rounds)
+    privacy = callback_for(cfg, canaries.plan, folder)
+    trainer = trainer_for(cfg, canaries.plan, privacy, folder)
+    kept = [c for c in trainer.callbacks if not isinstance(c, Checkpoints | LastCheckpoint)]  # type: ignore[attr-defined]
+    kept.insert(kept.index(privacy) + 1, canaries)
+    trainer.callbacks = kept  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "data.n=.*")  # the canaries are more records
+        trainer.fit(module, datamodule=data)
+    deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
+    ledger = read_ledger(folder / "ledger.jsonl")
+    accountant = accountants(cfg, plan)[0]
+    found = judged(
+        canaries.scores(), canaries.included, ledger, deltas, accountant, cfg.audit.confidence, canaries.middle
+    )
+    return found, attack(found, ledger, accountant)

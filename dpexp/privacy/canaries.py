@@ -1,0 +1,196 @@
+"""Dirac canaries: records whose gradients are bounded vectors in coordinates of their own.
+
+Each canary is included by a fair coin. What the rounds release in its coordinates is its share of the sums and noise,
+and nothing else, so that whoever looks there is the strongest attacker whom a release may have.
+
+Every vector of every group gets a table of extra coordinates, which belongs to it: clipped in the same group, by the
+same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
+A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to
+do, and changes its sign from vector to vector, group to group and round to round, so that noise which these share would
+cancel in what the attacker adds up.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import default_collate
+
+from dpexp.accounting.auditing import scores
+from dpexp.accounting.renyi import Array
+from dpexp.privacy.delivery import sampled_dataset
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.plan import PrivacyPlan
+
+LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g
+_PARITIES = 2  # rounds of which what is released is kept apart
+_TABLES = "dpexp_canaries"  # an attribute of the audited module
+_NONE = -1  # the canary that a record of the user's is
+# What stands in the place of a canary that is not included (None: nothing), as a factor of its gradient.
+ABSENT: dict[str, float | None] = {"add_remove": None, "replace_null": 0.0, "replace_one": -1.0}
+
+
+class Canaries(pl.Callback):
+    """Puts canaries into a module, its data and its plan, and adds up what is released in their coordinates.
+
+    It must stand behind the PrivacyCallback among the Trainer's callbacks. The module is audited from then on, and is
+    not to be used for anything else.
+
+    Args:
+        plan: made for the module.
+        count: m; where the sampling policy relies on n, they take the places of records, and are at most n.
+        stream: of the coins.
+    """
+
+    def __init__(self, module: pl.LightningModule, plan: PrivacyPlan, count: int, stream: KeyStream) -> None:
+        self.replacing = plan.sampling.relies_on_n
+        self.count = min(count, plan.n) if self.replacing else count
+        self.included = stream.words(self.count).lt(2**62).numpy()  # fair coins
+        self.absent = ABSENT[plan.adjacency]
+        parts = len(plan.groups) * _PARITIES
+        blanks = max(500, 10 * parts)  # coordinates without a canary, which show the noise alone
+        tables = nn.ModuleDict()
+        groups = []
+        for g, group in enumerate(plan.groups):
+            rows = self.count + blanks
+            own = nn.ParameterList([nn.Parameter(torch.zeros(rows, 1)) for _ in group.vectors])
+            tables[str(g)] = own
+            vectors = tuple(
+                replace(vector, parameters=(*vector.parameters, f"{_TABLES}.{g}.{j}"), d=vector.d + rows)
+                for j, vector in enumerate(group.vectors)
+            )
+            groups.append(replace(group, vectors=vectors))
+        module.add_module(_TABLES, tables)
+        self.plan = replace(plan, groups=tuple(groups))
+        self._tables = [list(tables[str(g)]) for g in range(len(groups))]  # type: ignore[call-overload]
+        self._lengths = [[0.0] * len(group.vectors) for group in groups]
+        self._round = 0
+        self._sums = np.zeros((parts, self.count + blanks))
+        self._expected = np.zeros(parts)
+        self._replace_step(module)
+
+    def put_into(self, data: pl.LightningDataModule) -> None:
+        """Lets a data module's training loader give canaries too."""
+        given = data.train_dataloader
+
+        def train_dataloader() -> DataLoader:
+            loader = given()
+            dataset = sampled_dataset(loader)
+            collate = loader.collate_fn
+            return DataLoader(
+                self._records(dataset),
+                batch_size=loader.batch_size,
+                shuffle=True,
+                num_workers=loader.num_workers,
+                collate_fn=collate if collate is default_collate else _Collate(collate),
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+            )
+
+        data.train_dataloader = train_dataloader  # type: ignore[method-assign]
+
+    def scores(self) -> Array:
+        """The attacker's [m], in which an included canary counts 1 more than another on average."""
+        used = self._expected > 0
+        return scores(self._sums[used], self._expected[used], self.count)
+
+    @property
+    def middle(self) -> float:
+        """Of the average scores of canaries that are included and that are not."""
+        return 0.0 if self.absent == -1 else 0.5
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        for g, group in enumerate(self.plan.at(self._round).groups):
+            length = LENGTH * group.S / math.sqrt(len(group.alphas))
+            self._lengths[g][:] = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Reads the released averages."""
+        now = self.plan.at(self._round)
+        difference = 1.0 if self.absent is None else 1.0 - self.absent
+        for g, group in enumerate(now.groups):
+            part = g * _PARITIES + self._round % _PARITIES
+            weight = now.sampling.q * group.S / group.sigma**2
+            for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
+                sums = _numbers(table) * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
+                self._sums[part] += self._sign(g + j) * weight * sums
+            self._expected[part] += weight * now.sampling.q * group.S * difference
+        self._round += 1
+
+    def _sign(self, place: int) -> int:
+        return 1 - 2 * ((place + self._round) % 2)
+
+    def _records(self, dataset: Any) -> "_Records":
+        values = [1.0 if included else self.absent for included in self.included]
+        canaries = [(i, value) for i, value in enumerate(values) if value is not None]
+        kept = len(dataset) - self.count if self.replacing else len(dataset)
+        return _Records(dataset, kept, canaries)
+
+    def _replace_step(self, module: pl.LightningModule) -> None:
+        training_step = module.training_step
+        tables, lengths = self._tables, self._lengths
+
+        @wraps(training_step)
+        def step(batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+            own, which, value = batch
+            output = training_step(own, *args, **kwargs)
+            loss: Any = output["loss"] if isinstance(output, dict) else output
+            return torch.where((which == _NONE).all(), loss, _loss(tables, lengths, which, value).to(loss))
+
+        # Lightning asks what it takes, of the function beneath a method, and looks beneath one wrapper only.
+        step.__signature__ = signature(getattr(training_step, "__func__", training_step))  # type: ignore[attr-defined]
+        module.training_step = step  # type: ignore[method-assign]
+
+
+def _loss(
+    tables: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[float]], which: Tensor, value: Tensor
+) -> Tensor:  # fmt: skip
+    """Of canaries [B]: linear, with a gradient of the given length in the coordinate of each in each vector."""
+    total = tables[0][0].new_zeros(())
+    for own, some in zip(tables, lengths, strict=True):
+        for table, length in zip(own, some, strict=True):
+            total = total + (F.embedding(which.clamp(min=0), table).squeeze(-1) * length * value.to(table)).sum()
+    return total
+
+
+def _numbers(table: Tensor) -> Array:
+    assert table.grad is not None
+    return table.grad.double().cpu().numpy()[:, 0]
+
+
+class _Records(Dataset):
+    """The user's records, as many as are kept, and then canaries, which beside their number hold a record that does not
+    count: (record, number of the canary, factor of its gradient)."""
+
+    def __init__(self, dataset: Any, kept: int, canaries: Sequence[tuple[int, float]]) -> None:
+        self._dataset, self._kept, self._canaries = dataset, kept, canaries
+
+    def __len__(self) -> int:
+        return self._kept + len(self._canaries)
+
+    def __getitem__(self, index: int) -> tuple[Any, int, float]:
+        if index < self._kept:
+            return self._dataset[index], _NONE, 0.0
+        return self._dataset[0], *self._canaries[index - self._kept]
+
+
+class _Collate:
+    """The user's collation of the records."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[tuple[Any, int, float]]) -> tuple[Any, Tensor, Tensor]:
+        records, which, values = zip(*items, strict=True)
+        return self._collate(list(records)), torch.tensor(which), torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,185 @@
+"""Small audits: a training of a few rounds with canaries, honest or sabotaged."""
+
+import itertools
+import warnings
+from dataclasses import replace
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+import dpexp
+from dpexp.accounting.auditing import audit
+from dpexp.accounting.ledger import LedgerWriter, read_ledger
+from dpexp.privacy import allocation, bounds, groups, mechanisms, sampling
+from dpexp.privacy.canaries import Canaries
+from dpexp.privacy.engine import engine
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.training.classifier import Classifier
+from dpexp.training.data.synthetic import Synthetic
+
+DELTAS = (1e-5, 1e-2, 1e-1)
+SAMPLINGS = {
+    "all": {"sampling": "all", "q": 1.0},
+    "poisson": {"sampling": "poisson", "q": 0.5},
+    "poisson, replaced": {"sampling": "poisson", "q": 0.5, "adjacency": "replace_one"},
+    "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "maximum": 1050},
+    "fixed_size": {"sampling": "fixed_size", "q": 0.5},
+    "shuffle": {"sampling": "shuffle", "q": 0.5},
+}
+MECHANISMS = {
+    "separate": {"bound": bounds.Fixed(0.5)},
+    "joint": {"mechanism": mechanisms.Joint(alpha=3.0, S=0.7)},
+    "joint by size": {"mechanism": mechanisms.Joint(), "bound": bounds.Dimension(1.0)},
+}
+ALLOCATIONS = {
+    "proportional": allocation.Proportional(),
+    "dimension_adjusted": allocation.DimensionAdjusted(),
+    "min_variance": allocation.MinVariance(),
+    "weighted": allocation.Weighted({"model.0": 0.3, "model.2": 0.7}),
+}
+VECTORS = ("layer", "parameter")
+N = 2000  # published, and true but for the canaries where the policy takes any number
+
+
+def attacked(folder, *arguments, **choices):
+    """An audit; arguments as of `trained`."""
+    found = trained(folder, *arguments, **choices)
+    ledger = read_ledger(folder / "ledger.jsonl")
+    return audit(found.scores(), found.included, ledger, DELTAS, middle=found.middle)
+
+
+def trained(folder, canaries=N, records=50, seed=0, module=None, data=None, trainer=None, **choices):
+    """Canaries that a training met, of two groups and four rounds, or of what `choices` say.
+
+    Args:
+        records: that train besides; where sampling relies on n, the canaries take the places of some of n.
+    """
+    plan = {"n": N, "steps": 4, "noise_multiplier": 2.0, "group": groups.per_layer(), "sampling": "all", "q": 1.0}
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    module = module or Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    planned = dpexp.make_plan(module, **plan | choices)
+    data = data or Synthetic(N if planned.sampling.relies_on_n else records, [4], 3)
+    extra = Canaries(module, planned, canaries, KeyStream.known(seed, "canaries", 0))
+    extra.put_into(data)
+    privacy = dpexp.PrivacyCallback(extra.plan, folder / "ledger.jsonl", noise_seed=seed, physical_batch=4096)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl.Trainer(
+            accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[privacy, extra], **trainer or {},
+        ).fit(module, data)  # fmt: skip
+    return extra
+
+
+# Sabotage of the real code
+
+
+def half_the_noise(patch):
+    add_to = GaussianNoise.add_to
+
+    def quieter(self, sums, divisor=1.0):
+        add_to(self, [(total, sigma / 2) for total, sigma in sums], divisor)
+
+    patch.setattr(GaussianNoise, "add_to", quieter)
+
+
+def the_same_noise_each_round(patch):
+    add_to = GaussianNoise.add_to
+
+    def again(self, sums, divisor=1.0):
+        self.stream._numbers = itertools.count()
+        add_to(self, sums, divisor)
+
+    patch.setattr(GaussianNoise, "add_to", again)
+
+
+def the_same_noise_for_each_group(patch):
+    add_to = GaussianNoise.add_to
+
+    def again(self, sums, divisor=1.0):
+        beginning = next(self.stream._numbers)
+        for one in sums:
+            self.stream._numbers = itertools.count(beginning)
+            add_to(self, [one], divisor)
+
+    patch.setattr(GaussianNoise, "add_to", again)
+
+
+def a_group_unclipped(patch):
+    add_clipped = engine.add_clipped
+
+    def unbounded(group, uses, sums):
+        return add_clipped(replace(group, S=1e6) if group.name == "model.0" else group, uses, sums)
+
+    patch.setattr(engine, "add_clipped", unbounded)
+
+
+def twice_the_bound(patch):
+    add_clipped = engine.add_clipped
+    patch.setattr(engine, "add_clipped", lambda group, *rest: add_clipped(replace(group, S=2 * group.S), *rest))
+
+
+def each_vector_clipped_alone(patch):
+    add_clipped = engine.add_clipped
+
+    def apart(group, uses, sums):
+        for vector, alpha in zip(group.vectors, group.alphas, strict=True):
+            add_clipped(replace(group, vectors=(vector,), alphas=(alpha,)), uses, sums)
+
+    patch.setattr(engine, "add_clipped", apart)
+
+
+def alpha_forgotten_in_the_noise(patch):
+    by_parameter = engine.by_parameter
+    patch.setattr(engine, "by_parameter", lambda of: [(group, 1.0, name) for group, _, name in by_parameter(of)])
+
+
+def twice_the_rate(patch):
+    independent = sampling._independent
+    patch.setattr(sampling, "_independent", lambda q, *rest: independent(min(1.0, 2 * q), *rest))
+
+
+def a_round_that_no_ledger_tells_of(patch):
+    """Every second one."""
+    for name in ("sample", "query", "commit"):
+        told = getattr(LedgerWriter, name)
+
+        def silent(self, *args, told=told, last=name == "commit"):
+            turn = self.__dict__.setdefault("turn", itertools.count())
+            self.now = getattr(self, "now", 0)
+            if self.now % 2 == 0:
+                told(self, *args)
+            self.now += last
+            return turn
+
+        patch.setattr(LedgerWriter, name, silent)
+
+
+def the_true_size_as_divisor(patch):
+    accumulate, add_to, start = engine.Engine.accumulate, GaussianNoise.add_to, engine.Engine.start
+
+    def counting(self, loss_of, batch, size):
+        self._noise.size += size
+        accumulate(self, loss_of, batch, size)
+
+    def from_zero(self, t=0):
+        self._noise.size = 0
+        start(self, t)
+
+    patch.setattr(engine.Engine, "accumulate", counting)
+    patch.setattr(engine.Engine, "start", from_zero)
+    patch.setattr(GaussianNoise, "add_to", lambda self, sums, divisor=1.0: add_to(self, sums, max(1, self.size)))
+
+
+def no_noise_for_an_empty_sample(patch):
+    add_to = GaussianNoise.add_to
+
+    def skipping(self, sums, divisor=1.0):
+        sums = list(sums)
+        if any(total.any() for total, _ in sums):
+            add_to(self, sums, divisor)
+
+    patch.setattr(GaussianNoise, "add_to", skipping)

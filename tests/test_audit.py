@@ -1,0 +1,193 @@
+"""The real training, attacked. Honest it refutes no claim; sabotage is caught, by the audit or by a named test."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+from dpexp.commands.help import help
+from dpexp.privacy import groups
+from tests import audited, test_callback
+from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked, trained
+
+# Every sampling with every mechanism, the other choices in turn; benchmarks/audit.py has all combinations.
+HONEST = [
+    (sampling, mechanism, VECTORS[(i + j) % 2], [*ALLOCATIONS][(i + j) % 4])
+    for (i, sampling), (j, mechanism) in itertools.product(enumerate(SAMPLINGS), enumerate(MECHANISMS))
+]
+
+
+@pytest.mark.parametrize("sampling, mechanism, vectors, allocation", HONEST)
+def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, allocation, tmp_path):
+    found = attacked(
+        tmp_path, vectors_by=vectors, allocation=ALLOCATIONS[allocation], **MECHANISMS[mechanism], **SAMPLINGS[sampling]
+    )
+    assert not found.exceeded
+    assert found.mu_found < found.mu_claimed + 4 * found.mu_error
+    if sampling == "all":
+        assert found.mu_claimed == pytest.approx(1.0, rel=1e-4)  # √4 rounds / 2
+        assert abs(found.mu_found - 1) < 4 * found.mu_error, "the attacker has all the power there is"
+    else:
+        assert found.mu_found > 0.55 * found.mu_claimed
+
+
+JOINT = MECHANISMS["joint"]
+CAUGHT = [
+    *((audited.half_the_noise, sampling) for sampling in SAMPLINGS.values()),
+    (audited.the_same_noise_each_round, {}),
+    (audited.the_same_noise_each_round, SAMPLINGS["poisson"]),
+    (audited.the_same_noise_for_each_group, {}),
+    (audited.the_same_noise_for_each_group, SAMPLINGS["fixed_size"]),
+    (audited.a_group_unclipped, {}),
+    (audited.twice_the_bound, {}),
+    (audited.each_vector_clipped_alone, {"vectors_by": "parameter"} | JOINT),
+    (audited.alpha_forgotten_in_the_noise, JOINT),
+    (audited.twice_the_rate, SAMPLINGS["poisson"]),
+    (audited.a_round_that_no_ledger_tells_of, {"steps": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sabotage, choices", CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_audit_catches(sabotage, choices, tmp_path, monkeypatch):
+    sabotage(monkeypatch)
+    assert attacked(tmp_path, **choices).exceeded
+
+
+@pytest.mark.parametrize(
+    "sabotage, test",
+    [
+        (audited.the_true_size_as_divisor, test_callback.test_the_denominator_is_the_plans_n),
+        (audited.no_noise_for_an_empty_sample, test_callback.test_an_empty_sample_is_noised_accounted_and_stepped),
+        (audited.a_round_that_no_ledger_tells_of, test_callback.test_an_empty_sample_is_noised_accounted_and_stepped),
+    ],
+)
+def test_what_no_score_shows_another_test_catches(sabotage, test, tmp_path, monkeypatch):
+    test(tmp_path)
+    sabotage(monkeypatch)
+    (tmp_path / "sabotaged").mkdir()
+    with pytest.raises(AssertionError):
+        test(tmp_path / "sabotaged")
+
+
+@pytest.mark.parametrize("sampling, mechanism", [*zip(SAMPLINGS, itertools.cycle(MECHANISMS), strict=False)])
+def test_with_next_to_no_noise_a_canary_adds_what_the_bound_allows(sampling, mechanism, tmp_path):
+    """Neither more, though its gradient is longer, nor less; and records add nothing in its coordinates."""
+    choices = SAMPLINGS[sampling]
+    run = trained(
+        tmp_path, 100, steps=1, noise_multiplier=1e-4, vectors_by="parameter", **MECHANISMS[mechanism], **choices
+    )
+    absent = {"replace_one": -0.5}.get(run.plan.adjacency, 0.0)
+    present = (absent + 1) / choices["q"]
+    drawn = {True: {0.0, present}, False: {0.0, absent / choices["q"]}}
+    for score, included in zip(run.scores(), run.included, strict=True):
+        assert min(abs(score - value) for value in drawn[bool(included)]) < 1e-3
+
+
+def test_what_is_accounted_stays_as_it_is(tmp_path):
+    run = trained(tmp_path, 100)
+    assert read_ledger(tmp_path / "ledger.jsonl") == run.plan.ledger()
+    assert [query.group for round_ in run.plan.ledger().rounds for query in round_.queries] == ["model.0", "model.2"]
+
+
+class Named(test_callback.Model):
+    """Takes batches by name, and returns its loss by name."""
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step((batch["x"], batch["y"]), batch_idx)}
+
+
+class NamedData(test_callback.Data):
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+        return DataLoader(loader.dataset, 3, shuffle=True, num_workers=self.workers, collate_fn=by_name)
+
+
+def by_name(items):
+    x, y = zip(*items, strict=True)
+    return {"x": torch.stack(x), "y": torch.stack(y)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_modules_data_and_collations_of_ones_own_are_audited(workers, tmp_path):
+    found = attacked(
+        tmp_path, module=Named(), data=NamedData(workers), group=groups.flat(), sampling="poisson", q=0.5
+    )  # fmt: skip
+    assert not found.exceeded and abs(found.mu_found / found.mu_claimed - 1) < 0.3
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_other_types_are_audited(precision, tmp_path):
+    found = attacked(tmp_path, trainer={"precision": precision})
+    assert not found.exceeded and abs(found.mu_found - 1) < 4 * found.mu_error
+
+
+def test_a_schedule_is_audited(tmp_path, monkeypatch):
+    factors = {"z": [2, 1], "q": [1, 2], "S": [1, 3]}
+    choices = {"sampling": "poisson", "q": 0.4, "steps": 2, "noise_multiplier": 1.0, "schedules": factors}
+    found = attacked(tmp_path, **choices)
+    assert not found.exceeded and found.mu_found > 0.75 * found.mu_claimed
+    audited.half_the_noise(monkeypatch)
+    (tmp_path / "sabotaged").mkdir()
+    assert attacked(tmp_path / "sabotaged", **choices).exceeded
+
+
+SMALL = ("model=logistic", "sampling.steps=2", "sampling=all", "audit.canaries_count=1000", "privacy.noise_seed=1")
+
+
+def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
+    import mlflow
+
+    output = dpexp_job("audit", "audit=dirac", *SMALL)
+    said = capsys.readouterr().out
+    assert "μ claimed" in said and "That proves no ε" in said and "weak" not in said
+    result = json.loads((output / "result.json").read_text())
+    assert not result["trained"] and result["audit"]["refuted"] == 0 and result["audit"]["canaries"] == 1000
+    assert result["audit"]["epsilon_claimed/delta_0.0001"] == pytest.approx(result["epsilon"]["pld"])
+    assert (output / "audit.png").read_bytes().startswith(b"\x89PNG")
+    assert not (output / "weights.safetensors").exists()
+    run, planned = (read_ledger(path) for path in (output / "audit" / "ledger.jsonl", output / "planned_ledger.jsonl"))
+    assert run == planned
+    mlflow.set_tracking_uri(f"sqlite:///{output.parent.parent}/mlflow.db")
+    run = mlflow.MlflowClient().get_run(result["mlflow_run_id"])
+    assert run.data.metrics["audit/mu_found"] == pytest.approx(result["audit"]["mu_found"])
+    assert run.info.status == "FINISHED"
+    assert "audit.png" in {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+
+
+def test_the_command_fails_if_a_claim_is_refuted(dpexp_job, capsys, monkeypatch):
+    audited.half_the_noise(monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        dpexp_job("audit", "audit=dirac", *SMALL, "tracking=none")
+    assert "the audit refutes what is claimed" in str(end.value.code)
+
+
+def test_a_job_is_trained_and_then_audited(dpexp_job, capsys):
+    output = dpexp_job("audit=dirac", *SMALL, "sampling=poisson", "sampling.epochs=null", "tracking=none")
+    assert "weak" in capsys.readouterr().out
+    result = json.loads((output / "result.json").read_text())
+    assert result["trained"] and "test_accuracy" in result["metrics"] and result["audit"]["refuted"] == 0
+    weights = dpexp.load(output).state_dict()
+    assert not any("canaries" in name for name in weights)
+
+
+def test_help_on_audit_is_of_the_command_and_the_group():
+    said = help(["audit"])
+    assert "never proves one" in said and "audit=dirac" in said and "canaries_count: 4000" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["privacy.enabled=false"], "there is none"),
+        (["audit.canaries_count=10"], "at least 100"),
+        (["audit.canaries=mislabelled"], "known: dirac"),
+        (["audit.confidence=1"], "strictly between"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(arguments, message, dpexp_job):
+    with pytest.raises(SystemExit, match=message):
+        dpexp_job("audit", "audit=dirac", *arguments)
