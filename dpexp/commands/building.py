@@ -76,6 +76,7 @@ def _plan(
         schedules=OmegaConf.to_container(cfg.schedule, resolve=True),  # type: ignore[arg-type]
         accountant=reported(cfg),
         calibrate=calibrate,
+        noise=cfg.noise.kind,
     )
 
 
