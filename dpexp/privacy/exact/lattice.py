@@ -15,7 +15,7 @@ SIGMA2 = SIGMA**2
 _LARGEST = 2**31 - 1  # of a coordinate
 _HALF = 31  # bits
 _MARGIN = 1 - 2.0**-40  # more than float64 rounds
-_COARSE = 2**10  # S² for each coordinate, below which rounding to the grid shortens vectors by more than 3 %
+_COARSE = 2**10  # S² for each coordinate: rounding shortens a vector of norm S by less than √d, which is S/32
 _MOST = 2**62
 
 
@@ -69,8 +69,8 @@ class Lattice:
             )
         if self.S2 / d < _COARSE:
             raise ConfigError(
-                f"noise=exact: group {group} has σ̃/S = {z:.3g} for d = {d} numbers, so that most of a record would be "
-                f"rounded to zero; choose σ̃/S below {SIGMA / (_COARSE * d) ** 0.5:.3g}, or noise=gaussian."
+                f"noise=exact: group {group} has σ̃/S = {z:.3g} for d = {d} numbers, so that the grid could shorten a "
+                f"record by more than 3 %; choose σ̃/S below {SIGMA / (_COARSE * d) ** 0.5:.3g}, or noise=gaussian."
             )
 
 

@@ -34,14 +34,14 @@ class DiscreteGaussian:
     that none is added to δ. How long it takes depends on the noise, and on nothing else.
 
     Args:
-        sigma2: σ², rational, with σ below 2^28.
+        sigma2: σ², rational, at most 2^56.
     """
 
     def __init__(self, sigma2: Fraction | int, stream: KeyStream) -> None:
         self.sigma2, self.stream = Fraction(sigma2), stream
+        if not 0 < self.sigma2 <= _LARGEST**2:
+            raise ValueError(f"σ²={sigma2} must lie above 0, and be at most 2^56.")
         self._scale = max(1, isqrt(floor(self.sigma2)))
-        if not 0 < self._scale <= _LARGEST or self.sigma2 <= 0:
-            raise ValueError(f"σ²={sigma2} must lie above 0, and σ at most at 2^28.")
         self._rate = 1 / (2 * self.sigma2)
         self._borders, self._tables = _tables(self._scale, self._rate)
         self._fair = _WORD - _WORD % self._scale  # words from there on would favour small y
