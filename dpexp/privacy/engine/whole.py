@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.engine.clipping import by_parameter
+from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.engine.uses import Use
 from dpexp.privacy.exact.lattice import SIGMA2
 from dpexp.privacy.exact.sampler import DiscreteGaussian
@@ -16,12 +17,12 @@ def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> Te
     members = [(alpha, name, uses.pop(name)) for _, alpha, name in by_parameter([group]) if name in uses]
     if not members:
         return None
-    norms = torch.stack([use.squared_norms() / alpha**2 for alpha, _, use in members]).sum(0).sqrt()
-    vectors = [use.dense().flatten(1).double().cpu() / alpha for alpha, _, use in members]
-    whole = group.lattice.rounded(torch.cat(vectors, 1), norms.cpu())
-    for (_, name, _), part in zip(members, whole.split([v.shape[1] for v in vectors], 1), strict=True):
+    vectors = torch.cat([use.dense().flatten(1).cpu().double() / alpha for alpha, _, use in members], 1)
+    found = norms(vectors)
+    whole = group.lattice.rounded(vectors, found)
+    for (_, name, _), part in zip(members, whole.split([sums[name].numel() for _, name, _ in members], 1), strict=True):
         sums[name].view(-1).add_(part.sum(0))
-    return norms
+    return found
 
 
 class WholeNoise:

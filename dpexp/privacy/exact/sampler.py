@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpexp.privacy.exact.probabilities import cumulative, exp_digits, powers
 from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.noise import threads
 
 _BITS = 31  # of a word that are compared at first
 _WORD = 2**_BITS
@@ -49,10 +50,11 @@ class DiscreteGaussian:
     def draw(self, count: int) -> Tensor:
         """[count] independent numbers, int64."""
         parts, missing = [torch.empty(0, dtype=torch.int64)], count
-        while missing > 0:
-            values, kept = self.decided(self._words(min(_AT_ONCE, missing * 3 // 2 + 16)))
-            parts.append(values[kept][:missing])
-            missing -= len(parts[-1])
+        with threads(1):  # more would wait for one another
+            while missing > 0:
+                values, kept = self.decided(self._words(min(_AT_ONCE, missing * 3 // 2 + 16)))
+                parts.append(values[kept][:missing])
+                missing -= len(parts[-1])
         return torch.cat(parts)
 
     def _words(self, proposals: int) -> Tensor:
