@@ -7,6 +7,7 @@ Times are the least of several turns, taken in turn (A B A B …), by one thread
 """
 
 import argparse
+import logging
 import statistics
 import tempfile
 import time
@@ -83,9 +84,9 @@ def per_record() -> None:
 
 def trained(kind: str, seed: int) -> tuple[float, float, float]:
     """Test accuracy, ε and seconds."""
-    model = model_of(seed)
-    plan = dpexp.make_plan(model, n=N, q=Q, steps=ROUNDS, epsilon=EPSILON, delta=DELTA, noise=kind)
-    module = Classifier(model, lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9))
+    module = Classifier(model_of(seed), lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9))
+    torch.seed()  # samples and noise do not follow from the seed
+    plan = dpexp.make_plan(module, n=N, q=Q, steps=ROUNDS, epsilon=EPSILON, delta=DELTA, noise=kind)
     data = Digits()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,6 +119,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     per_number()
     per_record()
     if options.seeds:
