@@ -38,6 +38,11 @@ class Privacy:
 
 
 @dataclass
+class Noise:
+    kind: str = MISSING
+
+
+@dataclass
 class Sampling:
     policy: str = MISSING
     q: float | None = None
@@ -111,6 +116,7 @@ class Config:
     bound: Any = None
     mechanism: Any = None
     allocation: Any = None
+    noise: Noise = field(default_factory=Noise)
     sampling: Sampling = field(default_factory=Sampling)
     accountant: Accountant = field(default_factory=Accountant)
     trainer: Trainer = field(default_factory=Trainer)

@@ -77,6 +77,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: 
         schedules=OmegaConf.to_container(cfg.schedule, resolve=True),  # type: ignore[arg-type]
         accountant=reported(cfg),
         calibrate=calibrate,
+        noise=cfg.noise.kind,
     )
 
 

@@ -10,6 +10,8 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.bounds import positive
 from dpexp.privacy.sampling import Policy, make_policy
 
+NOISES = ("gaussian", "exact")
+
 
 def sampled(
     n: int,
@@ -48,6 +50,17 @@ def claimed(sampling: str, adjacency: str | None) -> str:
         raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
     check_claim(sampling, adjacency)
     return adjacency
+
+
+def check_kind(noise: str) -> str:
+    """The kind of noise.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    if noise not in NOISES:
+        raise ConfigError(f"noise={noise} is unknown; choose {' or '.join(NOISES)}.")
+    return noise
 
 
 def check_noise(

@@ -67,7 +67,7 @@ class GaussianNoise:
         most = min(PAIRS, whole_blocks(len(total)))
         if most > self._box_muller.most:
             self._box_muller = BoxMuller(most)
-        with _threads(1 if len(total) < _WORTH_THREADS else torch.get_num_threads()):
+        with threads(1 if len(total) < _WORTH_THREADS else torch.get_num_threads()):
             for k, part in enumerate(total.split(2 * PAIRS)):
                 words = self._box_muller.words(min(PAIRS, whole_blocks(len(part))))
                 self.stream.fill(words, nonce, first=k * 2 * PAIRS // _WORDS)
@@ -76,7 +76,7 @@ class GaussianNoise:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
     """Of PyTorch's."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

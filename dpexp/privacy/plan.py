@@ -11,12 +11,13 @@ from torch import nn
 
 from dpexp.accounting.calibration import Calibration, solve
 from dpexp.accounting.claims import check_claim
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
-from dpexp.privacy.asked import check_noise, check_schedules, claimed, sampled
+from dpexp.privacy.asked import check_kind, check_noise, check_schedules, claimed, sampled
 from dpexp.privacy.bounds import Bound, Fixed
+from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
 from dpexp.privacy.refusals import refuse_mixing_layers
@@ -32,6 +33,7 @@ class Group:
         alphas: α_j, one a vector; all 1 under separate clipping.
         S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum.
         share: w_g, the group's part of the budget.
+        exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.exact`).
     """
 
     name: str
@@ -40,13 +42,21 @@ class Group:
     S: float
     sigma: float
     share: float
+    exact: bool = False
 
     @property
     def d(self) -> int:
         return sum(vector.d for vector in self.vectors)
 
-    def query(self) -> SumQueryEvent:
+    @property
+    def lattice(self) -> Lattice:
+        """Of exact noise."""
+        return lattice(self.S, self.sigma)
+
+    def query(self) -> SumQueryEvent | DiscreteSumQueryEvent:
         """The event that one release of this group writes."""
+        if self.exact:
+            return DiscreteSumQueryEvent(self.name, self.lattice.grid, self.lattice.S2, SIGMA2)
         return SumQueryEvent(self.name, self.S, self.sigma)
 
 
@@ -75,6 +85,10 @@ class PrivacyPlan:
     def noise_multiplier(self) -> float:
         """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4), before the schedule."""
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
+
+    @property
+    def exact(self) -> bool:
+        return any(group.exact for group in self.groups)
 
     def at(self, t: int) -> "PrivacyPlan":
         """The plan of round t alone."""
@@ -133,6 +147,7 @@ def make_plan(
     schedules: Mapping[str, Any] | None = None,
     accountant: str = "pld",
     calibrate: str = "noise",
+    noise: str = "gaussian",
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
 
@@ -148,6 +163,7 @@ def make_plan(
         schedules: of z, q and S; see `dpexp.privacy.schedules.schedule`.
         calibrate: the knob that is solved for the target: `noise`, or from the noise given (`noise_multiplier`, or
             `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
+        noise: `gaussian`, or `exact` (see `dpexp.privacy.exact`).
 
     Raises:
         ConfigError: a value out of range, contradictory choices, a claim that cannot be made, or a model whose
@@ -157,6 +173,7 @@ def make_plan(
     policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs)
     rate = policy.q
     adjacency = claimed(sampling, adjacency)
+    exact = check_kind(noise) == "exact"
     check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
     check_schedules(schedules or {}, sampling, calibrate)
     members = (group or flat())(module)
@@ -172,7 +189,7 @@ def make_plan(
             n,
             steps,
             tuple(
-                Group(name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(w[name]), w[name])
+                Group(name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(w[name]), w[name], exact)
                 for name, c in clipping.items()
             ),
             adjacency,
@@ -183,7 +200,7 @@ def make_plan(
     if z is not None and calibrate == "noise":
         plan = plan_at(z)
         plan.ledger()  # every round's numbers make sense
-        return plan
+        return _checked(plan)
     if epsilon is not None and delta is None:
         raise ConfigError("privacy.delta must be given with privacy.epsilon.")
     check_claim(sampling, adjacency, accountant)
@@ -203,4 +220,15 @@ def make_plan(
         calibrate, lambda value: at(value).ledger(), target, accountant,
         start=start, lowest=1 / n if calibrate.startswith("q") else None,
     )  # fmt: skip
-    return replace(at(solved.value), calibration=solved)
+    return _checked(replace(at(solved.value), calibration=solved))
+
+
+def _checked(plan: PrivacyPlan) -> PrivacyPlan:
+    """Raises:
+    ConfigError: exact noise cannot be had for some group in some round.
+    """
+    if plan.exact:
+        for start, _ in plan.schedule.stretches(plan.rounds):
+            for group in plan.at(start).groups:
+                group.lattice.check(group.name, group.d, plan.n)
+    return plan

@@ -77,7 +77,9 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
     lines += [
         f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} records; "
-        f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}{schedule}.", "",
+        + ("exact noise, " if plan.exact else "")
+        + f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}"
+        f"{schedule}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
     ]  # fmt: skip
     for group in zip(*(now.groups for now in happened), strict=True):

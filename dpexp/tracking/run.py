@@ -345,7 +345,7 @@ def record_failure(cfg: DictConfig, error: Exception) -> None:
 
 def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     choices = _choices()
-    privacy = ("group", "bound", "mechanism", "allocation", "sampling") if cfg.privacy.enabled else ()
+    privacy = ("group", "bound", "mechanism", "allocation", "noise", "sampling") if cfg.privacy.enabled else ()
     found = {f"dpexp.{name}": str(choices.get(name)) for name in ("data", "model", *privacy)}
     why = exposed(cfg)
     private = "yes" if why is None else f"no: {why}"

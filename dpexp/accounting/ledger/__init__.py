@@ -32,6 +32,10 @@ holds the size and the SHA-256 of the ledger at its time, and is resumed only wi
 came after. Since headers differ, no run's checkpoint is taken for another's, though they did the same. A copied folder
 has the same header: two ledgers that went on from there both count in full what they have in common.
 
+*Whole numbers.* Where noise was exact, a query is {"group": "all", "grid": 2.4e-07, "S2": 17592186044416,
+"sigma2": 281474976710656} in place of S and sigma: whole multiples of the grid were summed, with squared norms of at
+most S2, and discrete Gaussians of parameter sigma2 were added.
+
 *Not private.* Where a run's noise seed is known, or private statistics are shown, its header says so in "not_private".
 A resume can neither take that back nor begin it.
 
@@ -51,6 +55,7 @@ from dpexp.accounting.ledger.events import (
     ADJACENCIES,
     LARGEST_Z,
     POLICIES,
+    DiscreteSumQueryEvent,
     Ledger,
     Round,
     SamplingEvent,
@@ -64,6 +69,7 @@ __all__ = [
     "ADJACENCIES",
     "LARGEST_Z",
     "POLICIES",
+    "DiscreteSumQueryEvent",
     "Ledger",
     "LedgerWriter",
     "Round",

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from dpexp.accounting.ledger.chain import VERSION, Chain
-from dpexp.accounting.ledger.events import ADJACENCIES, Ledger, Round, SamplingEvent, SumQueryEvent, is_whole
+from dpexp.accounting.ledger.events import (
+    ADJACENCIES,
+    DiscreteSumQueryEvent,
+    Ledger,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    is_whole,
+)
 from dpexp.errors import ConfigError
 
 NEWLINE, BRACE = b"\n{"
@@ -179,7 +187,7 @@ class _Told:
             sampling = SamplingEvent(**entry["sampling"])
             if not isinstance(entry["queries"], list) or not entry["queries"]:
                 raise TypeError("queries must be a list of at least one")
-            self._specs[number] = Round(sampling, tuple(SumQueryEvent(**query) for query in entry["queries"]))
+            self._specs[number] = Round(sampling, tuple(_query(**query) for query in entry["queries"]))
         except TypeError as error:
             raise ConfigError(f"{where}: round spec {number} is not understood ({error}).") from error
         except ConfigError as error:
@@ -205,6 +213,10 @@ class _Told:
     def contents(self, truncated: bool, chain: Chain | None = None) -> Contents:
         ledger = Ledger(self._header["adjacency"], dict(self._rounds), truncated, self._header.get("not_private"))
         return Contents(ledger, self._header, self._specs, chain)
+
+
+def _query(**facts: Any) -> SumQueryEvent | DiscreteSumQueryEvent:
+    return DiscreteSumQueryEvent(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
 
 
 def _parse(where: str, line: bytes) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from dpexp.accounting.ledger.chain import Chain
-from dpexp.accounting.ledger.events import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger.events import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.ledger.reading import contents
 from dpexp.errors import ConfigError
 
@@ -67,7 +67,7 @@ class LedgerWriter:
         self._specs: dict[Round, int] = {}
         self._counts: Counter[Round] = Counter()
         self._sampling: SamplingEvent | None = None
-        self._queries: list[SumQueryEvent] = []
+        self._queries: list[SumQueryEvent | DiscreteSumQueryEvent] = []
         self._open(resume)
         try:
             self._lock()
@@ -156,7 +156,7 @@ class LedgerWriter:
         self._sampling = event
         self._queries = []
 
-    def query(self, event: SumQueryEvent) -> None:
+    def query(self, event: SumQueryEvent | DiscreteSumQueryEvent) -> None:
         """Adds a sum query to the open round."""
         self._queries.append(event)
 

@@ -27,6 +27,7 @@ from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.uses import Dense, Use, merged
+from dpexp.privacy.engine.whole import WholeNoise, add_whole
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.randomness import of_python
@@ -67,6 +68,7 @@ class Engine:
         self.plan = self.now = plan
         self.around = Surroundings()
         self._noise = noise
+        self._whole = WholeNoise(noise.stream) if plan.exact else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
         planned = {name for g in plan.groups for v in g.vectors for name in v.parameters}
@@ -111,10 +113,12 @@ class Engine:
                 "the private gradient in on_before_optimizer_step instead."
             )
         self.now = self.plan.at(t)
-        self._sums = {
-            name: torch.zeros(p.shape, dtype=torch.promote_types(torch.float32, p.dtype), device=p.device)
-            for name, p in self._parameters.items()
-        }
+        if self._whole:
+            self._sums = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in self._parameters.items()}
+        else:
+            self._sums = {
+                name: torch.zeros(p.shape, dtype=_summed(p), device=p.device) for name, p in self._parameters.items()
+            }
         self.observations = []
 
     def accumulate(self, loss_of: Callable[[Any], Tensor], batch: Any, size: int) -> None:
@@ -170,6 +174,11 @@ class Engine:
             ledger.query(group.query())
         ledger.commit()
         released, self._sums = self._sums, {}
+        if self._whole:
+            return {
+                name: total.to(self._parameters[name].device, _summed(self._parameters[name]))
+                for name, total in self._whole.released(self.now, released).items()
+            }
         noisy = [(released[name], alpha * group.sigma) for group, alpha, name in by_parameter(self.now.groups)]
         self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
         return released
@@ -278,7 +287,7 @@ class Engine:
 
     def _accumulate(self, chunk: Chunk) -> None:
         kind = look(chunk.leaves)
-        known = self._ways.setdefault(kind, Way())
+        known = self._ways.setdefault(kind, Way(singly=self._whole is not None))  # company may round otherwise
         way, added = replace(known), False
         while not way.singly and not added:
             try:
@@ -356,7 +365,7 @@ class Engine:
                 with full_precision(loss.device), torch.no_grad():
                     gradients = {name: _dense(p.grad) for name, p in self._parameters.items() if p.grad is not None}
                     self._restore(chunk.state)
-                    uses: dict[str, Use] = {n: Dense(g[None].to(self._sums[n].dtype)) for n, g in gradients.items()}
+                    uses: dict[str, Use] = {n: Dense(g[None].to(_summed(g))) for n, g in gradients.items()}
                     self._clip_and_add(uses, loss.detach()[None])
             except _NOT_OF_A_RECORD:
                 raise
@@ -378,7 +387,7 @@ class Engine:
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}
         for group in self.now.groups:
-            norms = add_clipped(group, uses, self._sums)
+            norms = (add_whole if group.exact else add_clipped)(group, uses, self._sums)
             if norms is None:
                 continue
             observation[f"norm/{group.name}"] = norms
@@ -390,6 +399,11 @@ class Engine:
                 )
         if self.observe:
             self.observations.append(observation)
+
+
+def _summed(x: Tensor) -> torch.dtype:
+    """What sums of gradients of such a parameter are computed in."""
+    return torch.promote_types(torch.float32, x.dtype)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -1,0 +1,42 @@
+"""Sums of whole numbers, for exact noise."""
+
+import torch
+from torch import Tensor
+
+from dpexp.privacy.engine.clipping import by_parameter
+from dpexp.privacy.engine.rounding import norms
+from dpexp.privacy.engine.uses import Use
+from dpexp.privacy.exact.lattice import SIGMA2
+from dpexp.privacy.exact.sampler import DiscreteGaussian
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.plan import Group, PrivacyPlan
+
+
+def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> Tensor | None:
+    """As `add_clipped`, of vectors that become whole multiples of the group's grid; sums are int64, on the CPU."""
+    members = [(alpha, name, uses.pop(name)) for _, alpha, name in by_parameter([group]) if name in uses]
+    if not members:
+        return None
+    vectors = torch.cat([use.dense().flatten(1).cpu().double() / alpha for alpha, _, use in members], 1)
+    found = norms(vectors)
+    whole = group.lattice.rounded(vectors, found)
+    for (_, name, _), part in zip(members, whole.split([sums[name].numel() for _, name, _ in members], 1), strict=True):
+        sums[name].view(-1).add_(part.sum(0))
+    return found
+
+
+class WholeNoise:
+    """Discrete Gaussian noise for all of a round's sums."""
+
+    def __init__(self, stream: KeyStream) -> None:
+        self._gaussian = DiscreteGaussian(SIGMA2, stream)
+
+    def released(self, plan: PrivacyPlan, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """v̂ for each parameter, in float64: α γ (Σ_i u^i + N) / qn. What follows the sum is post-processing."""
+        drawn = self._gaussian.draw(sum(total.numel() for total in sums.values()))
+        noise = dict(zip(sums, drawn.split([total.numel() for total in sums.values()]), strict=True))
+        return {
+            name: (sums[name] + noise[name].view_as(sums[name])).double()
+            * (alpha * group.lattice.grid / (plan.sampling.q * plan.n))
+            for group, alpha, name in by_parameter(plan.groups)
+        }
