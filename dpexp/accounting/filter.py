@@ -1,10 +1,10 @@
 """A privacy filter: how much may still be released on a data set when each run is planned by looking at those before.
 
-Composition by privacy losses takes the runs' parameters as fixed in advance. Where they are chosen adaptively, what holds
-is fully adaptive composition of Rényi DP (Feldman & Zrnic 2021, "Individual Privacy Accounting via a Rényi Filter",
-arXiv 2008.11193, theorem 3.1): fix an order α and a limit B; if the t-th release is (α, ρ_t)-Rényi DP for a ρ_t that may
-depend on all results before, and Σ ρ_t ≤ B however they come out, then all of them together are (α, B)-Rényi DP. Their
-filter goes on for as long as the sum stays within B.
+Composition by privacy losses takes the runs' parameters as fixed in advance. Where they are chosen adaptively, what
+holds is fully adaptive composition of Rényi DP (Feldman & Zrnic 2021, "Individual Privacy Accounting via a Rényi
+Filter", arXiv 2008.11193, theorem 3.1): fix an order α and a limit B; if the t-th release is (α, ρ_t)-Rényi DP for a ρ_t
+that may depend on all results before, and Σ ρ_t ≤ B however they come out, then all of them together are (α, B)-Rényi
+DP. Their filter goes on for as long as the sum stays within B.
 
 Here a release is a round, so that runs may also overlap, end early or be given up for what they showed. A budget (ε, δ)
 is met at one order that is fixed with it: (α, B)-Rényi DP is (ε, δ)-DP for
@@ -56,8 +56,8 @@ class Budget:
 
 
 def budget(given: Any) -> Budget:
-    """Reads `privacy.budget`. Without an order it is the one that is best for Gaussian releases that spend all of it, to
-    two decimals: a function of ε and δ, and so of no result.
+    """Reads `privacy.budget`. Without an order it is the one that is best for Gaussian releases that spend all of it,
+    to two decimals: a function of ε and δ, and so of no result.
 
     Raises:
         ConfigError: it is not understood, out of range, or allows nothing at its order.

@@ -18,7 +18,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.accounting.ledger import Ledger, joined, ledger_so_far, read_ledger
 from dpexp.commands import trial
 from dpexp.commands.building import (
     accountants,
@@ -37,13 +37,15 @@ from dpexp.commands.building import (
 )
 from dpexp.commands.lightning import AVERAGING, CHECKPOINT, trainer_for
 from dpexp.commands.objective import check_objective, objective, objective_of
-from dpexp.commands.resume import check_resumable
+from dpexp.commands.resume import check_resumable, completed
 from dpexp.commands.saved import CARD, keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.errors import ConfigError
+from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.origin import without_passwords
+from dpexp.tracking.underway import begun
 from dpexp.training.checkpoints import LastWeights
 
 if TYPE_CHECKING:  # MLflow is imported where it is used: a job without tracking does not wait for it
@@ -86,7 +88,7 @@ def run(cfg: DictConfig) -> float | None:
     plan = job.plan
     if among is None:
         terminal.announce(cfg, plan)
-    with _track(cfg, plan, output) as tracked:
+    with _track(cfg, plan, output, _at_its_end(cfg, plan, output)) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
         result["mlflow_run_id"] = tracked.run_id if tracked else None
         (output / "result.json").write_text(json.dumps(result, indent=2))
@@ -147,12 +149,23 @@ def _free(folder: Path) -> Path:
     return next(attempt for attempt in attempts if not taken(attempt))
 
 
-def _track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "AbstractContextManager[Tracked | None]":
+def _at_its_end(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledger | None:
+    """What the job's ledger will hold at most, rounds included that a resumed one does again."""
+    if plan is None or cfg.data.id is None:
+        return None
+    if not cfg.checkpoint.resume:
+        return plan.ledger()
+    return joined([ledger_so_far(output / "ledger.jsonl"), plan.ledger(completed(output / CHECKPOINT))])
+
+
+def _track(
+    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, promised: Ledger | None
+) -> "AbstractContextManager[Tracked | None]":
     if cfg.tracking.uri is None:
         return nullcontext()
     from dpexp.tracking.run import track
 
-    return track(cfg, plan, output, accountants(cfg, plan) if plan else [])
+    return track(cfg, plan, output, accountants(cfg, plan) if plan else [], promised)
 
 
 def _shown(cfg: DictConfig) -> DictConfig:
@@ -174,8 +187,11 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     if plan is None and hasattr(data, "batch_size"):
         data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
     started = time.monotonic()
+    released = [one for one in trainer.callbacks if isinstance(one, PrivacyCallback)]  # type: ignore[attr-defined]
+    named = cfg.data.id is not None and plan is not None
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
+        with begun(output, lambda: released[0].begun) if named else nullcontext():
+            trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
