@@ -16,8 +16,8 @@ COMMAND = "DPEXP_COMMAND"  # an environment variable with the command line, for 
 
 @dataclass
 class Data:
-    """`id` is a name for the data set, under which what is spent on it is added up. `n` is a published constant. `module`
-    is a LightningDataModule's `_target_` with its arguments."""
+    """`id` is a name for the data set, under which what is spent on it is added up. `n` is a published constant.
+    `module` is a LightningDataModule's `_target_` with its arguments."""
 
     id: str | None = None
     n: int = MISSING

@@ -2,9 +2,9 @@
 
 Composition by privacy losses takes the runs' parameters as fixed in advance. Where they are chosen adaptively, what
 holds is fully adaptive composition of Rényi DP (Feldman & Zrnic 2021, "Individual Privacy Accounting via a Rényi
-Filter", arXiv 2008.11193, theorem 3.1): fix an order α and a limit B; if the t-th release is (α, ρ_t)-Rényi DP for a ρ_t
-that may depend on all results before, and Σ ρ_t ≤ B however they come out, then all of them together are (α, B)-Rényi
-DP. Their filter goes on for as long as the sum stays within B.
+Filter", arXiv 2008.11193, theorem 3.1): fix an order α and a limit B; if the t-th release is (α, ρ_t)-Rényi DP for a
+ρ_t that may depend on all results before, and Σ ρ_t ≤ B however they come out, then all of them together are
+(α, B)-Rényi DP. Their filter goes on for as long as the sum stays within B.
 
 Here a release is a round, so that runs may also overlap, end early or be given up for what they showed. A budget (ε, δ)
 is met at one order that is fixed with it: (α, B)-Rényi DP is (ε, δ)-DP for
@@ -46,6 +46,10 @@ class Budget:
     def limit(self) -> float:
         """B: what the rounds' ρ at `order` may add up to."""
         return self.epsilon - _conversion(self.order, self.delta)
+
+    def holds(self, spent: float) -> bool:
+        """Whether rounds whose ρ add up to `spent` are within it, whatever rounding has made of the sum."""
+        return spent * (1 + 1e-9) <= self.limit
 
     def gaussian(self, rho: float) -> float:
         """ε at δ of the one Gaussian release that costs ρ at `order`: what ρ is worth, as a number that people know."""

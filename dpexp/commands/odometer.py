@@ -1,5 +1,5 @@
-"""`python -m dpexp account data.id=NAME [SOURCE ...] [key=value ...]` says what has been spent on a data set, by whom, and
-what a budget leaves.
+"""`python -m dpexp account data.id=NAME [SOURCE ...] [key=value ...]` says what has been spent on a data set, by whom,
+and what a budget leaves.
 
 Counted is every run of the store with that data.id: finished, failed, killed, deleted from the list, trials of sweeps;
 a run that is under way, or lost its ledger, as its whole plan. SOURCEs are further ledger files and jobs' folders.
@@ -30,6 +30,7 @@ from dpexp.errors import ConfigError
 from dpexp.showing.rounding import up
 
 console = Console()
+RUN_ID = 32  # characters of MLflow's ids
 
 
 @dataclass
@@ -78,7 +79,10 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
     check_delta(delta)
     known = [charge.ledger for charge in charges if charge.ledger is not None and charge.ledger.rounds]
     console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {len(charges)} runs, δ = {up(delta, 4)}")
-    table = Table("run", "run id", "user", "status", "rounds", f"ε ({cfg.accountant})", "")
+    table = Table()
+    table.add_column("run id", min_width=RUN_ID)
+    for name in ("user", "status", "rounds", f"ε ({cfg.accountant})", "run"):
+        table.add_column(name)
     for charge in charges:
         if charge.ledger is None:
             rounds, cost = "?", "unknown"
@@ -88,15 +92,8 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
             cost = f"unknown, at most {cost}" if charge.lost else cost
         matter = [charge.note] if charge.note else []
         matter += [f"NOT PRIVATE: {charge.exposed}"] if charge.exposed else []
-        table.add_row(
-            escape(charge.name),
-            charge.run_id,
-            charge.user,
-            charge.status.lower(),
-            rounds,
-            cost,
-            escape("; ".join(matter)),
-        )
+        what = escape("; ".join([charge.name, *matter]))
+        table.add_row(charge.run_id, charge.user, charge.status.lower(), rounds, cost, what)
     console.print(table)
     for charge in charges:
         if charge.lost:
@@ -119,8 +116,8 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
     found = {"composed": composed, "unknown": float(unknown)}
     more = f"more than {up(composed, 4)}, by an amount that nobody knows" if unknown else up(composed, 4)
     console.print(
-        f"Plain composition by {cfg.accountant}: ε = {more}. It holds if what each run was to do had been fixed before the "
-        "first was looked at.",
+        f"Plain composition by {cfg.accountant}: ε = {more}. It holds if what each run was to do had been fixed before "
+        "the first was looked at.",
         soft_wrap=True,
     )
     if kept is None:
@@ -138,12 +135,11 @@ def _against(kept: Budget, charges: Sequence[Any], data_id: str) -> dict[str, fl
     taken = tally(counted, kept, data_id)
     if len(counted) < len(charges):
         console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.", soft_wrap=True)
-    over = taken.spent > kept.limit * (1 + 1e-9)
     console.print(
         f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {taken.said}. "
         + (
             "[bold red]It is overdrawn[/], so that it holds for nothing."
-            if over
+            if not kept.holds(taken.spent)
             else "The budget holds also where runs were planned by looking at those before, if it was fixed before the "
             "first, and all of them are counted here."
         ),

@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
-from dpexp.accounting.filter import budget, check_rule
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.asked import check_noise, check_schedules, claimed, sampled
@@ -50,8 +49,8 @@ def check(cfg: DictConfig) -> None:
     _check_accountants(list(cfg.accountant.names))
     check_delta(cfg.privacy.delta)
     _check_privacy(cfg)
-    _check_data_id(cfg.data.id)
-    if cfg.privacy.budget is not None:
+    _check_data_id(OmegaConf.select(cfg, "data.id"))  # older configurations have neither
+    if OmegaConf.select(cfg, "privacy.budget") is not None:
         _check_budget(cfg)
 
 
@@ -140,16 +139,17 @@ def _check_data_id(name: str | None) -> None:
 
 def _check_budget(cfg: DictConfig) -> None:
     """Whether a budget can be kept at all; how much of it is left, the store will say."""
-    budget(
-        OmegaConf.to_container(cfg.privacy.budget) if OmegaConf.is_config(cfg.privacy.budget) else cfg.privacy.budget
-    )
+    from dpexp.accounting.filter import budget, check_rule  # with scipy and dp-accounting, which take their time
+
+    given = cfg.privacy.budget
+    budget(OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given)
     if cfg.data.id is None:
         raise ConfigError("privacy.budget needs data.id, the name of the data set for which it is kept.")
     if cfg.tracking.uri is None or cfg.debug:
-        why = "debug=true" if cfg.debug else "tracking.uri=null"
+        untracked = "debug=true" if cfg.debug else "tracking.uri=null"
         raise ConfigError(
-            f"privacy.budget with {why}: no later job would learn what this one spends; choose tracking=mlflow without "
-            "debug, or leave the budget out."
+            f"privacy.budget with {untracked}: no later job would learn what this one spends; choose tracking=mlflow "
+            "without debug, or leave the budget out."
         )
     why = exposed(cfg)
     if why is not None:

@@ -1,7 +1,7 @@
 """A budget for all runs on one data set, kept where several jobs of a machine start at once.
 
-A job reserves its whole plan by beginning its run: under a lock it looks at what all runs count as, is refused or writes
-its plan into its folder, and begins. So there are no books beside the runs themselves.
+A job reserves its whole plan by beginning its run: under a lock it looks at what all runs count as, is refused or
+writes its plan into its folder, and begins. So there are no books beside the runs themselves.
 """
 
 import hashlib
@@ -26,7 +26,6 @@ from dpexp.tracking.store import OUTPUT
 from dpexp.tracking.underway import RUN
 
 _PATIENCE = 600  # seconds for others that look at the same data set's runs
-_HAIR = 1e-9  # relative, for rounding in the sums
 
 
 def budget_of(cfg: DictConfig) -> Budget | None:
@@ -90,9 +89,8 @@ def _lock(cfg: DictConfig) -> Iterator[None]:
 
 def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked: Ledger, output: Path) -> None:
     data_id = cfg.data.id
-    runs = [
-        run for run in runs_on(client, cfg.tracking.uri, data_id) if not _is_own(run.info.run_id, run.data.tags, output)
-    ]
+    found = runs_on(client, cfg.tracking.uri, data_id)
+    runs = [run for run in found if not _is_own(run.info.run_id, run.data.tags, output)]
     for run in runs:
         other = run.data.tags.get(BUDGET)
         if other is not None and json.loads(other) != asdict(kept):
@@ -102,15 +100,15 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked
                 f"data.id={data_id}, which is {before} (order {before.order:g}); a budget holds only if it was fixed "
                 "before the first run was looked at, so give that one."
             )
-    found = tally([charge_of(client, run) for run in runs], kept, data_id)
-    for name, note in found.lost:
+    taken = tally([charge_of(client, run) for run in runs], kept, data_id)
+    for name, note in taken.lost:
         warnings.warn(f"data.id={data_id}: of the run {name}, {note}")
     own = Charge("this job", "", "", "", asked, "")
-    _same_adjacency([*found.charges, own], data_id)
+    _same_adjacency([*taken.charges, own], data_id)
     wanted = rho(asked, kept.order)
-    if found.spent + wanted > kept.limit * (1 + _HAIR):
+    if not kept.holds(taken.spent + wanted):
         raise ConfigError(
-            f"privacy.budget of {kept} for data.id={data_id}: {found.said}; this job's plan asks for "
+            f"privacy.budget of {kept} for data.id={data_id}: {taken.said}; this job's plan asks for "
             f"{_percent(wanted, kept)} (ε = {up(kept.gaussian(wanted), 3)}), so ask for less, or see python -m dpexp "
             f"account data.id={data_id}."
         )

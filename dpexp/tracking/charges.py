@@ -202,9 +202,7 @@ def _at_most(known: Charge, folder: Path, why: str, lost: bool) -> Charge:
     try:
         ledger = ledger_so_far(folder / PROMISED)
     except ConfigError:
-        return replace(
-            known, note=f"{why}, and so is its plan" if lost else f"{why}, and its plan is missing", lost=True
-        )
+        return replace(known, note=f"{why}, and its plan is not at hand", lost=True)
     return replace(known, ledger=ledger, note=f"{why}: counted as its whole plan", lost=lost)
 
 
