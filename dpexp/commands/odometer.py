@@ -19,7 +19,6 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names
@@ -30,7 +29,6 @@ from dpexp.errors import ConfigError
 from dpexp.showing.rounding import up
 
 console = Console()
-RUN_ID = 32  # characters of MLflow's ids
 
 
 @dataclass
@@ -78,11 +76,9 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
     delta = cfg.delta if cfg.delta is not None else kept.delta if kept else _common([c.delta for c in charges])
     check_delta(delta)
     known = [charge.ledger for charge in charges if charge.ledger is not None and charge.ledger.rounds]
-    console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {len(charges)} runs, δ = {up(delta, 4)}")
-    table = Table()
-    table.add_column("run id", min_width=RUN_ID)
-    for name in ("user", "status", "rounds", f"ε ({cfg.accountant})", "run"):
-        table.add_column(name)
+    console.print(
+        f"[bold]data.id={escape(cfg.data.id)}[/]: {len(charges)} runs; ε by {cfg.accountant} at δ = {up(delta, 4)}"
+    )
     for charge in charges:
         if charge.ledger is None:
             rounds, cost = "?", "unknown"
@@ -90,11 +86,17 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
             rounds = str(len(charge.ledger))
             cost = up(epsilon(charge.ledger, delta, cfg.accountant), 4) if charge.ledger.rounds else "0"
             cost = f"unknown, at most {cost}" if charge.lost else cost
-        matter = [charge.note] if charge.note else []
-        matter += [f"NOT PRIVATE: {charge.exposed}"] if charge.exposed else []
-        what = escape("; ".join([charge.name, *matter]))
-        table.add_row(charge.run_id, charge.user, charge.status.lower(), rounds, cost, what)
-    console.print(table)
+        matter = [f"({charge.note})"] if charge.note else []
+        facts = [
+            charge.run_id,
+            charge.user,
+            charge.status.lower(),
+            f"{rounds} rounds",
+            f"ε = {cost}",
+            charge.name,
+            *matter,
+        ]
+        console.print(escape("  ".join(fact for fact in facts if fact)), soft_wrap=True, highlight=False)
     for charge in charges:
         if charge.lost:
             console.print(

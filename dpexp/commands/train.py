@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,7 +156,8 @@ def _at_its_end(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledg
         return None
     if not cfg.checkpoint.resume:
         return plan.ledger()
-    return joined([ledger_so_far(output / "ledger.jsonl"), plan.ledger(completed(output / CHECKPOINT))])
+    before = ledger_so_far(output / "ledger.jsonl")
+    return replace(joined([before, plan.ledger(completed(output / CHECKPOINT))]), truncated=False)
 
 
 def _track(

@@ -40,7 +40,14 @@ from dpexp.tracking.views import address, show_columns
 
 _PARAM_LIMIT = 6000
 NAME = 250  # characters of a run's name
-_NAMELESS = ("sweep=", "tracking", "hydra", "checkpoint")  # overrides that do not tell runs apart
+_NAMELESS = (
+    "sweep=",
+    "tracking",
+    "hydra",
+    "checkpoint",
+    "data.id",
+    "privacy.budget",
+)  # overrides that do not tell runs apart
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
 
 
