@@ -112,7 +112,7 @@ def test_a_running_job_counts_as_its_whole_plan_and_a_dead_one_as_its_ledger(run
     process.kill()
     process.join()
     (charge,) = run_on.charges()
-    assert under_way(output) is False and len(charge.ledger) == 3
+    assert under_way(output) is False and len(charge.ledger) == 3 and charge.status == "KILLED"
 
 
 def test_a_run_of_another_machine_counts_as_its_plan_for_as_long_as_its_store_says_that_it_runs(run_on, store):

@@ -70,7 +70,7 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
         charges.append(charge_at(Path(name)) if Path(name).is_dir() else charge_from(Path(name)))
     charges = once(charges)
     if not charges:
-        raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; see python -m dpexp help data.")
+        raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
     given = OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget
     kept = budget(given) if given is not None else _kept([one for uri in stores for one in kept_in(uri, cfg.data.id)])
     delta = cfg.delta if cfg.delta is not None else kept.delta if kept else _common([c.delta for c in charges])
@@ -116,7 +116,10 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
     unknown = sum(charge.ledger is None or charge.exposed is not None for charge in charges)
     composed = epsilon(joined(known), delta, cfg.accountant) if known else 0.0
     found = {"composed": composed, "unknown": float(unknown)}
-    more = f"more than {up(composed, 4)}, by an amount that nobody knows" if unknown else up(composed, 4)
+    lost = any(charge.lost for charge in charges)
+    more = f"at most {up(composed, 4)}" if lost else up(composed, 4)
+    if unknown:
+        more = f"more than {up(composed, 4)}, by an amount that nobody knows"
     console.print(
         f"Plain composition by {cfg.accountant}: ε = {more}. It holds if what each run was to do had been fixed before "
         "the first was looked at.",

@@ -48,9 +48,7 @@ def tags_of(cfg: DictConfig) -> dict[str, str]:
 
 
 @contextmanager
-def reserved(
-    cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output: Path
-) -> Iterator[None]:  # fmt: skip
+def reserved(cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output: Path) -> Iterator[None]:
     """While a run on a data set with a name is begun: no other on the same begins meanwhile, at least on this machine.
 
     Args:
@@ -75,8 +73,9 @@ def reserved(
 def _lock(cfg: DictConfig) -> Iterator[None]:
     """Beside the store where that is a file, else beside what is kept for it in the working directory."""
     uri = cfg.tracking.uri
-    where = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else Path(cfg.tracking.unsent)
-    name = hashlib.sha256(f"{uri} {cfg.data.id}".encode()).hexdigest()[:16]
+    in_a_file = uri.startswith("sqlite:///")
+    where = Path(uri.removeprefix("sqlite:///") if in_a_file else cfg.tracking.unsent).resolve()
+    name = hashlib.sha256(f"{'' if in_a_file else uri} {cfg.data.id}".encode()).hexdigest()[:16]
     path = where.with_name(f"{where.stem}.{name}.budget.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

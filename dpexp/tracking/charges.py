@@ -110,6 +110,8 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
         running = under_way(folder)
         if running is None or (status == "RUNNING" and tags.get("dpexp.host") != HOST):
             running = status == "RUNNING"
+        elif status == "RUNNING" and not running:
+            known = replace(known, status="KILLED")  # which the next job in its experiment will tell the store
         nothing = not (folder / BEGUN).exists()
         return _from_folder(replace(known, mark=str(folder.resolve())), folder, running, nothing)
     with tempfile.TemporaryDirectory() as copied:
