@@ -1,6 +1,8 @@
 """Groups, bounds, mechanisms, allocations: the paper's formulas and worked numbers."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -322,3 +324,12 @@ def test_layers_that_mix_records_are_refused_by_name(layer, message):
 def test_a_frozen_batchnorm_is_fine():
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).eval())
     assert plan(module).groups[0].d == 12
+
+
+def test_what_is_left_of_a_plan_and_what_was_done_are_the_whole():
+    layer = nn.Linear(3, 1)
+    plan = make_plan(layer, n=100, q=0.1, steps=25, noise_multiplier=1.0, schedules={"z": {"step": {0: 2.0, 10: 1.0}}})
+    for since in (0, 4, 10, 24, 25):
+        done = Counter(round_ for t in range(since) for round_ in replace(plan.at(t), rounds=1).ledger().rounds)
+        assert done + Counter(plan.ledger(since).rounds) == Counter(plan.ledger().rounds)
+        assert len(plan.ledger(since)) == 25 - since
