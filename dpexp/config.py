@@ -16,8 +16,10 @@ COMMAND = "DPEXP_COMMAND"  # an environment variable with the command line, for 
 
 @dataclass
 class Data:
-    """`n` is a published constant. `module` is a LightningDataModule's `_target_` with its arguments."""
+    """`id` is a name for the data set, under which what is spent on it is added up. `n` is a published constant.
+    `module` is a LightningDataModule's `_target_` with its arguments."""
 
+    id: str | None = None
     n: int = MISSING
     shape: list[int] | None = None
     classes: int | None = None
@@ -35,6 +37,7 @@ class Privacy:
     delta: float = MISSING
     adjacency: str | None = None
     noise_seed: int | None = None
+    budget: Any = None
 
 
 @dataclass

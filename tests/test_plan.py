@@ -1,6 +1,7 @@
 """Groups, bounds, mechanisms, allocations: the paper's formulas and worked numbers."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -322,3 +323,12 @@ def test_layers_that_mix_records_are_refused_by_name(layer, message):
 def test_a_frozen_batchnorm_is_fine():
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).eval())
     assert plan(module).groups[0].d == 12
+
+
+def test_what_is_left_of_a_plan_are_its_last_rounds():
+    made = make_plan(
+        nn.Linear(3, 1), n=100, q=0.1, steps=25, noise_multiplier=1.0, schedules={"z": {"step": {0: 2.0, 10: 1.0}}}
+    )
+    for since in (0, 4, 10, 24, 25):
+        left = {round(round_.noise_multiplier, 9): count for round_, count in made.ledger(since).rounds.items()}
+        assert left == Counter(([2.0] * 10 + [1.0] * 15)[since:])

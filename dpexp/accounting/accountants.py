@@ -33,9 +33,9 @@ from dpexp.accounting.renyi import Array, best_order, log_moments
 from dpexp.errors import ConfigError
 
 MOMENTS = range(1, 33)  # λ
-_WHOLE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
+WHOLE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
 _TOO_MANY = 2**28  # rounds
-_CERTAIN = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
+CERTAIN = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
 
 
 class Guarantee(Protocol):
@@ -81,22 +81,22 @@ class RenyiOfFixedSize:
     be above that of no sampling at all."""
 
     def __init__(self, counts: Mapping[Release, int]) -> None:
-        self._total = sum(count * _renyi_of_fixed_size(release) for release, count in counts.items())
+        self._total = sum(count * renyi_of_fixed_size(release) for release, count in counts.items())
         z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
         self._unsampled = Renyi(z, np.ones(len(z)), times)
 
     def epsilon(self, delta: float) -> float:
-        sampled = max(0.0, float(rdp.compute_epsilon(_WHOLE_ORDERS, self._total, delta)[0]))
+        sampled = max(0.0, float(rdp.compute_epsilon(WHOLE_ORDERS, self._total, delta)[0]))
         return min(sampled, self._unsampled.epsilon(delta))
 
 
 @lru_cache(maxsize=4096)
-def _renyi_of_fixed_size(release: Release) -> Array:
-    unsampled = np.array(_WHOLE_ORDERS) / (2 * release.z**2)
+def renyi_of_fixed_size(release: Release) -> Array:
+    unsampled = np.array(WHOLE_ORDERS) / (2 * release.z**2)
     if release.policy != "fixed_size":
         return unsampled
     size = round(release.q * release.n)  # type: ignore[operator]
-    accountant = rdp.RdpAccountant(_WHOLE_ORDERS, NeighboringRelation.REPLACE_ONE)
+    accountant = rdp.RdpAccountant(WHOLE_ORDERS, NeighboringRelation.REPLACE_ONE)
     gaussian = dp_accounting.GaussianDpEvent(release.z)
     accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(release.n, size, gaussian))  # type: ignore[arg-type]
     return np.minimum(accountant.rdp, unsampled)
@@ -119,7 +119,7 @@ def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
     # Where a nulled record lets another into a full sample, a sum moves by up to 2S.
     z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in counts])
     times = np.array([float(count) for count in counts.values()])
-    full = np.array([release.q == 1 or release.z < _CERTAIN for release in counts])
+    full = np.array([release.q == 1 or release.z < CERTAIN for release in counts])
     unsampled = composed(z, times)
     if full.all():
         return unsampled
@@ -164,7 +164,7 @@ def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guar
     if any(release.policy == "fixed_size" for release, _ in counts):
         return RenyiOfFixedSize(dict(counts))
     z = np.array([release.z for release, _ in counts])
-    q = np.array([release.q if release.z >= _CERTAIN else 1.0 for release, _ in counts])
+    q = np.array([release.q if release.z >= CERTAIN else 1.0 for release, _ in counts])
     return _GAUSSIAN[accountant](z, q, np.array([float(count) for _, count in counts]))
 
 

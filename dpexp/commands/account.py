@@ -1,6 +1,8 @@
 """`python -m dpexp account SOURCE [SOURCE ...] [key=value ...]` says what ledgers cost, by any accountant, afterwards.
 
 A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several are composed, as runs on the same data.
+With data.id=NAME it says what all runs on that data set have spent, by whom, and what a budget leaves:
+see `account data.id=NAME --help`.
 
     accountant=pld    or rdp, moments, strong, basic, gdp; several as pld,rdp; or all
     delta=1e-5        default: the run's own
@@ -63,6 +65,10 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     Raises:
         ConfigError: a source that cannot be read, or a claim that cannot be made.
     """
+    if any(argument.startswith("data.id=") for argument in arguments):
+        from dpexp.commands import odometer
+
+        return odometer.spent(arguments)
     if "--help" in arguments or "-h" in arguments:
         print(__doc__)
         return {}

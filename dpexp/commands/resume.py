@@ -62,6 +62,16 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
         )
 
 
+def completed(checkpoint: Path) -> int:
+    """How many rounds of its plan a job had done when the checkpoint was made."""
+    import torch
+
+    from dpexp.privacy.callback import PrivacyCallback
+
+    states = torch.load(checkpoint, map_location="cpu", weights_only=False, mmap=True)["callbacks"]
+    return next((int(state["completed"]) for key, state in states.items() if key == PrivacyCallback.__name__), 0)
+
+
 def _folder(given: Arguments) -> Path:
     path = Path(given.run)
     if path.is_dir():

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, read_ledger
+from dpexp.accounting.ledger import Ledger, joined, ledger_so_far, read_ledger
 from dpexp.accounting.risk import risk
 from dpexp.commands import trial
 from dpexp.commands.building import (
@@ -38,13 +39,15 @@ from dpexp.commands.building import (
 )
 from dpexp.commands.lightning import AVERAGING, CHECKPOINT, trainer_for
 from dpexp.commands.objective import check_objective, objective, objective_of
-from dpexp.commands.resume import check_resumable
+from dpexp.commands.resume import check_resumable, completed
 from dpexp.commands.saved import CARD, keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
+from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.origin import without_passwords
+from dpexp.tracking.underway import begun
 from dpexp.training.checkpoints import LastWeights
 
 if TYPE_CHECKING:
@@ -90,7 +93,7 @@ def run(cfg: DictConfig) -> float | None:
     plan = job.plan
     if among is None:
         terminal.announce(cfg, plan)
-    with _track(cfg, plan, output) as tracked:
+    with _track(cfg, plan, output, _at_its_end(cfg, plan, output)) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
         (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
         audit = _audited(cfg, plan, output)
@@ -157,12 +160,24 @@ def _free(folder: Path) -> Path:
     return next(attempt for attempt in attempts if not taken(attempt))
 
 
-def _track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "AbstractContextManager[Tracked | None]":
+def _at_its_end(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledger | None:
+    """What the job's ledger will hold at most, rounds included that a resumed one does again."""
+    if plan is None or cfg.data.id is None:
+        return None
+    if not cfg.checkpoint.resume:
+        return plan.ledger()
+    before = ledger_so_far(output / "ledger.jsonl")
+    return replace(joined([before, plan.ledger(completed(output / CHECKPOINT))]), truncated=False)
+
+
+def _track(
+    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, promised: Ledger | None
+) -> "AbstractContextManager[Tracked | None]":
     if cfg.tracking.uri is None:
         return nullcontext()
     from dpexp.tracking.run import track
 
-    return track(cfg, plan, output, accountants(cfg, plan) if plan else [])
+    return track(cfg, plan, output, accountants(cfg, plan) if plan else [], promised)
 
 
 def _shown(cfg: DictConfig) -> DictConfig:
@@ -184,8 +199,11 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     if plan is None and hasattr(data, "batch_size"):
         data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
     started = time.monotonic()
+    released = [one for one in trainer.callbacks if isinstance(one, PrivacyCallback)]  # type: ignore[attr-defined]
+    named = cfg.data.id is not None and plan is not None
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
+        with begun(output, lambda: released[0].begun) if named else nullcontext():
+            trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise

@@ -10,12 +10,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
+from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.asked import check_kind, check_noise, check_schedules, check_targets, claimed, sampled
 from dpexp.privacy.schedules import schedule
 
 DIAGNOSTICS = ("none", "unsafe")
 OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "allocation")
+LONGEST_ID = 250
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml")
 
 
@@ -49,6 +51,9 @@ def check(cfg: DictConfig) -> None:
     _check_privacy(cfg)
     if cfg.audit is not None:
         _check_audit(cfg)
+    _check_data_id(OmegaConf.select(cfg, "data.id"))  # older configurations have neither
+    if OmegaConf.select(cfg, "privacy.budget") is not None:
+        _check_budget(cfg)
 
 
 def reported(cfg: DictConfig) -> str:
@@ -147,3 +152,32 @@ def _check_privacy(cfg: DictConfig) -> None:
     assert isinstance(kinds, dict)
     check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]
     schedule(rounds, **{str(kind): value for kind, value in kinds.items()})
+
+
+def _check_data_id(name: str | None) -> None:
+    if name is not None and not (0 < len(name) <= LONGEST_ID and name == name.strip() and name.isprintable()):
+        raise ConfigError(
+            f"data.id={name!r} must be a name of 1 to {LONGEST_ID} printable characters, without blanks at its ends."
+        )
+
+
+def _check_budget(cfg: DictConfig) -> None:
+    """Whether a budget can be kept at all; how much of it is left, the store will say."""
+    from dpexp.accounting.filter import budget, check_rule  # with scipy and dp-accounting, which take their time
+
+    given = cfg.privacy.budget
+    budget(OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given)
+    if cfg.data.id is None:
+        raise ConfigError("privacy.budget needs data.id, the name of the data set for which it is kept.")
+    if cfg.tracking.uri is None or cfg.debug:
+        untracked = "debug=true" if cfg.debug else "tracking.uri=null"
+        raise ConfigError(
+            f"privacy.budget with {untracked}: no later job would learn what this one spends; choose tracking=mlflow "
+            "without debug, or leave the budget out."
+        )
+    why = exposed(cfg)
+    if why is not None:
+        raise ConfigError(
+            f"privacy.budget cannot be kept by a run that is not private ({why}); remove that, or the budget."
+        )
+    check_rule(cfg.sampling.policy, claimed(cfg.sampling.policy, cfg.privacy.adjacency))

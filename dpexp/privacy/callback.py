@@ -98,6 +98,11 @@ class PrivacyCallback(pl.Callback):
         self._ledger: LedgerWriter | None = None
         self._engine: Engine | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether a ledger was opened, before which nothing is released."""
+        return self._ledger is not None
+
     # Before training
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -94,12 +94,14 @@ class PrivacyPlan:
         """The plan of round t alone."""
         return self if self.schedule == Schedule() else _scaled(self, self.schedule.at(t))
 
-    def ledger(self) -> Ledger:
-        """What carrying out the whole plan would write."""
+    def ledger(self, since: int = 0) -> Ledger:
+        """What carrying out the whole plan would write, or its rounds from number `since` on."""
         per_epoch = self.sampling.rounds_per_epoch
         epochs = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         rounds: Counter[Round] = Counter()
-        for start, count in self.schedule.stretches(self.rounds, epochs):
+        for start, count in self.schedule.stretches(self.rounds, (*epochs, since)):
+            if start < since:
+                continue
             now = self.at(start)
             epoch = start - start % per_epoch if isinstance(per_epoch, int) else None
             rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += count

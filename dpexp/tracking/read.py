@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Run
+from mlflow.entities import Metric, Run, ViewType
 from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
@@ -27,7 +27,7 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
         ConfigError: there is no such run, or it has no ledger.
     """
     try:
-        _existing(uri).get_run(run_id)
+        existing(uri).get_run(run_id)
     except (ConfigError, MlflowException) as error:
         raise ConfigError(
             f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {' '.join(str(error).split())}"
@@ -45,7 +45,7 @@ def output_of(uri: str, run_id: str) -> Path:
         ConfigError: there is no such run, or its folder is not here.
     """
     try:
-        folder = _existing(uri).get_run(run_id).data.tags.get(OUTPUT, "")
+        folder = existing(uri).get_run(run_id).data.tags.get(OUTPUT, "")
     except (ConfigError, MlflowException) as error:
         raise ConfigError(f"{run_id} is neither a folder nor a run of {uri}: {' '.join(str(error).split())}") from error
     if not folder or not Path(folder).is_dir():
@@ -86,7 +86,7 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     Raises:
         ConfigError: there is no such store, or a source is neither an experiment nor a run.
     """
-    client = _existing(uri)
+    client = existing(uri)
     try:
         runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
     except MlflowException as error:
@@ -99,7 +99,7 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
 
 def selections(uri: str, run_ids: Iterable[str]) -> list[tuple[str, dict[str, float]]]:
     """Of each parent run that has them: its name, and its metrics `selection/…`, without that prefix."""
-    client = _existing(uri)
+    client = existing(uri)
     found = []
     for run_id in run_ids:
         try:
@@ -123,7 +123,7 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
     Raises:
         ConfigError: there is no such run, or they cannot be fetched.
     """
-    client = _existing(uri)
+    client = existing(uri)
     try:
         client.get_run(run_id)
     except MlflowException as error:
@@ -138,7 +138,7 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
         yield Path(folder)
 
 
-def _existing(uri: str) -> MlflowClient:
+def existing(uri: str) -> MlflowClient:
     """A client of a store that is there: MLflow would create an SQLite file that is not."""
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
         raise ConfigError(
@@ -153,19 +153,22 @@ def _existing(uri: str) -> MlflowClient:
 def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
     experiment = client.get_experiment_by_name(source)
     if experiment is not None:
-        return list(_search(client, experiment.experiment_id))
+        return list(search(client, [experiment.experiment_id]))
     try:
         run = client.get_run(source)
     except MlflowException as error:
         raise ConfigError(f"{source} is neither an experiment nor a run of {uri}.") from error
-    children = _search(client, run.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    children = search(client, [run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
     return list(children) or [run]
 
 
-def _search(client: MlflowClient, experiment_id: str, condition: str = "") -> Iterator[Run]:
+def search(
+    client: MlflowClient, experiments: list[str], condition: str = "", view: int = ViewType.ACTIVE_ONLY
+) -> Iterator[Run]:  # fmt: skip
+    """The runs of experiments that meet a condition, asked for page by page."""
     token = None
     while True:
-        page = client.search_runs([experiment_id], condition, max_results=PAGE, page_token=token)
+        page = client.search_runs(experiments, condition, view, PAGE, page_token=token)
         yield from page
         token = page.token
         if not token:

@@ -7,13 +7,11 @@ import re
 import shlex
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from mlflow import MlflowClient
@@ -23,23 +21,33 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers.logger import Logger
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import ledger_so_far, write_ledger
+from dpexp.accounting.ledger import Ledger, ledger_so_far, write_ledger
 from dpexp.config import COMMAND, exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.showing.terminal import kept_for_later, plan_json
+from dpexp.tracking.budget import reserved, tags_of
+from dpexp.tracking.charges import RELEASED
+from dpexp.tracking.failure import keep_error
 from dpexp.tracking.model import check_name, description
 from dpexp.tracking.origin import HOST, PATCH_RESUMED, origin, origin_resumed, without_passwords, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.store import ERROR, OUTPUT, SAME, end_dead_runs, open_store
+from dpexp.tracking.underway import BEGUN, PROMISED, RUN, alone
 from dpexp.tracking.unswept import swept_keys
 from dpexp.tracking.views import address, show_columns
 
 _PARAM_LIMIT = 6000
 NAME = 250  # characters of a run's name
-RUN = "mlflow_run_id"  # a file of the job's folder
-_NAMELESS = ("sweep=", "tracking", "hydra", "checkpoint")  # overrides that do not tell runs apart
+_NAMELESS = (
+    "sweep=",
+    "tracking",
+    "hydra",
+    "checkpoint",
+    "data.id",
+    "privacy.budget",
+)  # overrides that do not tell runs apart
 PARENT = "DPEXP_PARENT_RUN"  # an environment variable, which reaches the processes of every launcher
 
 
@@ -76,8 +84,13 @@ class Tracked:
     """A run that has begun. What goes wrong with the server from then on does not reach the training."""
 
     def __init__(
-        self, cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]
-    ) -> None:  # fmt: skip
+        self,
+        cfg: DictConfig,
+        plan: PrivacyPlan | None,
+        output: Path,
+        accountants: Sequence[str],
+        promised: Ledger | None,
+    ) -> None:
         self._cfg = cfg
         self._plan = plan
         self._accountants = accountants
@@ -88,19 +101,23 @@ class Tracked:
             check_name(client, cfg.register)
         try:
             end_dead_runs(client, experiment_id)
-            earlier = _reopened(client, output) if cfg.checkpoint.resume else None
-            self.resumed = earlier is not None
-            run = earlier or client.create_run(experiment_id, tags=tags(cfg, plan), run_name=_run_name(cfg))
+            with reserved(cfg, client, promised, output):
+                earlier = _reopened(client, output) if cfg.checkpoint.resume else None
+                about = tags(cfg, plan) | tags_of(cfg) | {OUTPUT: str(output.resolve())}
+                run = earlier or client.create_run(experiment_id, tags=about, run_name=_run_name(cfg))
+                (output / RUN).write_text(run.info.run_id)
         except MlflowException as error:
             raise ConfigError(f"tracking.uri={uri} cannot be used: {' '.join(str(error).split())}") from error
+        self.resumed = earlier is not None
         self.run_id: str = run.info.run_id
         client.set_tag(self.run_id, OUTPUT, str(output.resolve()))
-        (output / RUN).write_text(self.run_id)
         self._unsent = Path(cfg.tracking.unsent)
         send_unsent(client, uri, self._unsent)
         show_columns(client, experiment_id)
         self.address = address(uri, experiment_id)
         self._outbox = Outbox(client, uri, self.run_id, self._unsent / f"{self.run_id}.jsonl")
+        if (output / PROMISED).exists():
+            self._outbox.file(output / PROMISED)
         self.logger = _MetricsLogger(self._outbox, self.run_id)
         if earlier is not None and (patch := write_patch(output, PATCH_RESUMED)) is not None:
             self._outbox.file(patch)
@@ -169,6 +186,8 @@ class Tracked:
     def log_ledger(self) -> None:
         """The ledger up to the last release and its figure, however the run ended; if it lost its ledger, the one that
         was rescued."""
+        if (self._output / PROMISED).exists() and not (self._output / BEGUN).exists():
+            self._outbox.tags({RELEASED: "nothing"})
         for path in sorted(self._output.glob("ledger*.jsonl")):
             self._outbox.file(path)
         try:
@@ -190,33 +209,20 @@ class Tracked:
 
 
 @contextmanager
-def track(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]) -> Iterator[Tracked]:
-    """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED."""
-    with _alone(output), _tracked(cfg, plan, output, accountants) as run:
+def track(
+    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str], promised: Ledger | None = None
+) -> Iterator[Tracked]:
+    """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED.
+
+    Args:
+        promised: what the job will have released at its end, at most.
+    """
+    with alone(output), _tracked(Tracked(cfg, plan, output, accountants, promised), output) as run:
         yield run
 
 
 @contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Two processes that go on with one job would write to the same run.
-
-    Raises:
-        ConfigError: another process is at it.
-    """
-    lock = FileLock(output / f"{RUN}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise ConfigError(f"the job in {output} is under way in another process.") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _tracked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str]) -> Iterator[Tracked]:
-    run = Tracked(cfg, plan, output, accountants)
+def _tracked(run: Tracked, output: Path) -> Iterator[Tracked]:
     status, reason = "FAILED", None
     stopped_by = "the keyboard"
 
@@ -245,25 +251,6 @@ def _tracked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountant
             run.log_ledger()
         finally:
             run.end(status, reason)
-
-
-def keep_error(error: Exception, output: Path) -> str:
-    """What others may read of an error: a mistake in the configuration is a sentence of dpexp's own; of any other,
-    whose text may quote a record, only type and place, while all of it is left in `error.txt` in the job's folder."""
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    if isinstance(error, ConfigError) and type(root).__module__.partition(".")[0] in _OWN_WORDS:
-        return " ".join(str(error).split())
-    with suppress(OSError):  # that may be what went wrong
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "error.txt").write_text("".join(traceback.format_exception(error)))
-    places = [frame for frame in traceback.extract_tb(root.__traceback__) if "site-packages" not in frame.filename]
-    where = f" in {Path(places[-1].filename).name}, line {places[-1].lineno}, {places[-1].name}" if places else ""
-    return f"{type(root).__name__}{where}; see error.txt in the job's folder"
-
-
-_OWN_WORDS = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning")
 
 
 def _in_main_thread() -> bool:

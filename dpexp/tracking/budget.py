@@ -1,0 +1,187 @@
+"""A budget for all runs on one data set, kept where several jobs of a machine start at once.
+
+A job reserves its whole plan by beginning its run: under a lock it looks at what all runs count as, is refused or
+writes its plan into its folder, and begins. So there are no books beside the runs themselves.
+"""
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from mlflow import MlflowClient
+from omegaconf import DictConfig, OmegaConf
+
+from dpexp.accounting.filter import Budget, budget, rho
+from dpexp.accounting.ledger import Ledger
+from dpexp.errors import ConfigError
+from dpexp.showing.rounding import up
+from dpexp.tracking.charges import BUDGET, DATA_ID, Charge, adjacencies, charge_of, promise, runs_on
+from dpexp.tracking.store import OUTPUT
+from dpexp.tracking.underway import RUN
+
+_PATIENCE = 600  # seconds for others that look at the same data set's runs
+
+
+def budget_of(cfg: DictConfig) -> Budget | None:
+    """`privacy.budget`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if cfg.privacy.budget is None:
+        return None
+    return budget(OmegaConf.to_container(cfg.privacy.budget, resolve=True))
+
+
+def tags_of(cfg: DictConfig) -> dict[str, str]:
+    """What tells others of a run on a named data set. A run that only plans spends nothing on it."""
+    if cfg.data.id is None or not cfg.train:
+        return {}
+    kept = budget_of(cfg)
+    return {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
+
+
+@contextmanager
+def reserved(cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output: Path) -> Iterator[None]:
+    """While a run on a data set with a name is begun: no other on the same begins meanwhile, at least on this machine.
+
+    Args:
+        asked: what the job will have released at its end, at most; None if it is not private.
+
+    Raises:
+        ConfigError: with it there would be more than `privacy.budget` allows, or nobody knows.
+    """
+    if cfg.data.id is None:
+        yield
+        return
+    kept = budget_of(cfg)
+    with _lock(cfg):
+        if kept is not None and asked is not None:
+            _refuse_overdraft(cfg, client, kept, asked, output)
+        if asked is not None and cfg.train:
+            promise(output, asked)
+        yield
+
+
+@contextmanager
+def _lock(cfg: DictConfig) -> Iterator[None]:
+    """Beside the store where that is a file, else beside what is kept for it in the working directory."""
+    uri = cfg.tracking.uri
+    in_a_file = uri.startswith("sqlite:///")
+    where = Path(uri.removeprefix("sqlite:///") if in_a_file else cfg.tracking.unsent).resolve()
+    name = hashlib.sha256(f"{'' if in_a_file else uri} {cfg.data.id}".encode()).hexdigest()[:16]
+    path = where.with_name(f"{where.stem}.{name}.budget.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # where that fails, FileLock would try for ever
+        with FileLock(path, timeout=_PATIENCE):
+            yield
+    except Timeout as error:
+        raise ConfigError(f"privacy.budget: {path} has been held by another job for {_PATIENCE} s.") from error
+
+
+def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked: Ledger, output: Path) -> None:
+    data_id = cfg.data.id
+    found = runs_on(client, cfg.tracking.uri, data_id)
+    runs = [run for run in found if not _is_own(run.info.run_id, run.data.tags, output)]
+    for run in runs:
+        other = run.data.tags.get(BUDGET)
+        if other is not None and json.loads(other) != asdict(kept):
+            before = Budget(**json.loads(other))
+            raise ConfigError(
+                f"privacy.budget={kept} (Rényi order {kept.order:g}) is not the one that {run.info.run_name} kept for "
+                f"data.id={data_id}, which is {before} (order {before.order:g}); a budget holds only if it was fixed "
+                "before the first run was looked at, so give that one."
+            )
+    taken = tally([charge_of(client, run) for run in runs], kept, data_id)
+    for name, note in taken.lost:
+        warnings.warn(f"data.id={data_id}: of the run {name}, {note}")
+    own = Charge("this job", "", "", "", asked, "")
+    _same_adjacency([*taken.charges, own], data_id)
+    wanted = rho(asked, kept.order)
+    if not kept.holds(taken.spent + wanted):
+        raise ConfigError(
+            f"privacy.budget of {kept} for data.id={data_id}: {taken.said}; this job's plan asks for "
+            f"{_percent(wanted, kept)} (ε = {up(kept.gaussian(wanted), 3)}), so ask for less, or see python -m dpexp "
+            f"account data.id={data_id}."
+        )
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What runs have taken of a budget.
+
+    Attributes:
+        spent: ρ at the budget's order, of the runs' ledgers, and of the plans of those that run or lost theirs.
+        said: the same in words, with what is left.
+        lost: names of runs whose ledger is not at hand, with what that means.
+    """
+
+    charges: list[Charge]
+    spent: float
+    said: str
+    lost: list[tuple[str, str]]
+
+
+def tally(charges: Sequence[Charge], kept: Budget, data_id: str) -> Tally:
+    """Raises:
+    ConfigError: no budget can be kept, because of a run that is not private, is unknown, or has no Rényi bound, or of
+        runs that are stated for different adjacencies.
+    """
+    for charge in charges:
+        if charge.exposed is not None:
+            raise ConfigError(
+                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: the run {charge.name} is not private "
+                f"({charge.exposed}), so that nothing bounds what it showed."
+            )
+        if charge.ledger is None:
+            raise ConfigError(
+                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {charge.name} spent is "
+                f"unknown ({charge.note}); bring back its ledger, or begin another data.id and say why."
+            )
+    _same_adjacency(charges, data_id)
+    costs = []
+    for charge in charges:
+        try:
+            costs.append(rho(charge.ledger, kept.order) if charge.ledger and charge.ledger.rounds else 0.0)
+        except ConfigError as error:
+            raise ConfigError(f"data.id={data_id}, run {charge.name}: {error}") from error
+    spent = math.fsum(costs)
+    left = max(0.0, kept.limit - spent)
+    worth = math.floor(1000 * kept.gaussian(left)) / 1000
+    said = (
+        f"{_percent(spent, kept)} is spent or promised by {len(charges)} run{'s' * (len(charges) != 1)}, "
+        f"{math.floor(1000 * left / kept.limit) / 10:g} % is left, worth one Gaussian release of ε = {worth:g}"
+    )
+    return Tally(list(charges), spent, said, [(charge.name, charge.note) for charge in charges if charge.lost])
+
+
+def _percent(part: float, kept: Budget) -> str:
+    return f"{up(100 * part / kept.limit, 3)} %"
+
+
+def _same_adjacency(charges: Sequence[Charge], data_id: str) -> None:
+    found = list(adjacencies(list(charges)))
+    if len(found) > 1:
+        (first, one), (second, other) = found[:2]
+        raise ConfigError(
+            f"data.id={data_id}: {one} is stated for adjacency={first}, and {other} for adjacency={second}; no theorem "
+            f"composes them, so choose privacy.adjacency={first} and a sampling policy that may claim it."
+        )
+
+
+def _is_own(run_id: str, tags: Mapping[str, str], output: Path) -> bool:
+    """Whether that is the run of the job that is gone on with in a folder, whose ledger is in what is asked for."""
+    try:
+        if (output / RUN).read_text() != run_id:
+            return False
+    except OSError:
+        return False
+    folder = Path(tags.get(OUTPUT, output))
+    return not folder.exists() or folder.samefile(output)

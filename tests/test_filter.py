@@ -1,0 +1,151 @@
+"""The privacy filter, against dp-accounting called directly."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import rdp
+from dp_accounting.privacy_accountant import NeighboringRelation
+from scipy.integrate import quad
+from scipy.optimize import minimize_scalar
+from scipy.stats import norm
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.filter import Budget, budget, rho
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, joined
+from dpexp.errors import ConfigError
+
+
+def ledger(z, q, rounds, policy="poisson", n=1000, adjacency="add_remove", **more):
+    sampling = SamplingEvent(policy, q, n, **more)
+    return Ledger(adjacency, {Round(sampling, (SumQueryEvent("all", 1.0, z),)): rounds})
+
+
+def theirs(order, *runs):
+    accountant = rdp.RdpAccountant([order])
+    for z, q, rounds in runs:
+        event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
+        accountant.compose(dp_accounting.SelfComposedDpEvent(event, rounds))
+    return accountant
+
+
+RUNS = [(1.0, 0.01, 1000), (4.753, 0.3563, 113), (10.0, 1.0, 7)]
+
+
+def by_quadrature(z, q, rounds, order):
+    """Σ log E_Q[(P/Q)^α] / (α - 1) with P = (1-q) N(0, z²) + q N(1, z²) and Q = N(0, z²)."""
+
+    def integrand(x):
+        return norm.pdf(x, scale=z) * (1 - q + q * math.exp((2 * x - 1) / (2 * z**2))) ** order
+
+    moment, _ = quad(integrand, -20 * z, order + 20 * z, points=[0, order / 2, order], epsabs=0, epsrel=1e-12)
+    return rounds * math.log(moment) / (order - 1)
+
+
+@pytest.mark.parametrize("order", [2, 4, 8, 17, 64])
+def test_rho_is_that_of_dp_accounting_added_up(order):
+    ours = sum(rho(ledger(*run), order) for run in RUNS)
+    assert ours == pytest.approx(float(theirs(order, *RUNS).rdp[0]), rel=1e-8)
+    assert ours == pytest.approx(rho(joined([ledger(*run) for run in RUNS]), order), rel=1e-12)
+
+
+@pytest.mark.parametrize("order", [1.5, 3.87, 7.51, 17.8])
+def test_rho_between_whole_orders_is_that_of_an_integral(order):
+    """dp-accounting bounds it there from above."""
+    ours = [rho(ledger(*run), order) for run in RUNS]
+    assert ours == pytest.approx([by_quadrature(*run, order) for run in RUNS], rel=1e-7)
+    if order > 2:
+        assert sum(ours) <= float(theirs(order, *RUNS).rdp[0]) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("epsilon_, delta", [(0.1, 1e-6), (1, 1e-5), (3, 1e-4), (8, 1e-5), (20, 1e-9), (500, 1e-5)])
+def test_the_limit_is_where_dp_accounting_says_the_budget_is_spent(epsilon_, delta):
+    made = budget({"epsilon": epsilon_, "delta": delta})
+    said, _ = rdp.compute_epsilon([made.order], [made.limit], delta)
+    assert said == pytest.approx(epsilon_, rel=1e-9)
+
+
+@pytest.mark.parametrize("epsilon_, delta", [(0.1, 1e-6), (1, 1e-5), (8, 1e-5), (20, 1e-9)])
+def test_the_order_is_the_best_for_gaussian_releases(epsilon_, delta):
+    """The least ε over all orders of Gaussian releases that fill the budget at its own order is nearly the budget's."""
+    made = budget({"epsilon": epsilon_, "delta": delta})
+    slope = made.limit / made.order
+
+    def at(t):
+        return rdp.compute_epsilon([1 + math.exp(t)], [slope * (1 + math.exp(t))], delta)[0]
+
+    best = minimize_scalar(at, bounds=(-4, 12), method="bounded", options={"xatol": 1e-9}).fun
+    assert best <= epsilon_ * (1 + 1e-9) and best == pytest.approx(epsilon_, rel=1e-5)
+
+
+def test_what_the_filter_lets_pass_costs_no_more_by_any_bound():
+    """At the limit the budget holds by privacy losses too, which are exact for Gaussian releases."""
+    made = budget({"epsilon": 3, "delta": 1e-5})
+    run = ledger(10.0, 1.0, 1)
+    times = int(made.limit / rho(run, made.order))
+    full = Ledger("add_remove", {next(iter(run.rounds)): times})
+    assert rho(full, made.order) <= made.limit < rho(full, made.order) * (1 + 1.01 / times)
+    assert 2.5 < epsilon(full, 1e-5) < epsilon(full, 1e-5, "rdp") <= 3
+    assert made.gaussian(rho(full, made.order)) == pytest.approx(epsilon(full, 1e-5), rel=1e-9)
+
+
+def test_a_fixed_order_is_no_better_than_the_best_one():
+    run = ledger(1.0, 0.01, 2000)
+    assert theirs(3.87, (1.0, 0.01, 2000)).get_epsilon(1e-5) >= epsilon(run, 1e-5, "rdp")
+
+
+def test_samples_of_fixed_size_are_taken_at_the_next_whole_order():
+    run = ledger(2.0, 0.05, 40, "fixed_size", adjacency="replace_one")
+    accountant = rdp.RdpAccountant([4, 5], NeighboringRelation.REPLACE_ONE)
+    event = dp_accounting.SampledWithoutReplacementDpEvent(1000, 50, dp_accounting.GaussianDpEvent(1.0))
+    accountant.compose(dp_accounting.SelfComposedDpEvent(event, 40))
+    unsampled = 40 * np.array([4, 5]) / 2
+    at_4, at_5 = np.minimum(accountant.rdp, unsampled)
+    assert rho(run, 4) == pytest.approx(at_4, rel=1e-9)
+    assert rho(run, 4.2) == pytest.approx(min(at_5, 40 * 4.2 / 2), rel=1e-9)
+
+
+def test_an_epoch_of_shuffled_batches_is_one_gaussian_release():
+    rounds = {
+        Round(SamplingEvent("shuffle", 0.25, 1000, epoch=e), (SumQueryEvent("all", 1.0, 3.0),)): 4 for e in (0, 4)
+    }
+    assert rho(Ledger("replace_null", rounds), 5.0) == pytest.approx(2 * 5.0 / (2 * 9), rel=1e-12)
+    assert rho(Ledger("replace_one", rounds), 5.0) == pytest.approx(4 * 2 * 5.0 / (2 * 9), rel=1e-12)
+
+
+def test_nothing_costs_nothing():
+    assert rho(Ledger("add_remove", {}), 3.0) == 0 and Budget(1.0, 1e-5, 18.0).gaussian(0.0) == 0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        ledger(1.0, 0.1, 3, "truncated_poisson", adjacency="replace_null", maximum=200),
+        ledger(1.0, 0.1, 3, adjacency="replace_one"),
+    ],
+)
+def test_what_has_no_renyi_bound_is_refused_by_name(run):
+    (policy,) = {round_.sampling.policy for round_ in run.rounds}
+    with pytest.raises(ConfigError, match=f"sampling={policy} under adjacency={run.adjacency} has no bound; choose"):
+        rho(run, 4.0)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (8, "privacy.budget=8 is not understood; give '{epsilon: 8, delta: 1e-5}'"),
+        ({"epsilon": 8}, "is not understood"),
+        ({"epsilon": 8, "delta": 1e-5, "alpha": 3}, "is not understood"),
+        ({"epsilon": -1, "delta": 1e-5}, "privacy.budget.epsilon=-1 must be a finite number above 0"),
+        ({"epsilon": "8", "delta": 1e-5}, "privacy.budget.epsilon=8 must be"),
+        ({"epsilon": math.inf, "delta": 1e-5}, "privacy.budget.epsilon=inf must be"),
+        ({"epsilon": 8, "delta": 1}, "privacy.budget.delta=1.0 must lie strictly between 0 and 1"),
+        ({"epsilon": 8, "delta": 1e-5, "order": 1}, "privacy.budget.order=1.0 must be above 1"),
+        ({"epsilon": 8, "delta": 1e-5, "order": 2}, "allows nothing at Rényi order 2, where δ alone takes ε = 10.1"),
+    ],
+)
+def test_mistakes_in_a_budget_are_one_sentence(given, message):
+    with pytest.raises(ConfigError) as refused:
+        budget(given)
+    assert message in str(refused.value)
