@@ -18,7 +18,8 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Failed, Records, Rounds, Sample
-from dpexp.privacy.engine.engine import Engine, NoLoss
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.passes import NoLoss
 from dpexp.privacy.isolation.numbers import numbers_stay
 from dpexp.privacy.isolation.randomness import own_randomness
 from dpexp.privacy.isolation.sight import in_sight

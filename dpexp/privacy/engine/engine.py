@@ -1,49 +1,32 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
-import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
-from torch.utils._pytree import tree_unflatten
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.alone import Alone
-from dpexp.privacy.engine.behind import nothing_behind_vmap
-from dpexp.privacy.engine.branches import Asked, Differ
-from dpexp.privacy.engine.capture import Capture
-from dpexp.privacy.engine.chance import Chance
-from dpexp.privacy.engine.checkpointed import kept
+from dpexp.privacy.engine.branches import Differ
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
 from dpexp.privacy.engine.clipping import add_clipped, by_parameter
-from dpexp.privacy.engine.derived import Derived
-from dpexp.privacy.engine.looped import DEDUCED, culprit, looping
+from dpexp.privacy.engine.looped import DEDUCED, culprit
+from dpexp.privacy.engine.passes import NoLoss, Together, gradients_of_one
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.slowness import why
-from dpexp.privacy.engine.uses import Dense, Use, merged
+from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.engine.whole import WholeNoise, add_whole
 from dpexp.privacy.groups import trainable
-from dpexp.privacy.isolation.guard import Guard
-from dpexp.privacy.isolation.randomness import of_python
 from dpexp.privacy.isolation.reached import Reached
 from dpexp.privacy.isolation.state import State
 from dpexp.privacy.isolation.surroundings import Surroundings
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
 
-
-class NoLoss(Exception):
-    """A step has no loss for a record."""
-
-
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
-_ONE_LOSS = "training_step must return one number for a record: its loss."
 _PARTS = 16  # of a chunk whose records branch differently, or of larger ones parts of as many records: more are slow
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 
@@ -80,9 +63,7 @@ class Engine:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         self._ways: dict[Hashable, Way] = {}
-        self._questions: float = 0  # that a step is expected to ask
-        self._most_asked = 0
-        self._alone = Alone()
+        self._together = Together(module, self._parameters, self._restore)
         self._reached: Reached | None = None
         self._succeeded = False
         self._failed = 0
@@ -219,79 +200,13 @@ class Engine:
                 f"{self._reason}"
             )
 
-    def _uses_together(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
-        """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
-        try:
-            return self._uses(chunk, way)
-        except Asked:
-            self._questions = math.inf
-        self._restore(chunk.state)
-        return self._uses(chunk, way)
-
-    def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
-        """
-        Raises:
-            Asked: there are more questions than expected, from where on it was not followed what random numbers reach,
-                since that takes time.
-        """
-        uses: dict[int, list[Use]] = defaultdict(list)
-
-        def record(parameter: Tensor, use: Use) -> None:
-            uses[id(parameter)].append(use)
-
-        device = next(iter(self._parameters.values())).device
-        anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
-        derived = Derived(self._parameters.values())
-        drawn = of_python()
-        chance = Chance(device, self._questions) if self._questions else None
-
-        def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
-            if chance is not None:
-                chance.free((anchor, leaves))
-            capture = Capture(derived, anchor, record, chunk.state, chance, self._alone)
-            inside = looping(self._module, way.looped, capture, self.around)
-            with inside, kept(capture.met), nothing_behind_vmap(), capture:
-                loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
-            capture.refuse_changes()
-            if isinstance(capture.error, Asked | Differ):
-                raise capture.error
-            if capture.error is not None:
-                raise RuntimeError(
-                    "training_step catches an error, which may be of one record alone."
-                ) from capture.error
-            return loss
-
-        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
-        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *chunk.copies())
-        if chance is not None:
-            self._questions = self._most_asked = max(self._most_asked, chance.asked)
-        if losses.dim() != 1:
-            raise NoLoss(_ONE_LOSS)
-        total = losses.sum()
-        with torch.no_grad():
-            if _backward(total, chunk.state) is not None:
-                raise RuntimeError("a backward pass catches an error, which may be of one record alone.")
-        if of_python() != drawn:
-            raise RuntimeError(
-                "training_step draws random numbers by Python's or NumPy's generator, once for all records."
-            )
-        if any(p.grad is not None for p in self._parameters.values()):
-            raise RuntimeError("a parameter is used in a way that was not seen.")
-        with full_precision(device), torch.no_grad():
-            for parameter, use in derived.passed_on(uses, chunk.state):
-                record(parameter, use)
-            return (
-                {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
-                losses.detach(),
-            )
-
     def _accumulate(self, chunk: Chunk) -> None:
         kind = look(chunk.leaves)
         known = self._ways.setdefault(kind, Way(singly=self._whole is not None))  # company may round otherwise
         way, added = replace(known), False
         while not way.singly and not added:
             try:
-                uses, losses = self._uses_together(chunk, way)
+                uses, losses = self._together.uses(chunk, way.looped)
             except _NOT_OF_A_RECORD:
                 raise
             except Exception as reason:
@@ -346,7 +261,7 @@ class Engine:
     def _run(self, chunk: Chunk, way: Way) -> bool:
         """Whether records can be processed together."""
         try:
-            self._uses_together(chunk, way)
+            self._together.uses(chunk, way.looped)
         except _NOT_OF_A_RECORD:
             raise
         except Exception:
@@ -360,13 +275,11 @@ class Engine:
         failed = 0
         for i in range(chunk.size):
             try:
-                loss = self._loss(chunk.loss_of, chunk.one(i), chunk.state)
-                _backward(loss, chunk.state)
+                gradients, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, chunk.state)
+                self._restore(chunk.state)
                 with full_precision(loss.device), torch.no_grad():
-                    gradients = {name: _dense(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-                    self._restore(chunk.state)
                     uses: dict[str, Use] = {n: Dense(g[None].to(_summed(g))) for n, g in gradients.items()}
-                    self._clip_and_add(uses, loss.detach()[None])
+                    self._clip_and_add(uses, loss[None])
             except _NOT_OF_A_RECORD:
                 raise
             except Exception as error:
@@ -375,14 +288,6 @@ class Engine:
                 self.fail(1, error)
         self._succeeded = self._succeeded or failed < chunk.size
         return failed < chunk.size
-
-    @staticmethod
-    def _loss(loss_of: Callable, one: Any, state: State) -> Tensor:
-        with Guard(state):
-            loss = loss_of(one)
-        if loss.dim():
-            raise NoLoss(_ONE_LOSS)
-        return loss
 
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}
@@ -404,19 +309,3 @@ class Engine:
 def _summed(x: Tensor) -> torch.dtype:
     """What sums of gradients of such a parameter are computed in."""
     return torch.promote_types(torch.float32, x.dtype)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
-
-
-def _backward(loss: Tensor, state: State) -> Exception | None:
-    """Like torch.autograd.backward, which would put the guard aside: the model's own code may run in here. Returns an
-    error that was caught there."""
-    guard = Guard(state)
-    if loss.requires_grad:
-        with full_precision(loss.device), guard:
-            _engine_run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-    return guard.error

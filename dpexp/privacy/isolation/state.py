@@ -28,10 +28,11 @@ class State:
     Attributes:
         known: ids of all that was reached.
         reached: from the module.
+        around: what else a step can get hold of.
     """
 
     def __init__(self, module: nn.Module, around: Surroundings | None = None, before: Reached | None = None) -> None:
-        around = around or Surroundings()
+        self.around = around = around or Surroundings()
         parameters = list(module.named_parameters())
         fixed = [*((f"the parameter {name}", parameter) for name, parameter in parameters), *around.tensors]
         self._fixed = [(name, tensor, _version(tensor)) for name, tensor in fixed]

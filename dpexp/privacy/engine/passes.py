@@ -1,0 +1,146 @@
+"""One forward and one backward pass: of several records together, or of one."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_unflatten
+
+from dpexp.privacy.engine.alone import Alone
+from dpexp.privacy.engine.behind import nothing_behind_vmap
+from dpexp.privacy.engine.branches import Asked, Differ
+from dpexp.privacy.engine.capture import Capture
+from dpexp.privacy.engine.chance import Chance
+from dpexp.privacy.engine.checkpointed import kept
+from dpexp.privacy.engine.chunk import Chunk
+from dpexp.privacy.engine.derived import Derived
+from dpexp.privacy.engine.looped import looping
+from dpexp.privacy.engine.precision import full_precision
+from dpexp.privacy.engine.uses import Use, merged
+from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.randomness import of_python
+from dpexp.privacy.isolation.state import State
+
+_ONE_LOSS = "training_step must return one number for a record: its loss."
+
+
+class NoLoss(Exception):
+    """A step has no loss for a record."""
+
+
+class Together:
+    """Passes of several records.
+
+    Args:
+        restore: sets a state back.
+    """
+
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], restore: Callable[[State], Any]) -> None:
+        self._module = module
+        self._parameters = parameters
+        self._restore = restore
+        self._questions: float = 0  # that a step is expected to ask
+        self._most_asked = 0
+        self._alone = Alone()
+
+    def uses(self, chunk: Chunk, looped: set[str]) -> tuple[dict[str, Use], Tensor]:
+        """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
+        try:
+            return self._uses(chunk, looped)
+        except Asked:
+            self._questions = math.inf
+        self._restore(chunk.state)
+        return self._uses(chunk, looped)
+
+    def _uses(self, chunk: Chunk, looped: set[str]) -> tuple[dict[str, Use], Tensor]:
+        """
+        Raises:
+            Asked: there are more questions than expected, from where on it was not followed what random numbers reach,
+                since that takes time.
+        """
+        uses: dict[int, list[Use]] = defaultdict(list)
+
+        def record(parameter: Tensor, use: Use) -> None:
+            uses[id(parameter)].append(use)
+
+        device = next(iter(self._parameters.values())).device
+        anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
+        derived = Derived(self._parameters.values())
+        drawn = of_python()
+        chance = Chance(device, self._questions) if self._questions else None
+
+        def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
+            if chance is not None:
+                chance.free((anchor, leaves))
+            capture = Capture(derived, anchor, record, chunk.state, chance, self._alone)
+            inside = looping(self._module, looped, capture, chunk.state.around)
+            with inside, kept(capture.met), nothing_behind_vmap(), capture:
+                loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
+            capture.refuse_changes()
+            if isinstance(capture.error, Asked | Differ):
+                raise capture.error
+            if capture.error is not None:
+                raise RuntimeError(
+                    "training_step catches an error, which may be of one record alone."
+                ) from capture.error
+            return loss
+
+        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
+        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *chunk.copies())
+        if chance is not None:
+            self._questions = self._most_asked = max(self._most_asked, chance.asked)
+        if losses.dim() != 1:
+            raise NoLoss(_ONE_LOSS)
+        total = losses.sum()
+        with torch.no_grad():
+            if backward(total, chunk.state) is not None:
+                raise RuntimeError("a backward pass catches an error, which may be of one record alone.")
+        if of_python() != drawn:
+            raise RuntimeError(
+                "training_step draws random numbers by Python's or NumPy's generator, once for all records."
+            )
+        if any(p.grad is not None for p in self._parameters.values()):
+            raise RuntimeError("a parameter is used in a way that was not seen.")
+        with full_precision(device), torch.no_grad():
+            for parameter, use in derived.passed_on(uses, chunk.state):
+                record(parameter, use)
+            return (
+                {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
+                losses.detach(),
+            )
+
+
+def gradients_of_one(
+    loss_of: Callable[[Any], Tensor], one: Any, parameters: dict[str, Tensor], state: State
+) -> tuple[dict[str, Tensor], Tensor]:
+    """A record's gradients with respect to the parameters that it reaches, by ordinary autograd, and its loss.
+
+    Raises:
+        NoLoss: it has none.
+    """
+    with Guard(state):
+        loss = loss_of(one)
+    if loss.dim():
+        raise NoLoss(_ONE_LOSS)
+    backward(loss, state)
+    return {name: _dense(p.grad) for name, p in parameters.items() if p.grad is not None}, loss.detach()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+
+
+def backward(loss: Tensor, state: State) -> Exception | None:
+    """Like torch.autograd.backward, which would put the guard aside: the model's own code may run in here. Returns an
+    error that was caught there."""
+    guard = Guard(state)
+    if loss.requires_grad:
+        with full_precision(loss.device), guard:
+            _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+    return guard.error
