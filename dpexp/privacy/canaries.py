@@ -142,11 +142,11 @@ class Canaries(pl.Callback):
         tables, lengths = self._tables, self._lengths
 
         @wraps(training_step)
-        def step(batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             own, which, value = batch
-            output = training_step(own, *args, **kwargs)
-            loss: Any = output["loss"] if isinstance(output, dict) else output
-            return torch.where((which == _NONE).all(), loss, _loss(tables, lengths, which, value).to(loss))
+            if (which == _NONE).all():
+                return training_step(own, *args, **kwargs)
+            return _loss(tables, lengths, which, value)
 
         # Lightning asks what it takes, of the function beneath a method, and looks beneath one wrapper only.
         step.__signature__ = signature(getattr(training_step, "__func__", training_step))  # type: ignore[attr-defined]
@@ -170,8 +170,8 @@ def _numbers(table: Tensor) -> Array:
 
 
 class _Records(Dataset):
-    """The user's records, as many as are kept, and then canaries, which beside their number hold a record that does not
-    count: (record, number of the canary, factor of its gradient)."""
+    """The user's records, as many as are kept, and then canaries: (record, number of the canary, factor of its
+    gradient). A canary has no record, and none of the user's has a part in what it contributes."""
 
     def __init__(self, dataset: Any, kept: int, canaries: Sequence[tuple[int, float]]) -> None:
         self._dataset, self._kept, self._canaries = dataset, kept, canaries
@@ -182,15 +182,16 @@ class _Records(Dataset):
     def __getitem__(self, index: int) -> tuple[Any, int, float]:
         if index < self._kept:
             return self._dataset[index], _NONE, 0.0
-        return self._dataset[0], *self._canaries[index - self._kept]
+        return torch.zeros(()), *self._canaries[index - self._kept]
 
 
 class _Collate:
-    """The user's collation of the records."""
+    """The user's collation of the records, each by itself."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
     def __call__(self, items: list[tuple[Any, int, float]]) -> tuple[Any, Tensor, Tensor]:
         records, which, values = zip(*items, strict=True)
-        return self._collate(list(records)), torch.tensor(which), torch.tensor(values, dtype=torch.float64)
+        collate = self._collate if which[0] == _NONE else default_collate
+        return collate(list(records)), torch.tensor(which), torch.tensor(values, dtype=torch.float64)

@@ -147,9 +147,9 @@ def _kind(item: Any) -> Hashable:
     """Equal for items that default_collate stacks without one of them changing another; None for others."""
     kind: Any = type(item)
     if isinstance(item, Tensor):
-        return (kind, item.dtype, item.shape) if item.layout == torch.strided and not item.is_nested else None
+        return (kind, _look(item)) if item.layout == torch.strided and not item.is_nested else None
     if kind is np.ndarray:
-        return kind, item.dtype, item.shape
+        return kind, item.dtype, item.shape, item.strides
     if kind in (int, float, bool):
         return kind
     parts = item.items() if kind is dict else enumerate(item) if kind in (tuple, list) else None
@@ -195,7 +195,7 @@ def _look(leaf: Any) -> Hashable:
                 "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of "
                 "whatever size: records of different shapes are processed apart."
             )
-        return type(leaf), leaf.dtype, leaf.shape
+        return type(leaf), leaf.dtype, leaf.shape, leaf.stride()  # kernels differ by what lies where in memory
     if type(leaf) is float:
         return float, struct.pack("d", leaf)  # 0.0 and -0.0 are equal, yet not the same, and NaN is one of many
     if type(leaf) in (str, int, bool, bytes, type(None)):

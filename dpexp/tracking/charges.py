@@ -24,6 +24,7 @@ from dpexp.tracking.underway import BEGUN, PROMISED, RUN, under_way
 DATA_ID = "dpexp.data_id"  # tags
 BUDGET = "dpexp.budget"
 RELEASED = "dpexp.released"  # "nothing", of a run that ended before its ledger was begun
+_LEDGER = "ledger.jsonl"
 _TOLD = ("ledger*.jsonl", PROMISED)
 
 
@@ -83,7 +84,11 @@ def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
         ConfigError: the store cannot be read.
     """
     try:
-        experiments = [experiment.experiment_id for experiment in client.search_experiments(view_type=ViewType.ALL)]
+        experiments, token = [], None
+        while token != "":
+            page = client.search_experiments(view_type=ViewType.ALL, page_token=token)
+            experiments += [experiment.experiment_id for experiment in page]
+            token = page.token or ""
         found = [
             run
             for run in search(client, experiments, f"tags.`{DATA_ID}` LIKE '%'", ViewType.ALL)
@@ -172,10 +177,15 @@ def _from_folder(known: Charge, folder: Path, running: bool, nothing: bool) -> C
         return _at_most(known, folder, "it is running", lost=False)
     if not begun and nothing:
         return replace(known, ledger=Ledger("", {}), note="it ended before its first round")
+    if folder / _LEDGER not in begun:
+        return _at_most(known, folder, "its ledger is missing", lost=True)
     found = _from_ledgers(known, begun)
-    if found.ledger is not None:
-        return found
-    return _at_most(known, folder, found.note if begun else "its ledger is missing", lost=True)
+    if found.lost or found.ledger is None:
+        return _at_most(known, folder, found.note, lost=True)
+    ended = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
+    if found.ledger.truncated and ended:  # whoever ends a training closes its ledger
+        return _at_most(known, folder, "its ledger has lost its end", lost=True)
+    return found
 
 
 def _from_ledgers(known: Charge, paths: list[Path]) -> Charge:
@@ -186,7 +196,7 @@ def _from_ledgers(known: Charge, paths: list[Path]) -> Charge:
             read.append((contents(path), path))
         except ConfigError as error:
             why = str(error).removesuffix(".")
-    if not read:
+    if why or not read:
         return replace(known, note=why, lost=True)
     found, path = max(read, key=lambda pair: len(pair[0].ledger))
     ledger = found.ledger
