@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -11,6 +12,7 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.help import help
 from dpexp.privacy import groups
+from dpexp.training.data.synthetic import Synthetic
 from tests import audited, test_callback
 from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked, trained
 
@@ -191,3 +193,15 @@ def test_help_on_audit_is_of_the_command_and_the_group():
 def test_what_cannot_be_audited_is_refused(arguments, message, dpexp_job):
     with pytest.raises(SystemExit, match=message):
         dpexp_job("audit", "audit=dirac", *arguments)
+
+
+def test_a_canary_has_no_record_of_the_users(tmp_path):
+    """What an audit shows depends on the canaries, the noise and the samples alone: here a record is not finite."""
+    found = []
+    for factor in (1.0, torch.nan):
+        data = Synthetic(50, [4], 3)
+        data.train_dataloader().dataset.tensors[0][0] *= factor
+        folder = tmp_path / str(factor)
+        folder.mkdir()
+        found.append(trained(folder, canaries=200, data=data).scores())
+    assert np.allclose(*found)

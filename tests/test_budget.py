@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.budget import tally
 from dpexp.tracking.charges import charges_in, once, promise
+from dpexp.tracking.origin import HOST
 from dpexp.tracking.store import open_store
 from dpexp.tracking.underway import BEGUN, RUN, under_way
 
@@ -70,7 +72,7 @@ def run_on(store, request):
             client.set_terminated(run.info.run_id, status)
         return output
 
-    begin.data_id = data_id
+    begin.data_id, begin.uri = data_id, uri
     begin.charges = lambda: charges_in(uri, data_id)
     begin.account = lambda *more: account([f"data.id={data_id}", f"uri={uri}", *more])
     return begin
@@ -124,14 +126,18 @@ def test_a_run_of_another_machine_counts_as_its_plan_for_as_long_as_its_store_sa
     assert len(charge.ledger) == 3
 
 
-@pytest.mark.parametrize("how", ["missing", "edited", "empty"])
+@pytest.mark.parametrize("how", ["missing", "edited", "empty", "cut", "missing, one rescued", "edited, one rescued"])
 def test_a_lost_ledger_is_unknown_and_never_zero(run_on, how, capsys):
     output = run_on(z=4.0, count=3, planned=10)
     path = output / "ledger.jsonl"
-    if how == "missing":
+    if how.endswith("rescued"):
+        (output / "ledger.rescued1.jsonl").write_bytes(path.read_bytes())
+    if how.startswith("missing"):
         path.unlink()
+    elif how == "cut":
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
     else:
-        path.write_bytes(path.read_bytes().replace(b"4.0", b"9.0") if how == "edited" else b"")
+        path.write_bytes(path.read_bytes().replace(b"4.0", b"9.0") if how.startswith("edited") else b"")
     (charge,) = run_on.charges()
     assert charge.lost and len(charge.ledger) == 10
     found = run_on.account("budget={epsilon: 4, delta: 1e-5}")
@@ -151,10 +157,22 @@ def test_a_lost_ledger_is_unknown_and_never_zero(run_on, how, capsys):
 
 
 def test_a_ledger_that_was_rescued_counts(run_on):
-    output = run_on(count=3)
+    output, other = run_on(count=3), run_on(count=1)
     (output / "ledger.jsonl").rename(output / "ledger.rescued1.jsonl")
-    (charge,) = run_on.charges()
+    (output / "ledger.jsonl").write_bytes((other / "ledger.jsonl").read_bytes())
+    charge, _ = run_on.charges()
     assert len(charge.ledger) == 3 and not charge.lost
+
+
+def test_runs_of_many_experiments_are_found(run_on, monkeypatch):
+    """Stores tell of so many experiments at a time."""
+    run_on(count=3)
+    for number in range(3):
+        MlflowClient(run_on.uri).create_experiment(f"later {number}")
+    search = MlflowClient.search_experiments
+    monkeypatch.setattr(MlflowClient, "search_experiments", lambda *args, **kw: search(*args, **kw, max_results=1))
+    (charge,) = run_on.charges()
+    assert len(charge.ledger) == 3
 
 
 def test_what_ended_before_its_first_round_spent_nothing(run_on):
@@ -326,7 +344,7 @@ def test_of_processes_that_race_for_the_last_of_a_budget_exactly_one_runs(dpexp_
     assert len(ran) == 1, came_of
     refused = [result for number, result in came_of.items() if number not in ran]
     assert all("is spent or promised by 2 runs" in result for result in refused)
-    ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/*/*/ledger.jsonl")]
+    ledgers = [read_ledger(path) for path in sorted(tmp_path.glob("outputs/*/*/ledger.jsonl"))]
     assert len(ledgers) == 2
     kept = budget({"epsilon": 4, "delta": 1e-5})
     spent = sum(rho(ledger, kept.order) for ledger in ledgers)
@@ -443,3 +461,22 @@ def test_marks_tell_runs_apart(run_on):
     (charge,) = run_on.charges()
     assert charge.mark == hashlib.sha256((output / "ledger.jsonl").read_bytes()).hexdigest()
     assert json.loads((output / "ledger.jsonl").read_text().splitlines()[0])["run"]
+
+
+def test_a_lock_that_was_cleared_away_does_not_end_a_run(run_on):
+    output = run_on(count=1, status="RUNNING", **{"dpexp.host": HOST})
+    process = held(output)
+    (output / f"{RUN}.lock").unlink()
+    (charge,) = run_on.charges()
+    process.kill()
+    assert len(charge.ledger) == 10 and charge.status == "RUNNING"
+
+
+@pytest.mark.parametrize("status, rounds", [("FINISHED", 3), ("KILLED", 10), ("FAILED", 10)])
+def test_what_a_store_was_sent_of_a_run_that_may_have_been_resumed_is_not_all(run_on, store, status, rounds):
+    output = run_on(count=3, status=status)
+    for name in ("ledger.jsonl", "promised_ledger.jsonl"):
+        store[1].log_artifact(output.name, str(output / name))
+    shutil.rmtree(output)
+    (charge,) = run_on.charges()
+    assert len(charge.ledger) == rounds

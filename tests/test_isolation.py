@@ -20,6 +20,7 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds
+from dpexp.privacy.delivery import Alone
 
 S, CLASSES = 0.5, 3
 SILENT = 1e-8  # a noise multiplier of next to no noise
@@ -618,3 +619,17 @@ def test_one_bad_record_does_not_end_the_training(tmp_path):
     (with_it,), _ = trained(tmp_path, Words(), [*good[:3], bad, *good[3:]])
     (without,), _ = trained(tmp_path, Words(), good)
     assert torch.allclose(with_it, without, atol=1e-6)
+
+
+@pytest.mark.parametrize("collate", [default_collate, lambda items: items[0][None]])
+def test_how_a_record_lies_in_memory_does_not_depend_on_its_company(collate):
+    """Nor whether it requires gradients: a step may look, and kernels round otherwise."""
+    items = [torch.randn(2, 3, 4, 5), torch.randn(3, 4, 5, 2).permute(3, 0, 1, 2), torch.randn(2, 3, 4, 5)]
+    items.append(torch.randn(2, 3, 4, 5, requires_grad=True))
+    together = Alone(collate)(items)
+    assert sorted(records.size for records in together) == [1, 1, 2]
+
+    def look(records):
+        return records.batch.stride()[1:], records.batch.requires_grad
+
+    assert {look(records) for records in together} == {look(Alone(collate)([item])[0]) for item in items}

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -155,9 +156,11 @@ def _check_privacy(cfg: DictConfig) -> None:
 
 
 def _check_data_id(name: str | None) -> None:
-    if name is not None and not (0 < len(name) <= LONGEST_ID and name == name.strip() and name.isprintable()):
+    plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
+    if name is not None and not (plain and 0 < len(name) <= LONGEST_ID):
         raise ConfigError(
-            f"data.id={name!r} must be a name of 1 to {LONGEST_ID} printable characters, without blanks at its ends."
+            f"data.id={name!r} must be a name of 1 to {LONGEST_ID} printable characters in Unicode's form NFC, "
+            "without blanks at its ends."
         )
 
 

@@ -195,7 +195,7 @@ def _look(leaf: Any) -> Hashable:
                 "data: a training batch holds a sparse or nested tensor, which cannot be stacked; make it dense, of "
                 "whatever size: records of different shapes are processed apart."
             )
-        return type(leaf), leaf.dtype, leaf.shape, leaf.stride()  # kernels differ by what lies where in memory
+        return type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad  # all of which shows
     if type(leaf) is float:
         return float, struct.pack("d", leaf)  # 0.0 and -0.0 are equal, yet not the same, and NaN is one of many
     if type(leaf) in (str, int, bool, bytes, type(None)):

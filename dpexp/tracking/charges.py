@@ -113,7 +113,8 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
     folder = Path(tags[OUTPUT])
     if _is_at(folder, run_id):
         running = under_way(folder)
-        if running is None or (status == "RUNNING" and tags.get("dpexp.host") != HOST):
+        unlocked = not (folder / f"{RUN}.lock").exists()  # somebody has cleared it away
+        if running is None or unlocked or (status == "RUNNING" and tags.get("dpexp.host") != HOST):
             running = status == "RUNNING"
         elif status == "RUNNING" and not running:
             known = replace(known, status="KILLED")  # which the next job in its experiment will tell the store
@@ -128,7 +129,11 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
             why = f"its folder is not here, and its artifacts cannot be fetched: {' '.join(str(error).split())[:200]}"
             return replace(known, note=why, lost=True, mark=run_id)
         nothing = tags.get(RELEASED) == "nothing"
-        return _from_folder(replace(known, mark=run_id), Path(copied), status == "RUNNING", nothing)
+        known = replace(known, mark=run_id)
+        found = _from_folder(known, Path(copied), status == "RUNNING", nothing)
+        if status not in ("RUNNING", "FINISHED") and found.ledger is not None and found.ledger.rounds:
+            return _at_most(known, Path(copied), "its folder is not here, and it may have been resumed", lost=True)
+        return found
 
 
 def charge_at(folder: Path) -> Charge:
