@@ -153,3 +153,7 @@ def test_what_pytorch_refuses_is_refused(call, shapes):
         warnings.simplefilter("ignore")
         engine.accumulate(module.loss, stacked(x), B)
     assert all((total == 0).all() for total in engine._sums.values())
+
+
+def test_numbers_may_be_parameters():
+    assert_equals_reference(Of(lambda x, *numbers: x * sum(numbers) ** 2, *[()] * 5), torch.randn(B, 3), torch.float64)

@@ -784,11 +784,15 @@ def test_zero_and_minus_zero_are_two_numbers(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["sparse", "nested"])
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
 def test_tensors_that_cannot_be_stacked_are_refused(tmp_path, kind):
-    made = torch.eye(2).to_sparse() if kind == "sparse" else torch.nested.nested_tensor([torch.ones(2)])
+    made = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(1, 2), 0.1, 0, torch.qint8),
+    }[kind]()
     loader = DataLoader(Items(rows(3)), batch_size=2, collate_fn=lambda items: (made, items[0][1][None]))
-    with pytest.raises(ConfigError, match="sparse or nested"), warnings.catch_warnings():
+    with pytest.raises(ConfigError, match="sparse, nested or quantized"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained(tmp_path, Model(), loader)
 

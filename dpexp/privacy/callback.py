@@ -17,7 +17,7 @@ from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company
-from dpexp.privacy.delivery import Failed, Records, Rounds, Sample
+from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import NoLoss
 from dpexp.privacy.isolation.numbers import numbers_stay
@@ -36,6 +36,7 @@ from dpexp.privacy.refusals import (
     refuse_optimizers,
     refuse_settings,
 )
+from dpexp.privacy.stacking import Failed, Records
 
 EPSILON_READINGS = 20
 _ALONE = 8  # records of a chunk, to say that each is processed alone
