@@ -6,12 +6,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.help import help
 from dpexp.privacy import groups
+from dpexp.training.classifier import Classifier
 from dpexp.training.data.synthetic import Synthetic
 from tests import audited, test_callback
 from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked, trained
@@ -205,3 +207,12 @@ def test_a_canary_has_no_record_of_the_users(tmp_path):
         folder.mkdir()
         found.append(trained(folder, canaries=200, data=data).scores())
     assert np.allclose(*found)
+
+
+def test_large_tensors_are_audited_by_the_way_that_they_get_their_noise(tmp_path, monkeypatch):
+    audited.half_the_noise_of_large_tensors(monkeypatch)
+    net = nn.Linear(200, 100)
+    module = Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    plan = {"group": groups.flat(), "noise_multiplier": 2.5}
+    found = attacked(tmp_path, module=module, data=Synthetic(50, [200], 100), **plan)
+    assert found.exceeded

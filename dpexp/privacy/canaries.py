@@ -29,6 +29,7 @@ from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
 from dpexp.privacy.delivery import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.noise import SMALL
 from dpexp.privacy.plan import PrivacyPlan
 
 LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g
@@ -61,11 +62,12 @@ class Canaries(pl.Callback):
         tables = nn.ModuleDict()
         groups = []
         for g, group in enumerate(plan.groups):
-            rows = self.count + blanks
-            own = nn.ParameterList([nn.Parameter(torch.zeros(rows, 1)) for _ in group.vectors])
+            # Large tensors get their noise in another way than small ones: canaries get it as the vector does.
+            rows = [max(self.count + blanks, SMALL if vector.d >= SMALL else 0) for vector in group.vectors]
+            own = nn.ParameterList([nn.Parameter(torch.zeros(size, 1)) for size in rows])
             tables[str(g)] = own
             vectors = tuple(
-                replace(vector, parameters=(*vector.parameters, f"{_TABLES}.{g}.{j}"), d=vector.d + rows)
+                replace(vector, parameters=(*vector.parameters, f"{_TABLES}.{g}.{j}"), d=vector.d + rows[j])
                 for j, vector in enumerate(group.vectors)
             )
             groups.append(replace(group, vectors=vectors))
@@ -123,7 +125,8 @@ class Canaries(pl.Callback):
             part = g * _PARITIES + self._round % _PARITIES
             weight = now.sampling.q * group.S / group.sigma**2
             for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
-                sums = _numbers(table) * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
+                numbers = _numbers(table)[: self._sums.shape[1]]
+                sums = numbers * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
                 self._sums[part] += self._sign(g + j) * weight * sums
             self._expected[part] += weight * now.sampling.q * group.S * difference
         self._round += 1

@@ -19,7 +19,7 @@ from dpexp.privacy.keystream import BLOCK, KeyStream
 PAIRS = 2**17  # computed at once: of more, what they need leaves the cache; of fewer, threads wait for one another
 _WORTH_THREADS = 2**15  # numbers; for fewer, beside a busy processor, threads would wait for milliseconds (measured)
 _WORDS = BLOCK // 8
-_SMALL = 2**14  # numbers; tensors below that are done together
+SMALL = 2**14  # numbers; tensors below that are done together
 
 
 class GaussianNoise:
@@ -39,7 +39,7 @@ class GaussianNoise:
         for total, sigma in sums:
             if total.numel() == 0:
                 continue
-            if total.numel() < _SMALL:
+            if total.numel() < SMALL:
                 small.setdefault(total.device, []).append((total, sigma))
             else:
                 self._add(total.view(-1), sigma, divisor)
