@@ -63,7 +63,7 @@ class Engine:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         self._ways: dict[Hashable, Way] = {}
-        self._together = Together(module, self._parameters, self._restore)
+        self._together = Together(module, self._parameters)
         self._reached: Reached | None = None
         self._succeeded = False
         self._failed = 0
@@ -206,7 +206,7 @@ class Engine:
         way, added = replace(known), False
         while not way.singly and not added:
             try:
-                uses, losses = self._together.uses(chunk, way.looped)
+                uses, losses = self._together.uses(chunk, way.looped, self._restore)
             except _NOT_OF_A_RECORD:
                 raise
             except Exception as reason:
@@ -261,7 +261,7 @@ class Engine:
     def _run(self, chunk: Chunk, way: Way) -> bool:
         """Whether records can be processed together."""
         try:
-            self._together.uses(chunk, way.looped)
+            self._together.uses(chunk, way.looped, self._restore)
         except _NOT_OF_A_RECORD:
             raise
         except Exception:

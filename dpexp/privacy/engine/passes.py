@@ -33,27 +33,27 @@ class NoLoss(Exception):
 
 
 class Together:
-    """Passes of several records.
+    """Passes of several records."""
 
-    Args:
-        restore: sets a state back.
-    """
-
-    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], restore: Callable[[State], Any]) -> None:
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
         self._module = module
         self._parameters = parameters
-        self._restore = restore
         self._questions: float = 0  # that a step is expected to ask
         self._most_asked = 0
         self._alone = Alone()
 
-    def uses(self, chunk: Chunk, looped: set[str]) -> tuple[dict[str, Use], Tensor]:
-        """The use that each parameter was put to, for all records of a chunk, and their losses [B]."""
+    def uses(self, chunk: Chunk, looped: set[str], restore: Callable[[State], Any]) -> tuple[dict[str, Use], Tensor]:
+        """The use that each parameter was put to, for all records of a chunk, and their losses [B].
+
+        Args:
+            looped: the names of modules whose records are processed one at a time.
+            restore: sets a state back.
+        """
         try:
             return self._uses(chunk, looped)
         except Asked:
             self._questions = math.inf
-        self._restore(chunk.state)
+        restore(chunk.state)
         return self._uses(chunk, looped)
 
     def _uses(self, chunk: Chunk, looped: set[str]) -> tuple[dict[str, Use], Tensor]:
