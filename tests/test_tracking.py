@@ -37,7 +37,8 @@ def client(folder):
 
 
 def only_run(folder):
-    (run,) = client(folder).search_runs(["1"])
+    experiments = [experiment.experiment_id for experiment in client(folder).search_experiments()]
+    (run,) = client(folder).search_runs(experiments)
     return run
 
 
