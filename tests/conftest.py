@@ -4,12 +4,20 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: the tests' processes share the cores
 
 import pytest
 
 from dpexp.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def same_environment():
+    """What a test's libraries leave in the environment (MLflow: where to track) would reach the jobs of the next."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from mlflow import MlflowClient
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -143,8 +144,6 @@ SMALL = ("model=logistic", "sampling.steps=2", "sampling=all", "audit.canaries_c
 
 
 def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
-    import mlflow
-
     output = dpexp_job("audit", "audit=dirac", *SMALL)
     said = capsys.readouterr().out
     assert "μ claimed" in said and "That proves no ε" in said and "weak" not in said
@@ -155,11 +154,11 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     assert not (output / "weights.safetensors").exists()
     run, planned = (read_ledger(path) for path in (output / "audit" / "ledger.jsonl", output / "planned_ledger.jsonl"))
     assert run == planned
-    mlflow.set_tracking_uri(f"sqlite:///{output.parent.parent}/mlflow.db")
-    run = mlflow.MlflowClient().get_run(result["mlflow_run_id"])
+    client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
+    run = client.get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/mu_found"] == pytest.approx(result["audit"]["mu_found"])
     assert run.info.status == "FINISHED"
-    assert "audit.png" in {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+    assert "audit.png" in {file.path for file in client.list_artifacts(run.info.run_id)}
 
 
 def test_the_command_fails_if_a_claim_is_refuted(dpexp_job, capsys, monkeypatch):
