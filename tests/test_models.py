@@ -139,6 +139,7 @@ def test_with_dropout_as_it_is_used(family, name):
 
 def test_images_are_tried():
     pytest.importorskip("timm", reason="timm and torchvision come with the extra [models], which is not installed")
+    assert {"timm ResNet", "torchvision ResNet"} <= {name for models in MODELS.values() for name in models}
 
 
 def test_the_page_says_what_is_expected():

@@ -54,7 +54,7 @@ def _parts(members: Iterable[tuple[float, Use, Tensor]]) -> Iterator[tuple[float
         if len(some) < _MANY:
             yield from ((alpha, use, [total]) for use, total in some)
         else:
-            side_by_side = torch.cat([use.dense().reshape(len(use.dense()), -1) for use, _ in some], 1)
+            side_by_side = torch.cat([use.flat() for use, _ in some], 1)
             yield alpha, Dense(side_by_side), [total for _, total in some]
 
 

@@ -1,5 +1,6 @@
 """Functions on the whole chunk at once, of which vmap shows one record."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,18 +9,18 @@ from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 
-class OnRecords:
+class OnRecords(ABC):
     """A function that exists under vmap only. Like a torch.autograd.Function with nothing but a rule for vmap, which
     takes seven times as long to be called (measured), since what it does outside must be thought of as well."""
 
     @staticmethod
+    @abstractmethod
     def vmap(B: int, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
         """The outputs for all B records, and along which dimensions these lie.
 
         Args:
             in_dims: along which dimension of each argument they lie; None: it is the same for all.
         """
-        raise NotImplementedError
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

@@ -46,7 +46,7 @@ class Dense(Use):
         return norms(self._gradients).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
-        total.view(-1).addmv_(self._flat().T, c)
+        total.view(-1).addmv_(self.flat().T, c)
 
     def dense(self) -> Tensor:
         return self._gradients
@@ -54,7 +54,8 @@ class Dense(Use):
     def zero(self, records: Tensor) -> None:
         self._gradients = _zeroed(self._gradients, records)
 
-    def _flat(self) -> Tensor:
+    def flat(self) -> Tensor:
+        """[B, d]."""
         return self._gradients.reshape(len(self._gradients), -1)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dpexp.privacy.engine.clipping import by_parameter
 from dpexp.privacy.engine.rounding import norms
-from dpexp.privacy.engine.uses import Use
+from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.exact.lattice import SIGMA2
 from dpexp.privacy.exact.sampler import DiscreteGaussian
 from dpexp.privacy.keystream import KeyStream
@@ -17,9 +17,7 @@ def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> Te
     members = [(alpha, name, uses.pop(name)) for _, alpha, name in by_parameter([group]) if name in uses]
     if not members:
         return None
-    vectors = torch.cat(
-        [use.dense().reshape(len(use.dense()), -1).cpu().double() / alpha for alpha, _, use in members], 1
-    )
+    vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
     found = norms(vectors)
     whole = group.lattice.rounded(vectors, found)
     for (_, name, _), part in zip(members, whole.split([sums[name].numel() for _, name, _ in members], 1), strict=True):
