@@ -14,6 +14,7 @@ _HOMES = {
     "make_plan": "dpexp.privacy.plan",
     "PrivacyPlan": "dpexp.privacy.plan",
     "PrivacyCallback": "dpexp.privacy.callback",
+    "release": "dpexp.privacy.given",
     "read_ledger": "dpexp.accounting.ledger",
     "epsilon": "dpexp.accounting.accountants",
     "compose": "dpexp.commands.notebook",

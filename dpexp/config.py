@@ -46,6 +46,11 @@ class Noise:
 
 
 @dataclass
+class Metrics:
+    release: Any = None
+
+
+@dataclass
 class Sampling:
     policy: str = MISSING
     q: float | None = None
@@ -120,6 +125,7 @@ class Config:
     mechanism: Any = None
     allocation: Any = None
     noise: Noise = field(default_factory=Noise)
+    metrics: Metrics = field(default_factory=Metrics)
     sampling: Sampling = field(default_factory=Sampling)
     accountant: Accountant = field(default_factory=Accountant)
     trainer: Trainer = field(default_factory=Trainer)

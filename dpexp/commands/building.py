@@ -74,11 +74,16 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: 
         bound=bound,
         mechanism=mechanism,
         allocation=allocation,
-        schedules=OmegaConf.to_container(cfg.schedule, resolve=True),  # type: ignore[arg-type]
+        schedules=_contained(cfg.schedule),
         accountant=reported(cfg),
         calibrate=calibrate,
         noise=cfg.noise.kind,
+        release=_contained(OmegaConf.select(cfg, "metrics.release")),  # which older configurations have not
     )
+
+
+def _contained(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:

@@ -44,6 +44,7 @@ from dpexp.commands.saved import CARD, keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing import terminal
 from dpexp.tracking.origin import without_passwords
@@ -213,6 +214,8 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     metrics = _tested(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    if released and released[0].estimates.history:
+        result["released"] = _released(released[0].estimates, output)
     try:
         about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
     except Exception as error:  # of a model that cannot be written: what was spent and measured is not lost with it
@@ -221,6 +224,15 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         if tracked:
             tracked.log_model(about, result["rounds"])
     return result
+
+
+def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]:
+    """The values that were released at last, and their figure."""
+    from dpexp.showing.values import values_over_rounds
+
+    values_over_rounds(estimates.history).savefig(output / "released.png", dpi=150)
+    smoothed = {name: estimates.smoothed(name) for name in estimates.history}
+    return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 
 
 def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "Audit | None":

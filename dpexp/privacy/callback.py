@@ -20,6 +20,7 @@ from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import NoLoss
+from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.isolation.numbers import numbers_stay
 from dpexp.privacy.isolation.randomness import own_randomness
 from dpexp.privacy.isolation.sight import in_sight
@@ -48,7 +49,8 @@ class PrivacyCallback(pl.Callback):
     It replaces the training loader by one that gives the plan's samples, `training_step`'s gradients by the mechanisms'
     releases, and writes each round to the ledger before its result is used. `training_step` sees one record at a time;
     what it logs, or leaves behind, is dropped. The noisy average is in `p.grad` from `on_before_optimizer_step` on:
-    whatever optimizer, scheduler or gradient clipping follows is post-processing.
+    whatever optimizer, scheduler or gradient clipping follows is post-processing. Values that the plan releases are
+    logged as `private/…`, and kept in `estimates`.
 
     Args:
         plan: made by `make_plan` for this module.
@@ -85,6 +87,7 @@ class PrivacyCallback(pl.Callback):
         self.physical_batch = physical_batch
         self.unsafe_diagnostics = unsafe_diagnostics
         self.epsilon = 0.0
+        self.estimates = Estimates()
         self.completed = 0
         self._noise_seed = noise_seed
         self._reading_every = math.ceil(plan.rounds / EPSILON_READINGS)
@@ -96,6 +99,7 @@ class PrivacyCallback(pl.Callback):
         self._company_tried = False
         self._said_alone = False
         self._step_of_its_own: Any = None
+        self._metrics: dict[str, float] = {}  # of the values that the round released
         self._rounds: Rounds | None = None
         self._ledger: LedgerWriter | None = None
         self._engine: Engine | None = None
@@ -170,6 +174,7 @@ class PrivacyCallback(pl.Callback):
     ) -> None:
         assert self._ledger and self._engine
         released = self._engine.release(self._ledger)
+        self._metrics = self.estimates.add(self._engine.now, self.completed + 1, released)
         for name, parameter in pl_module.named_parameters():
             parameter.grad = released[name].to(parameter.dtype) if name in released else None
         self._released = True
@@ -189,6 +194,11 @@ class PrivacyCallback(pl.Callback):
         if self.delta is not None and (early or done or self.completed % self._reading_every == 0):
             self._read_epsilon(trainer)
             _log(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
+        for logger in trainer.loggers if self._metrics else ():
+            logger.log_metrics(self._metrics, step=self.completed)
+        for name, value in self._metrics.items():
+            if name.endswith("_smooth"):
+                _log(pl_module, name, value, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
             _log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
@@ -223,10 +233,11 @@ class PrivacyCallback(pl.Callback):
         if self._ledger is not None:
             self._ledger.sync()  # no checkpoint may outlive the rounds that it knows of
         position = self._ledger.position if self._ledger is not None else self._position
-        return {"completed": self.completed, "ledger": position}
+        return {"completed": self.completed, "ledger": position, "values": self.estimates.history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
+        self.estimates.history = state_dict.get("values", {})
         self._ledger = None
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -11,7 +11,7 @@ cancel in what the attacker adds up.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
@@ -30,7 +30,7 @@ from dpexp.accounting.renyi import Array
 from dpexp.privacy.delivery import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import SMALL
-from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.plan import Group, PrivacyPlan
 
 LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g
 _PARITIES = 2  # rounds of which what is released is kept apart
@@ -111,7 +111,7 @@ class Canaries(pl.Callback):
         return 0.0 if self.absent == -1 else 0.5
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        for g, group in enumerate(self.plan.at(self._round).groups):
+        for g, group in self._now(self._round):
             length = LENGTH * group.S / math.sqrt(len(group.alphas))
             self._lengths[g][:] = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
 
@@ -121,7 +121,7 @@ class Canaries(pl.Callback):
         """Reads the released averages."""
         now = self.plan.at(self._round)
         difference = 1.0 if self.absent is None else 1.0 - self.absent
-        for g, group in enumerate(now.groups):
+        for g, group in self._now(self._round):
             part = g * _PARITIES + self._round % _PARITIES
             weight = now.sampling.q * group.S / group.sigma**2
             for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
@@ -130,6 +130,11 @@ class Canaries(pl.Callback):
                 self._sums[part] += self._sign(g + j) * weight * sums
             self._expected[part] += weight * now.sampling.q * group.S * difference
         self._round += 1
+
+    def _now(self, t: int) -> Iterator[tuple[int, Group]]:
+        """The groups that a round releases, with their places in the plan."""
+        places = {group.name: g for g, group in enumerate(self.plan.groups)}
+        yield from ((places[group.name], group) for group in self.plan.at(t).groups)
 
     def _sign(self, place: int) -> int:
         return 1 - 2 * ((place + self._round) % 2)

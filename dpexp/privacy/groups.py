@@ -19,11 +19,24 @@ VECTORS = ("layer", "parameter")
 
 @dataclass(frozen=True)
 class Vector:
-    """A named list of parameters whose gradients, concatenated, are one vector in R^d."""
+    """A named list of parameters whose gradients, concatenated, are one vector in R^d; or a value that records give,
+    named by its `value_key`."""
 
     name: str
     parameters: tuple[str, ...]
     d: int
+
+    @property
+    def is_value(self) -> bool:
+        return self.parameters[0].startswith(_VALUE)
+
+
+_VALUE = "value "  # which no parameter's name begins with: a space is no part of a Python name
+
+
+def value_key(name: str) -> str:
+    """What stands among parameters for a value that records give."""
+    return _VALUE + name
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from dpexp.accounting.calibration import Calibration, solve
@@ -20,6 +21,7 @@ from dpexp.privacy.bounds import Bound, Fixed
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
+from dpexp.privacy.metrics import releases
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
@@ -34,6 +36,7 @@ class Group:
         S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum.
         share: w_g, the group's part of the budget.
         exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.exact`).
+        every: it is released in each round whose number, counted from 1, this divides.
     """
 
     name: str
@@ -43,6 +46,12 @@ class Group:
     sigma: float
     share: float
     exact: bool = False
+    every: int = 1
+
+    @property
+    def is_of_values(self) -> bool:
+        """Not of gradients."""
+        return self.vectors[0].is_value
 
     @property
     def d(self) -> int:
@@ -83,7 +92,7 @@ class PrivacyPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4), before the schedule."""
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4), before the schedule, of a round that releases all groups."""
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
 
     @property
@@ -92,7 +101,9 @@ class PrivacyPlan:
 
     def at(self, t: int) -> "PrivacyPlan":
         """The plan of round t alone."""
-        return self if self.schedule == Schedule() else _scaled(self, self.schedule.at(t))
+        if self.schedule == Schedule() and not self._pauses:
+            return self
+        return _in_round(self, self.schedule.at(t), tuple((t + 1) % group.every == 0 for group in self.groups))
 
     def ledger(self, since: int = 0) -> Ledger:
         """What carrying out the whole plan would write, or its rounds from number `since` on."""
@@ -102,10 +113,24 @@ class PrivacyPlan:
         for start, count in self.schedule.stretches(self.rounds, (*epochs, since)):
             if start < since:
                 continue
-            now = self.at(start)
             epoch = start - start % per_epoch if isinstance(per_epoch, int) else None
-            rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += count
+            for t, times in self._alike(start, count):
+                now = self.at(t)
+                rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += times
         return Ledger(self.adjacency, dict(rounds))
+
+    @property
+    def _pauses(self) -> tuple[int, ...]:
+        return tuple(sorted({group.every for group in self.groups} - {1}))
+
+    def _alike(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """(a round, how many like it) for each choice of groups that is released in some of `count` rounds."""
+        if not self._pauses:
+            yield start, count
+            return
+        due = (np.arange(start, start + count)[:, None] + 1) % np.array(self._pauses) == 0
+        _, first, times = np.unique(due, axis=0, return_index=True, return_counts=True)
+        yield from ((start + int(t), int(n)) for t, n in zip(first, times, strict=True))
 
     def sampling_events(self) -> tuple[SamplingEvent, ...]:
         """Those that the rounds may report, but for their epochs."""
@@ -114,13 +139,19 @@ class PrivacyPlan:
 
 
 @lru_cache(maxsize=256)
-def _scaled(plan: PrivacyPlan, by: Factors) -> PrivacyPlan:
-    if by == Factors():
+def _in_round(plan: PrivacyPlan, by: Factors, due: tuple[bool, ...]) -> PrivacyPlan:
+    """S of gradients alone is scaled: that of a metric belongs to what it measures."""
+    if by == Factors() and all(due):
         return plan
+    released = [group for group, now in zip(plan.groups, due, strict=True) if now]
+    scales = [1.0 if group.is_of_values else by.S for group in released]
     return replace(
         plan,
         sampling=plan.sampling if by.q == 1 else replace(plan.sampling, q=plan.sampling.q * by.q),
-        groups=tuple(replace(group, S=group.S * by.S, sigma=group.sigma * by.S * by.z) for group in plan.groups),
+        groups=tuple(
+            replace(group, S=group.S * scale, sigma=group.sigma * scale * by.z, every=1)
+            for group, scale in zip(released, scales, strict=True)
+        ),
         schedule=Schedule(),
     )
 
@@ -150,6 +181,7 @@ def make_plan(
     accountant: str = "pld",
     calibrate: str = "noise",
     noise: str = "gaussian",
+    release: Mapping[str, Any] | None = None,
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
 
@@ -166,6 +198,7 @@ def make_plan(
         calibrate: the knob that is solved for the target: `noise`, or from the noise given (`noise_multiplier`, or
             `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
         noise: `gaussian`, or `exact` (see `dpexp.privacy.exact`).
+        release: values of records that are released besides gradients (see `dpexp.privacy.metrics.releases`).
 
     Raises:
         ConfigError: a value out of range, contradictory choices, a claim that cannot be made, or a model whose
@@ -184,21 +217,36 @@ def make_plan(
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
     clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
     w = (allocation or Proportional()).shares(grouped, clipping)
+    values = releases(release or {})
+    both = sorted(set(values) & set(grouped))
+    if both:
+        raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
+    left = 1 - sum(value.share for value in values.values())
 
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
             policy if q == rate else replace(policy, q=q),
             n,
             steps,
-            tuple(
-                Group(name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(w[name]), w[name], exact)
-                for name, c in clipping.items()
+            (
+                *(
+                    Group(name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(share), share, exact)
+                    for name, c in clipping.items()
+                    for share in [left * w[name]]
+                ),
+                *(
+                    Group(name, v.vectors, c.alphas, c.S, z * c.S / math.sqrt(v.share), v.share, exact, v.every)
+                    for name, v in values.items()
+                    for c in [v.clipping]
+                ),
             ),
             adjacency,
             schedule(steps, **(schedules or {})),
         )
 
-    z = allocation.noise_multiplier(clipping) if isinstance(allocation, Explicit) else noise_multiplier
+    z = noise_multiplier
+    if isinstance(allocation, Explicit):  # of gradients
+        z = allocation.noise_multiplier(clipping) * math.sqrt(left)
     if z is not None and calibrate == "noise":
         plan = plan_at(z)
         plan.ledger()  # every round's numbers make sense

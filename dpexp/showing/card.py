@@ -82,9 +82,10 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         f"{schedule}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
     ]  # fmt: skip
-    for group in zip(*(now.groups for now in happened), strict=True):
-        S, sigma = _range(now.S for now in group), _range(now.sigma for now in group)
-        lines.append(f"| {group[0].name} | {group[0].d:,} | {S} | {sigma} |")
+    for group in plan.groups:
+        named = [one for now in happened for one in now.groups if one.name == group.name]
+        S, sigma = _range(one.S for one in named or [group]), _range(one.sigma for one in named or [group])
+        lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
         _NOT_COVERED, "",

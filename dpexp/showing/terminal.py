@@ -1,7 +1,9 @@
 """What the user sees in the terminal: the plan, the progress, the result."""
 
+import itertools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
 from dpexp.showing.rounding import up
@@ -65,7 +68,7 @@ def plan_table(plan: PrivacyPlan) -> Table:
         noises = [alpha * group.sigma / (plan.sampling.q * plan.n) for alpha in group.alphas]
         low, high = f"{min(noises):.3g}", f"{max(noises):.3g}"
         table.add_row(
-            group.name,
+            group.name + (f", every {group.every} rounds" if group.every > 1 else ""),
             str(len(group.vectors)),
             f"{group.d:,}",
             f"{group.S:.4g}",
@@ -93,13 +96,14 @@ class RoundBar(pl.callbacks.ProgressBar):
             TextColumn("round {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[epsilon]}"),
+            TextColumn("{task.fields[released]}"),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             console=console,
             transient=self._place is not None,
             disable=self._place is not None and not console.is_terminal,
         )
-        self._task = self._progress.add_task("training", total=self._rounds, epsilon="", rate="")
+        self._task = self._progress.add_task("training", total=self._rounds, epsilon="", released="", rate="")
         self._progress.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -111,6 +115,7 @@ class RoundBar(pl.callbacks.ProgressBar):
             self._task,
             completed=trainer.global_step,
             epsilon=spent,
+            released=", ".join(_released(self._privacy.estimates)) if self._privacy else "",
             rate=f"{task.speed:.1f} rounds/s" if task.speed else "",
         )
 
@@ -124,6 +129,13 @@ class RoundBar(pl.callbacks.ProgressBar):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _released(estimates: Estimates) -> Iterator[str]:
+    """The first few values."""
+    for name in itertools.islice(estimates.history, 3):
+        value, sd = estimates.smoothed(name)
+        yield f"{escape(name)} {value:.3g} ± {sd:.1g}"
 
 
 def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant: str) -> None:
@@ -208,6 +220,9 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
     metrics = result["metrics"]
     if "test_accuracy" in metrics:
         console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
+    if result.get("released"):
+        told = [f"{name} {one['estimate']:.4g} ± {one['sd']:.2g}" for name, one in result["released"].items()]
+        console.print(f"[bold]Released[/], of the last fifth of the rounds: {', '.join(told)}", soft_wrap=True)
     if "epsilon" in result:
         spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
         console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {NEIGHBOURS[result['adjacency']]}")

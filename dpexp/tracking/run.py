@@ -171,7 +171,8 @@ class Tracked:
         )  # `epsilon`, or the planned one
         others |= result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
         self._outbox.metrics(others, result["rounds"])
-        for name in ("result.json", *(["audit.png"] if "audit" in result else [])):
+        figures = [name for name, part in (("audit.png", "audit"), ("released.png", "released")) if part in result]
+        for name in ("result.json", *figures):
             self._outbox.file(self._output / name)
 
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:

@@ -56,8 +56,8 @@ class Classifier(pl.LightningModule):
         return loss, getattr(outputs, "logits", None)
 
     def training_step(self, batch: Any) -> Tensor:
-        loss, _ = self.loss_and_scores(batch)
-        self.log("train_loss", loss)
+        loss, scores = self.loss_and_scores(batch)
+        self.log_dict(_measured("train", batch, loss, scores))
         return loss
 
     def validation_step(self, batch: Any) -> None:
@@ -68,11 +68,8 @@ class Classifier(pl.LightningModule):
 
     def _evaluate(self, batch: Any) -> None:
         loss, scores = self.loss_and_scores(batch)
-        y = batch["labels"] if isinstance(batch, Mapping) else batch[1]
-        measured = {"test_loss": loss}
-        if scores is not None and scores.dim() == y.dim() + 1 and not y.is_floating_point():
-            measured["test_accuracy"] = (scores.argmax(1) == y).float().mean()
-        self.log_dict(measured, on_step=False, on_epoch=True, batch_size=len(y))
+        measured = _measured("test", batch, loss, scores)
+        self.log_dict(measured, on_step=False, on_epoch=True, batch_size=len(_labels(batch)))
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.parameters())
@@ -80,6 +77,17 @@ class Classifier(pl.LightningModule):
             return optimizer
         scheduler = {"scheduler": self.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def _labels(batch: Any) -> Tensor:
+    return batch["labels"] if isinstance(batch, Mapping) else batch[1]
+
+
+def _measured(on: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
+    y, measured = _labels(batch), {f"{on}_loss": loss}
+    if scores is not None and scores.dim() == y.dim() + 1 and not y.is_floating_point():
+        measured[f"{on}_accuracy"] = (scores.argmax(1) == y).float().mean()
+    return measured
 
 
 def scores_of(outputs: Any) -> Tensor:

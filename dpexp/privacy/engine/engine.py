@@ -1,7 +1,7 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.engine.whole import WholeNoise, add_whole
+from dpexp.privacy.given import Values
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.isolation.reached import Reached
 from dpexp.privacy.isolation.state import State
@@ -32,7 +33,7 @@ _ENOUGH = 64  # records that fail, while none ever contributed, to end a round e
 
 
 class Engine:
-    """Carries out a plan's mechanisms on a module's gradients.
+    """Carries out a plan's mechanisms on a module's gradients, and on the values that its step gives for release.
 
     Per sample: `start`, then `accumulate` for each chunk, then `finish` and `release`. What a record contributes
     depends on no other: together are processed those that look alike and that could be so each by itself.
@@ -54,7 +55,10 @@ class Engine:
         self._whole = WholeNoise(noise.stream) if plan.exact else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
-        planned = {name for g in plan.groups for v in g.vectors for name in v.parameters}
+        vectors = [vector for group in plan.groups for vector in group.vectors]
+        values = {v.parameters[0]: v.d - self._numbers(v.parameters[1:]) for v in vectors if v.is_value}
+        self._values = Values(values, next(iter(self._parameters.values()), torch.zeros(())))
+        planned = {name for vector in vectors for name in vector.parameters} - set(values)
         if planned != set(self._parameters):
             odd = sorted(planned.symmetric_difference(self._parameters))
             raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
@@ -63,7 +67,7 @@ class Engine:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         self._ways: dict[Hashable, Way] = {}
-        self._together = Together(module, self._parameters)
+        self._together = Together(module, self._parameters, self._values)
         self._reached: Reached | None = None
         self._succeeded = False
         self._failed = 0
@@ -94,12 +98,7 @@ class Engine:
                 "the private gradient in on_before_optimizer_step instead."
             )
         self.now = self.plan.at(t)
-        if self._whole:
-            self._sums = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in self._parameters.items()}
-        else:
-            self._sums = {
-                name: torch.zeros(p.shape, dtype=_summed(p), device=p.device) for name, p in self._parameters.items()
-            }
+        self._sums = {name: self._zeros(name) for _, _, name in by_parameter(self.now.groups)}
         self.observations = []
 
     def accumulate(self, loss_of: Callable[[Any], Tensor], batch: Any, size: int) -> None:
@@ -149,7 +148,7 @@ class Engine:
             raise ConfigError(str(reason)) if isinstance(reason, NoLoss) else reason
 
     def release(self, ledger: LedgerWriter) -> dict[str, Tensor]:
-        """Writes the sum query events, and only then returns v̂ for each parameter:
+        """Writes the sum query events, and only then returns v̂ for each parameter, and each value by its key:
         (Σ_i c_i v^i + α N(0, σ̃²)) / qn."""
         for group in self.now.groups:
             ledger.query(group.query())
@@ -157,12 +156,24 @@ class Engine:
         released, self._sums = self._sums, {}
         if self._whole:
             return {
-                name: total.to(self._parameters[name].device, _summed(self._parameters[name]))
-                for name, total in self._whole.released(self.now, released).items()
+                name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, released).items()
             }
         noisy = [(released[name], alpha * group.sigma) for group, alpha, name in by_parameter(self.now.groups)]
         self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
         return released
+
+    def _numbers(self, parameters: Iterable[str]) -> int:
+        return sum(self._parameters[name].numel() for name in parameters)
+
+    def _kind(self, name: str) -> tuple[torch.device, torch.dtype]:
+        """Where and in what the sum of a parameter's gradients, or of a value, is computed."""
+        of = self._parameters.get(name, self._values)
+        return of.device, _summed(of.dtype)
+
+    def _zeros(self, name: str) -> Tensor:
+        shape = self._parameters[name].shape if name in self._parameters else (self._values.sizes[name],)
+        device, dtype = (torch.device("cpu"), torch.int64) if self._whole else self._kind(name)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def _restore(self, state: State) -> list[str]:
         changed = state.restore()
@@ -275,10 +286,12 @@ class Engine:
         failed = 0
         for i in range(chunk.size):
             try:
-                gradients, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, chunk.state)
+                gradients, loss = gradients_of_one(
+                    chunk.loss_of, chunk.one(i), self._parameters, self._values, chunk.state
+                )
                 self._restore(chunk.state)
                 with full_precision(loss.device), torch.no_grad():
-                    uses: dict[str, Use] = {n: Dense(g[None].to(_summed(g))) for n, g in gradients.items()}
+                    uses: dict[str, Use] = {n: Dense(g[None].to(_summed(g.dtype))) for n, g in gradients.items()}
                     self._clip_and_add(uses, loss[None])
             except _NOT_OF_A_RECORD:
                 raise
@@ -299,13 +312,13 @@ class Engine:
             if len(norms) > 1 and not norms.is_cuda and "finite" not in self._said and not norms.isfinite().any():
                 self._said.add("finite")
                 warnings.warn(
-                    f"group {group.name}: no gradient of a whole chunk of records is finite; they contribute nothing, "
+                    f"group {group.name}: no vector of a whole chunk of records is finite; they contribute nothing, "
                     "and what is released is noise."
                 )
         if self.observe:
             self.observations.append(observation)
 
 
-def _summed(x: Tensor) -> torch.dtype:
+def _summed(dtype: torch.dtype) -> torch.dtype:
     """What sums of gradients of such a parameter are computed in."""
-    return torch.promote_types(torch.float32, x.dtype)
+    return torch.promote_types(torch.float32, dtype)

@@ -20,7 +20,8 @@ from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.looped import looping
 from dpexp.privacy.engine.precision import full_precision
-from dpexp.privacy.engine.uses import Use, merged
+from dpexp.privacy.engine.uses import Dense, Use, merged
+from dpexp.privacy.given import Values
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.randomness import of_python
 from dpexp.privacy.isolation.state import State
@@ -35,15 +36,17 @@ class NoLoss(Exception):
 class Together:
     """Passes of several records."""
 
-    def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values) -> None:
         self._module = module
         self._parameters = parameters
+        self._values = values
         self._questions: float = 0  # that a step is expected to ask
         self._most_asked = 0
         self._alone = Alone()
 
     def uses(self, chunk: Chunk, looped: set[str], restore: Callable[[State], Any]) -> tuple[dict[str, Use], Tensor]:
-        """The use that each parameter was put to, for all records of a chunk, and their losses [B].
+        """The use that each parameter was put to, for all records of a chunk, the values that they gave for release,
+        and their losses [B].
 
         Args:
             looped: the names of modules whose records are processed one at a time.
@@ -73,12 +76,12 @@ class Together:
         drawn = of_python()
         chance = Chance(device, self._questions) if self._questions else None
 
-        def loss_of_one(anchor: Tensor, *leaves: Any) -> Tensor:
+        def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, dict[str, Tensor]]:
             if chance is not None:
                 chance.free((anchor, leaves))
             capture = Capture(derived, anchor, record, chunk.state, chance, self._alone)
             inside = looping(self._module, looped, capture, chunk.state.around)
-            with inside, kept(capture.met), nothing_behind_vmap(), capture:
+            with self._values.given() as values, inside, kept(capture.met), nothing_behind_vmap(), capture:
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             capture.refuse_changes()
             if isinstance(capture.error, Asked | Differ):
@@ -87,10 +90,11 @@ class Together:
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
                 ) from capture.error
-            return loss
+            return loss, values()
 
         in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
-        losses = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")(anchor, *chunk.copies())
+        together = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")
+        losses, values = together(anchor, *chunk.copies())
         if chance is not None:
             self._questions = self._most_asked = max(self._most_asked, chance.asked)
         if losses.dim() != 1:
@@ -108,26 +112,26 @@ class Together:
         with full_precision(device), torch.no_grad():
             for parameter, use in derived.passed_on(uses, chunk.state):
                 record(parameter, use)
-            return (
-                {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses},
-                losses.detach(),
-            )
+            of_parameters = {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses}
+            return of_parameters | {key: Dense(value) for key, value in values.items()}, losses.detach()
 
 
 def gradients_of_one(
-    loss_of: Callable[[Any], Tensor], one: Any, parameters: dict[str, Tensor], state: State
+    loss_of: Callable[[Any], Tensor], one: Any, parameters: dict[str, Tensor], values: Values, state: State
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """A record's gradients with respect to the parameters that it reaches, by ordinary autograd, and its loss.
+    """A record's gradients with respect to the parameters that it reaches, by ordinary autograd, the values that it
+    gave for release, and its loss.
 
     Raises:
         NoLoss: it has none.
     """
-    with Guard(state):
+    with values.given() as given, Guard(state):
         loss = loss_of(one)
     if loss.dim():
         raise NoLoss(_ONE_LOSS)
+    released = {key: value.clone() for key, value in given().items()}
     backward(loss, state)
-    return {name: _dense(p.grad) for name, p in parameters.items() if p.grad is not None}, loss.detach()
+    return {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None} | released, loss.detach()
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 
+from dpexp.privacy.given import release
+
 
 @contextmanager
 def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
@@ -22,8 +24,9 @@ def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def mute(module: pl.LightningModule) -> None:
-    """From now on `log` does nothing: in training, what a module could tell was computed from records without noise."""
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
+    It gives the value for release, which is dropped unless the plan names it."""
+    module.log = lambda name, value, *args, **kwargs: release(name, value)  # type: ignore[method-assign]
 
 
 def unmute(module: pl.LightningModule) -> None:

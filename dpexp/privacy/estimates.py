@@ -1,0 +1,54 @@
+"""What releases of values say, round by round. All of it is post-processing."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from dpexp.privacy.groups import value_key
+from dpexp.privacy.plan import PrivacyPlan
+
+_RECENT = 5  # the smoothed value is the mean over the last fifth of the releases
+
+
+class Estimates:
+    """Estimates of the means of what records gave.
+
+    Attributes:
+        history: by name, the (round, estimate, standard deviation of its noise) of each release; a value of d > 1
+            numbers has d names.
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[tuple[int, float, float]]] = {}
+
+    def add(self, now: PrivacyPlan, completed: int, released: Mapping[str, Tensor]) -> dict[str, float]:
+        """The metrics of a round's releases: each as `private/…`, its noise as `…_sd`, and smoothed as `…_smooth`.
+
+        Args:
+            completed: the number of the round, counted from 1.
+            released: v̂ by key.
+        """
+        metrics: dict[str, float] = {}
+        for name, estimate, sd in _of_round(now, released):
+            self.history.setdefault(name, []).append((completed, estimate, sd))
+            smooth, _ = self.smoothed(name)
+            metrics |= {f"private/{name}": estimate, f"private/{name}_sd": sd, f"private/{name}_smooth": smooth}
+        return metrics
+
+    def smoothed(self, name: str) -> tuple[float, float]:
+        """The mean of the last fifth of a value's releases, and the standard deviation of its noise."""
+        recent = self.history[name][-math.ceil(len(self.history[name]) / _RECENT) :]
+        count = len(recent)
+        return sum(one for _, one, _ in recent) / count, math.hypot(*(sd for _, _, sd in recent)) / count
+
+
+def _of_round(now: PrivacyPlan, released: Mapping[str, Tensor]) -> Iterator[tuple[str, float, float]]:
+    """(name, estimate, standard deviation) of each number."""
+    for group in now.groups:
+        for vector, alpha in zip(group.vectors, group.alphas, strict=True):
+            if vector.is_value:
+                numbers = released[value_key(vector.name)].tolist()
+                for k, number in enumerate(numbers):
+                    name = vector.name if len(numbers) == 1 else f"{vector.name}/{k}"
+                    yield name, number, alpha * group.sigma / (now.sampling.q * now.n)

@@ -1,0 +1,320 @@
+"""Values that training_step gives for release: clipped, summed, noised and accounted like gradients."""
+
+import json
+import math
+
+import pytest
+import torch
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+from mlflow import MlflowClient
+from torch import nn
+from torch.nn import functional as F
+
+import dpexp
+from dpexp.accounting.ledger import LedgerWriter, read_ledger
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.estimates import Estimates
+from dpexp.privacy.noise import GaussianNoise
+
+B, Q, N = 7, 0.1, 100
+RELEASE = {
+    "loss": {"S": 0.6, "share": 0.01},
+    "histogram": {"S": 0.5, "share": 0.1, "d": 3, "every": 2},
+    "both": {"share": 0.1, "S": 1.2, "values": {"correct": {"alpha": 1}, "inputs": {"alpha": 2, "d": 3}}},
+}
+
+
+class Branching(nn.Module):
+    """A layer whose records must be looped: it asks for a number, more of them than there are parts."""
+
+    def forward(self, x):
+        return x * (1 + int(x.sum() * 1e6) % 1000 / 1e6)
+
+
+MODELS = {
+    "together": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
+    "in parts": lambda: nn.Sequential(nn.Linear(3, 4), Branching(), nn.Linear(4, 2)),
+}
+
+
+def step(model, batch, give=dpexp.release):
+    x, y = batch
+    scores = model(x[None])
+    loss = F.cross_entropy(scores, y[None])
+    give("loss", loss)
+    give("histogram", x)
+    give("correct", (scores.argmax(1) == y).float())
+    give("inputs", x[None] ** 2)
+    give("unnamed", x)
+    return loss
+
+
+def plan_of(model, release=RELEASE, **options):
+    return dpexp.make_plan(model, n=N, q=Q, steps=4, noise_multiplier=1e-7, release=release, **options)
+
+
+def released(engine, path, batch, loss_of, rounds=1):
+    """Σ_i c_i v^i of each value, in the last of some rounds on the same sample."""
+    plan = engine.plan
+    ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
+    for t in range(rounds):
+        ledger.sample(plan.at(t).sampling.event(plan.n, 0))
+        engine.start(t)
+        engine.accumulate(loss_of, batch, len(batch[0]))
+        engine.finish()
+        averages = engine.release(ledger)
+    ledger.close()
+    return {name: average * Q * N for name, average in averages.items()}
+
+
+def data(seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(B, 3, dtype=torch.float64), torch.randint(0, 2, (B,))
+
+
+def by_hand(model, batch):
+    """One record at a time."""
+    sums = {"loss": 0.0, "histogram": torch.zeros(3), "correct": 0.0, "inputs": torch.zeros(3)}
+    for x, y in zip(*batch, strict=True):
+        given = {}
+        step(model, (x, y), given.__setitem__)
+        for name in ("loss", "histogram"):
+            v = given[name].detach().reshape(-1)
+            sums[name] = sums[name] + v * min(1.0, RELEASE[name]["S"] / float(v.norm()))
+        correct, inputs = (given[name].detach().double().reshape(-1) for name in ("correct", "inputs"))
+        norm = math.sqrt(float(correct.norm()) ** 2 + float(inputs.norm()) ** 2 / 4)
+        c = min(1.0, 1.2 / norm)
+        sums["correct"], sums["inputs"] = sums["correct"] + c * correct, sums["inputs"] + c * inputs
+    return sums
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("singly", [False, True])
+def test_float64_equals_one_record_at_a_time(name, singly, tmp_path, recwarn):
+    model, batch = MODELS[name]().double(), data()
+    engine = Engine(plan_of(model), model, GaussianNoise())
+    if singly:
+        engine._ways = _Singly()
+    found = released(engine, tmp_path / "ledger", batch, lambda b: step(model, b), rounds=2)
+    for value, expected in by_hand(model, batch).items():
+        expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
+        torch.testing.assert_close(found[f"value {value}"], expected, rtol=1e-6, atol=1e-6)
+
+
+class _Singly(dict):
+    def setdefault(self, key, default):
+        default.singly = True
+        return super().setdefault(key, default)
+
+
+def test_a_value_given_for_one_record_after_another_is_of_each_alone(tmp_path, recwarn):
+    """In a module that is looped a value would belong to all records."""
+
+    class Gives(nn.Module):
+        def forward(self, x):
+            dpexp.release("loss", x.sum())
+            return x * float(x.sum().detach().numpy())  # not under vmap
+
+    model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
+    plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
+    x, y = data()
+    loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
+    found = released(Engine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+    expected = sum(model[0](one).sum().clamp(-1, 1) for one in x)
+    assert float(found["value loss"]) == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, -1e30])
+def test_a_record_moves_a_sum_by_no_more_than_S(bad, tmp_path):
+    model, (x, y) = MODELS["together"](), data()
+    x = x.float()
+
+    def loss_of(batch):
+        one, label = batch
+        dpexp.release("loss", torch.where(one[0] > 50, bad, one.sum()))
+        dpexp.release("histogram", torch.where(one[0] > 50, bad * one, one))
+        return F.cross_entropy(model(one[None] / 100), label[None])
+
+    release = {name: RELEASE[name] | {"every": 1} for name in ("loss", "histogram")}
+    without = released(Engine(plan_of(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
+    more = torch.cat([x, torch.full((1, 3), 99.0)]), torch.cat([y, y[:1]])
+    with_it = released(Engine(plan_of(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
+    for name in release:
+        moved = (with_it[f"value {name}"] - without[f"value {name}"]).norm()
+        assert moved <= release[name]["S"] + 1e-5
+        if not math.isfinite(bad):
+            assert moved < 1e-5, "it contributes nothing"
+
+
+def test_a_record_that_gives_no_value_contributes_zero_and_one_that_gives_two_their_mean(tmp_path):
+    model, (x, y) = MODELS["together"]().double(), data()
+
+    def loss_of(batch):
+        if batch[0][0] > 0:
+            dpexp.release("loss", 0.25)
+            dpexp.release("loss", 0.75)
+        return F.cross_entropy(model(batch[0][None]), batch[1][None])
+
+    plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
+    found = released(Engine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+    assert float(found["value loss"]) == pytest.approx(0.5 * float((x[:, 0] > 0).sum()), abs=1e-6)
+
+
+def test_values_of_another_size_than_planned_are_said(tmp_path):
+    model, batch = MODELS["together"]().double(), data()
+
+    def loss_of(one):
+        dpexp.release("loss", one[0])
+        return F.cross_entropy(model(one[0][None]), one[1][None])
+
+    engine = Engine(plan_of(model), model, GaussianNoise())
+    with pytest.warns(UserWarning, match="contribute nothing"), pytest.raises(ValueError, match=r"3 numbers.*d=1"):
+        released(engine, tmp_path / "ledger", batch, loss_of)
+
+
+def test_what_is_not_due_is_not_released(tmp_path):
+    model, batch = MODELS["together"]().double(), data()
+    engine = Engine(plan_of(model), model, GaussianNoise())
+    first = released(engine, tmp_path / "1", batch, lambda b: step(model, b), rounds=1)
+    assert "value histogram" not in first and "value loss" in first
+    assert "value histogram" in released(engine, tmp_path / "2", batch, lambda b: step(model, b), rounds=2)
+
+
+SMALL = ("model=logistic", "sampling.steps=4", "trainer.evaluations=0", "tracking=none")
+ASKED = "metrics.release={train_loss: {S: 4, share: 0.1}, train_accuracy: {S: 1, share: 0.2, every: 2}}"
+
+
+def test_one_round_holds_gradients_metrics_and_their_cost(dpexp_job, read_lines):
+    """Read with json alone; ε is dp-accounting's of the same rounds."""
+    output = dpexp_job("group=per_layer", "model=mlp", ASKED, *SMALL[1:], "privacy.noise_multiplier=1.0")
+    lines = read_lines(output / "ledger.jsonl")
+    specs = [line for line in lines if isinstance(line, dict) and "spec" in line]
+    rounds = [line[1] for line in lines if isinstance(line, list)]
+    assert rounds == [0, 1, 0, 1]
+    ratios = [{query["group"]: (query["S"] / query["sigma"]) ** 2 for query in spec["queries"]} for spec in specs]
+    assert set(ratios[1]) - set(ratios[0]) == {"train_accuracy"} and "train_loss" in ratios[0]
+    assert sum(ratios[1].values()) == pytest.approx(1.0)
+    assert sum(ratios[0].values()) == pytest.approx(0.8)
+    assert ratios[1]["train_loss"] == pytest.approx(0.1) and ratios[1]["train_accuracy"] == pytest.approx(0.2)
+    accountant = PLDAccountant()
+    for spec, times in zip(specs, (2, 2), strict=True):
+        z = sum(ratios[spec["spec"]].values()) ** -0.5
+        q = spec["sampling"]["q"]
+        accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), times)
+    epsilon = json.loads((output / "result.json").read_text())["epsilon"]["pld"]
+    assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
+
+
+def test_a_run_shows_what_it_released(dpexp_job, tmp_path):
+    output = dpexp_job(ASKED, *SMALL[:3], "privacy.noise_multiplier=1.0")
+    result = json.loads((output / "result.json").read_text())
+    assert set(result["released"]) == {"train_loss", "train_accuracy"}
+    assert (output / "released.png").read_bytes().startswith(b"\x89PNG")
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    run = client.get_run(result["mlflow_run_id"])
+    history = client.get_metric_history(run.info.run_id, "private/train_accuracy")
+    assert [point.step for point in history] == [2, 4]
+    sd = result["groups"]["train_accuracy"]["sigma"] / (result["q"] * result["n"])
+    assert run.data.metrics["private/train_accuracy_sd"] == pytest.approx(sd)
+    assert "released.png" in {item.path for item in client.list_artifacts(run.info.run_id)}
+
+
+def test_the_noise_of_an_estimate_is_what_is_said(tmp_path):
+    """400 rounds of no record at all show the noise alone."""
+    model = nn.Linear(3, 2)
+    release = {"both": {"share": 0.1, "values": {"a": {"alpha": 1, "d": 2}, "b": {"alpha": 3}}}}
+    plan = dpexp.make_plan(model, n=N, q=Q, steps=400, noise_multiplier=1.0, release=release)
+    engine, estimates = Engine(plan, model, GaussianNoise()), Estimates()
+    ledger = LedgerWriter(tmp_path / "ledger", plan.adjacency, plan.sampling_events(), False, None, None)
+    for t in range(400):
+        ledger.sample(plan.sampling.event(N, 0))
+        engine.start(t)
+        engine.finish()
+        metrics = estimates.add(engine.now, t + 1, engine.release(ledger))
+    ledger.close()
+    assert set(estimates.history) == {"a/0", "a/1", "b"}
+    for name, factor in (("a/0", 1), ("a/1", 1), ("b", 3)):
+        values = torch.tensor([value for _, value, _ in estimates.history[name]])
+        said = estimates.history[name][0][2]
+        assert said == pytest.approx(factor * math.sqrt(2) / math.sqrt(0.1) / (Q * N))
+        assert float((values**2).mean()) == pytest.approx(said**2, rel=0.3)  # 4 sd of a chi-square of 400
+        smooth, sd = estimates.smoothed(name)
+        assert smooth == pytest.approx(float(values[-80:].mean()), abs=1e-6) and sd == pytest.approx(
+            said / math.sqrt(80)
+        )
+        assert metrics[f"private/{name}_smooth"] == smooth
+
+
+def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
+    import pytorch_lightning as pl
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from dpexp.training.classifier import Classifier
+
+    def fit(steps, resume=None):
+        torch.manual_seed(0)
+        module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
+        plan = dpexp.make_plan(
+            module, n=20, q=0.5, steps=6, noise_multiplier=1.0, release={"train_loss": {"S": 1, "share": 0.1}}
+        )
+        callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
+        trainer = pl.Trainer(
+            max_steps=steps, callbacks=[callback], enable_checkpointing=False, accelerator="cpu", **options
+        )
+        batch = TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))
+        trainer.fit(module, DataLoader(batch, 4), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        return callback.estimates.history["train_loss"]
+
+    before = fit(3)
+    after = fit(6, resume=tmp_path / "checkpoint")
+    assert after[:3] == before and [at for at, _, _ in after] == [1, 2, 3, 4, 5, 6]
+    assert len(read_ledger(tmp_path / "ledger")) == 6
+
+
+@pytest.mark.parametrize(
+    "release, said",
+    [
+        ({"a": {"S": 1}}, "must give S and share"),
+        ({"a": {"share": 0.1}}, "must give S, the bound"),
+        ({"a": {"S": 1, "share": 1.0}}, "add up to 1"),
+        ({"a": {"S": -1, "share": 0.1}}, "metrics.release.a.S=-1"),
+        ({"a": {"S": 1, "share": 0.1, "every": 0}}, "metrics.release.a.every=0"),
+        ({"a": {"S": 1, "share": 0.1, "d": 1.5}}, "metrics.release.a.d=1.5"),
+        ({"a": {"S": 1, "share": 0.1, "k": 2}}, "known: "),
+        ({"all": {"S": 1, "share": 0.1}}, "name of a group of gradients too"),
+        ({"a": {"share": 0.1, "values": {"b": {"alpha": 1}}, "S": 1.1}}, "at most 1"),
+        ({"a": {"share": 0.1, "values": {"b": {}}}}, "must give alpha"),
+        ({"a": {"share": 0.1, "values": []}}, "must name values"),
+        ({"a": {"share": 0.1, "S": 1}, "c": {"share": 0.1, "values": {"a": {"alpha": 1}}}}, "released by two groups"),
+    ],
+)
+def test_mistakes_are_sentences(release, said):
+    with pytest.raises(dpexp.ConfigError, match=said):
+        plan_of(nn.Linear(3, 2), release)
+
+
+def test_shares_leave_the_rest_to_gradients():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    from dpexp.privacy.allocation import DimensionAdjusted, Explicit
+    from dpexp.privacy.groups import per_layer
+
+    plan = plan_of(model, group=per_layer(), allocation=DimensionAdjusted())
+    shares = {group.name: group.share for group in plan.groups}
+    assert sum(shares.values()) == pytest.approx(1) and shares["0"] == pytest.approx(0.79 * 16 / 26)
+    assert plan.noise_multiplier == pytest.approx(1e-7)
+    explicit = dpexp.make_plan(
+        model, n=N, q=Q, steps=4, release=RELEASE, group=per_layer(), allocation=Explicit({"0": 2.0, "1": 4.0})
+    )
+    sigmas = {group.name: group.sigma for group in explicit.groups}
+    assert sigmas["0"] == pytest.approx(2.0) and sigmas["1"] == pytest.approx(4.0)
+    assert explicit.noise_multiplier == pytest.approx((0.3125 / 0.79) ** -0.5)
+
+
+def test_schedules_of_S_leave_metrics_alone():
+    plan = plan_of(nn.Linear(3, 2), schedules={"S": {"step": {0: 1.0, 2: 0.5}}})
+    groups = {group.name: group for group in plan.at(3).groups}
+    assert groups["all"].S == 0.5 and groups["loss"].S == 0.6 and groups["loss"].sigma == plan.groups[1].sigma
+    assert sum(plan.ledger().rounds.values()) == 4
