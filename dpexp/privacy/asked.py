@@ -141,6 +141,20 @@ def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str)
         raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
 
 
+def check_adaptive(schedules: Mapping[str, Any], calibrate: str, noise: str) -> None:
+    """Whether bounds may follow quantiles beside what else was asked.
+
+    Raises:
+        ConfigError: names what contradicts it.
+    """
+    if schedules.get("S") is not None:
+        raise ConfigError(f"schedule.S={schedules['S']} and bound=adaptive both say how S varies; choose one.")
+    if calibrate == "bound":
+        raise ConfigError("calibrate=bound solves for a bound that bound=adaptive would change; choose another knob.")
+    if noise == "exact":
+        raise ConfigError("noise=exact needs bounds that stay; choose noise=gaussian, or another bound than adaptive.")
+
+
 def _rate(expected_batch_size: float, n: int) -> float:
     if expected_batch_size > n:
         raise ConfigError(

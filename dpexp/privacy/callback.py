@@ -16,11 +16,13 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
+from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import NoLoss
 from dpexp.privacy.estimates import Estimates
+from dpexp.privacy.groups import value_key
 from dpexp.privacy.isolation.numbers import numbers_stay
 from dpexp.privacy.isolation.randomness import own_randomness
 from dpexp.privacy.isolation.sight import in_sight
@@ -88,6 +90,7 @@ class PrivacyCallback(pl.Callback):
         self.unsafe_diagnostics = unsafe_diagnostics
         self.epsilon = 0.0
         self.estimates = Estimates()
+        self.bounds = Bounds(plan.following) if plan.following else None
         self.completed = 0
         self._noise_seed = noise_seed
         self._reading_every = math.ceil(plan.rounds / EPSILON_READINGS)
@@ -100,9 +103,16 @@ class PrivacyCallback(pl.Callback):
         self._said_alone = False
         self._step_of_its_own: Any = None
         self._metrics: dict[str, float] = {}  # of the values that the round released
+        self._counts = torch.zeros(0)
         self._rounds: Rounds | None = None
         self._ledger: LedgerWriter | None = None
         self._engine: Engine | None = None
+
+    @property
+    def now(self) -> PrivacyPlan:
+        """The plan of the round that is under way, or comes next."""
+        plan = self.plan.at(self.completed)
+        return self.bounds.now(plan) if self.bounds else plan
 
     @property
     def begun(self) -> bool:
@@ -121,7 +131,9 @@ class PrivacyCallback(pl.Callback):
         refuse_mixing_layers(pl_module)
         refuse_hooks(pl_module)
         noise, sampling, randomness = KeyStream(), KeyStream(), KeyStream()
-        self._engine = Engine(self.plan, pl_module, GaussianNoise(noise), observe=self.unsafe_diagnostics)
+        self._engine = Engine(
+            self.plan, pl_module, GaussianNoise(noise), observe=self.unsafe_diagnostics, bounds=self.bounds
+        )
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
         rounds = Rounds(source.dataloader(), self.plan, self.physical_batch, sampling, randomness)
@@ -175,6 +187,8 @@ class PrivacyCallback(pl.Callback):
         assert self._ledger and self._engine
         released = self._engine.release(self._ledger)
         self._metrics = self.estimates.add(self._engine.now, self.completed + 1, released)
+        if self.bounds:
+            self._counts = released[value_key(UNCLIPPED)]
         for name, parameter in pl_module.named_parameters():
             parameter.grad = released[name].to(parameter.dtype) if name in released else None
         self._released = True
@@ -188,6 +202,8 @@ class PrivacyCallback(pl.Callback):
                 f"round {self.completed} released no average, because the optimizer did not step through Lightning's "
                 "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
             )
+        if self.bounds:
+            self._follow(self.bounds, self._engine.now)
         self.completed = self._rounds.sampler.completed = self.completed + 1
         done = self.completed >= self.plan.rounds
         early = self.completed.bit_count() == 1
@@ -202,6 +218,14 @@ class PrivacyCallback(pl.Callback):
         if self.unsafe_diagnostics:
             _log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
+
+    def _follow(self, bounds: Bounds, now: PrivacyPlan) -> None:
+        """Moves the bounds by what the round's counts say."""
+        for name, bound in bounds.shown(now):
+            self.estimates.history.setdefault(name, []).append((self.completed + 1, bound, 0.0))
+            self._metrics[name] = bound
+        fractions = bounds.update(self._counts)
+        self._metrics |= {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in fractions.items()}
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         unmute(pl_module)
@@ -233,11 +257,16 @@ class PrivacyCallback(pl.Callback):
         if self._ledger is not None:
             self._ledger.sync()  # no checkpoint may outlive the rounds that it knows of
         position = self._ledger.position if self._ledger is not None else self._position
-        return {"completed": self.completed, "ledger": position, "values": self.estimates.history}
+        factors = self.bounds.factors if self.bounds else []
+        return {
+            "completed": self.completed, "ledger": position, "values": self.estimates.history, "bounds": factors,
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
         self.estimates.history = state_dict.get("values", {})
+        if self.bounds:
+            self.bounds.factors = state_dict["bounds"]
         self._ledger = None
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

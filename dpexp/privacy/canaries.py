@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import default_collate
 
 from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
+from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.delivery import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import SMALL
@@ -111,7 +112,7 @@ class Canaries(pl.Callback):
         return 0.0 if self.absent == -1 else 0.5
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        for g, group in self._now(self._round):
+        for g, group in self._groups(_now(trainer)):
             length = LENGTH * group.S / math.sqrt(len(group.alphas))
             self._lengths[g][:] = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
 
@@ -119,9 +120,9 @@ class Canaries(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Reads the released averages."""
-        now = self.plan.at(self._round)
+        now = _now(trainer)
         difference = 1.0 if self.absent is None else 1.0 - self.absent
-        for g, group in self._now(self._round):
+        for g, group in self._groups(now):
             part = g * _PARITIES + self._round % _PARITIES
             weight = now.sampling.q * group.S / group.sigma**2
             for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
@@ -131,10 +132,10 @@ class Canaries(pl.Callback):
             self._expected[part] += weight * now.sampling.q * group.S * difference
         self._round += 1
 
-    def _now(self, t: int) -> Iterator[tuple[int, Group]]:
-        """The groups that a round releases, with their places in the plan."""
+    def _groups(self, now: PrivacyPlan) -> Iterator[tuple[int, Group]]:
+        """Those that a round releases, with their places in the plan."""
         places = {group.name: g for g, group in enumerate(self.plan.groups)}
-        yield from ((places[group.name], group) for group in self.plan.at(t).groups)
+        yield from ((places[group.name], group) for group in now.groups)
 
     def _sign(self, place: int) -> int:
         return 1 - 2 * ((place + self._round) % 2)
@@ -159,6 +160,11 @@ class Canaries(pl.Callback):
         # Lightning asks what it takes, of the function beneath a method, and looks beneath one wrapper only.
         step.__signature__ = signature(getattr(training_step, "__func__", training_step))  # type: ignore[attr-defined]
         module.training_step = step  # type: ignore[method-assign]
+
+
+def _now(trainer: pl.Trainer) -> PrivacyPlan:
+    """The plan of the round."""
+    return next(one for one in trainer.callbacks if isinstance(one, PrivacyCallback)).now  # type: ignore[attr-defined]
 
 
 def _loss(

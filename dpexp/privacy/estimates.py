@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from dpexp.privacy.adaptive import UNCLIPPED
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.plan import PrivacyPlan
 
@@ -16,7 +17,7 @@ class Estimates:
 
     Attributes:
         history: by name, the (round, estimate, standard deviation of its noise) of each release; a value of d > 1
-            numbers has d names.
+            numbers has d names. Also what follows from releases alone, such as adaptive bounds, with a deviation of 0.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ def _of_round(now: PrivacyPlan, released: Mapping[str, Tensor]) -> Iterator[tupl
     """(name, estimate, standard deviation) of each number."""
     for group in now.groups:
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-            if vector.is_value:
+            if vector.is_value and vector.name != UNCLIPPED:
                 numbers = released[value_key(vector.name)].tolist()
                 for k, number in enumerate(numbers):
                     name = vector.name if len(numbers) == 1 else f"{vector.name}/{k}"

@@ -15,9 +15,10 @@ from dpexp.accounting.claims import check_claim
 from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
+from dpexp.privacy.adaptive import UNCLIPPED, Adaptive, Following, exact_ratio
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
-from dpexp.privacy.asked import check_kind, check_noise, check_schedules, claimed, sampled
-from dpexp.privacy.bounds import Bound, Fixed
+from dpexp.privacy.asked import check_adaptive, check_kind, check_noise, check_schedules, claimed, sampled
+from dpexp.privacy.bounds import Bound, Fixed, positive
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
@@ -79,6 +80,7 @@ class PrivacyPlan:
         rounds: T.
         adjacency: which data sets are neighbours: `add_remove`, `replace_one` or `replace_null` (one record).
         schedule: what z, q and S_g are multiplied by in each round; `sampling` and `groups` are before that.
+        following: what the bounds follow, if they are adaptive; `groups` has those of the first round.
         calibration: how a knob was solved for, if one was.
     """
 
@@ -88,6 +90,7 @@ class PrivacyPlan:
     groups: tuple[Group, ...]
     adjacency: str = "add_remove"
     schedule: Schedule = field(default_factory=Schedule)
+    following: Following | None = None
     calibration: Calibration | None = None
 
     @property
@@ -221,7 +224,16 @@ def make_plan(
     both = sorted(set(values) & set(grouped))
     if both:
         raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
+    following = None
+    if isinstance(bound, Adaptive):
+        following = bound.following(grouped, mechanism or Separate())
+        values[UNCLIPPED] = following.counts(positive("bound.share", bound.share))
+        check_adaptive(schedules or {}, calibrate, noise)
     left = 1 - sum(value.share for value in values.values())
+    if left <= 0:
+        raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
+
+    ratio = exact_ratio if following else float
 
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
@@ -230,9 +242,9 @@ def make_plan(
             steps,
             (
                 *(
-                    Group(name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(share), share, exact)
+                    Group(name, grouped[name], c.alphas, S, S * ratio(z / math.sqrt(share)), share, exact)
                     for name, c in clipping.items()
-                    for share in [left * w[name]]
+                    for share, S in [(left * w[name], scale * c.S)]
                 ),
                 *(
                     Group(name, v.vectors, c.alphas, c.S, z * c.S / math.sqrt(v.share), v.share, exact, v.every)
@@ -242,6 +254,7 @@ def make_plan(
             ),
             adjacency,
             schedule(steps, **(schedules or {})),
+            following,
         )
 
     z = noise_multiplier

@@ -135,7 +135,7 @@ def _released(estimates: Estimates) -> Iterator[str]:
     """The first few values."""
     for name in itertools.islice(estimates.history, 3):
         value, sd = estimates.smoothed(name)
-        yield f"{escape(name)} {value:.3g} ± {sd:.1g}"
+        yield f"{escape(name)} {value:.3g}" + (f" ± {sd:.1g}" if sd else "")
 
 
 def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant: str) -> None:
@@ -221,7 +221,10 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
     if "test_accuracy" in metrics:
         console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
     if result.get("released"):
-        told = [f"{name} {one['estimate']:.4g} ± {one['sd']:.2g}" for name, one in result["released"].items()]
+        told = [
+            f"{escape(name)} {one['estimate']:.4g}" + (f" ± {one['sd']:.2g}" if one["sd"] else "")
+            for name, one in result["released"].items()
+        ]
         console.print(f"[bold]Released[/], of the last fifth of the rounds: {', '.join(told)}", soft_wrap=True)
     if "epsilon" in result:
         spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())

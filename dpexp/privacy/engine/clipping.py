@@ -14,23 +14,34 @@ _SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
 _SMALL, _MANY = 2**10, 4  # numbers of a gradient, and such gradients, to be done together
 
 
-def add_clipped(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> Tensor | None:
+def add_clipped(
+    group: Group, uses: dict[str, Use], sums: dict[str, Tensor], of_vectors: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """Adds Σ_i c_i v^i to the sum of each of a group's parameters that was used, and drops its uses.
 
     Returns:
-        ‖v^i‖ in the group's own scale, (Σ_k ‖v_k^i‖²/α_k²)^½ [B] in float64; None if no parameter was used.
+        ‖v^i‖ in the group's own scale, (Σ_k ‖v_k^i‖²/α_k²)^½ [B] in float64, and if `of_vectors`, each ‖v_k^i‖/α_k,
+        [k, B], else [0, B]; None if no parameter was used.
     """
-    parts = list(
-        _parts([(alpha, uses.pop(name), sums[name]) for _, alpha, name in by_parameter([group]) if name in uses])
-    )
+    members = [
+        (k if of_vectors else 0, alpha, uses.pop(name), sums[name])
+        for k, (vector, alpha) in enumerate(zip(group.vectors, group.alphas, strict=True))
+        for name in vector.parameters
+        if name in uses
+    ]
+    parts = list(_parts(members))
     if not parts:
         return None
-    norms = torch.stack([use.squared_norms() / alpha**2 for alpha, use, _ in parts]).sum(0).sqrt()
+    squares = torch.stack([use.squared_norms() / alpha**2 for _, alpha, use, _ in parts])
+    norms = squares.sum(0).sqrt()
+    own = squares.new_zeros(len(group.vectors) if of_vectors else 0, len(norms))
+    if of_vectors:
+        own = own.index_add_(0, torch.tensor([k for k, *_ in parts], device=own.device), squares).sqrt()
     finite = torch.isfinite(norms)
     to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
-    c = {dtype: clip_factors(norms, group.S, dtype) for dtype in {totals[0].dtype for _, _, totals in parts}}
+    c = {dtype: clip_factors(norms, group.S, dtype) for dtype in {totals[0].dtype for *_, totals in parts}}
     while parts:
-        _, use, totals = parts.pop()
+        *_, use, totals = parts.pop()
         if to_zero:
             use.zero(~finite)
         together = totals[0] if len(totals) == 1 else totals[0].new_zeros(sum(total.numel() for total in totals))
@@ -38,24 +49,24 @@ def add_clipped(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> 
         if len(totals) > 1:
             shares = together.split([total.numel() for total in totals])
             torch._foreach_add_([total.view(-1) for total in totals], shares)
-    return norms
+    return norms, own
 
 
-def _parts(members: Iterable[tuple[float, Use, Tensor]]) -> Iterator[tuple[float, Use, list[Tensor]]]:
-    """Uses and the totals they add to. Many small gradients, as of biases, are laid side by side: most of the time they
-    would take is that of calling functions."""
-    small: dict[tuple[float, torch.dtype], list[tuple[Dense, Tensor]]] = {}
-    for alpha, use, total in members:
+def _parts(members: Iterable[tuple[int, float, Use, Tensor]]) -> Iterator[tuple[int, float, Use, list[Tensor]]]:
+    """Uses and the totals they add to, with the number of what they are part of and its scale. Many small gradients, as
+    of biases, are laid side by side: most of the time they would take is that of calling functions."""
+    small: dict[tuple[int, float, torch.dtype], list[tuple[Dense, Tensor]]] = {}
+    for k, alpha, use, total in members:
         if isinstance(use, Dense) and total.numel() <= _SMALL:
-            small.setdefault((alpha, total.dtype), []).append((use, total))
+            small.setdefault((k, alpha, total.dtype), []).append((use, total))
         else:
-            yield alpha, use, [total]
-    for (alpha, _), some in small.items():
+            yield k, alpha, use, [total]
+    for (k, alpha, _), some in small.items():
         if len(some) < _MANY:
-            yield from ((alpha, use, [total]) for use, total in some)
+            yield from ((k, alpha, use, [total]) for use, total in some)
         else:
             side_by_side = torch.cat([use.flat() for use, _ in some], 1)
-            yield alpha, Dense(side_by_side), [total for _, total in some]
+            yield k, alpha, Dense(side_by_side), [total for _, total in some]
 
 
 def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:

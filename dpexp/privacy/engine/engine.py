@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
+from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.engine.branches import Differ
 from dpexp.privacy.engine.chunk import Chunk, Way, look, records
 from dpexp.privacy.engine.clipping import add_clipped, by_parameter
@@ -20,7 +21,7 @@ from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.engine.whole import WholeNoise, add_whole
 from dpexp.privacy.given import Values
-from dpexp.privacy.groups import trainable
+from dpexp.privacy.groups import trainable, value_key
 from dpexp.privacy.isolation.reached import Reached
 from dpexp.privacy.isolation.state import State
 from dpexp.privacy.isolation.surroundings import Surroundings
@@ -40,6 +41,7 @@ class Engine:
 
     Args:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
+        bounds: where those of an adaptive plan have come to; by default they stay where they begin.
 
     Attributes:
         around: what a step might change besides the module.
@@ -48,9 +50,17 @@ class Engine:
         ConfigError: the plan was made for other parameters than the module's trainable ones, or one is complex.
     """
 
-    def __init__(self, plan: PrivacyPlan, module: nn.Module, noise: GaussianNoise, observe: bool = False) -> None:
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        module: nn.Module,
+        noise: GaussianNoise,
+        observe: bool = False,
+        bounds: Bounds | None = None,
+    ) -> None:
         self.plan = self.now = plan
         self.around = Surroundings()
+        self._bounds = bounds or (Bounds(plan.following) if plan.following else None)
         self._noise = noise
         self._whole = WholeNoise(noise.stream) if plan.exact else None
         self._module = module
@@ -97,7 +107,7 @@ class Engine:
                 f"model: {', '.join(hooked)} has hooks on its gradient, which here is never that of a batch; change "
                 "the private gradient in on_before_optimizer_step instead."
             )
-        self.now = self.plan.at(t)
+        self.now = self._bounds.now(self.plan.at(t)) if self._bounds else self.plan.at(t)
         self._sums = {name: self._zeros(name) for _, _, name in by_parameter(self.now.groups)}
         self.observations = []
 
@@ -304,10 +314,17 @@ class Engine:
 
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}
+        joint = self._bounds is not None and self._bounds.joint
+        within: list[Tensor] = []  # [·, B] of each group
         for group in self.now.groups:
-            norms = (add_whole if group.exact else add_clipped)(group, uses, self._sums)
-            if norms is None:
+            if group.name == UNCLIPPED:
+                uses[value_key(UNCLIPPED)] = Dense(torch.cat(within).T.to(self._values.dtype) - 0.5)
+            found = add_whole(group, uses, self._sums) if group.exact else add_clipped(group, uses, self._sums, joint)
+            if self._bounds is not None and not group.is_of_values:
+                within.append(self._bounds.within(group, found, losses))
+            if found is None:
                 continue
+            norms, _ = found
             observation[f"norm/{group.name}"] = norms
             if len(norms) > 1 and not norms.is_cuda and "finite" not in self._said and not norms.isfinite().any():
                 self._said.add("finite")

@@ -12,7 +12,7 @@ from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import Group, PrivacyPlan
 
 
-def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> Tensor | None:
+def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """As `add_clipped`, of vectors that become whole multiples of the group's grid; sums are int64, on the CPU."""
     members = [(alpha, name, uses.pop(name)) for _, alpha, name in by_parameter([group]) if name in uses]
     if not members:
@@ -22,7 +22,7 @@ def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> Te
     whole = group.lattice.rounded(vectors, found)
     for (_, name, _), part in zip(members, whole.split([sums[name].numel() for _, name, _ in members], 1), strict=True):
         sums[name].view(-1).add_(part.sum(0))
-    return found
+    return found, found.new_zeros(0, len(found))
 
 
 class WholeNoise:

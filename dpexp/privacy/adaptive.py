@@ -1,0 +1,179 @@
+"""Bounds that follow a quantile of the norms, learnt privately (Andrew et al. 2021, arXiv 1905.03871).
+
+Of each record it is counted whether its norm is within the bound: b_i = 1[‖v_i‖ <= S] - 1/2, a number of absolute value
+1/2. The counts are a vector of the same round with its own share of the budget; b̂ = Σ_i b_i/qn + 1/2, with noise,
+estimates the fraction of records that are not clipped, and S <- S exp(-η (b̂ - γ)) then moves S towards the quantile γ.
+
+Under separate clipping that is S_g of each group. Under joint clipping it is the scale α_j of each vector, from
+1[‖v_j‖ <= α_j]: vectors of very different lengths come to be scaled to equal use of S, which joint clipping is for
+(McMahan et al. 2018, section 2).
+
+σ̃_g = z S_g/√w_g moves with S_g, so that the ratio, and with it what a round costs, stays what was planned. It stays so
+to the last digit, and the accountant finds rounds of one kind, since S_g has the 24 digits of float32 and the ratio at
+most 28, whose product is exact.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.bounds import Fixed, positive
+from dpexp.privacy.groups import Vector, value_key
+from dpexp.privacy.mechanisms import Clipping, Joint, Mechanism, Separate
+from dpexp.privacy.metrics import Release
+
+if TYPE_CHECKING:
+    from dpexp.privacy.plan import Group, PrivacyPlan
+
+UNCLIPPED = "unclipped"
+_DIGITS = 28
+_FURTHEST = 1e8  # from where a bound began
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Bounds that begin somewhere and follow a quantile.
+
+    Args:
+        initial: one number for all, or one for each group by name.
+        quantile: γ in [0, 1], the fraction of records that is not to be clipped; one for all, or by group.
+        rate: η.
+        share: of the budget, for all counts together.
+    """
+
+    initial: float | Mapping[str, float] = 1.0
+    quantile: float | Mapping[str, float] = 0.5
+    rate: float = 0.2
+    share: float = 0.01
+
+    def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
+        try:
+            bounds = Fixed(self.initial)(groups, dimensions)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("bound.value", "bound.initial")) from None
+        return [_of_float32(bound) for bound in bounds]
+
+    def following(self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism) -> "Following":
+        """What a plan for some groups follows.
+
+        Raises:
+            ConfigError: the mechanism's bounds cannot be followed, or a value is out of range.
+        """
+        if isinstance(mechanism, Joint) and mechanism.alpha is None:
+            members = [(group, vector.name) for group, vectors in groups.items() for vector in vectors]
+        elif isinstance(mechanism, Separate):
+            members = [(group, group) for group in groups]
+        else:
+            raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
+        gammas = self._quantiles([group for group, _ in members])
+        rate = positive("bound.rate", self.rate)
+        return Following(tuple(name for _, name in members), isinstance(mechanism, Joint), gammas, rate)
+
+    def _quantiles(self, groups: Sequence[str]) -> tuple[float, ...]:
+        given = self.quantile
+        if isinstance(given, Mapping) and set(given) != set(groups):
+            names = ", ".join(dict.fromkeys(groups))
+            raise ConfigError(f"bound.quantile names the groups {', '.join(given)}; the model has {names}.")
+        found = [given[group] if isinstance(given, Mapping) else given for group in groups]
+        for one in found:
+            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
+                raise ConfigError(f"bound.quantile={one} must be a fraction between 0 and 1.")
+        return tuple(map(float, found))
+
+
+@dataclass(frozen=True)
+class Following:
+    """What a plan's bounds follow.
+
+    Attributes:
+        names: of groups, whose S_g is followed; or of vectors, whose α_j is.
+        joint: the latter.
+        quantiles: γ of each; rate: η.
+    """
+
+    names: tuple[str, ...]
+    joint: bool
+    quantiles: tuple[float, ...]
+    rate: float
+
+    def counts(self, share: float) -> Release:
+        """Of k counts: a record's vector holds ±1/2 for each, and so has the norm √k/2."""
+        k = len(self.names)
+        vector = Vector(UNCLIPPED, (value_key(UNCLIPPED),), k)
+        return Release((vector,), Clipping((1.0,), math.sqrt(k) / 2), share)
+
+
+class Bounds:
+    """Where the bounds have come to.
+
+    Attributes:
+        factors: of the initial ones.
+    """
+
+    def __init__(self, following: Following) -> None:
+        self._following = following
+        self.factors = [1.0] * len(following.names)
+
+    def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
+        """A round's plan with the bounds as they are."""
+        by = dict(zip(self._following.names, self.factors, strict=True))
+        return replace(plan, groups=tuple(self._bounded(group, by) for group in plan.groups))
+
+    @property
+    def joint(self) -> bool:
+        return self._following.joint
+
+    def within(self, group: "Group", norms: tuple[Tensor, Tensor] | None, losses: Tensor) -> Tensor:
+        """1 for each record whose norm is within the bound, 0 for the others: [1, B] of a group, [k, B] of its vectors.
+
+        Args:
+            norms: of the group [B] and, under joint clipping, of its vectors in units of α_j [k, B]; None if no record
+                has any gradient there, as within any bound.
+            losses: [B].
+        """
+        if norms is None:
+            return torch.ones(len(group.vectors) if self.joint else 1, len(losses), device=losses.device)
+        whole, own = norms
+        return (own <= 1).double() if self.joint else (whole <= group.S).double()[None]
+
+    def update(self, released: Tensor) -> dict[str, float]:
+        """Follows a round's counts Σ_i b_i/qn [k], noise included; returns b̂ by name."""
+        found = {}
+        for k, (name, gamma) in enumerate(zip(self._following.names, self._following.quantiles, strict=True)):
+            found[name] = float(released[k]) + 0.5
+            factor = self.factors[k] * math.exp(max(-1.0, min(1.0, -self._following.rate * (found[name] - gamma))))
+            self.factors[k] = min(max(factor, 1 / _FURTHEST), _FURTHEST)
+        return found
+
+    def shown(self, now: "PrivacyPlan") -> Iterator[tuple[str, float]]:
+        """The bounds of a round by what they are called: S/group or alpha/vector."""
+        for group in now.groups:
+            if not group.is_of_values and not self._following.joint:
+                yield f"S/{group.name}", group.S
+            elif not group.is_of_values:
+                yield from ((f"alpha/{v.name}", alpha) for v, alpha in zip(group.vectors, group.alphas, strict=True))
+
+    def _bounded(self, group: "Group", by: Mapping[str, float]) -> "Group":
+        if group.is_of_values:
+            return group
+        if self._following.joint:
+            alphas = zip(group.vectors, group.alphas, strict=True)
+            return replace(group, alphas=tuple(alpha * by[vector.name] for vector, alpha in alphas))
+        S = _of_float32(group.S * by[group.name])
+        return replace(group, S=S, sigma=S * exact_ratio(group.sigma / group.S))
+
+
+def exact_ratio(ratio: float) -> float:
+    """σ̃/S with as many digits that its product with a float32 is exact; rounded up, towards more noise."""
+    mantissa, exponent = math.frexp(ratio)
+    return math.ldexp(math.ceil(math.ldexp(mantissa, _DIGITS)), exponent - _DIGITS)
+
+
+def _of_float32(bound: float) -> float:
+    return float(np.float32(positive("bound.initial", bound)))
