@@ -11,7 +11,7 @@ from torch import nn
 import dpexp
 from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
-from dpexp.privacy import allocation, bounds, groups, mechanisms, sampling
+from dpexp.privacy import adaptive, allocation, bounds, groups, mechanisms, sampling
 from dpexp.privacy.canaries import Canaries
 from dpexp.privacy.engine import engine
 from dpexp.privacy.keystream import KeyStream
@@ -32,6 +32,13 @@ MECHANISMS = {
     "separate": {"bound": bounds.Fixed(0.5)},
     "joint": {"mechanism": mechanisms.Joint(alpha=3.0, S=0.7)},
     "joint by size": {"mechanism": mechanisms.Joint(), "bound": bounds.Dimension(1.0)},
+}
+RELEASED = {
+    "metrics": {
+        "release": {"train_loss": {"S": 0.5, "share": 0.3}, "train_accuracy": {"S": 1, "share": 0.1, "every": 2}}
+    },
+    "adaptive": {"bound": adaptive.Adaptive(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive, joint": {"bound": adaptive.Adaptive(rate=1.0, share=0.2), "mechanism": mechanisms.Joint()},
 }
 ALLOCATIONS = {
     "proportional": allocation.Proportional(),
@@ -120,10 +127,28 @@ def the_same_noise_for_each_group(patch):
 def a_group_unclipped(patch):
     add_clipped = engine.add_clipped
 
-    def unbounded(group, uses, sums):
-        return add_clipped(replace(group, S=1e6) if group.name == "model.0" else group, uses, sums)
+    def unbounded(group, *rest):
+        return add_clipped(replace(group, S=1e6) if group.name == "model.0" else group, *rest)
 
     patch.setattr(engine, "add_clipped", unbounded)
+
+
+def a_metric_unclipped(patch):
+    add_clipped = engine.add_clipped
+
+    def unbounded(group, *rest):
+        return add_clipped(replace(group, S=1e6) if group.name == "train_loss" else group, *rest)
+
+    patch.setattr(engine, "add_clipped", unbounded)
+
+
+def twice_the_counts(patch):
+    add_clipped = engine.add_clipped
+
+    def more(group, *rest):
+        return add_clipped(replace(group, S=2 * group.S) if group.name == "unclipped" else group, *rest)
+
+    patch.setattr(engine, "add_clipped", more)
 
 
 def twice_the_bound(patch):
@@ -134,9 +159,9 @@ def twice_the_bound(patch):
 def each_vector_clipped_alone(patch):
     add_clipped = engine.add_clipped
 
-    def apart(group, uses, sums):
+    def apart(group, *rest):
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-            add_clipped(replace(group, vectors=(vector,), alphas=(alpha,)), uses, sums)
+            add_clipped(replace(group, vectors=(vector,), alphas=(alpha,)), *rest)
 
     patch.setattr(engine, "add_clipped", apart)
 

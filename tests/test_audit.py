@@ -17,7 +17,7 @@ from dpexp.privacy import groups
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.synthetic import Synthetic
 from tests import audited, test_callback
-from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked, trained
+from tests.audited import ALLOCATIONS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, trained
 
 # Every sampling with every mechanism, the other choices in turn; benchmarks/audit.py has all combinations.
 HONEST = [
@@ -40,6 +40,15 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
         assert found.mu_found > 0.55 * found.mu_claimed
 
 
+@pytest.mark.parametrize("released", RELEASED)
+@pytest.mark.parametrize("sampling", ["all", "poisson"])
+def test_other_vectors_than_gradients_refute_no_claim(sampling, released, tmp_path):
+    found = attacked(tmp_path, **RELEASED[released], **SAMPLINGS[sampling])
+    assert not found.exceeded
+    assert abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error or sampling == "poisson"
+    assert found.mu_found > 0.55 * found.mu_claimed
+
+
 JOINT = MECHANISMS["joint"]
 CAUGHT = [
     *((audited.half_the_noise, sampling) for sampling in SAMPLINGS.values()),
@@ -53,6 +62,11 @@ CAUGHT = [
     (audited.alpha_forgotten_in_the_noise, JOINT),
     (audited.twice_the_rate, SAMPLINGS["poisson"]),
     (audited.a_round_that_no_ledger_tells_of, {"steps": 2}),
+    (audited.a_metric_unclipped, RELEASED["metrics"]),
+    (audited.twice_the_counts, RELEASED["adaptive"]),
+    (audited.twice_the_counts, RELEASED["adaptive, joint"]),
+    (audited.half_the_noise, RELEASED["metrics"]),
+    (audited.half_the_noise, RELEASED["adaptive, joint"]),
 ]  # fmt: skip
 
 

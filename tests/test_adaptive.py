@@ -1,0 +1,197 @@
+"""Bounds that follow a quantile of the norms (Andrew et al. 2021)."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import dpexp
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import LedgerWriter, read_ledger
+from dpexp.privacy.adaptive import Adaptive, Bounds, exact_ratio
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.groups import per_layer, value_key
+from dpexp.privacy.mechanisms import Joint
+from dpexp.privacy.noise import GaussianNoise
+
+Q, N, B = 0.1, 100, 9
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def data():
+    torch.manual_seed(2)
+    return torch.randn(B, 3, dtype=torch.float64), torch.randint(0, 2, (B,))
+
+
+def loss_of(net):
+    return lambda batch: F.cross_entropy(net(batch[0][None]), batch[1][None])
+
+
+def norms_by_hand(net, x, y):
+    """[B] of each layer, one record at a time."""
+    found = {"0": [], "2": []}
+    for one in zip(x, y, strict=True):
+        gradients = torch.autograd.grad(loss_of(net)(one), list(net.parameters()))
+        for name, (weight, bias) in (("0", gradients[:2]), ("2", gradients[2:])):
+            found[name].append(math.hypot(float(weight.norm()), float(bias.norm())))
+    return {name: np.array(norms) for name, norms in found.items()}
+
+
+def carried_out(plan, net, path, rounds):
+    """The releases of rounds on the same sample, the bounds followed and the weights unchanged."""
+    bounds = Bounds(plan.following)
+    engine = Engine(plan, net, GaussianNoise(), bounds=bounds)
+    ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
+    for t in range(rounds):
+        ledger.sample(plan.at(t).sampling.event(N, 0))
+        engine.start(t)
+        engine.accumulate(loss_of(net), data(), B)
+        engine.finish()
+        now, released = engine.now, engine.release(ledger)
+        yield now, released, bounds.update(released[value_key("unclipped")])
+    ledger.close()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_bounds_move_as_the_paper_says(joint, tmp_path):
+    """By hand, from norms of one record at a time; almost without noise."""
+    net = model()
+    bound = Adaptive(initial=0.3, quantile={"0": 0.25, "2": 0.75} if not joint else 0.6, rate=0.5, share=0.1)
+    options = {"mechanism": Joint()} if joint else {"group": per_layer()}
+    plan = dpexp.make_plan(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, bound=bound, **options)
+    norms = norms_by_hand(net, *data())
+    expected = {"0": float(np.float32(0.3)), "2": float(np.float32(0.3))}
+    for now, _, found in carried_out(plan, net, tmp_path / "ledger", 6):
+        shown = dict(Bounds(plan.following).shown(now))
+        for name, S in expected.items():
+            assert shown[f"alpha/{name}" if joint else f"S/{name}"] == pytest.approx(S, rel=1e-5)
+            fraction = float((norms[name] <= S).sum() - B / 2) / (Q * N) + 0.5
+            assert found[name] == pytest.approx(fraction, abs=1e-5)
+            gamma = 0.6 if joint else {"0": 0.25, "2": 0.75}[name]
+            expected[name] = S * math.exp(-0.5 * (fraction - gamma))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
+    net = model()
+    options = {"mechanism": Joint()} if joint else {"group": per_layer()}
+    bound = Adaptive(initial=0.3, rate=1.0, share=0.1)
+    plan = dpexp.make_plan(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, bound=bound, **options)
+    *_, (now, released, _) = carried_out(plan, net, tmp_path / "ledger", 3)
+    sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for one in zip(*data(), strict=True):
+        gradients = dict(zip(sums, torch.autograd.grad(loss_of(net)(one), list(net.parameters())), strict=True))
+        for group in now.groups[:-1]:
+            scaled = [
+                gradients[name].flatten() / alpha
+                for vector, alpha in zip(group.vectors, group.alphas, strict=True)
+                for name in vector.parameters
+            ]
+            c = min(1.0, group.S / float(torch.cat(scaled).norm()))
+            for vector in group.vectors:
+                for name in vector.parameters:
+                    sums[name] += c * gradients[name]
+    for name, total in sums.items():
+        torch.testing.assert_close(released[name] * Q * N, total, atol=1e-5, rtol=0)
+
+
+def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
+    net = model()
+    plan = dpexp.make_plan(net, n=N, q=0.09, steps=400, noise_multiplier=0.5, bound=Adaptive(initial=50, share=0.3))
+    S = [now.groups[0].S for now, _, _ in carried_out(plan, net, tmp_path / "ledger", 400)]
+    gradients = norms_by_hand(net, *data())
+    whole = np.sort(np.hypot(gradients["0"], gradients["2"]))
+    assert S[0] == 50 and whole[2] < np.median(S[200:]) < whole[6]
+    ledger = read_ledger(tmp_path / "ledger")
+    assert len(ledger.rounds) > 300, "S differs from round to round"
+    assert len({round_.noise_multiplier for round_ in ledger.rounds}) == 1
+    assert epsilon(ledger, 1e-4) == pytest.approx(epsilon(plan.ledger(), 1e-4), rel=1e-12)
+    fixed = dpexp.make_plan(net, n=N, q=0.09, steps=400, noise_multiplier=0.5)
+    assert epsilon(ledger, 1e-4) == pytest.approx(epsilon(fixed.ledger(), 1e-4), rel=1e-6)
+
+
+@given(st.floats(1e-6, 1e6), st.lists(st.floats(2.0**-60, 2.0**60, width=32), min_size=1, max_size=20))
+def test_every_bound_has_the_same_ratio_to_its_noise(ratio, bounds):
+    r = exact_ratio(ratio)
+    assert ratio <= r <= ratio * (1 + 2**-26)
+    assert {S / (S * r) for S in bounds} == {1 / r}
+    assert exact_ratio(r) == r
+
+
+def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
+    """Also one whose gradient is not finite, which is clipped however large the bound, or that has no loss."""
+    net = model()
+    plan = dpexp.make_plan(
+        net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), bound=Adaptive(initial=1e3, share=0.1)
+    )
+
+    def counts(x, y, name):
+        engine = Engine(plan, net, GaussianNoise())
+        ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
+        ledger.sample(plan.sampling.event(N, 0))
+        engine.start()
+        engine.accumulate(loss_of(net), (x, y), len(x))
+        return engine.release(ledger)[value_key("unclipped")] * Q * N
+
+    x, y = data()
+    torch.testing.assert_close(counts(x, y, "a"), torch.full((2,), B / 2, dtype=torch.float64), atol=1e-5, rtol=0)
+    odd = torch.full((1, 3), math.inf, dtype=torch.float64)
+    more = counts(torch.cat([x, odd]), torch.cat([y, y[:1]]), "b")
+    torch.testing.assert_close(more, torch.full((2,), B / 2 - 0.5, dtype=torch.float64), atol=1e-5, rtol=0)
+    with pytest.warns(UserWarning, match="contribute nothing"):
+        none = counts(torch.cat([x, x[:1]]), torch.cat([y, torch.tensor([7])]), "c")
+    torch.testing.assert_close(none, torch.full((2,), B / 2, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
+    import pytorch_lightning as pl
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from dpexp.training.classifier import Classifier
+
+    def fit(steps, resume=None):
+        module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
+        plan = dpexp.make_plan(module, n=20, q=0.5, steps=6, noise_multiplier=1.0, bound=Adaptive())
+        callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
+        trainer = pl.Trainer(max_steps=steps, callbacks=[callback], enable_checkpointing=False, **options)
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        return callback
+
+    before = fit(3)
+    after = fit(6, resume=tmp_path / "checkpoint")
+    history = after.estimates.history["S/all"]
+    assert [t for t, _, _ in history] == [1, 2, 3, 4, 5, 6]
+    assert history[3][1] == float(np.float32(before.bounds.factors[0]))
+    assert [query.S for query, _ in (r.queries for r in read_ledger(tmp_path / "ledger").rounds)] == [
+        S for _, S, _ in history
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"bound": Adaptive(quantile=1.5)}, r"bound.quantile=1.5"),
+        ({"bound": Adaptive(quantile={"other": 0.5})}, r"bound.quantile names the groups other"),
+        ({"bound": Adaptive(initial=0)}, r"bound.initial=0"),
+        ({"bound": Adaptive(initial={"other": 1})}, r"bound.initial names the groups other"),
+        ({"bound": Adaptive(rate=-1)}, r"bound.rate=-1"),
+        ({"bound": Adaptive(share=1.0)}, r"leave 0 of the budget"),
+        ({"bound": Adaptive(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
+        ({"bound": Adaptive(), "noise": "exact"}, r"noise=exact"),
+        ({"bound": Adaptive(), "schedules": {"S": 0.5}}, r"schedule.S"),
+    ],
+)
+def test_mistakes_are_sentences(options, said):
+    with pytest.raises(dpexp.ConfigError, match=said):
+        dpexp.make_plan(nn.Linear(3, 2), n=N, q=Q, steps=1, noise_multiplier=1.0, **options)
