@@ -126,6 +126,7 @@ class Config:
     allocation: Any = None
     noise: Noise = field(default_factory=Noise)
     metrics: Metrics = field(default_factory=Metrics)
+    batchnorm: Any = None
     sampling: Sampling = field(default_factory=Sampling)
     accountant: Accountant = field(default_factory=Accountant)
     trainer: Trainer = field(default_factory=Trainer)

@@ -16,6 +16,7 @@ from dpexp.accounting.claims import CLAIMS
 from dpexp.commands.values import check, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
+from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
 from dpexp.privacy.refusals import refuse_mixing_layers
@@ -78,8 +79,20 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: 
         accountant=reported(cfg),
         calibrate=calibrate,
         noise=cfg.noise.kind,
-        release=_contained(OmegaConf.select(cfg, "metrics.release")),  # which older configurations have not
+        release=_released(cfg, module),
     )
+
+
+def _batchnorm(cfg: DictConfig) -> Any:
+    chosen = OmegaConf.select(cfg, "batchnorm")  # which older configurations have not, as metrics
+    return make("batchnorm", chosen) if chosen else None
+
+
+def _released(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
+    """What is released besides gradients."""
+    asked = _contained(OmegaConf.select(cfg, "metrics.release")) or {}
+    normalise = _batchnorm(cfg)
+    return asked | (normalise.release(module) if isinstance(normalise, Private) else {})
 
 
 def _contained(node: Any) -> Any:
@@ -114,6 +127,9 @@ def module_of(cfg: DictConfig) -> pl.LightningModule:
     model = make("model", cfg.model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
+    normalise = _batchnorm(cfg)
+    if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, Private)):
+        model = normalise(model)
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)
     if isinstance(model, pl.LightningModule):

@@ -17,6 +17,7 @@ from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
+from dpexp.privacy.batchnorm import layers_that_give, refuse_unreleased
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.engine.engine import Engine
@@ -130,6 +131,7 @@ class PrivacyCallback(pl.Callback):
         refuse_settings(trainer, pl_module, self.plan.rounds)
         refuse_mixing_layers(pl_module)
         refuse_hooks(pl_module)
+        refuse_unreleased(pl_module, self.plan)
         noise, sampling, randomness = KeyStream(), KeyStream(), KeyStream()
         self._engine = Engine(
             self.plan, pl_module, GaussianNoise(noise), observe=self.unsafe_diagnostics, bounds=self.bounds
@@ -189,6 +191,8 @@ class PrivacyCallback(pl.Callback):
         self._metrics = self.estimates.add(self._engine.now, self.completed + 1, released)
         if self.bounds:
             self._counts = released[value_key(UNCLIPPED)]
+        for layer in layers_that_give(pl_module):
+            layer.follow(released[value_key(str(layer.given_as))])
         for name, parameter in pl_module.named_parameters():
             parameter.grad = released[name].to(parameter.dtype) if name in released else None
         self._released = True

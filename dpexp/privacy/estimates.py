@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from dpexp.privacy.adaptive import UNCLIPPED
+from dpexp.privacy.batchnorm import GROUP as BATCHNORM
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.plan import PrivacyPlan
 
@@ -48,7 +49,7 @@ def _of_round(now: PrivacyPlan, released: Mapping[str, Tensor]) -> Iterator[tupl
     """(name, estimate, standard deviation) of each number."""
     for group in now.groups:
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-            if vector.is_value and vector.name != UNCLIPPED:
+            if vector.is_value and group.name not in (UNCLIPPED, BATCHNORM):
                 numbers = released[value_key(vector.name)].tolist()
                 for k, number in enumerate(numbers):
                     name = vector.name if len(numbers) == 1 else f"{vector.name}/{k}"

@@ -22,7 +22,8 @@ def refuse_mixing_layers(module: nn.Module) -> None:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _learns_statistics(layer):
             raise ConfigError(
                 f"{where} mixes the records of a batch, which no clipping of single records can bound; "
-                "use GroupNorm, LayerNorm or InstanceNorm, or freeze it with eval()."
+                "choose batchnorm=groupnorm, batchnorm=private or batchnorm=freeze, or use GroupNorm, LayerNorm or "
+                "InstanceNorm, or eval()."
             )
         if (
             isinstance(layer, nn.modules.instancenorm._InstanceNorm)

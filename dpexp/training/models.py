@@ -1,10 +1,11 @@
-"""The models that ship with dpexp. None has a layer that mixes records."""
+"""The models that ship with dpexp. None but resnet, which needs `batchnorm`, has a layer that mixes records."""
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 
@@ -54,3 +55,30 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
     raise ConfigError(
         f"model=cnn takes images of 8×8, 28×28 or 32×32; data.shape={list(shape)}. Use model=mlp or your own."
     )
+
+
+def resnet(shape: Sequence[int], classes: int, widths: Sequence[int] = (16, 32)) -> nn.Module:
+    """A small residual network with batch normalization (He et al. 2016), one block a width, each but the first at half
+    the resolution."""
+    first = widths[0]
+    layers: list[nn.Module] = [nn.Conv2d(shape[0], first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU()]
+    for k, (d, p) in enumerate(pairwise([first, *widths])):
+        layers.append(Residual(d, p, stride=2 if k else 1))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut: [B, d, H, W] -> [B, p, H/stride, W/stride]."""
+
+    def __init__(self, d: int, p: int, stride: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(
+            nn.Conv2d(d, p, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(p), nn.ReLU(),
+            nn.Conv2d(p, p, 3, padding=1, bias=False), nn.BatchNorm2d(p),
+        )  # fmt: skip
+        fitted = stride > 1 or d != p
+        shortcut = [nn.Conv2d(d, p, 1, stride=stride, bias=False), nn.BatchNorm2d(p)] if fitted else []
+        self.beside = nn.Sequential(*shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inside(x) + self.beside(x))

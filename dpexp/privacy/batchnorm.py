@@ -1,0 +1,167 @@
+"""What becomes of batch normalization, which mixes the records of a batch: private statistics, fixed ones, or none.
+
+With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, so that it is a fixed
+map of each channel and records never mix. The moments of each record, the means over space of x and of x² for each
+channel, are vectors of the round: clipped, summed and noised together, as the group `batchnorm`. The running statistics
+are moving averages of what is released. Gradients take them as constants.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.bounds import positive
+from dpexp.privacy.given import release
+from dpexp.privacy.plan import PrivacyPlan
+
+GROUP = "batchnorm"
+_LEAST = 1e-2  # variance: what is found below that is noise
+_GROUPS = 32
+
+
+class RunningNorm(nn.Module):
+    """Normalises each channel by running statistics, whatever the mode; with the names of nn.BatchNorm's parameters and
+    buffers, from one of which it is made.
+
+    Args:
+        given_as: the name by which it gives each record's moments, 2C numbers, for release; None: it does not.
+        rate: of the moving averages of what is released.
+    """
+
+    def __init__(self, layer: _BatchNorm, given_as: str | None = None, rate: float = 0.1) -> None:
+        super().__init__()
+        self.given_as = given_as
+        self.rate = rate
+        self.eps = layer.eps
+        self.channels = layer.num_features
+        self.weight, self.bias = layer.weight, layer.bias
+        zeros = torch.zeros(self.channels) if layer.weight is None else torch.zeros_like(layer.weight)
+        self.running_mean: Tensor
+        self.running_var: Tensor
+        self.register_buffer("running_mean", zeros if layer.running_mean is None else layer.running_mean)
+        self.register_buffer("running_var", zeros + 1 if layer.running_var is None else layer.running_var)
+        self.register_buffer("num_batches_tracked", torch.tensor(0, dtype=torch.long))
+        self.num_batches_tracked: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, ...]."""
+        if self.given_as is not None and self.training:
+            seen = x.detach().transpose(0, 1).flatten(1)
+            release(self.given_as, torch.cat([seen.mean(1), seen.square().mean(1)]))
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        scale = (self.running_var + self.eps).rsqrt()
+        x = (x - self.running_mean.view(shape)) * scale.view(shape)
+        if self.weight is None:
+            return x
+        return x * self.weight.view(shape) + self.bias.view(shape)
+
+    def follow(self, moments: Tensor) -> None:
+        """Moves the running statistics by released moments [2C]; the first ones replace what was there."""
+        self.num_batches_tracked += 1
+        rate = max(self.rate, 1 / int(self.num_batches_tracked))
+        mean, square = moments.to(self.running_mean).split(self.channels)
+        before = self.running_var + self.running_mean.square()
+        self.running_mean.lerp_(mean, rate)
+        self.running_var.copy_((before.lerp(square, rate) - self.running_mean.square()).clamp(min=_LEAST))
+
+
+@dataclass(frozen=True)
+class Private:
+    """Statistics of the data, released privately.
+
+    Args:
+        share: of the noise budget, for all layers together.
+        scale: a record's moments of a layer with C channels are clipped, together with those of other layers, as if
+            they were at most scale·√(2C) long: 1 if inputs and their squares are about 1.
+        rate: of the moving averages.
+    """
+
+    share: float = 0.1
+    scale: float = 1.0
+    rate: float = 0.1
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        positive("batchnorm.share", self.share)
+        if not 0 < self.rate <= 1:
+            raise ConfigError(f"batchnorm.rate={self.rate} must lie in (0, 1].")
+        return _replaced(module, lambda name, layer: RunningNorm(layer, f"{GROUP}/{name}", self.rate))
+
+    def release(self, module: nn.Module) -> dict[str, Any]:
+        """What `make_plan` is to release for the module's layers."""
+        scale = positive("batchnorm.scale", self.scale)
+        values = {
+            layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "d": 2 * layer.channels}
+            for layer in layers_that_give(module)
+        }
+        return {GROUP: {"share": self.share, "values": values}} if values else {}
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """The statistics that the layers came with, such as those of public pretraining."""
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        return _replaced(module, lambda name, layer: RunningNorm(layer))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Group normalization, with the layers' scale and shift: statistics of each record by itself (Wu & He 2018).
+
+    Args:
+        groups: at most so many, as divide the channels.
+    """
+
+    groups: int = _GROUPS
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        return _replaced(module, self._grouped)
+
+    def _grouped(self, name: str, layer: _BatchNorm) -> nn.Module:
+        channels = layer.num_features
+        groups = max(k for k in range(1, self.groups + 1) if channels % k == 0)
+        new = nn.GroupNorm(groups, channels, layer.eps, layer.affine)
+        new.weight, new.bias = layer.weight, layer.bias
+        return new
+
+
+def layers_that_give(module: nn.Module) -> Iterator[RunningNorm]:
+    for layer in module.modules():
+        if isinstance(layer, RunningNorm) and layer.given_as is not None:
+            yield layer
+
+
+def refuse_unreleased(module: nn.Module, plan: PrivacyPlan) -> None:
+    """Raises:
+    ConfigError: a layer would never learn its statistics.
+    """
+    released = {vector.name for group in plan.groups for vector in group.vectors}
+    for layer in layers_that_give(module):
+        if layer.given_as not in released:
+            raise ConfigError(
+                f"model: the plan does not release {layer.given_as}, by which a RunningNorm learns its statistics; "
+                "give make_plan the model's batchnorm.Private().release(model)."
+            )
+
+
+def _replaced(module: nn.Module, new: Any) -> nn.Module:
+    """The module with another layer in the place of each batch normalization."""
+    made: dict[int, nn.Module] = {}
+    if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        raise ConfigError("batchnorm: the model has no batch normalization that could be replaced; set batchnorm=null.")
+    for name, layer in [*module.named_modules(remove_duplicate=False)]:
+        if isinstance(layer, _BatchNorm):
+            if isinstance(layer, nn.SyncBatchNorm | nn.modules.lazy.LazyModuleMixin):
+                raise ConfigError(f"batchnorm: {name} is a {type(layer).__name__}, which cannot be replaced.")
+            made.setdefault(id(layer), new(name, layer))
+            if not name:
+                return made[id(layer)]
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, made[id(layer)])
+    return module

@@ -1,0 +1,207 @@
+"""Batch normalization with private statistics, with fixed ones, or by groups of channels."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dpexp
+from dpexp.accounting.ledger import LedgerWriter
+from dpexp.privacy.batchnorm import Freeze, Groups, Private, RunningNorm
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.groups import value_key
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.training.models import resnet
+
+Q, N = 0.1, 100
+
+
+def net():
+    torch.manual_seed(0)
+    return resnet([2, 6, 6], 3, [4, 8]).double()
+
+
+def data(size=5, seed=0):
+    torch.manual_seed(seed)
+    return 3 * torch.randn(size, 2, 6, 6, dtype=torch.float64) + 1, torch.randint(0, 3, (size,))
+
+
+def loss_of(model):
+    return lambda batch: F.cross_entropy(model(batch[0][None]), batch[1][None])
+
+
+def engine_of(model, private):
+    plan = dpexp.make_plan(
+        model, n=N, q=Q, steps=3, noise_multiplier=1e-6 / 25, release=private.release(model), accountant="rdp"
+    )
+    return Engine(plan, model, GaussianNoise())
+
+
+def released(engine, path, model, batch):
+    plan = engine.plan
+    ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
+    ledger.sample(plan.sampling.event(N, 0))
+    engine.start()
+    engine.accumulate(loss_of(model), batch, len(batch[0]))
+    averages = engine.release(ledger)
+    ledger.close()
+    return {name: average * Q * N for name, average in averages.items()}
+
+
+def moments_by_hand(model, one):
+    """Of each layer that normalises, for one record."""
+    found = {}
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, inputs: found.__setitem__(layer.given_as, inputs[0].detach()))
+        for layer in model.modules()
+        if isinstance(layer, RunningNorm)
+    ]
+    model(one[None])
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat([x[0].mean((1, 2)), (x[0] ** 2).mean((1, 2))]) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("scale", [0.4, 1e3])
+def test_moments_of_each_record_are_clipped_together_and_summed(scale, tmp_path, recwarn):
+    private = Private(scale=scale)
+    model = private(net())
+    engine = engine_of(model, private)
+    batch = data()
+    found = released(engine, tmp_path / "ledger", model, batch)
+    assert not [warning for warning in recwarn if "slow" in str(warning.message)]
+    (group,) = [group for group in engine.plan.groups if group.name == "batchnorm"]
+    alphas = {vector.name: alpha for vector, alpha in zip(group.vectors, group.alphas, strict=True)}
+    assert len(alphas) == 6 and alphas["batchnorm/1"] == pytest.approx(scale * 8**0.5)
+    sums = dict.fromkeys(alphas, 0.0)
+    for one in batch[0]:
+        moments = moments_by_hand(model, one)
+        norm = sum(float((v / alphas[name]).norm()) ** 2 for name, v in moments.items()) ** 0.5
+        assert (norm > group.S) == (scale == 0.4), "one case clips, the other does not"
+        for name, v in moments.items():
+            sums[name] = sums[name] + min(1.0, group.S / norm) * v
+    for name, total in sums.items():
+        torch.testing.assert_close(found[value_key(name)], total, rtol=1e-5, atol=2e-2 if scale == 1e3 else 1e-5)
+
+
+def test_gradients_take_statistics_as_constants(tmp_path):
+    private = Private(scale=1e3)
+    model, batch = private(net()), data()
+    found = released(engine_of(model, private), tmp_path / "ledger", model, batch)
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for one in zip(*batch, strict=True):
+        gradients = torch.autograd.grad(loss_of(model)(one), list(model.parameters()))
+        c = min(1.0, 1 / float(torch.cat([g.flatten() for g in gradients]).norm()))
+        for name, gradient in zip(expected, gradients, strict=True):
+            expected[name] += c * gradient
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, atol=1e-5, rtol=1e-5)
+
+
+def test_running_statistics_are_moving_averages_of_what_was_released():
+    layer = RunningNorm(nn.BatchNorm2d(2).double(), "here", rate=0.25)
+    releases = [torch.tensor(m, dtype=torch.float64) for m in ([1.0, 2, 5, 5], [3.0, 0, 10, 1], [0.0, 0, 1, 9])]
+    mean, square = releases[0].split(2)
+    layer.follow(releases[0])
+    torch.testing.assert_close(layer.running_mean, mean)
+    torch.testing.assert_close(layer.running_var, square - mean**2)
+    for rate, moments in zip((0.5, 1 / 3), releases[1:], strict=True):
+        layer.follow(moments)
+        mean, square = mean.lerp(moments[:2], rate), square.lerp(moments[2:], rate)
+    torch.testing.assert_close(layer.running_mean, mean)
+    torch.testing.assert_close(layer.running_var, square - mean**2)
+    for _ in range(9):
+        layer.follow(torch.tensor([5.0, 5, 0, 0], dtype=torch.float64))  # no variance at all: noise
+    assert (layer.running_var == 0.01).all()
+
+
+@pytest.mark.parametrize("choice", [Private(), Freeze()])
+def test_in_evaluation_it_is_batch_normalization(choice):
+    model = net()
+    model(data(64)[0])  # learns statistics
+    other = choice(copy.deepcopy(model))
+    x = data()[0]
+    torch.testing.assert_close(other.eval()(x), model.eval()(x))
+    assert set(other.state_dict()) == set(model.state_dict())
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other.train()(x), model(x))
+
+
+def test_group_normalization_keeps_scale_and_shift():
+    model = net()
+    nn.init.normal_(model[1].weight)
+    other = Groups(groups=3)(copy.deepcopy(model))
+    norms = [layer for layer in other.modules() if isinstance(layer, nn.GroupNorm)]
+    assert [layer.num_groups for layer in norms] == [2] * 6 and torch.equal(other[1].weight, model[1].weight)
+    plan = dpexp.make_plan(other, n=N, q=Q, steps=1, noise_multiplier=1.0)
+    assert plan.groups[0].d == sum(p.numel() for p in model.parameters())
+
+
+def test_a_layer_used_twice_gives_the_mean(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.again, self.out = nn.BatchNorm1d(3), None, nn.Linear(3, 2)
+            self.again = self.norm
+
+        def forward(self, x):
+            return self.out(self.again(2 * self.norm(x)))
+
+    private = Private(scale=1e3)
+    model = private(Twice().double())
+    assert model.norm is model.again
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randint(0, 2, (4,))
+    found = released(engine_of(model, private), tmp_path / "ledger", model, (x, y))
+    inner = 2 * model.norm(x)
+    mean = torch.cat([(x + inner).sum(0), (x**2 + inner**2).sum(0)]).detach() / 2
+    torch.testing.assert_close(found["value batchnorm/norm"], mean, atol=1e-3, rtol=1e-4)
+
+
+QUICK = ("model=resnet", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "tracking=none")
+
+
+def test_a_job_with_private_statistics(dpexp_job):
+    output = dpexp_job(*QUICK, "batchnorm=private")
+    result = json.loads((output / "result.json").read_text())
+    assert result["groups"]["batchnorm"]["share"] == 0.1
+    weights = dpexp.load(output).state_dict()
+    assert weights["1.num_batches_tracked"] == 4 and not torch.equal(weights["1.running_mean"], torch.zeros(16))
+    assert dpexp.load(output)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_by_default_it_is_refused_and_three_ways_are_named(dpexp_job):
+    with pytest.raises(SystemExit, match=r"batchnorm=groupnorm, batchnorm=private or batchnorm=freeze"):
+        dpexp_job(*QUICK)
+
+
+def test_the_twin_has_batch_normalization(dpexp_job):
+    output = dpexp_job(*QUICK[:2], *QUICK[3:], "batchnorm=private", "privacy.enabled=false")
+    assert isinstance(dpexp.load(output)[1], nn.BatchNorm2d)
+
+
+def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
+    import pytorch_lightning as pl
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from dpexp.training.classifier import Classifier
+
+    module = Classifier(Private()(net().float()), lambda parameters: torch.optim.SGD(parameters, 0.1))
+    plan = dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
+    callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
+    x, y = data(20)
+    trainer = pl.Trainer(max_steps=1, callbacks=[callback], logger=False, enable_progress_bar=False)
+    with pytest.raises(dpexp.ConfigError, match="does not release batchnorm/1"):
+        trainer.fit(module, DataLoader(TensorDataset(x.float(), y)))
+
+
+@pytest.mark.parametrize(
+    "choice, said",
+    [(Private(share=-1), "batchnorm.share=-1"), (Private(rate=0), "batchnorm.rate=0"), (Freeze(), "no batch norm")],
+)
+def test_mistakes_are_sentences(choice, said):
+    model = nn.Linear(2, 2) if "no batch" in said else net()
+    with pytest.raises(dpexp.ConfigError, match=said):
+        choice(model)
