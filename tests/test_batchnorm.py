@@ -62,7 +62,11 @@ def moments_by_hand(model, one):
     model(one[None])
     for handle in handles:
         handle.remove()
-    return {name: torch.cat([x[0].mean((1, 2)), (x[0] ** 2).mean((1, 2))]) for name, x in found.items()}
+    u = {
+        name: F.batch_norm(x, torch.zeros(x.shape[1]).to(x), torch.ones(x.shape[1]).to(x))[0]
+        for name, x in found.items()
+    }
+    return {name: torch.cat([u.mean((1, 2)), (u**2).mean((1, 2)) - 1]) for name, u in u.items()}
 
 
 @pytest.mark.parametrize("scale", [0.4, 1e3])
@@ -101,21 +105,23 @@ def test_gradients_take_statistics_as_constants(tmp_path):
         torch.testing.assert_close(found[name], total, atol=1e-5, rtol=1e-5)
 
 
-def test_running_statistics_are_moving_averages_of_what_was_released():
-    layer = RunningNorm(nn.BatchNorm2d(2).double(), "here", rate=0.25)
-    releases = [torch.tensor(m, dtype=torch.float64) for m in ([1.0, 2, 5, 5], [3.0, 0, 10, 1], [0.0, 0, 1, 9])]
-    mean, square = releases[0].split(2)
-    layer.follow(releases[0])
-    torch.testing.assert_close(layer.running_mean, mean)
-    torch.testing.assert_close(layer.running_var, square - mean**2)
-    for rate, moments in zip((0.5, 1 / 3), releases[1:], strict=True):
-        layer.follow(moments)
-        mean, square = mean.lerp(moments[:2], rate), square.lerp(moments[2:], rate)
-    torch.testing.assert_close(layer.running_mean, mean)
-    torch.testing.assert_close(layer.running_var, square - mean**2)
-    for _ in range(9):
-        layer.follow(torch.tensor([5.0, 5, 0, 0], dtype=torch.float64))  # no variance at all: noise
-    assert (layer.running_var == 0.01).all()
+def test_running_statistics_find_those_of_the_data():
+    """By hand, and in the end: what is released comes to 0."""
+    layer = RunningNorm(nn.BatchNorm2d(2).double(), "here", rate=0.5)
+    layer.follow(torch.tensor([1.0, -0.5, 0.6, -0.2], dtype=torch.float64))
+    torch.testing.assert_close(layer.running_mean, torch.tensor([0.5, -0.25], dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(layer.running_var, torch.tensor([1.3, 0.9], dtype=torch.float64))
+    layer.follow(torch.tensor([0.0, 4, 99, -99], dtype=torch.float64))
+    mean = -0.25 + 0.25 * 4 * 0.9**0.5
+    torch.testing.assert_close(layer.running_mean, torch.tensor([0.5, mean], dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(layer.running_var, torch.tensor([2.6, 0.45], dtype=torch.float64))
+    x = 7 * torch.randn(500, 2, dtype=torch.float64) + torch.tensor([40.0, -3])
+    layer = RunningNorm(nn.BatchNorm1d(2).double(), "here", rate=1.0)
+    for _ in range(2000):
+        u = (x - layer.running_mean) / (layer.running_var + layer.eps).sqrt()
+        layer.follow(torch.cat([u.mean(0), u.square().mean(0) - 1]).clamp(-3, 3))
+    torch.testing.assert_close(layer.running_mean, x.mean(0), rtol=0.05, atol=0.2)
+    torch.testing.assert_close(layer.running_var, x.var(0, correction=0), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("choice", [Private(), Freeze()])
@@ -155,8 +161,8 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
     assert model.norm is model.again
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.randint(0, 2, (4,))
     found = released(engine_of(model, private), tmp_path / "ledger", model, (x, y))
-    inner = 2 * model.norm(x)
-    mean = torch.cat([(x + inner).sum(0), (x**2 + inner**2).sum(0)]).detach() / 2
+    inner = 2 * model.norm(x)  # statistics are 0 and 1
+    mean = torch.cat([(x + inner).sum(0), (x**2 + inner**2 - 2).sum(0)]).detach() / 2
     torch.testing.assert_close(found["value batchnorm/norm"], mean, atol=1e-3, rtol=1e-4)
 
 

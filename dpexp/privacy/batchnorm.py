@@ -1,9 +1,15 @@
 """What becomes of batch normalization, which mixes the records of a batch: private statistics, fixed ones, or none.
 
-With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, so that it is a fixed
-map of each channel and records never mix. The moments of each record, the means over space of x and of x² for each
-channel, are vectors of the round: clipped, summed and noised together, as the group `batchnorm`. The running statistics
-are moving averages of what is released. Gradients take them as constants.
+With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, u = (x - μ)/s, so
+that it is a fixed map of each channel and records never mix. The moments of each record, the means over space of u and
+of u² - 1 for each channel, are vectors of the round: clipped, summed and noised together, as the group `batchnorm`.
+What is released is how far the statistics are off, in their own units, and moves them: μ by as much of s, s² by as much
+of itself. So one bound serves layers of any scale, and a sample that happens to be small moves them less, not towards
+0.
+
+Gradients take the statistics as constants, so that what a step gains by scaling or shifting a layer's inputs would be
+taken back by statistics that follow, round after round (Ioffe & Szegedy 2015, section 2). So they move by 1/t of what
+is found in round t, and come to rest while the network learns.
 """
 
 import math
@@ -21,7 +27,7 @@ from dpexp.privacy.given import release
 from dpexp.privacy.plan import PrivacyPlan
 
 GROUP = "batchnorm"
-_LEAST = 1e-2  # variance: what is found below that is noise
+_FASTEST = 2.0  # that a variance may grow or shrink in one round
 _GROUPS = 32
 
 
@@ -31,10 +37,10 @@ class RunningNorm(nn.Module):
 
     Args:
         given_as: the name by which it gives each record's moments, 2C numbers, for release; None: it does not.
-        rate: of the moving averages of what is released.
+        rate: by which part of what was found they move in the first round; by 1/t of it in round t.
     """
 
-    def __init__(self, layer: _BatchNorm, given_as: str | None = None, rate: float = 0.1) -> None:
+    def __init__(self, layer: _BatchNorm, given_as: str | None = None, rate: float = 1.0) -> None:
         super().__init__()
         self.given_as = given_as
         self.rate = rate
@@ -51,24 +57,23 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, ...]."""
-        if self.given_as is not None and self.training:
-            seen = x.detach().transpose(0, 1).flatten(1)
-            release(self.given_as, torch.cat([seen.mean(1), seen.square().mean(1)]))
         shape = (1, -1, *(1,) * (x.dim() - 2))
         scale = (self.running_var + self.eps).rsqrt()
         x = (x - self.running_mean.view(shape)) * scale.view(shape)
+        if self.given_as is not None and self.training:
+            u = x.detach().transpose(0, 1).flatten(1)
+            release(self.given_as, torch.cat([u.mean(1), u.square().mean(1) - 1]))
         if self.weight is None:
             return x
         return x * self.weight.view(shape) + self.bias.view(shape)
 
     def follow(self, moments: Tensor) -> None:
-        """Moves the running statistics by released moments [2C]; the first ones replace what was there."""
+        """Moves the running statistics by released moments [2C]."""
         self.num_batches_tracked += 1
-        rate = max(self.rate, 1 / int(self.num_batches_tracked))
+        rate = self.rate / int(self.num_batches_tracked)
         mean, square = moments.to(self.running_mean).split(self.channels)
-        before = self.running_var + self.running_mean.square()
-        self.running_mean.lerp_(mean, rate)
-        self.running_var.copy_((before.lerp(square, rate) - self.running_mean.square()).clamp(min=_LEAST))
+        self.running_mean += rate * (self.running_var + self.eps).sqrt() * mean
+        self.running_var *= (1 + rate * square).clamp(1 / _FASTEST, _FASTEST)
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,13 @@ class Private:
     Args:
         share: of the noise budget, for all layers together.
         scale: a record's moments of a layer with C channels are clipped, together with those of other layers, as if
-            they were at most scale·√(2C) long: 1 if inputs and their squares are about 1.
-        rate: of the moving averages.
+            they were at most scale·√(2C) long.
+        rate: by which part of what was found the statistics move in the first round; by 1/t of it in round t.
     """
 
     share: float = 0.1
     scale: float = 1.0
-    rate: float = 0.1
+    rate: float = 1.0
 
     def __call__(self, module: nn.Module) -> nn.Module:
         positive("batchnorm.share", self.share)
