@@ -7,11 +7,12 @@ z = σ̃/(2S); under `add_remove` and `replace_null` it moves by S.
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpexp.accounting.ledger import Ledger
 from dpexp.errors import ConfigError
 
+_SAME = 1e-12  # relative: what rounding may do to z
 _SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}
 NAMES = ("pld", "rdp", "moments", "strong", "basic", "gdp")  # of accountants
 APPROXIMATIONS = ("gdp",)
@@ -171,4 +172,16 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
             counts[Release(z, sampling.q)] += count
     for z in epochs.values():
         counts[Release(z)] += 1
-    return dict(counts)
+    return _alike(counts)
+
+
+def _alike(counts: Mapping[Release, int]) -> dict[Release, int]:
+    """Those that differ in the last digits of z alone, as where S and σ̃ vary together, are as costly as the worst."""
+    found: dict[Release, int] = {}
+    last: dict[Release, Release] = {}
+    for release in sorted(counts, key=lambda release: release.z):
+        rest = replace(release, z=0.0)
+        if rest not in last or release.z > last[rest].z * (1 + _SAME):
+            last[rest] = release
+        found[last[rest]] = found.get(last[rest], 0) + counts[release]
+    return found

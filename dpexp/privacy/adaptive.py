@@ -8,9 +8,7 @@ Under separate clipping that is S_g of each group. Under joint clipping it is th
 1[‖v_j‖ <= α_j]: vectors of very different lengths come to be scaled to equal use of S, which joint clipping is for
 (McMahan et al. 2018, section 2).
 
-σ̃_g = z S_g/√w_g moves with S_g, so that the ratio, and with it what a round costs, stays what was planned. It stays so
-to the last digit, and the accountant finds rounds of one kind, since S_g has the 24 digits of float32 and the ratio at
-most 28, whose product is exact.
+σ̃_g = z S_g/√w_g moves with S_g, so that what a round costs stays what was planned.
 """
 
 import math
@@ -18,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.allocation import Allocation, Measured
 from dpexp.privacy.bounds import Fixed, positive
 from dpexp.privacy.groups import Vector, value_key
 from dpexp.privacy.mechanisms import Clipping, Joint, Mechanism, Separate
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from dpexp.privacy.plan import Group, PrivacyPlan
 
 UNCLIPPED = "unclipped"
-_DIGITS = 28
 _FURTHEST = 1e8  # from where a bound began
 
 
@@ -54,12 +51,13 @@ class Adaptive:
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
         try:
-            bounds = Fixed(self.initial)(groups, dimensions)
+            return Fixed(self.initial)(groups, dimensions)
         except ConfigError as error:
             raise ConfigError(str(error).replace("bound.value", "bound.initial")) from None
-        return [_of_float32(bound) for bound in bounds]
 
-    def following(self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism) -> "Following":
+    def following(
+        self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
+    ) -> "Following":
         """What a plan for some groups follows.
 
         Raises:
@@ -73,7 +71,8 @@ class Adaptive:
             raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
         gammas = self._quantiles([group for group, _ in members])
         rate = positive("bound.rate", self.rate)
-        return Following(tuple(name for _, name in members), isinstance(mechanism, Joint), gammas, rate)
+        names = tuple(name for _, name in members)
+        return Following(names, isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, Measured))
 
     def _quantiles(self, groups: Sequence[str]) -> tuple[float, ...]:
         given = self.quantile
@@ -95,12 +94,14 @@ class Following:
         names: of groups, whose S_g is followed; or of vectors, whose α_j is.
         joint: the latter.
         quantiles: γ of each; rate: η.
+        measured: shares of the budget follow as well (see `Measured`).
     """
 
     names: tuple[str, ...]
     joint: bool
     quantiles: tuple[float, ...]
     rate: float
+    measured: bool
 
     def counts(self, share: float) -> Release:
         """Of k counts: a record's vector holds ±1/2 for each, and so has the norm √k/2."""
@@ -123,7 +124,8 @@ class Bounds:
     def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the bounds as they are."""
         by = dict(zip(self._following.names, self.factors, strict=True))
-        return replace(plan, groups=tuple(self._bounded(group, by) for group in plan.groups))
+        groups = [self._bounded(group, by) for group in plan.groups]
+        return replace(plan, groups=tuple(_shared_anew(groups) if self._following.measured else groups))
 
     @property
     def joint(self) -> bool:
@@ -165,15 +167,18 @@ class Bounds:
         if self._following.joint:
             alphas = zip(group.vectors, group.alphas, strict=True)
             return replace(group, alphas=tuple(alpha * by[vector.name] for vector, alpha in alphas))
-        S = _of_float32(group.S * by[group.name])
-        return replace(group, S=S, sigma=S * exact_ratio(group.sigma / group.S))
+        return replace(group, S=group.S * by[group.name], sigma=group.sigma * by[group.name])
 
 
-def exact_ratio(ratio: float) -> float:
-    """σ̃/S with as many digits that its product with a float32 is exact; rounded up, towards more noise."""
-    mantissa, exponent = math.frexp(ratio)
-    return math.ldexp(math.ceil(math.ldexp(mantissa, _DIGITS)), exponent - _DIGITS)
-
-
-def _of_float32(bound: float) -> float:
-    return float(np.float32(positive("bound.initial", bound)))
+def _shared_anew(groups: Sequence["Group"]) -> Iterator["Group"]:
+    """Divides what the groups of gradients have of the budget by their bounds as they are."""
+    of_gradients = {group.name: group for group in groups if not group.is_of_values}
+    clipping = {name: Clipping(group.alphas, group.S) for name, group in of_gradients.items()}
+    shares = Measured().shares({name: group.vectors for name, group in of_gradients.items()}, clipping)
+    whole = sum(group.share for group in of_gradients.values())
+    for group in groups:
+        if group.is_of_values:
+            yield group
+        else:
+            share = whole * shares[group.name]
+            yield replace(group, share=share, sigma=group.sigma * math.sqrt(group.share / share))

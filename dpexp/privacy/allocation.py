@@ -56,6 +56,11 @@ class MinVariance:
 
 
 @dataclass(frozen=True)
+class Measured(MinVariance):
+    """The same in every round anew, by the bounds that `bound=adaptive` has learnt: budget goes where signal is."""
+
+
+@dataclass(frozen=True)
 class Weighted:
     """The user's own shares, by group name; they must add up to 1."""
 

@@ -15,8 +15,8 @@ from dpexp.accounting.claims import check_claim
 from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
-from dpexp.privacy.adaptive import UNCLIPPED, Adaptive, Following, exact_ratio
-from dpexp.privacy.allocation import Allocation, Explicit, Proportional
+from dpexp.privacy.adaptive import UNCLIPPED, Adaptive, Following
+from dpexp.privacy.allocation import Allocation, Explicit, Measured, Proportional
 from dpexp.privacy.asked import check_adaptive, check_kind, check_noise, check_schedules, claimed, sampled
 from dpexp.privacy.bounds import Bound, Fixed, positive
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
@@ -226,14 +226,14 @@ def make_plan(
         raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
     following = None
     if isinstance(bound, Adaptive):
-        following = bound.following(grouped, mechanism or Separate())
+        following = bound.following(grouped, mechanism or Separate(), allocation or Proportional())
         values[UNCLIPPED] = following.counts(positive("bound.share", bound.share))
         check_adaptive(schedules or {}, calibrate, noise)
+    elif isinstance(allocation, Measured):
+        raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
     left = 1 - sum(value.share for value in values.values())
     if left <= 0:
         raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
-
-    ratio = exact_ratio if following else float
 
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
@@ -242,7 +242,7 @@ def make_plan(
             steps,
             (
                 *(
-                    Group(name, grouped[name], c.alphas, S, S * ratio(z / math.sqrt(share)), share, exact)
+                    Group(name, grouped[name], c.alphas, S, z * S / math.sqrt(share), share, exact)
                     for name, c in clipping.items()
                     for share, S in [(left * w[name], scale * c.S)]
                 ),
