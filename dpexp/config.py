@@ -118,6 +118,7 @@ class Config:
     group: Any = None
     bound: Any = None
     mechanism: Any = None
+    clip: Any = None
     allocation: Any = None
     noise: Noise = field(default_factory=Noise)
     sampling: Sampling = field(default_factory=Sampling)

@@ -17,6 +17,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
 from dpexp.privacy.asked import check_kind, check_noise, check_schedules, claimed, sampled
 from dpexp.privacy.bounds import Bound, Fixed
+from dpexp.privacy.clips import Abadi, Clip, check_clip, in_words
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
@@ -34,6 +35,7 @@ class Group:
         S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum.
         share: w_g, the group's part of the budget.
         exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.exact`).
+        clip: how much of a record is added, by its norm; whatever it says, at most S.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Group:
     sigma: float
     share: float
     exact: bool = False
+    clip: Clip = field(default_factory=Abadi)
 
     @property
     def d(self) -> int:
@@ -89,6 +92,11 @@ class PrivacyPlan:
     @property
     def exact(self) -> bool:
         return any(group.exact for group in self.groups)
+
+    @property
+    def clip(self) -> str:
+        """The clip rules other than Abadi's, in words; empty if there are none."""
+        return " and ".join(dict.fromkeys(in_words(group.clip) for group in self.groups if group.clip != Abadi()))
 
     def at(self, t: int) -> "PrivacyPlan":
         """The plan of round t alone."""
@@ -145,6 +153,7 @@ def make_plan(
     vectors_by: str = "layer",
     bound: Bound | None = None,
     mechanism: Mechanism | None = None,
+    clip: Clip | None = None,
     allocation: Allocation | None = None,
     schedules: Mapping[str, Any] | None = None,
     accountant: str = "pld",
@@ -160,8 +169,8 @@ def make_plan(
         epsilon: target at `delta`, for which z is solved with `accountant`; or give another target: `advantage`, the
             largest TPR - FPR of a test for one record, or `tpr`, the largest TPR at each FPR; or `noise_multiplier` z.
         adjacency: default the first that the policy may claim.
-        group: default one group; `bound`: default 1 each; `mechanism`: default separate;
-            `allocation`: default proportional.
+        group: default one group; `bound`: default 1 each; `mechanism`: default separate; `clip`: default
+            Abadi's; `allocation`: default proportional.
         schedules: of z, q and S; see `dpexp.privacy.schedules.schedule`.
         calibrate: the knob that is solved for the target: `noise`, or from the noise given (`noise_multiplier`, or
             `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
@@ -184,6 +193,8 @@ def make_plan(
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
     clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
     w = (allocation or Proportional()).shares(grouped, clipping)
+    rule = Abadi() if clip is None else clip
+    check_clip(rule)
 
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
@@ -191,7 +202,9 @@ def make_plan(
             n,
             steps,
             tuple(
-                Group(name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(w[name]), w[name], exact)
+                Group(
+                    name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(w[name]), w[name], exact, rule
+                )
                 for name, c in clipping.items()
             ),
             adjacency,

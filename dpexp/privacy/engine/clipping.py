@@ -5,12 +5,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dpexp.privacy.engine.rounding import UNIT
+from dpexp.privacy.clips import Clip, asked
+from dpexp.privacy.engine.rounding import LARGEST, UNIT
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.plan import Group
 
-MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
-_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
+# What rounding S and c in float64, and then c, c·g and c·g·x, can add (see rounding).
+MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}
+_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}  # of c
+_LARGEST = {torch.float32: 2.0**30, torch.float64: 2.0**100}
 _SMALL, _MANY = 2**10, 4  # numbers of a gradient, and such gradients, to be done together
 
 
@@ -28,7 +31,7 @@ def add_clipped(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> 
     norms = torch.stack([use.squared_norms() / alpha**2 for alpha, use, _ in parts]).sum(0).sqrt()
     finite = torch.isfinite(norms)
     to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
-    c = {dtype: clip_factors(norms, group.S, dtype) for dtype in {totals[0].dtype for _, _, totals in parts}}
+    c = {dtype: clip_factors(group.clip, norms, group.S, dtype) for dtype in {totals[0].dtype for _, _, totals in parts}}
     while parts:
         _, use, totals = parts.pop()
         if to_zero:
@@ -58,10 +61,16 @@ def _parts(members: Iterable[tuple[float, Use, Tensor]]) -> Iterator[tuple[float
             yield alpha, Dense(side_by_side), [total for _, total in some]
 
 
-def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
-    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016) [B], for vectors of a type, with S less what applying c rounds; 0 where
-    the norm is not finite."""
-    c = (S * (1 - MARGIN[dtype]) / norms).clamp(max=1)
+def clip_factors(clip: Clip, norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
+    """c_i [B] for vectors of a type: what the rule says, but at most S/‖v^i‖, with S less what applying c rounds; 0 where
+    the norm is not finite.
+
+    So ‖c_i v^i‖ ≤ S whatever the rule says, as computed, if the norms [B] are at least the true ones. A factor above 1
+    could overflow: neither c_i nor c_i ‖v^i‖ is so large that c·g, c·g·x, for g and x up to LARGEST, or a sum of many
+    records might.
+    """
+    bound = min(S, LARGEST[dtype]) * (1 - MARGIN[dtype])
+    c = torch.minimum(asked(clip, norms, S), bound / norms).clamp(max=_LARGEST[dtype])
     return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
 
