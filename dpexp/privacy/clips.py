@@ -2,12 +2,12 @@
 
 A rule is asked for the factor c of a vector with norm x in the group's own scale, x = (Σ_j ‖v_j‖²/α_j²)^½, and the
 bound S. Its sensitivity is S: c(x)·x ≤ S for every x. Since x is never less than the true norm (see
-`dpexp.privacy.engine.rounding`), ‖c(x)·v‖ ≤ c(x)·x ≤ S whatever shape c has: a rule need not fall with the norm, and one
-that drops long records may drop one that is a trifle shorter than it says.
+`dpexp.privacy.engine.rounding`), ‖c(x)·v‖ ≤ c(x)·x ≤ S whatever shape c has: a rule need not fall with the norm, and
+one that drops long records may drop one that is a trifle shorter than it says.
 
-What is added is min(c, S/x) (`dpexp.privacy.engine.clipping.clip_factors`), which for these rules is c but for rounding;
-and a rule sees one norm at a time. So neither S nor that a record's factor depends on no other record rests on a rule's
-promise, be it one of yours: the noise fits whatever it answers.
+What is added is min(c, S/x) (`dpexp.privacy.engine.clipping.clip_factors`), which for these rules is c but for
+rounding; and a rule sees one norm at a time. So neither the bound, nor that a record's factor depends on no other
+record, rests on a rule's promise, be it one of yours: the noise fits whatever it answers.
 
 A rule is a frozen dataclass with a `name`; its other fields are shown with the plan.
 """
@@ -99,10 +99,11 @@ def check_clip(clip: Any) -> None:
     """Raises:
     ConfigError: it is no rule, or could not be shown with the plan.
     """
-    if not (callable(clip) and is_dataclass(clip) and clip.__hash__ and isinstance(getattr(clip, "name", None), str)):
+    made = is_dataclass(clip) and not isinstance(clip, type) and clip.__hash__ is not None
+    if not (made and callable(clip) and isinstance(getattr(clip, "name", None), str)):
         raise ConfigError(
-            f"clip={clip} is no clip rule; give a frozen dataclass with a name that answers c for a norm and S, as those "
-            "of dpexp.privacy.clips do."
+            f"clip={clip} is no clip rule; give a frozen dataclass with a name, which answers c for a norm and S as "
+            "those of dpexp.privacy.clips do."
         )
 
 

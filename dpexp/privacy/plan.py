@@ -203,7 +203,14 @@ def make_plan(
             steps,
             tuple(
                 Group(
-                    name, grouped[name], c.alphas, scale * c.S, z * scale * c.S / math.sqrt(w[name]), w[name], exact, rule
+                    name,
+                    grouped[name],
+                    c.alphas,
+                    scale * c.S,
+                    z * scale * c.S / math.sqrt(w[name]),
+                    w[name],
+                    exact,
+                    rule,
                 )
                 for name, c in clipping.items()
             ),

@@ -31,7 +31,8 @@ def add_clipped(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> 
     norms = torch.stack([use.squared_norms() / alpha**2 for alpha, use, _ in parts]).sum(0).sqrt()
     finite = torch.isfinite(norms)
     to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
-    c = {dtype: clip_factors(group.clip, norms, group.S, dtype) for dtype in {totals[0].dtype for _, _, totals in parts}}
+    types = {totals[0].dtype for _, _, totals in parts}
+    c = {dtype: clip_factors(group.clip, norms, group.S, dtype) for dtype in types}
     while parts:
         _, use, totals = parts.pop()
         if to_zero:
@@ -62,12 +63,12 @@ def _parts(members: Iterable[tuple[float, Use, Tensor]]) -> Iterator[tuple[float
 
 
 def clip_factors(clip: Clip, norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
-    """c_i [B] for vectors of a type: what the rule says, but at most S/‖v^i‖, with S less what applying c rounds; 0 where
-    the norm is not finite.
+    """c_i [B] for vectors of a type: what the rule says, but at most S/‖v^i‖, with S less what applying c rounds; 0
+    where the norm is not finite.
 
-    So ‖c_i v^i‖ ≤ S whatever the rule says, as computed, if the norms [B] are at least the true ones. A factor above 1
-    could overflow: neither c_i nor c_i ‖v^i‖ is so large that c·g, c·g·x, for g and x up to LARGEST, or a sum of many
-    records might.
+    So ‖c_i v^i‖ ≤ S, as computed, whatever the rule says, if the norms [B] are at least the true ones. Since c_i may be
+    above 1, it is kept so small that neither c·g nor c·x, for g and x up to LARGEST, nor a sum of many records
+    overflows.
     """
     bound = min(S, LARGEST[dtype]) * (1 - MARGIN[dtype])
     c = torch.minimum(asked(clip, norms, S), bound / norms).clamp(max=_LARGEST[dtype])
