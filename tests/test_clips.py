@@ -145,6 +145,14 @@ def test_no_vector_contributes_more_than_s(clip, dtype, numbers, S):
         assert not total.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.floats(1e-9, 1e9), st.floats(1e-6, 1e6))
+def test_what_rounds_after_a_factor_is_computed_is_taken_from_s(dtype, x, S):
+    """c·g and c·g·x may each be larger by u."""
+    (c,) = clip_factors(Says(math.inf), torch.tensor([x], dtype=torch.float64), S, dtype).tolist()
+    assert Fraction(c) * Fraction(x) * (1 + Fraction(UNIT[dtype])) ** 2 <= Fraction(S)
+
+
 @named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rules_are_bounded_by_no_more_than_rounding(clip, dtype):
