@@ -127,6 +127,7 @@ class Config:
     tracking: Tracking = field(default_factory=Tracking)
     privacy: Privacy = field(default_factory=Privacy)
     schedule: Schedule = field(default_factory=Schedule)
+    norms: str = "exact"
     calibrate: str = "noise"
     train: bool = True
     objective: str = "test_accuracy"

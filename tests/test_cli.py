@@ -201,6 +201,8 @@ EARLY = {
     "schedule.z={linear:[1]}": "schedule.z={'linear': [1]} is not understood",
     "sampling=shuffle sampling.q=0.5 data.n=2000 schedule.q=2": "schedule.q=2 needs sampling=poisson",
     "calibrate=beta": "calibrate=beta is unknown",
+    "norms=jl": "norms=jl cannot be accounted for: norms estimated by r random projections may be too small",
+    "norms=rough": "norms=rough is unknown; known: exact",
     "calibrate=steps": "calibrate=steps solves for the target privacy.epsilon=3.0 from the noise",
     "data.n=0": "data.n=0 must be a whole number of at least 1",
     "data.classes=0": "data.classes=0 must be at least 1",

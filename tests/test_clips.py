@@ -304,6 +304,17 @@ def test_bad_values_are_refused(make, value):
         make(value)
 
 
+@pytest.mark.parametrize("group", ["flat", "per_layer"])
+@pytest.mark.parametrize("clip", ["clip=abadi", "clip=global clip.Z=16"])
+def test_local_and_global_flat_and_layerwise(clip, group, dpexp_job):
+    output = dpexp_job(
+        *clip.split(), f"group={group}", "bound=fixed", "model=mlp", "privacy.noise_multiplier=1", "sampling.steps=2",
+        "tracking=none", "trainer.evaluations=0",
+    )  # fmt: skip
+    result = json.loads((output / "result.json").read_text())
+    assert result["trained"] and result["rounds"] == 2
+
+
 def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
     output = dpexp_job(
         "clip=global", "clip.Z=8", "model=logistic", "group=per_layer", "trainer.evaluations=0", "sampling.steps=2"

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
-from dpexp.privacy.asked import check_kind, check_noise, check_schedules, check_targets, claimed, sampled
+from dpexp.privacy.asked import check_kind, check_noise, check_norms, check_schedules, check_targets, claimed, sampled
 from dpexp.privacy.schedules import schedule
 
 DIAGNOSTICS = ("none", "unsafe")
@@ -150,6 +150,7 @@ def _check_privacy(cfg: DictConfig) -> None:
         )  # fmt: skip
     check_claim(policy.name, adjacency, reported(cfg))
     check_kind(cfg.noise.kind)
+    check_norms(OmegaConf.select(cfg, "norms", default="exact"))
     assert isinstance(kinds, dict)
     check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]
     schedule(rounds, **{str(kind): value for kind, value in kinds.items()})
