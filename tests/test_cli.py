@@ -139,6 +139,7 @@ BAD = {
     "bound=fixed bound.value={fc:1}": "bound.value names the groups fc; the model has all",
     "clip=automatic clip.gamma=0": "clip.gamma=0 must be a finite number above 0",
     "clip=psac clip.r=-1": "clip.r=-1 must be a finite number above 0",
+    "clip=global": "clip.Z must be given",
     "clip=global clip.Z=inf": "clip.Z=inf must be a finite number above 0",
     "clip=global clip.Z=large": "clip.Z=large must be a number above 0",
     "clip._target_=builtins.dict": "clip={} is no clip rule; give a frozen dataclass with a name",

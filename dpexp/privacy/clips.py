@@ -80,7 +80,7 @@ class Global:
             adaptive bounds.
     """
 
-    Z: float = 1.0
+    Z: float
     name: str = field(default="global", init=False)
 
     def __post_init__(self) -> None:
