@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow import MlflowClient
@@ -15,6 +16,7 @@ from reference import clipped_sums, factor
 from test_engine import MECHANISMS, B, case, cross_entropy, relative_error, sums_of
 from torch import nn
 
+import dpexp
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked
@@ -326,3 +328,11 @@ def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
     client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
     result = json.loads((output / "result.json").read_text())
     assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.clip"] == "global"
+
+
+def test_a_job_older_than_the_choice_is_loaded(dpexp_job):
+    output = dpexp_job("model=logistic", "tracking=none", "trainer.evaluations=0", "sampling.steps=2")
+    cfg = yaml.safe_load((output / "config.yaml").read_text())
+    del cfg["clip"], cfg["norms"]
+    (output / "config.yaml").write_text(yaml.safe_dump(cfg))
+    assert isinstance(dpexp.load(output), nn.Module)
