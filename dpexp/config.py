@@ -123,6 +123,7 @@ class Config:
     group: Any = None
     bound: Any = None
     mechanism: Any = None
+    clip: Any = None
     allocation: Any = None
     noise: Noise = field(default_factory=Noise)
     metrics: Metrics = field(default_factory=Metrics)
@@ -133,6 +134,7 @@ class Config:
     tracking: Tracking = field(default_factory=Tracking)
     privacy: Privacy = field(default_factory=Privacy)
     schedule: Schedule = field(default_factory=Schedule)
+    norms: str = "exact"
     calibrate: str = "noise"
     train: bool = True
     objective: str = "test_accuracy"

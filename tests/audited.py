@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytorch_lightning as pl
 import torch
@@ -13,7 +13,8 @@ from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy import adaptive, allocation, bounds, groups, mechanisms, sampling
 from dpexp.privacy.canaries import Canaries
-from dpexp.privacy.engine import engine
+from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked
+from dpexp.privacy.engine import clipping, engine
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.training.classifier import Classifier
@@ -47,6 +48,7 @@ ALLOCATIONS = {
     "weighted": allocation.Weighted({"model.0": 0.3, "model.2": 0.7}),
 }
 VECTORS = ("layer", "parameter")
+CLIPS = {"abadi": Abadi(), "automatic": Automatic(), "psac": Psac(), "global": Global(4.0)}
 N = 2000  # published, and true but for the canaries where the policy takes any number
 
 
@@ -154,6 +156,20 @@ def twice_the_counts(patch):
 def twice_the_bound(patch):
     add_clipped = engine.add_clipped
     patch.setattr(engine, "add_clipped", lambda group, *rest: add_clipped(replace(group, S=2 * group.S), *rest))
+
+
+@dataclass(frozen=True)
+class Forgetful:
+    """A clip rule without a bound."""
+
+    name: str = "forgetful"
+
+    def __call__(self, x, S):
+        return torch.ones_like(x)
+
+
+def a_rule_that_is_believed(patch):
+    patch.setattr(clipping, "clip_factors", lambda clip, norms, S, dtype: asked(clip, norms, S).to(dtype))
 
 
 def each_vector_clipped_alone(patch):

@@ -5,6 +5,7 @@ import math
 import torch
 from torch.utils._pytree import tree_map
 
+from dpexp.privacy.clips import Abadi, Automatic, Global, Psac
 from dpexp.privacy.engine.clipping import MARGIN
 
 
@@ -22,8 +23,22 @@ def stacked(batch):
     return tree_map(lambda t: t.unsqueeze(1), batch)
 
 
+def factor(clip, x, S):
+    """c for a norm x = sqrt(Σ_j ‖v_j‖²/α_j²), by the papers' formulas."""
+    match clip:
+        case Abadi():
+            return min(1.0, S / x) if x else 1.0
+        case Automatic():
+            return S / (x + clip.gamma)
+        case Psac():
+            return S / (x + clip.r / (x + clip.r))
+        case Global():
+            return S / (clip.Z * S) if x <= clip.Z * S else 0.0
+    raise TypeError(clip)
+
+
 def clipped_sums(plan, module, loss_of, batch, size):
-    """Σ_i c_i v^i for each parameter, with c_i = min(1, S / sqrt(Σ_j ‖v_j^i‖²/α_j²))."""
+    """Σ_i c_i v^i for each parameter, with c_i of a record's norm in each group."""
     parameters = dict(module.named_parameters())
     sums = {name: torch.zeros_like(p) for name, p in parameters.items() if p.requires_grad}
     for i in range(size):
@@ -38,7 +53,7 @@ def clipped_sums(plan, module, loss_of, batch, size):
                         square += gradients[name].double().square().sum().item() / alpha**2
             norm = math.sqrt(square)
             bound = group.S * (1 - MARGIN[torch.promote_types(next(iter(sums.values())).dtype, torch.float32)])
-            c = min(1.0, bound / norm) if norm else 1.0
+            c = min(factor(group.clip, norm, group.S), bound / norm) if norm else 0.0
             for vector in group.vectors:
                 for name in vector.parameters:
                     if gradients[name] is not None:

@@ -17,7 +17,7 @@ from dpexp.privacy import groups
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.synthetic import Synthetic
 from tests import audited, test_callback
-from tests.audited import ALLOCATIONS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, trained
+from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, trained
 
 # Every sampling with every mechanism, the other choices in turn; benchmarks/audit.py has all combinations.
 HONEST = [
@@ -49,6 +49,15 @@ def test_other_vectors_than_gradients_refute_no_claim(sampling, released, tmp_pa
     assert found.mu_found > 0.55 * found.mu_claimed
 
 
+@pytest.mark.parametrize("clip", [*CLIPS.values(), audited.Forgetful()], ids=lambda clip: clip.name)
+@pytest.mark.parametrize("mechanism", ["separate", "joint"])
+def test_a_clip_rule_refutes_no_claim_and_wastes_none(clip, mechanism, tmp_path):
+    """A canary is as long as the rule lets it contribute the most; one without a bound is bounded all the same."""
+    found = attacked(tmp_path, clip=clip, **MECHANISMS[mechanism])
+    assert not found.exceeded
+    assert abs(found.mu_found - 1) < 4 * found.mu_error
+
+
 JOINT = MECHANISMS["joint"]
 CAUGHT = [
     *((audited.half_the_noise, sampling) for sampling in SAMPLINGS.values()),
@@ -58,6 +67,7 @@ CAUGHT = [
     (audited.the_same_noise_for_each_group, SAMPLINGS["fixed_size"]),
     (audited.a_group_unclipped, {}),
     (audited.twice_the_bound, {}),
+    (audited.a_rule_that_is_believed, {"clip": audited.Forgetful()}),
     (audited.each_vector_clipped_alone, {"vectors_by": "parameter"} | JOINT),
     (audited.alpha_forgotten_in_the_noise, JOINT),
     (audited.twice_the_rate, SAMPLINGS["poisson"]),

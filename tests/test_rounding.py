@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpexp.privacy import bounds
+from dpexp.privacy.clips import Abadi
 from dpexp.privacy.engine.clipping import clip_factors
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import gram_norms, norms
@@ -47,7 +48,7 @@ def awkward(generator, *shape):
 
 def contribution(use, shape):
     """What one record adds to a sum, as it is."""
-    c = clip_factors(use.squared_norms().sqrt(), S, torch.float32)
+    c = clip_factors(Abadi(), use.squared_norms().sqrt(), S, torch.float32)
     use.zero(~torch.isfinite(use.squared_norms()))
     total = torch.zeros(shape)
     use.add_weighted_sum(c, total)

@@ -55,8 +55,8 @@ def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
 
 def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: Any) -> PrivacyPlan:
     sampling = cfg.sampling
-    group, bound, mechanism, allocation = (
-        make(section, cfg[section]) for section in ("group", "bound", "mechanism", "allocation")
+    group, bound, mechanism, clip, allocation = (
+        make(section, cfg[section]) for section in ("group", "bound", "mechanism", "clip", "allocation")
     )
     return make_plan(
         module,
@@ -74,6 +74,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: 
         vectors_by=cfg.vectors,
         bound=bound,
         mechanism=mechanism,
+        clip=clip,
         allocation=allocation,
         schedules=_contained(cfg.schedule),
         accountant=reported(cfg),

@@ -13,11 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
-from dpexp.privacy.asked import check_kind, check_noise, check_schedules, check_targets, claimed, sampled
+from dpexp.privacy.asked import check_kind, check_noise, check_norms, check_schedules, check_targets, claimed, sampled
 from dpexp.privacy.schedules import schedule
 
 DIAGNOSTICS = ("none", "unsafe")
-OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "allocation")
+OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "clip", "allocation")
 LONGEST_ID = 250
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml")
 
@@ -89,7 +89,7 @@ def _not_numbers(node: Any, key: str = "") -> Iterator[str]:
 def _check_objects(cfg: DictConfig) -> None:
     for key in OBJECTS:
         node = OmegaConf.select(cfg, key)
-        if not node and key == "scheduler":
+        if (not node and key == "scheduler") or (key == "clip" and key not in cfg):  # of a job that is older
             continue
         if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
             shown = "null" if node is None else str(node)
@@ -150,6 +150,7 @@ def _check_privacy(cfg: DictConfig) -> None:
         )  # fmt: skip
     check_claim(policy.name, adjacency, reported(cfg))
     check_kind(cfg.noise.kind)
+    check_norms(OmegaConf.select(cfg, "norms", default="exact"))
     assert isinstance(kinds, dict)
     check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]
     schedule(rounds, **{str(kind): value for kind, value in kinds.items()})

@@ -52,6 +52,21 @@ def claimed(sampling: str, adjacency: str | None) -> str:
     return adjacency
 
 
+def check_norms(norms: str) -> None:
+    """
+    Raises:
+        ConfigError: they are not to be exact. (Exact ones are too large, if anything, in floating point.)
+    """
+    if norms == "jl":
+        raise ConfigError(
+            "norms=jl cannot be accounted for: norms estimated by r random projections may be too small, so that a "
+            "record may contribute S/ψ, ψ² being χ²_r/r, and the ledger has no event for that; leave norms=exact, with "
+            "which benchmarks/jl.py compares them."
+        )
+    if norms != "exact":
+        raise ConfigError(f"norms={norms} is unknown; known: exact.")
+
+
 def check_kind(noise: str) -> str:
     """The kind of noise.
 

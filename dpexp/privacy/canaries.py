@@ -5,15 +5,15 @@ and nothing else, so that whoever looks there is the strongest attacker whom a r
 
 Every vector of every group gets a table of extra coordinates, which belongs to it: clipped in the same group, by the
 same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
-A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to
-do, and changes its sign from vector to vector, group to group and round to round, so that noise which these share would
-cancel in what the attacker adds up.
+A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to do
+(but as short as a clip rule demands that would drop it), and changes its sign from vector to vector, group to group and
+round to round, so that noise which these share would cancel in what the attacker adds up.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import signature
 from typing import Any
 
@@ -28,12 +28,14 @@ from torch.utils.data.dataloader import default_collate
 from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
 from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.clips import asked
 from dpexp.privacy.delivery import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import SMALL
 from dpexp.privacy.plan import Group, PrivacyPlan
 
-LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g
+LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g, if that contributes the most
+_LENGTHS = torch.cat([torch.tensor([LENGTH]), torch.logspace(-6, 6, 2800)]).double()  # others, 1 % apart
 _PARITIES = 2  # rounds of which what is released is kept apart
 _TABLES = "dpexp_canaries"  # an attribute of the audited module
 _NONE = -1  # the canary that a record of the user's is
@@ -113,7 +115,7 @@ class Canaries(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         for g, group in self._groups(_now(trainer)):
-            length = LENGTH * group.S / math.sqrt(len(group.alphas))
+            length = _length(group) / math.sqrt(len(group.alphas))
             self._lengths[g][:] = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
 
     def on_before_optimizer_step(
@@ -165,6 +167,15 @@ class Canaries(pl.Callback):
 def _now(trainer: pl.Trainer) -> PrivacyPlan:
     """The plan of the round."""
     return next(one for one in trainer.callbacks if isinstance(one, PrivacyCallback)).now  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=256)
+def _length(group: Group) -> float:
+    """LENGTH, if the group's clip rule lets such a canary contribute all but the most, or else the length that
+    contributes the most. Norms count as 0.1 % longer, since they are never taken for too small."""
+    lengths = _LENGTHS * group.S
+    contributed = (asked(group.clip, 1.001 * lengths, group.S) * lengths).clamp(max=group.S)
+    return float(lengths[0 if contributed[0] >= 0.98 * contributed.max() else contributed.argmax()])
 
 
 def _loss(

@@ -19,6 +19,7 @@ from dpexp.privacy.adaptive import UNCLIPPED, Adaptive, Following
 from dpexp.privacy.allocation import Allocation, Explicit, Measured, Proportional
 from dpexp.privacy.asked import check_adaptive, check_kind, check_noise, check_schedules, claimed, sampled
 from dpexp.privacy.bounds import Bound, Fixed, positive
+from dpexp.privacy.clips import Abadi, Clip, check_clip, in_words
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
@@ -38,6 +39,7 @@ class Group:
         share: w_g, the group's part of the budget.
         exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.exact`).
         every: it is released in each round whose number, counted from 1, this divides.
+        clip: how much of a record is added, by its norm; whatever it says, at most S.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Group:
     share: float
     exact: bool = False
     every: int = 1
+    clip: Clip = field(default_factory=Abadi)
 
     @property
     def is_of_values(self) -> bool:
@@ -101,6 +104,11 @@ class PrivacyPlan:
     @property
     def exact(self) -> bool:
         return any(group.exact for group in self.groups)
+
+    @property
+    def clip(self) -> str:
+        """The clip rules other than Abadi's, in words; empty if there are none."""
+        return " and ".join(dict.fromkeys(in_words(group.clip) for group in self.groups if group.clip != Abadi()))
 
     def at(self, t: int) -> "PrivacyPlan":
         """The plan of round t alone."""
@@ -179,6 +187,7 @@ def make_plan(
     vectors_by: str = "layer",
     bound: Bound | None = None,
     mechanism: Mechanism | None = None,
+    clip: Clip | None = None,
     allocation: Allocation | None = None,
     schedules: Mapping[str, Any] | None = None,
     accountant: str = "pld",
@@ -195,8 +204,8 @@ def make_plan(
         epsilon: target at `delta`, for which z is solved with `accountant`; or give another target: `advantage`, the
             largest TPR - FPR of a test for one record, or `tpr`, the largest TPR at each FPR; or `noise_multiplier` z.
         adjacency: default the first that the policy may claim.
-        group: default one group; `bound`: default 1 each; `mechanism`: default separate;
-            `allocation`: default proportional.
+        group: default one group; `bound`: default 1 each; `mechanism`: default separate; `clip`: default
+            Abadi's; `allocation`: default proportional.
         schedules: of z, q and S; see `dpexp.privacy.schedules.schedule`.
         calibrate: the knob that is solved for the target: `noise`, or from the noise given (`noise_multiplier`, or
             `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
@@ -234,6 +243,8 @@ def make_plan(
     left = 1 - sum(value.share for value in values.values())
     if left <= 0:
         raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
+    rule = Abadi() if clip is None else clip
+    check_clip(rule)
 
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
@@ -242,7 +253,7 @@ def make_plan(
             steps,
             (
                 *(
-                    Group(name, grouped[name], c.alphas, S, z * S / math.sqrt(share), share, exact)
+                    Group(name, grouped[name], c.alphas, S, z * S / math.sqrt(share), share, exact, clip=rule)
                     for name, c in clipping.items()
                     for share, S in [(left * w[name], scale * c.S)]
                 ),

@@ -78,6 +78,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines += [
         f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} records; "
         + ("exact noise, " if plan.exact else "")
+        + (f"clip {plan.clip}, " if plan.clip else "")
         + f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}"
         f"{schedule}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",

@@ -32,6 +32,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "group": ("group", str),
     "mechanism": ("mechanism", str),
     "bound": ("bound", str),
+    "clip": ("clip", str),
     "allocation": ("allocation", str),
     "sampling": ("sampling", str),
     "seed": ("seed", str),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from pandas import DataFrame
 
-CHOICES = ("data", "model", "group", "mechanism", "bound", "allocation", "sampling")
+CHOICES = ("data", "model", "group", "mechanism", "bound", "clip", "allocation", "sampling")
 EPSILON, Z = "privacy.epsilon", "privacy.noise_multiplier"
 DRAW = "draw"  # of private selection: tells repetitions apart, and comes last
 _NAMES = {EPSILON: "target ε", Z: "z", "privacy.delta": "δ"}

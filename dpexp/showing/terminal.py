@@ -42,7 +42,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
         f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} records), z = {plan.noise_multiplier:.4g}"
         + (", on a schedule" if plan.schedule != Schedule() else "")
-        + (", exact noise" if plan.exact else ""),
+        + (", exact noise" if plan.exact else "")
+        + (f", clip {plan.clip}" if plan.clip else ""),
         soft_wrap=True,
     )
     if plan.calibration is not None:

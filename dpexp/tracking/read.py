@@ -62,7 +62,7 @@ def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> 
 
 PAGE = 1000  # runs a request
 _NUMBERS = ("epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "q", "knob_value", "delta", *FIGURES)
-_TAGS = ("data", "model", "group", "mechanism", "bound", "allocation", "sampling")
+_TAGS = ("data", "model", "group", "mechanism", "bound", "clip", "allocation", "sampling")
 # Parameters that repeat a configuration or move it about. Not draw: private selection covers one draw by itself,
 # never a mean of several.
 _ASIDE = ("seed", "objective", "privacy.noise_seed")
@@ -196,6 +196,7 @@ def _trial(run: Run) -> dict[str, Any]:
         "error": tags.get(ERROR, ""),
         "private": tags.get("dpexp.private", ""),
         **{name: tags.get(f"dpexp.{name}") for name in _TAGS},
+        "clip": tags.get("dpexp.clip", "abadi" if "dpexp.mechanism" in tags else None),  # of runs older than the choice
         "configuration": _configuration(params),
         "seed": params.get("seed", tags.get("dpexp.seed")),
         "accountant": json.loads(params.get("accountant.names", '["pld"]'))[0],

@@ -269,7 +269,7 @@ def trial_key(cfg: DictConfig) -> str:
     assert isinstance(content, dict)
     aside = ["tracking", "rounds", "checkpoint", "register", "verbose"]
     if not cfg.privacy.enabled:  # twins of whatever is private
-        aside += ["privacy", "group", "bound", "mechanism", "allocation", "accountant", "calibrate", "schedule"]
+        aside += ["privacy", "group", "bound", "mechanism", "clip", "allocation", "accountant", "calibrate", "schedule"]
     content = {section: value for section, value in content.items() if section not in aside}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -333,7 +333,7 @@ def record_failure(cfg: DictConfig, error: Exception) -> None:
 
 def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     choices = _choices()
-    privacy = ("group", "bound", "mechanism", "allocation", "noise", "sampling") if cfg.privacy.enabled else ()
+    privacy = ("group", "bound", "mechanism", "clip", "allocation", "noise", "sampling") if cfg.privacy.enabled else ()
     found = {f"dpexp.{name}": str(choices.get(name)) for name in ("data", "model", *privacy)}
     why = exposed(cfg)
     private = "yes" if why is None else f"no: {why}"

@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 COLUMNS = [
     "metrics.`epsilon`", "metrics.`delta`", "metrics.`test_accuracy`",
     "metrics.`noise_multiplier`", "metrics.`q`", "tags.`dpexp.group`", "tags.`dpexp.mechanism`",
-    "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
+    "tags.`dpexp.clip`", "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
 

@@ -5,12 +5,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dpexp.privacy.engine.rounding import UNIT
+from dpexp.privacy.clips import Clip, asked
+from dpexp.privacy.engine.rounding import LARGEST, UNIT
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.plan import Group
 
-MARGIN = {dtype: 3.001 * unit for dtype, unit in UNIT.items()}  # what rounding c, c·g and c·g·x can add (see rounding)
-_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}
+# What rounding S and c in float64, and then c, c·g and c·g·x, can add (see rounding).
+MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}
+_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}  # of c
+_LARGEST = {torch.float32: 2.0**30, torch.float64: 2.0**100}
 _SMALL, _MANY = 2**10, 4  # numbers of a gradient, and such gradients, to be done together
 
 
@@ -39,7 +42,8 @@ def add_clipped(
         own = own.index_add_(0, torch.tensor([k for k, *_ in parts], device=own.device), squares).sqrt()
     finite = torch.isfinite(norms)
     to_zero = norms.is_cuda or not finite.all()  # on a GPU, asking would wait for it
-    c = {dtype: clip_factors(norms, group.S, dtype) for dtype in {totals[0].dtype for *_, totals in parts}}
+    types = {totals[0].dtype for *_, totals in parts}
+    c = {dtype: clip_factors(group.clip, norms, group.S, dtype) for dtype in types}
     while parts:
         *_, use, totals = parts.pop()
         if to_zero:
@@ -69,10 +73,16 @@ def _parts(members: Iterable[tuple[int, float, Use, Tensor]]) -> Iterator[tuple[
             yield k, alpha, Dense(side_by_side), [total for _, total in some]
 
 
-def clip_factors(norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
-    """c_i = min(1, S/‖v^i‖) (Abadi et al. 2016) [B], for vectors of a type, with S less what applying c rounds; 0 where
-    the norm is not finite."""
-    c = (S * (1 - MARGIN[dtype]) / norms).clamp(max=1)
+def clip_factors(clip: Clip, norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:
+    """c_i [B] for vectors of a type: what the rule says, but at most S/‖v^i‖, with S less what applying c rounds; 0
+    where the norm is not finite.
+
+    So ‖c_i v^i‖ ≤ S, as computed, whatever the rule says, if the norms [B] are at least the true ones. Since c_i may be
+    above 1, it is kept so small that neither c·g nor c·x, for g and x up to LARGEST, nor a sum of many records
+    overflows.
+    """
+    bound = min(S, LARGEST[dtype]) * (1 - MARGIN[dtype])
+    c = torch.minimum(asked(clip, norms, S), bound / norms).clamp(max=_LARGEST[dtype])
     return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
 

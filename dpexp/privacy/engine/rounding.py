@@ -17,8 +17,10 @@ to first order in u; so that
    c Σ_t ‖g_t‖ ‖x_t‖, which cancellation may make far larger than the vector. That counts as part of its norm.
 5. a record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
 
-`clip_factors` takes from S what rounding c, c·g and c·g·x can add: 3 u. What is left, and is no matter of one record's
-norm, is that a sum of many records is itself rounded, at each addition by up to u of what it has come to.
+`clip_factors` takes from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can. By S
+less that, divided by such a norm, it bounds c, whatever the clip rule (`dpexp.privacy.clips`). What is left, and is no
+matter of one record's norm, is that a sum of many records is itself rounded, at each addition by up to u of what it has
+come to.
 """
 
 import math

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dpexp.privacy.clips import asked
 from dpexp.privacy.engine.clipping import by_parameter
 from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.engine.uses import Dense, Use
@@ -19,7 +20,7 @@ def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> tu
         return None
     vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
     found = norms(vectors)
-    whole = group.lattice.rounded(vectors, found)
+    whole = group.lattice.rounded(vectors, found, asked(group.clip, found, group.S))
     for (_, name, _), part in zip(members, whole.split([sums[name].numel() for _, name, _ in members], 1), strict=True):
         sums[name].view(-1).add_(part.sum(0))
     return found, found.new_zeros(0, len(found))

@@ -42,14 +42,15 @@ class Lattice:
     grid: float
     S2: int
 
-    def rounded(self, vectors: Tensor, norms: Tensor) -> Tensor:
+    def rounded(self, vectors: Tensor, norms: Tensor, c: Tensor | float = 1.0) -> Tensor:
         """[B, d] int64: clipped vectors, in units of the grid.
 
         Args:
-            vectors: [B, d] float64, already divided by α_j; norms: [B] at least theirs, in float64.
+            vectors: [B, d] float64, already divided by α_j; norms: [B] at least theirs, in float64; c: [B], what a clip
+                rule says they are to be multiplied by, which is at most S/norm anyhow.
         """
         bound = self.S2**0.5 * _MARGIN
-        c = torch.where(norms.isfinite(), (bound / norms).clamp(max=1 / self.grid), 0)
+        c = torch.where(norms.isfinite(), (bound / norms).clamp(max=c / self.grid), 0)
         scaled = vectors * c[:, None]
         scaled = torch.where(scaled.isfinite(), scaled, 0).clamp(-_LARGEST, _LARGEST)
         whole = scaled.to(torch.int64)  # towards zero

@@ -1,0 +1,113 @@
+"""How much of a record is added to a group's sum: clip rules, functions of its norm.
+
+A rule is asked for the factor c of a vector with norm x in the group's own scale, x = (Σ_j ‖v_j‖²/α_j²)^½, and the
+bound S. Its sensitivity is S: c(x)·x ≤ S for every x. Since x is never less than the true norm (see
+`dpexp.privacy.engine.rounding`), ‖c(x)·v‖ ≤ c(x)·x ≤ S whatever shape c has: a rule need not fall with the norm, and
+one that drops long records may drop one that is a trifle shorter than it says.
+
+What is added is min(c, S/x) (`dpexp.privacy.engine.clipping.clip_factors`), which for these rules is c but for
+rounding; and a rule sees one norm at a time. So neither the bound, nor that a record's factor depends on no other
+record, rests on a rule's promise, be it one of yours: the noise fits whatever it answers.
+
+A rule is a frozen dataclass with a `name`; its other fields are shown with the plan.
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.bounds import positive
+
+
+class Clip(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, x: Tensor, S: float) -> Tensor:
+        """c for one norm x, a scalar in float64, which may be 0, infinite or NaN."""
+
+
+@dataclass(frozen=True)
+class Abadi:
+    """c = min(1, S/x) (Abadi et al. 2016, algorithm 1): long vectors are shortened to S, short ones stay."""
+
+    name: str = field(default="abadi", init=False)
+
+    def __call__(self, x: Tensor, S: float) -> Tensor:
+        return (S / x).clamp(max=1)
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """c = S/(x + γ) (Bu et al. 2022, arXiv 2206.07136, Auto-S): every vector gets a length of about S, which thereby is
+    but a factor of the learning rate; γ, a length in the group's own scale, lets the shortest stay shorter."""
+
+    gamma: float = 0.01
+    name: str = field(default="automatic", init=False)
+
+    def __post_init__(self) -> None:
+        positive("clip.gamma", self.gamma)
+
+    def __call__(self, x: Tensor, S: float) -> Tensor:
+        return S / (x + self.gamma)
+
+
+@dataclass(frozen=True)
+class Psac:
+    """c = S/(x + r/(x + r)) (Xia et al. 2023, arXiv 2212.00328, DP-PSAC). At x = 0 it is S, and for r < 1 it is largest
+    at x = √r - r: the shortest vectors, whose directions say least, are not blown up as they are by `Automatic`."""
+
+    r: float = 0.1
+    name: str = field(default="psac", init=False)
+
+    def __post_init__(self) -> None:
+        positive("clip.r", self.r)
+
+    def __call__(self, x: Tensor, S: float) -> Tensor:
+        return S / (x + self.r / (x + self.r))
+
+
+@dataclass(frozen=True)
+class Global:
+    """c = (S/Z)·1[x ≤ Z] (Bu et al. 2021, arXiv 2106.07830, global clipping): all records that are kept are scaled
+    alike, so that the sum has the direction of theirs; the others are dropped.
+
+    Args:
+        Z: in units of S, so that it goes with S wherever that goes: from group to group, with `schedule.S`, with
+            adaptive bounds.
+    """
+
+    Z: float
+    name: str = field(default="global", init=False)
+
+    def __post_init__(self) -> None:
+        positive("clip.Z", self.Z)
+
+    def __call__(self, x: Tensor, S: float) -> Tensor:
+        return (x <= self.Z * S).to(x.dtype) / self.Z
+
+
+def asked(clip: Clip, norms: Tensor, S: float) -> Tensor:
+    """c [B] for norms [B] in float64, each by itself."""
+    return torch.func.vmap(lambda x: clip(x, S))(norms)
+
+
+def check_clip(clip: Any) -> None:
+    """Raises:
+    ConfigError: it is no rule, or could not be shown with the plan.
+    """
+    made = is_dataclass(clip) and not isinstance(clip, type) and clip.__hash__ is not None
+    if not (made and callable(clip) and isinstance(getattr(clip, "name", None), str)):
+        raise ConfigError(
+            f"clip={clip} is no clip rule; give a frozen dataclass with a name, which answers c for a norm and S as "
+            "those of dpexp.privacy.clips do."
+        )
+
+
+def in_words(clip: Clip) -> str:
+    """Its name and numbers."""
+    numbers = [f"{f.name} = {getattr(clip, f.name)}" for f in fields(clip) if f.name != "name"]  # type: ignore[arg-type]
+    return f"{clip.name} ({', '.join(numbers)})" if numbers else clip.name
