@@ -13,7 +13,7 @@ below that they add up to 0. More coordinates follow one by one.
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri_exp
+from scipy.special import log_ndtr, ndtri_exp
 
 from dpexp.accounting.pairs import Cells
 from dpexp.accounting.renyi import Array
@@ -86,3 +86,8 @@ def gaussian_above(pure: Array) -> Array:
     """The μ of Gaussian DP that whatever is ε-DP has: that curve lies below the lines of ε-DP, since it is convex and
     meets them where both errors are 1/(1 + e^ε) (Dong, Roth & Su 2022, proposition 2.12)."""
     return -2 * ndtri_exp(-np.logaddexp(0, pure))
+
+
+def pure_below(mu: float) -> float:
+    """The ε for which ε-DP is μ-Gaussian DP by that bound."""
+    return float(log_ndtr(mu / 2) - log_ndtr(-mu / 2))

@@ -53,6 +53,7 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
         raise ConfigError(f"checkpoint.resume=true needs the checkpoint {output}/last.ckpt, which does not exist.")
     before: Any = yaml.safe_load((output / "config.yaml").read_text())
     before.setdefault("noise", {"kind": "gaussian"})  # of a job that is older than the choice
+    before.setdefault("prepare", None)
     now: Any = OmegaConf.to_container(cfg, resolve=True)
     changed = [key for key in {**before, **now} if key not in _MAY_DIFFER and before.get(key) != now.get(key)]
     if changed:

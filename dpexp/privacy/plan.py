@@ -11,7 +11,7 @@ from torch import nn
 
 from dpexp.accounting.calibration import Calibration, solve
 from dpexp.accounting.claims import check_claim
-from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, QueryEvent, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
@@ -20,6 +20,7 @@ from dpexp.privacy.bounds import Bound, Fixed
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
+from dpexp.privacy.preparations.preparation import queries
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
@@ -71,6 +72,7 @@ class PrivacyPlan:
         adjacency: which data sets are neighbours: `add_remove`, `replace_one` or `replace_null` (one record).
         schedule: what z, q and S_g are multiplied by in each round; `sampling` and `groups` are before that.
         calibration: how a knob was solved for, if one was.
+        preparations: what is released of all records before the first round.
     """
 
     sampling: Policy
@@ -80,6 +82,7 @@ class PrivacyPlan:
     adjacency: str = "add_remove"
     schedule: Schedule = field(default_factory=Schedule)
     calibration: Calibration | None = None
+    preparations: tuple[QueryEvent, ...] = ()
 
     @property
     def noise_multiplier(self) -> float:
@@ -95,10 +98,13 @@ class PrivacyPlan:
         return self if self.schedule == Schedule() else _scaled(self, self.schedule.at(t))
 
     def ledger(self, since: int = 0) -> Ledger:
-        """What carrying out the whole plan would write, or its rounds from number `since` on."""
+        """What carrying out the whole plan would write, or its rounds from number `since` on, before the first of which
+        are the preparations."""
         per_epoch = self.sampling.rounds_per_epoch
         epochs = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         rounds: Counter[Round] = Counter()
+        for event in () if since else self.preparations:
+            rounds[Round(SamplingEvent("all", 1.0, self.n), (event,))] += 1
         for start, count in self.schedule.stretches(self.rounds, (*epochs, since)):
             if start < since:
                 continue
@@ -185,6 +191,17 @@ def make_plan(
     clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
     w = (allocation or Proportional()).shares(grouped, clipping)
 
+    target: Target = Epsilon(float(epsilon or 0), delta or 0)
+    if advantage is not None or tpr is not None:
+        target = Tpr(tpr) if tpr is not None else Advantage(float(advantage or 0))
+    aimed = (epsilon is not None and delta is not None) or advantage is not None or tpr is not None
+    preparations = queries(module, adjacency, target.mu if aimed else None)
+    if exact and preparations:
+        raise ConfigError(
+            f"noise=exact cannot be had for prepare={preparations[0].query}, whose noise is in float64; choose "
+            "noise=gaussian, or leave the preparation out."
+        )
+
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
             policy if q == rate else replace(policy, q=q),
@@ -196,6 +213,7 @@ def make_plan(
             ),
             adjacency,
             schedule(steps, **(schedules or {})),
+            preparations=preparations,
         )
 
     z = allocation.noise_multiplier(clipping) if isinstance(allocation, Explicit) else noise_multiplier
@@ -215,9 +233,6 @@ def make_plan(
         "bound": (lambda scale: plan_at(z / scale, scale=scale), 1.0),
     }
     at, start = ways[calibrate]
-    target: Target = Epsilon(float(epsilon or 0), delta or 0)
-    if advantage is not None or tpr is not None:
-        target = Tpr(tpr) if tpr is not None else Advantage(float(advantage or 0))
     solved = solve(
         calibrate, lambda value: at(value).ledger(), target, accountant,
         start=start, lowest=1 / n if calibrate.startswith("q") else None,
