@@ -45,7 +45,9 @@ from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.preparations.preparation import preparations_of
 from dpexp.showing import terminal
+from dpexp.showing.counts import counts
 from dpexp.tracking.origin import without_passwords
 from dpexp.tracking.underway import begun
 from dpexp.training.checkpoints import LastWeights
@@ -213,6 +215,7 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     metrics = _tested(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    result |= _prepared(module, plan, output)
     try:
         about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
     except Exception as error:  # of a model that cannot be written: what was spent and measured is not lost with it
@@ -255,6 +258,15 @@ def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.
     return {
         name: value for part in trainer.test(module, datamodule=data, verbose=False) for name, value in part.items()
     }
+
+
+def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path) -> dict[str, Any]:
+    """What preparations tell, and counts of classes as a figure."""
+    told = {name: numbers for name, found in preparations_of(module).items() if (numbers := found.told())}
+    events = {event.query: event for event in plan.preparations} if plan else {}
+    for name, numbers in told.items():
+        counts(numbers, events.get(name), name).savefig(output / f"{name}.png", dpi=150)
+    return {"prepared": told} if told else {}
 
 
 def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.rounding import up
-from dpexp.showing.terminal import NEIGHBOURS
+from dpexp.showing.terminal import NEIGHBOURS, before_training
 from dpexp.showing.words import found, gaussian
 
 _NOT_COVERED = """\
@@ -85,6 +85,8 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     for group in zip(*(now.groups for now in happened), strict=True):
         S, sigma = _range(now.S for now in group), _range(now.sigma for now in group)
         lines.append(f"| {group[0].name} | {group[0].d:,} | {S} | {sigma} |")
+    for event in plan.preparations:
+        lines += ["", f"Before the first round: {before_training(event, plan, result['delta'])}."]
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
         _NOT_COVERED, "",

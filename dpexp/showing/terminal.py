@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
-from dpexp.accounting.ledger import ledger_so_far
+from dpexp.accounting.ledger import Ledger, QueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
@@ -46,6 +46,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         solved = plan.calibration
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.spent)
         console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}")
+    for event in plan.preparations:
+        console.print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}", soft_wrap=True)
     console.print(plan_table(plan))
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
@@ -56,6 +58,14 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
+
+
+def before_training(event: QueryEvent, plan: PrivacyPlan, delta: float) -> str:
+    """A preparation in words, with what it costs alone."""
+    noise = "σ" if event.noise == "gaussian" else "Laplace noise, b"
+    S = event.S_replaced if plan.adjacency == "replace_one" else event.S
+    alone = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
+    return f"{event.query}, S = {S:.4g}, {noise} = {event.scale:.4g} (alone ε = {up(epsilon(alone, delta), 3)})"
 
 
 def plan_table(plan: PrivacyPlan) -> Table:
@@ -134,7 +144,7 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
         return
     ledger = ledger_so_far(path)
     console.print(
-        f"[bold]Interrupted[/] after {len(ledger)} of {plan.rounds} rounds: "
+        f"[bold]Interrupted[/] after {ledger.trained} of {plan.rounds} rounds: "
         f"ε = {up(epsilon(ledger, delta, accountant), 4)} at δ = {up(delta, 4)} is spent."
     )
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
@@ -208,6 +218,8 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
     metrics = result["metrics"]
     if "test_accuracy" in metrics:
         console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
+    for name, told in result.get("prepared", {}).items():
+        console.print(f"[bold]{name}[/]: {', '.join(f'{number:.0f}' for number in told)}", soft_wrap=True)
     if "epsilon" in result:
         spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
         console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {NEIGHBOURS[result['adjacency']]}")

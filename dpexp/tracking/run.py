@@ -151,6 +151,8 @@ class Tracked:
         for group in plan.groups:
             name = _plain(group.name)
             values |= {f"S/{name}": group.S, f"sigma/{name}": group.sigma, f"share/{name}": group.share}
+        for event in plan.preparations:
+            values |= {f"prepare/{_plain(event.query)}/S": event.S, f"prepare/{_plain(event.query)}/scale": event.scale}
         if plan.calibration is not None:
             if plan.calibration.knob not in SAME:
                 values[plan.calibration.knob] = plan.calibration.value
@@ -170,8 +172,11 @@ class Tracked:
             f"epsilon_{self._accountants[0]}" if self._accountants else "", None
         )  # `epsilon`, or the planned one
         others |= result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
+        told = result.get("prepared", {})
+        others |= {f"{_plain(name)}/{k}": number for name, told_ in told.items() for k, number in enumerate(told_)}
         self._outbox.metrics(others, result["rounds"])
-        for name in ("result.json", *(["audit.png"] if "audit" in result else [])):
+        figures = [*(["audit.png"] if "audit" in result else []), *(f"{name}.png" for name in told)]
+        for name in ("result.json", *figures):
             self._outbox.file(self._output / name)
 
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:

@@ -1,7 +1,6 @@
 """How many records each class has, by the Laplace or the Gaussian mechanism."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,5 +48,5 @@ class ClassCounts(Preparation):
     def use(self, noisy: Tensor, n: int) -> None:
         self.counts.copy_(noisy)
 
-    def told(self) -> dict[str, Any]:
-        return {"counts": [round(count, 1) for count in self.counts.tolist()]}
+    def told(self) -> list[float]:
+        return [float(count) for count in self.counts]

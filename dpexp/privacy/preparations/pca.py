@@ -62,7 +62,7 @@ class Pca(Preparation):
 
     @property
     def _factors(self) -> Tensor:
-        return torch.where(self._diagonal, 1.0, math.sqrt(2)).double()
+        return (2 - self._diagonal.double()).sqrt()
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.flatten(1) - self.origin) @ self.components.T

@@ -86,9 +86,9 @@ class Preparation(nn.Module, ABC):
         """[B, …] inputs as the model shall see them."""
         return x
 
-    def told(self) -> dict[str, Any]:
-        """What is shown of it, all of it released."""
-        return {}
+    def told(self) -> list[float]:
+        """Numbers to be shown, which are released."""
+        return []
 
 
 class Prepared(nn.Module):

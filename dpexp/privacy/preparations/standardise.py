@@ -60,6 +60,3 @@ class Standardise(Preparation):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.deviation
-
-    def told(self) -> dict[str, list[float]]:
-        return {"mean": self.mean.flatten().tolist(), "deviation": self.deviation.flatten().tolist()}
