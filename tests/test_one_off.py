@@ -52,7 +52,7 @@ def once(event):
     return Round(EVERYONE, (event,))
 
 
-PARTS = PartsEvent("class", (laplace(20.0, query="0"), laplace(10.0, query="1"), laplace(15.0, query="2")))
+PARTS = PartsEvent("all", "class", (laplace(20.0, query="0"), laplace(10.0, query="1"), laplace(15.0, query="2")))
 EVERYTHING = Ledger(
     "add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1, once(PARTS): 1, TRAINING: 1000}
 )  # fmt: skip
@@ -192,11 +192,11 @@ def test_a_replaced_record_may_change_two_parts():
     """By Laplace: the two worst add up. By Gauss: their squares do, unless a record that stays in its part is worse."""
     assert PARTS.ratio("add_remove") == PARTS.ratio("replace_null") == 0.1
     assert PARTS.ratio("replace_one") == max(2 / 10, 1 / 10 + 1 / 15)
-    near = PartsEvent("class", tuple(laplace(scale, replaced=1.0) for scale in (10.0, 10.0)))
+    near = PartsEvent("all", "class", tuple(laplace(scale, replaced=1.0) for scale in (10.0, 10.0)))
     assert near.ratio("replace_one") == 0.2, "no query moves by more than 1, and yet two do"
-    assert PartsEvent("class", (gaussian(5.0, replaced=1.0),) * 2).ratio("replace_one") == math.hypot(0.2, 0.2)
-    assert PartsEvent("class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
-    assert PartsEvent("class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
+    assert PartsEvent("all", "class", (gaussian(5.0, replaced=1.0),) * 2).ratio("replace_one") == math.hypot(0.2, 0.2)
+    assert PartsEvent("all", "class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
+    assert PartsEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
 
 
 def test_what_nobody_can_tell_to_be_disjoint_costs_the_sum():
@@ -317,7 +317,7 @@ def test_what_makes_no_sense_is_refused(facts, wrong):
 def test_parts_have_noise_of_one_law():
     for queries in ((), (laplace(1.0), gaussian(1.0))):
         with pytest.raises(ConfigError, match="all have Laplace noise, or all Gaussian"):
-            PartsEvent("class", queries)
+            PartsEvent("all", "class", queries)
 
 
 @pytest.mark.parametrize("sampling, others", [(POISSON, ()), (EVERYONE, (SumQueryEvent("all", 1.0, 1.0),))])
@@ -330,9 +330,11 @@ def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
     "query, wrong",
     [
         ({"query": "a", "noise": "laplace", "S": 1.0, "scale": 1.0}, "S_replaced"),
-        ({"parts_by": "class", "queries": []}, "all have Laplace"),
-        ({"parts_by": "class", "queries": ["a"]}, "not understood"),
-        ({"parts_by": 3, "queries": []}, "parts_by=3"),
+        ({"query": "a", "parts_by": "class", "queries": []}, "all have Laplace"),
+        ({"query": "a", "parts_by": "class", "queries": ["a"]}, "not understood"),
+        ({"query": "a", "parts_by": 3, "queries": []}, "parts_by=3"),
+        ({"query": 7, "parts_by": "class", "queries": []}, "query 7 must be a name"),
+        ({"parts_by": "class", "queries": []}, "not understood"),
     ],
 )
 def test_a_ledger_that_says_it_badly_is_refused(tmp_path, query, wrong):

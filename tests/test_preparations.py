@@ -18,7 +18,7 @@ import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.gaussian import Gaussian
 from dpexp.accounting.laplace import gaussian_above
-from dpexp.accounting.ledger import LedgerWriter, QueryEvent, read_ledger
+from dpexp.accounting.ledger import LedgerWriter, PartsEvent, read_ledger
 from dpexp.accounting.risk import largest_advantage, largest_tpr
 from dpexp.accounting.targets import Advantage, Epsilon, Tpr
 from dpexp.commands.predict import predict
@@ -206,7 +206,7 @@ def test_each_preparation_sees_what_those_before_have_left():
 
 def test_the_laplace_noise_is_laplace():
     found = torch.zeros(200_000, dtype=torch.float64)
-    add_laplace(found, 3.0, KeyStream(bytes(32)))
+    add_laplace([(found, 3.0)], KeyStream(bytes(32)))
     assert kstest(found.numpy(), laplace(scale=3.0).cdf).pvalue > 0.01
     assert (found.abs() > 12).double().mean() == pytest.approx(math.exp(-4), rel=0.05)
 
@@ -238,9 +238,10 @@ def test_the_noise_is_that_of_the_event(kind, tmp_path):
         (tmp_path / str(k)).mkdir()
         plan, _ = written(tmp_path / str(k), module)
     (event,) = plan.preparations
-    assert event == QueryEvent("it", own.noise, own.S, own.S_replaced, 40.0 * own.S)
+    parts = event.queries if isinstance(event, PartsEvent) else (event,)
+    assert {part.scale for part in parts} == {40.0 * own.S} and event.noise == own.noise
     noise = (torch.stack(seen) - total(own, *records())).flatten()
-    expected = event.scale * (math.sqrt(2) if own.noise == "laplace" else 1)
+    expected = parts[0].scale * (math.sqrt(2) if own.noise == "laplace" else 1)
     assert noise.std().item() == pytest.approx(expected, rel=4 / math.sqrt(len(noise)) * 1.5)
     assert torch.stack(seen).unique().numel() == torch.stack(seen).numel()
 
@@ -394,14 +395,14 @@ QUICK = ("sampling.steps=4", "tracking=none")
 def test_a_job_prepares_trains_and_keeps_what_takes_raw_inputs(dpexp_job, tmp_path, capsys):
     output = dpexp_job(*JOB, *QUICK)
     said = capsys.readouterr().out
-    assert "Before the first round: pca, S = 1, σ = 3.868" in said and "class_counts: " in said
+    assert "Before the first round: pca: S = 1, σ = 3.868" in said and "of 10 disjoint parts by class" in said
     ledger = read_ledger(output / "ledger.jsonl")
     assert [r.one_off.query for r in ledger.rounds if r.one_off] == ["class_counts", "standardise", "pca"]
     result = json.loads((output / "result.json").read_text())
     assert result["epsilon"]["pld"] == pytest.approx(epsilon(ledger, 1e-4), rel=1e-9) and result["epsilon"]["pld"] <= 3
     assert len(result["prepared"]["class_counts"]) == 10 and (output / "class_counts.png").exists()
     assert sum(result["prepared"]["class_counts"]) == pytest.approx(1437, abs=400)
-    assert "Before the first round: pca" in (output / "card.md").read_text()
+    assert "Before the first round: pca: " in (output / "card.md").read_text()
     model = dpexp.load(output)
     x = torch.randn(5, 1, 8, 8)
     hidden = model.preparations["pca"](model.preparations["standardise"](x))
@@ -447,7 +448,7 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
     dpexp_job("model=logistic", "prepare=[class_counts]", "sampling.steps=3")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/outputs/mlflow.db")
     (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
-    assert run.data.metrics["prepare/class_counts/scale"] > 1 and "class_counts/9" in run.data.metrics
+    assert run.data.metrics["prepare/class_counts/epsilon"] < 1 and "class_counts/9" in run.data.metrics
     files = [artifact.path for artifact in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
     assert "class_counts.png" in files and "planned_ledger.jsonl" in files
 

@@ -19,7 +19,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, joined, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
 from dpexp.accounting.risk import risk
 from dpexp.commands import trial
 from dpexp.commands.building import (
@@ -263,9 +263,10 @@ def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.
 def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path) -> dict[str, Any]:
     """What preparations tell, and counts of classes as a figure."""
     told = {name: numbers for name, found in preparations_of(module).items() if (numbers := found.told())}
-    events = {event.query: event for event in plan.preparations} if plan else {}
+    parts = [event for event in plan.preparations if isinstance(event, PartsEvent)] if plan else []
     for name, numbers in told.items():
-        counts(numbers, events.get(name), name).savefig(output / f"{name}.png", dpi=150)
+        event = next((event for event in parts if event.query == name), None)
+        counts(numbers, event, name).savefig(output / f"{name}.png", dpi=150)
     return {"prepared": told} if told else {}
 
 

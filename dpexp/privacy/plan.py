@@ -11,7 +11,15 @@ from torch import nn
 
 from dpexp.accounting.calibration import Calibration, solve
 from dpexp.accounting.claims import check_claim
-from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, QueryEvent, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import (
+    DiscreteSumQueryEvent,
+    Ledger,
+    PartsEvent,
+    QueryEvent,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+)
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
@@ -82,7 +90,7 @@ class PrivacyPlan:
     adjacency: str = "add_remove"
     schedule: Schedule = field(default_factory=Schedule)
     calibration: Calibration | None = None
-    preparations: tuple[QueryEvent, ...] = ()
+    preparations: tuple[QueryEvent | PartsEvent, ...] = ()
 
     @property
     def noise_multiplier(self) -> float:

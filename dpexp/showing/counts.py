@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dpexp.accounting.ledger import QueryEvent
+from dpexp.accounting.ledger import PartsEvent
 
 
-def counts(numbers: Sequence[float], event: QueryEvent | None, name: str) -> Figure:
+def counts(numbers: Sequence[float], event: PartsEvent | None, name: str) -> Figure:
     """Bars, with a standard deviation of the noise each way, which is √2 b of Laplace noise.
 
     Args:
@@ -17,7 +17,8 @@ def counts(numbers: Sequence[float], event: QueryEvent | None, name: str) -> Fig
     """
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot(xlabel="class", ylabel="records")
-    deviation = 0.0 if event is None else event.scale * (math.sqrt(2) if event.noise == "laplace" else 1.0)
+    scale = 0.0 if event is None else max(query.scale for query in event.queries)
+    deviation = scale * (math.sqrt(2) if event is not None and event.noise == "laplace" else 1.0)
     axes.bar(range(len(numbers)), numbers, yerr=deviation or None, capsize=3, alpha=0.8)
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set_title(f"{name}: noise of standard deviation {deviation:.3g}", fontsize="medium")

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
-from dpexp.accounting.ledger import Ledger, QueryEvent, Round, SamplingEvent, ledger_so_far
+from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
@@ -60,12 +60,15 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
 
 
-def before_training(event: QueryEvent, plan: PrivacyPlan, delta: float) -> str:
+def before_training(event: QueryEvent | PartsEvent, plan: PrivacyPlan, delta: float) -> str:
     """A preparation in words, with what it costs alone."""
-    noise = "σ" if event.noise == "gaussian" else "Laplace noise, b"
-    S = event.S_replaced if plan.adjacency == "replace_one" else event.S
+    parts = event.queries if isinstance(event, PartsEvent) else (event,)
+    disjoint = f", of {len(parts)} disjoint parts by {event.parts_by}" if isinstance(event, PartsEvent) else ""
+    noise = "σ" if event.noise == "gaussian" else "Laplace noise b"
+    scale = max(part.scale for part in parts)
     alone = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
-    return f"{event.query}, S = {S:.4g}, {noise} = {event.scale:.4g} (alone ε = {up(epsilon(alone, delta), 3)})"
+    cost = f"alone ε = {up(epsilon(alone, delta), 3)}"
+    return f"{event.query}{disjoint}: S = {parts[0].S:.4g}, {noise} = {scale:.4g}, {cost}"
 
 
 def plan_table(plan: PrivacyPlan) -> Table:

@@ -152,7 +152,8 @@ class Tracked:
             name = _plain(group.name)
             values |= {f"S/{name}": group.S, f"sigma/{name}": group.sigma, f"share/{name}": group.share}
         for event in plan.preparations:
-            values |= {f"prepare/{_plain(event.query)}/S": event.S, f"prepare/{_plain(event.query)}/scale": event.scale}
+            figure = "epsilon" if event.noise == "laplace" else "mu"
+            values |= {f"prepare/{_plain(event.query)}/{figure}": event.ratio(plan.adjacency)}
         if plan.calibration is not None:
             if plan.calibration.knob not in SAME:
                 values[plan.calibration.knob] = plan.calibration.value

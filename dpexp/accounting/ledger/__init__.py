@@ -38,9 +38,9 @@ most S2, and discrete Gaussians of parameter sigma2 were added.
 
 *Before training.* A query of all records that is answered once is a round of its own, on a sample of all, with one
 query: {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": 1.4142135623730951, "scale": 16.0}; or one of each
-of several disjoint parts: {"parts_by": "class", "queries": [{"query": "0", "noise": "laplace", …}, …]}. The sampling
-in the header is that of the other rounds. A reader that does not know such a query refuses the ledger, as it refuses
-whatever it does not know, so that the version is what it was.
+of several disjoint parts: {"query": "class_counts", "parts_by": "class", "queries": [{"query": "0", "noise": "laplace",
+…}, …]}. The sampling in the header is that of the other rounds. A reader that does not know such a query refuses the
+ledger, as it refuses whatever it does not know, so that the version is what it was.
 
 *Not private.* Where a run's noise seed is known, or private statistics are shown, its header says so in "not_private".
 A resume can neither take that back nor begin it.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dpexp.accounting.ledger.numbers import LARGEST_Z, is_number
 from dpexp.errors import ConfigError
@@ -61,26 +62,25 @@ class PartsEvent:
     sensitivities over scale add up (`laplace`).
 
     Attributes:
-        parts_by: what a record's part is a function of.
+        query: the name of all together; parts_by: what a record's part is a function of.
         queries: all with noise of one law, without which there is no worst. Queries that nobody can tell to be of
             disjoint parts are events of their own, and cost their sum.
     """
 
+    query: str
     parts_by: str
     queries: tuple[QueryEvent, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.query, str):
+            raise ConfigError(f"query {self.query!r} must be a name.")
         if not isinstance(self.parts_by, str):
             raise ConfigError(f"parts_by={self.parts_by!r} must say what a record's part is a function of.")
         if not self.queries or len({query.noise for query in self.queries}) != 1:
             raise ConfigError(
-                f"parts by {self.parts_by}: queries of disjoint parts must all have Laplace noise, or all Gaussian; "
+                f"query {self.query!r}: queries of disjoint parts must all have Laplace noise, or all Gaussian; "
                 "of others no one is the worst, so give each kind an event of its own."
             )
-
-    @property
-    def query(self) -> str:
-        return f"parts by {self.parts_by}"
 
     @property
     def noise(self) -> str:
@@ -95,6 +95,6 @@ class PartsEvent:
         return max(worst, sum(two) if self.noise == "laplace" else math.hypot(*two))
 
 
-def parts(parts_by: str, queries: Sequence[QueryEvent | dict[str, object]]) -> PartsEvent:
+def parts(query: str, parts_by: str, queries: Sequence[dict[str, Any]]) -> PartsEvent:
     """The same from what a line of a ledger says."""
-    return PartsEvent(parts_by, tuple(q if isinstance(q, QueryEvent) else QueryEvent(**q) for q in queries))  # type: ignore[arg-type]
+    return PartsEvent(query, parts_by, tuple(QueryEvent(**part) for part in queries))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dpexp.accounting.ledger import LedgerWriter, SamplingEvent
+from dpexp.accounting.ledger import LedgerWriter, PartsEvent, SamplingEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.delivery import all_records
 from dpexp.privacy.isolation.randomness import own_randomness
@@ -51,10 +51,12 @@ def prepare(
         ledger.sample(SamplingEvent("all", 1.0, plan.n))
         ledger.query(event)
         ledger.commit()
+        parts = event.queries if isinstance(event, PartsEvent) else (event,)  # of each a number, or of the one all
+        sums = [(part, query.scale) for part, query in zip(total.chunk(len(parts)), parts, strict=True)]
         if event.noise == "laplace":
-            add_laplace(total, event.scale, noise)
+            add_laplace(sums, noise)
         else:
-            GaussianNoise(noise).add_to([(total, event.scale)])
+            GaussianNoise(noise).add_to(sums)
         preparation.use(total.float(), plan.n)
 
 
@@ -65,9 +67,9 @@ class PreparedPlainly(pl.Callback):
         self._n, self._physical_batch = n, physical_batch
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.ckpt_path is not None:
-            return
         found = preparations_of(pl_module)
+        if not found or trainer.ckpt_path is not None:
+            return
         loader = trainer.fit_loop._data_source.dataloader()
         for name, preparation in found.items():
             total = _total(name, preparation, _before(found, name), loader, self._physical_batch, KeyStream())

@@ -1,10 +1,12 @@
 """How many records each class has, by the Laplace or the Gaussian mechanism."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from dpexp.accounting.ledger import PartsEvent, QueryEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.preparations.preparation import Preparation
 
@@ -12,8 +14,9 @@ from dpexp.privacy.preparations.preparation import Preparation
 class ClassCounts(Preparation):
     """Counts the records of each class. It leaves inputs as they are; the counts are shown, and kept with the model.
 
-    A record is in one class, so that one more moves all counts together by 1, in L1 norm as in L2 norm. Another in its
-    place moves two of them: by 2 in L1 norm, by √2 in L2 norm.
+    A record's class is its own label, so that classes are disjoint parts of the records: one record more moves one
+    count, by 1, and all together cost what one does (parallel composition). Another in its place moves up to two of
+    them: in L1 norm by 2, in L2 norm by √2.
 
     Args:
         classes: labels are 0 … classes-1; records with others are in none.
@@ -38,6 +41,12 @@ class ClassCounts(Preparation):
         self.noise = noise
         self.S_replaced = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
+
+    def query(self, name: str, adjacency: str, mu: float | None) -> PartsEvent:
+        one = super().query(name, adjacency, mu)
+        assert isinstance(one, QueryEvent)
+        counted = (replace(one, query=str(k), S_replaced=1.0) for k in range(len(self.counts)))
+        return PartsEvent(name, "class", tuple(counted))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         y = y.flatten().long()

@@ -42,27 +42,21 @@ class Pca(Preparation):
             raise ConfigError(f"prepare.pca.k={k} must lie between 1 and {d}, the size of an input of {list(shape)}.")
         self.origin, self._d = origin, d
         self.register_buffer("components", torch.eye(k, d))
-        i, j = torch.triu_indices(d, d)
-        self._places, self._diagonal = i * d + j, i == j
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         rows = x.double().reshape(len(x), self._d) - self.origin
         length = norms(rows)[:, None]
         usable = (length > 1e-300) & torch.isfinite(length)
         unit = torch.where(usable, rows / length, 0.0) * _MARGIN
-        return (unit.T @ unit).flatten()[self._places] * self._factors
+        i, j = torch.triu_indices(self._d, self._d)
+        return (unit.T @ unit)[i, j] * (1 + (i != j)).double().sqrt()
 
     def use(self, noisy: Tensor, n: int) -> None:
-        d = self._d
-        upper = torch.zeros(d * d, dtype=torch.float64)
-        upper[self._places] = noisy.double() / self._factors
-        upper = upper.view(d, d)
-        _, vectors = torch.linalg.eigh(upper + upper.T - upper.diag().diag())
+        i, j = torch.triu_indices(self._d, self._d)
+        upper = torch.zeros(self._d, self._d, dtype=torch.float64)
+        upper[i, j] = noisy.double() / (1 + (i != j)).double().sqrt()
+        _, vectors = torch.linalg.eigh(upper, UPLO="U")
         self.components.copy_(vectors.T.flip(0)[: len(self.components)])
-
-    @property
-    def _factors(self) -> Tensor:
-        return (2 - self._diagonal.double()).sqrt()
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.flatten(1) - self.origin) @ self.components.T

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpexp.accounting.laplace import pure_below
-from dpexp.accounting.ledger import QueryEvent
+from dpexp.accounting.ledger import PartsEvent, QueryEvent
 from dpexp.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ class Preparation(nn.Module, ABC):
             raise ConfigError(f"{name}: noise_multiplier={noise_multiplier} must be a finite number above 0.")
         self.share, self.noise_multiplier = share, noise_multiplier
 
-    def query(self, name: str, adjacency: str, mu: float | None) -> QueryEvent:
+    def query(self, name: str, adjacency: str, mu: float | None) -> QueryEvent | PartsEvent:
         """The event that the release writes.
 
         Args:
@@ -117,7 +117,7 @@ def preparations_of(module: nn.Module) -> dict[str, Preparation]:
     return dict(found[0].preparations.items()) if found else {}  # type: ignore[arg-type]
 
 
-def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[QueryEvent, ...]:
+def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[QueryEvent | PartsEvent, ...]:
     """What the preparations of a module will release, as for `Preparation.query`.
 
     Raises:
