@@ -18,9 +18,10 @@ import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.gaussian import Gaussian
 from dpexp.accounting.laplace import gaussian_above
-from dpexp.accounting.ledger import LedgerWriter, PartsEvent, read_ledger
+from dpexp.accounting.ledger import LedgerWriter, PartsEvent, read_ledger, write_ledger
 from dpexp.accounting.risk import largest_advantage, largest_tpr
 from dpexp.accounting.targets import Advantage, Epsilon, Tpr
+from dpexp.commands.account import account
 from dpexp.commands.predict import predict
 from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
@@ -29,6 +30,7 @@ from dpexp.privacy.plan import PrivacyPlan, make_plan
 from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise
 from dpexp.privacy.preparations.carrying_out import _total, prepare
 from dpexp.privacy.preparations.preparation import queries
+from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.training.classifier import Classifier
 
 N, SHAPE = 60, [3, 2, 2]
@@ -531,3 +533,15 @@ def test_a_new_preparation_is_a_few_lines(tmp_path):
     module = module_of(records=Records(noise_multiplier=0.01))
     written(tmp_path, module)
     assert module.model.preparations["records"].many.item() == pytest.approx(N, abs=0.1)
+
+
+def test_figures_and_account_tell_rounds_from_what_was_before(tmp_path, capsys):
+    module = module_of(pca=made("pca", noise_multiplier=3.0), counts=made("laplace_counts", noise_multiplier=9.0))
+    planned = make_plan(module, n=N, q=0.2, steps=30, noise_multiplier=2.0).ledger()
+    write_ledger(tmp_path / "l.jsonl", planned)
+    account([str(tmp_path / "l.jsonl"), "delta=1e-5"])
+    assert "30 rounds (all alike), 2 releases before training" in " ".join(capsys.readouterr().out.split())
+    axes = epsilon_over_rounds(planned, 1e-5, ["pld"]).axes[0]
+    x, y = axes.lines[0].get_data()
+    assert x[-1] == 30 and axes.get_xlabel() == "round"
+    assert y[-1] == epsilon(planned, 1e-5) and y[0] > Gaussian(1 / 3).epsilon(1e-5)
