@@ -3,9 +3,10 @@
     python benchmarks/kills.py [KILLS]
 
 Each process trains through `pl.Trainer` with a `PrivacyCallback`, and a second callback writes one byte to a file of
-its own the moment that a noisy average is visible. It is killed by itself before, in or after a chosen call, or from
-outside at a random time; the run is then resumed from its last checkpoint and killed again, until it finishes. After
-every kill the ledger must be readable and hold at least as many rounds as there are bytes. It may hold one more a kill.
+its own the moment that a noisy average is visible, as a preparation does when its sum is, before the first round. It is
+killed by itself before, in or after a chosen call, or from outside at a random time; the run is then resumed from its
+last checkpoint and killed again, until it finishes. After every kill the ledger must be readable and hold at least as
+many rounds as there are bytes. It may hold one more a kill.
 
 `python benchmarks/kills.py KILLS late` does the same to a writer that writes a round only after its release, to show
 that what is looked for would be found.
@@ -32,19 +33,32 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.errors import ConfigError
+from dpexp.privacy.preparations import Prepared, Standardise
 
 N, ROUNDS, CHECKPOINT_EVERY = 40, 30, 4
 LONGEST = 0.5  # seconds until a kill from outside
 TOO_LONG = 60  # seconds after which a process hangs
 
 
+class Seen(Standardise):
+    """A preparation that is seen when it is released."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__([2], noise_multiplier=1.0)
+        self._seen = seen
+
+    def use(self, noisy: torch.Tensor, n: int) -> None:
+        super().use(noisy, n)
+        os.write(self._seen, b".")
+
+
 class Model(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, seen: int) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
+        self.layer = Prepared({"seen": Seen(seen)}, torch.nn.Linear(2, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        (x,) = batch
+        x, _ = batch
         return self.layer(x).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -76,14 +90,15 @@ class Witness(pl.Callback):
 
 def train(folder: Path) -> None:
     """Begins a run, or resumes the one that was killed."""
-    module, witness = Model(), Witness(folder)
+    witness = Witness(folder)
+    module = Model(witness.seen)
     plan = dpexp.make_plan(module, n=N, q=0.2, steps=ROUNDS, noise_multiplier=1.0)
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[Before(), privacy, witness],
     )  # fmt: skip
-    data = DataLoader(TensorDataset(torch.randn(N, 2)))
+    data = DataLoader(TensorDataset(torch.randn(N, 2), torch.zeros(N)))
     resumed = witness.checkpoint if witness.checkpoint.exists() else None
     trainer.fit(module, data, ckpt_path=resumed, weights_only=False if resumed else None)
 
@@ -134,6 +149,7 @@ POINTS = [
     *(Point("the commit", LedgerWriter, "commit", when) for when in ("before", "after")),
     *(Point("the write", os, "write", when) for when in ("before", "half-way through", "after")),
     *(Point("its first write", os, "write", when, 1) for when in ("before", "half-way through", "after")),
+    *(Point("the preparation", Seen, "use", when, 1) for when in ("before", "after")),
     *(Point("the release", Witness, "on_before_optimizer_step", when) for when in ("before", "after")),
     *(Point("the step", Witness, "on_train_batch_end", when) for when in ("before", "after")),
     *(Point("the checkpoint", os, "replace", when, 3) for when in ("before", "after")),

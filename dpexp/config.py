@@ -115,6 +115,7 @@ class Config:
     optimizer: Any = None
     scheduler: Any = None
     callbacks: Any = None
+    prepare: Any = None
     audit: Audit | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     rounds: int | None = None

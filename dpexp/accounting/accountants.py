@@ -11,10 +11,13 @@ Each round is collapsed to one Gaussian sum query first (paper, equation 1), and
 | `strong` | Kairouz, Oh & Viswanath 2015, with amplification by sampling | `poisson`, `shuffle`, `all` |
 | `basic` | sequential composition | `poisson`, `shuffle`, `all` |
 | `gdp` | Gaussian DP's central limit: an approximation, which may lie below the true ε | `poisson`, `shuffle`, `all` |
+
+Queries of all records that are answered once are composed with the rounds: Gaussian ones as full batches, Laplace
+ones by their own losses and moments, or as what is ε-DP. `gdp` refuses Laplace noise.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Protocol
 
@@ -26,10 +29,12 @@ from scipy.optimize import brentq
 from dpexp.accounting.claims import Release, check_delta, check_names, releases
 from dpexp.accounting.composition import Basic, Strong
 from dpexp.accounting.gaussian import Gaussian, central_limit, composed
+from dpexp.accounting.laplace import Laplace, gaussian_above, laplace_moments
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.moments import Mask, moments_of
 from dpexp.accounting.pairs import Pair, Sampled, Truncated, WithoutReplacement
 from dpexp.accounting.privacy_loss import ComposedLoss
-from dpexp.accounting.renyi import Array, best_order, log_moments
+from dpexp.accounting.renyi import Array, best_order
 from dpexp.errors import ConfigError
 
 MOMENTS = range(1, 33)  # λ
@@ -46,10 +51,10 @@ class Guarantee(Protocol):
 
 
 class Renyi:
-    """Rényi DP of Poisson-sampled Gaussian rounds."""
+    """Rényi DP of Poisson-sampled Gaussian rounds, and of those that are Laplace queries of all records."""
 
-    def __init__(self, z: Array, q: Array, counts: Array) -> None:
-        self._z, self._q, self._counts = z, q, counts
+    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
+        self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
 
     def epsilon(self, delta: float) -> float:
         return best_order(self._total, delta)[0]
@@ -59,14 +64,14 @@ class Renyi:
         return best_order(self._total, delta)[1]
 
     def _total(self, alpha: float) -> float:
-        return float(np.dot(self._counts, log_moments(self._z, self._q, alpha)))
+        return float(np.dot(self._counts, moments_of(self._z, self._q, alpha, self._laplace)))
 
 
 class Moments:
     """The moments accountant of Abadi et al. 2016, theorem 2: δ = min_λ exp(α(λ) - λε) over whole λ <= 32."""
 
-    def __init__(self, z: Array, q: Array, counts: Array) -> None:
-        self._moments = {k: float(np.dot(counts, log_moments(z, q, 1.0 + k))) for k in MOMENTS}
+    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
+        self._moments = {k: float(np.dot(counts, moments_of(z, q, 1.0 + k, laplace))) for k in MOMENTS}
 
     def epsilon(self, delta: float) -> float:
         return self.best(delta)[0]
@@ -83,7 +88,7 @@ class RenyiOfFixedSize:
     def __init__(self, counts: Mapping[Release, int]) -> None:
         self._total = sum(count * renyi_of_fixed_size(release) for release, count in counts.items())
         z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
-        self._unsampled = Renyi(z, np.ones(len(z)), times)
+        self._unsampled = Renyi(z, np.ones(len(z)), times, _laplace(counts))
 
     def epsilon(self, delta: float) -> float:
         sampled = max(0.0, float(rdp.compute_epsilon(WHOLE_ORDERS, self._total, delta)[0]))
@@ -92,6 +97,9 @@ class RenyiOfFixedSize:
 
 @lru_cache(maxsize=4096)
 def renyi_of_fixed_size(release: Release) -> Array:
+    if release.policy == "laplace":
+        pure = np.array([1 / release.z])
+        return np.array([float(laplace_moments(pure, order)[0]) / (order - 1) for order in WHOLE_ORDERS])
     unsampled = np.array(WHOLE_ORDERS) / (2 * release.z**2)
     if release.policy != "fixed_size":
         return unsampled
@@ -110,6 +118,8 @@ def _pair(release: Release) -> Pair:
             return Sampled(release.z, release.q, 0.5)
         case "fixed_size":
             return WithoutReplacement(release.z, release.q)
+        case "laplace":
+            return Laplace(1 / release.z)
     return Truncated(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
 
 
@@ -119,12 +129,14 @@ def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
     # Where a nulled record lets another into a full sample, a sum moves by up to 2S.
     z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in counts])
     times = np.array([float(count) for count in counts.values()])
-    full = np.array([release.q == 1 or release.z < CERTAIN for release in counts])
-    unsampled = composed(z, times)
+    laplace = _laplace(counts)
+    full = ~laplace & np.array([release.q == 1 or release.z < CERTAIN for release in counts])
+    above = np.where(laplace, 1 / gaussian_above(1 / z), z)
+    unsampled = composed(above, times)
     if full.all():
         return unsampled
-    if times.sum() > _TOO_MANY and all(release.policy == "poisson" for release in counts):
-        return Renyi(z, np.where(full, 1.0, [release.q for release in counts]), times)
+    if times.sum() > _TOO_MANY and all(release.policy in ("poisson", "laplace") for release in counts):
+        return Renyi(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
     pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
     times = times[~full]
     if full.any():
@@ -133,12 +145,16 @@ def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
     return ComposedLoss(pairs, times, unsampled)
 
 
-_GAUSSIAN: dict[str, Callable[[Array, Array, Array], Guarantee]] = {
+def _laplace(counts: Iterable[Release]) -> Mask:
+    return np.array([release.policy == "laplace" for release in counts])
+
+
+_OTHERS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
     "rdp": Renyi,
     "moments": Moments,
     "strong": Strong,
     "basic": Basic,
-    "gdp": central_limit,
+    "gdp": lambda z, q, counts, _: central_limit(z, q, counts),
 }
 
 
@@ -165,7 +181,8 @@ def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guar
         return RenyiOfFixedSize(dict(counts))
     z = np.array([release.z for release, _ in counts])
     q = np.array([release.q if release.z >= CERTAIN else 1.0 for release, _ in counts])
-    return _GAUSSIAN[accountant](z, q, np.array([float(count) for _, count in counts]))
+    times = np.array([float(count) for _, count in counts])
+    return _OTHERS[accountant](z, q, times, _laplace(release for release, _ in counts))
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:

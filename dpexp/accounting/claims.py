@@ -9,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent
 from dpexp.errors import ConfigError
 
 _SAME = 1e-12  # relative: what rounding may do to z
 _SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}
 NAMES = ("pld", "rdp", "moments", "strong", "basic", "gdp")  # of accountants
 APPROXIMATIONS = ("gdp",)
+OF_LAPLACE = ("pld", "rdp", "moments", "strong", "basic")  # those that compose Laplace noise
 CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
     # Removing a record from a Poisson sample and nulling it are the same pair of distributions.
     "poisson": {"add_remove": NAMES, "replace_null": NAMES, "replace_one": ("pld",)},
@@ -116,16 +117,27 @@ def claimable(ledger: Ledger) -> list[str]:
     for policy in policies:
         check_claim(policy, ledger.adjacency)
     allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
+    if any(round_.one_off is not None and round_.one_off.noise == "laplace" for round_ in ledger.rounds):
+        allowed.append(OF_LAPLACE)
     return [name for name in allowed[0] if all(name in others for others in allowed)]
+
+
+def _check_law(query: QueryEvent | PartsEvent, accountant: str | None) -> None:
+    if query.noise == "laplace" and accountant is not None and accountant not in OF_LAPLACE:
+        raise ConfigError(
+            f"accountant={accountant} is of Gaussian noise, and the query {query.query!r} has Laplace noise; choose "
+            f"accountant={' or '.join(OF_LAPLACE)}, or Gaussian noise for the query."
+        )
 
 
 @dataclass(frozen=True)
 class Release:
-    """One Gaussian sum query as an accountant sees it.
+    """One query as an accountant sees it: a Gaussian one, unless its policy says otherwise.
 
     Attributes:
         z: σ̃ over the sensitivity; q: 1 means that no sampling amplifies.
-        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson or fixed_size.
+        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson or fixed_size; or
+            laplace, of all records with Laplace noise, which is 1/z-DP.
         n: of truncated_poisson and fixed_size; maximum: of truncated_poisson.
     """
 
@@ -152,6 +164,11 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
         check_claim(sampling.policy, ledger.adjacency, accountant)
+        if round_.one_off is not None:
+            _check_law(round_.one_off, accountant)
+            z = 1 / round_.one_off.ratio(ledger.adjacency)
+            counts[Release(z, policy="laplace" if round_.one_off.noise == "laplace" else "poisson")] += count
+            continue
         z = round_.noise_multiplier / sensitivity
         if sampling.epoch is not None:
             epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)

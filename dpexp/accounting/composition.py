@@ -1,7 +1,7 @@
 """Composition theorems for (ε, δ): sequential, and strong.
 
 Each round is a Gaussian mechanism that is (ε₀, δ₀)-DP, with ε₀ exact for δ₀, and amplified by Poisson sampling to
-(log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8).
+(log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8). A Laplace query of all records is (1/z, 0)-DP.
 """
 
 import math
@@ -11,38 +11,44 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from dpexp.accounting.gaussian import Gaussian
+from dpexp.accounting.moments import Mask
 from dpexp.accounting.renyi import Array
 
 
-def amplified(z: Array, q: Array, delta: float) -> Array:
-    """Each round's ε at δ = `delta` after amplification."""
-    each = np.array([Gaussian(1 / z_r).epsilon(min(delta / q_r, 1 - 1e-12)) for z_r, q_r in zip(z, q, strict=True)])
+def amplified(z: Array, q: Array, delta: float, laplace: Mask | None = None) -> Array:
+    """Each round's ε at δ = `delta` after amplification; that of `laplace` [R] at any δ."""
+    pure = np.zeros(len(z), dtype=bool) if laplace is None else laplace
+    each = np.array([
+        1 / z_r if pure_r else Gaussian(1 / z_r).epsilon(min(delta / q_r, 1 - 1e-12))
+        for z_r, q_r, pure_r in zip(z, q, pure, strict=True)
+    ])  # fmt: skip
     return np.where(each > 700, each + np.log(q), np.log1p(q * np.expm1(np.minimum(each, 700))))
 
 
 class Basic:
     """Sequential composition: ε and δ add up. Every round gets the same δ."""
 
-    def __init__(self, z: Array, q: Array, counts: Array) -> None:
-        self._z, self._q, self._counts = z, q, counts
+    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
+        self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
 
     def epsilon(self, delta: float) -> float:
-        return float(np.dot(self._counts, amplified(self._z, self._q, delta / self._counts.sum())))
+        each = amplified(self._z, self._q, delta / self._counts.sum(), self._laplace)
+        return float(np.dot(self._counts, each))
 
 
 class Strong:
     """Kairouz, Oh & Viswanath 2015 (arXiv 1311.0776), theorem 3.5, at the best split of δ between the rounds and the
     composition."""
 
-    def __init__(self, z: Array, q: Array, counts: Array) -> None:
-        self._z, self._q, self._counts = z, q, counts
+    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
+        self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
 
     def epsilon(self, delta: float) -> float:
         return best_split(lambda share: self._at(delta, share))
 
     def _at(self, delta: float, share: float) -> float:
         rounds = self._counts.sum()
-        each = amplified(self._z, self._q, -math.expm1(math.log1p(-share * delta) / rounds))
+        each = amplified(self._z, self._q, -math.expm1(math.log1p(-share * delta) / rounds), self._laplace)
         slack = -math.expm1(math.log1p(-delta) - math.log1p(-share * delta))  # 1 - (1-slack)(1-share·δ) = δ
         return strong(each, self._counts, slack)
 

@@ -28,7 +28,8 @@ from dpexp.accounting.accountants import CERTAIN, WHOLE_ORDERS, renyi_of_fixed_s
 from dpexp.accounting.claims import check_claim, releases
 from dpexp.accounting.gaussian import Gaussian
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.renyi import LARGEST_ORDER, epsilon_at, log_moments
+from dpexp.accounting.moments import moments_of
+from dpexp.accounting.renyi import LARGEST_ORDER, epsilon_at
 from dpexp.errors import ConfigError
 
 _KEYS = ("epsilon", "delta", "order")
@@ -102,17 +103,19 @@ def rho(ledger: Ledger, order: float) -> float:
     z: list[float] = []
     q: list[float] = []
     times: list[float] = []
+    laplace: list[bool] = []
     for release, count in counts.items():
         if release.policy == "fixed_size" and order <= WHOLE_ORDERS[-1]:
             whole = int(np.searchsorted(WHOLE_ORDERS, order))
             total += count * min(float(renyi_of_fixed_size(release)[whole]), order / (2 * release.z**2))
             continue
+        laplace.append(release.policy == "laplace")
         sampled = release.policy == "poisson" and release.z >= CERTAIN
         z.append(release.z)
         q.append(release.q if sampled else 1.0)
         times.append(count)
     if z:
-        moments = log_moments(np.array(z), np.array(q), order)
+        moments = moments_of(np.array(z), np.array(q), order, np.array(laplace))
         total += float(np.dot(times, np.maximum(moments, 0))) / (order - 1)
     return total
 

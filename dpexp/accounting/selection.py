@@ -13,7 +13,8 @@ from scipy.optimize import brentq
 
 from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.renyi import Array, log_moments
+from dpexp.accounting.moments import moments_of
+from dpexp.accounting.renyi import Array
 from dpexp.errors import ConfigError
 
 ORDERS = [1 + k / 10 for k in range(1, 100)] + list(range(11, 129)) + [2**k for k in range(8, 15)]
@@ -62,11 +63,12 @@ def trial_curve(ledger: Ledger) -> Array:
     """
     counts = releases(ledger, "rdp")
     for release in counts:
-        if release.policy != "poisson":
+        if release.policy not in ("poisson", "laplace"):
             raise ConfigError(f"sampling={release.policy} has no bound for private selection; choose sampling=poisson.")
     z, q = np.array([release.z for release in counts]), np.array([release.q for release in counts])
     times = np.array(list(counts.values()), dtype=float)
-    return np.array([float(times @ log_moments(z, q, order)) / (order - 1) for order in ORDERS])
+    laplace = np.array([release.policy == "laplace" for release in counts])
+    return np.array([float(times @ moments_of(z, q, order, laplace)) / (order - 1) for order in ORDERS])
 
 
 def dearest_curve(ledgers: Iterable[Ledger]) -> Array:

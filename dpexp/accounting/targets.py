@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from scipy.optimize import brentq
+from scipy.special import ndtri
+
 from dpexp.accounting.accountants import epsilon, estimate
 from dpexp.accounting.claims import check_advantage, check_bound, check_delta, check_tpr
+from dpexp.accounting.gaussian import Gaussian
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.risk import largest_advantage, largest_tpr
 from dpexp.errors import ConfigError
@@ -36,6 +40,10 @@ class Target(Protocol):
     def spent(self, cost: float) -> dict[str, float]:
         """The figures that a cost stands for."""
 
+    @property
+    def mu(self) -> float:
+        """Of the Gaussian DP that spends it exactly."""
+
 
 @dataclass(frozen=True)
 class Epsilon:
@@ -61,6 +69,13 @@ class Epsilon:
     def spent(self, cost: float) -> dict[str, float]:
         return {"ε": cost}
 
+    @property
+    def mu(self) -> float:
+        def excess(log_mu: float) -> float:
+            return Gaussian(math.exp(log_mu)).delta(self.most) - self.delta
+
+        return math.exp(brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12))
+
 
 @dataclass(frozen=True)
 class Advantage:
@@ -81,6 +96,10 @@ class Advantage:
 
     def spent(self, cost: float) -> dict[str, float]:
         return {"advantage": cost}
+
+    @property
+    def mu(self) -> float:
+        return 2 * float(ndtri((1 + self.most) / 2))
 
 
 @dataclass(frozen=True)
@@ -103,3 +122,7 @@ class Tpr:
 
     def spent(self, cost: float) -> dict[str, float]:
         return {f"TPR at FPR {fpr:g}": min(fpr + cost * (tpr - fpr), 1.0) for fpr, tpr in self.rates.items()}
+
+    @property
+    def mu(self) -> float:
+        return min(float(ndtri(tpr) - ndtri(fpr)) for fpr, tpr in self.rates.items())

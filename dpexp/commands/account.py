@@ -146,8 +146,11 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
                 "run was killed or is still writing it, or lines are missing at its end, and more was spent."
             )
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
-    kinds = f"{len(ledger.rounds)} distinct" if len(ledger.rounds) > 1 else "all alike"
-    console.print(f"{runs}{len(ledger)} rounds ({kinds}), adjacency {ledger.adjacency}, δ = {up(at, 4)}")
+    distinct = sum(round_.one_off is None for round_ in ledger.rounds)
+    kinds = f"{distinct} distinct" if distinct > 1 else "all alike"
+    once = len(ledger) - ledger.trained
+    before = f", {once} release{'s' * (once > 1)} before training" if once else ""
+    console.print(f"{runs}{ledger.trained} rounds ({kinds}){before}, adjacency {ledger.adjacency}, δ = {up(at, 4)}")
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
         also = [up(delta(ledger, e, name), 4)] if e is not None else []

@@ -12,13 +12,16 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp.accounting.claims import CLAIMS
+from dpexp.accounting.claims import CLAIMS, claimable, releases
+from dpexp.accounting.ledger import Ledger
 from dpexp.commands.values import check, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
+from dpexp.privacy.preparations import Prepared
+from dpexp.privacy.preparations.preparation import preparations_of
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
 from dpexp.training.classifier import Classifier
@@ -50,6 +53,8 @@ def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
 def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The same at some noise or other, which takes no time: whether all but the noise makes sense."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
+    for preparation in preparations_of(module).values():
+        preparation.share, preparation.noise_multiplier = None, 1.0
     return _plan(cfg, module, "noise", noise_multiplier=None if explicit else 1.0)
 
 
@@ -101,10 +106,18 @@ def _contained(node: Any) -> Any:
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
-    """Those asked for, the reported one first; `all` stands for every one that has a bound for the plan's claim."""
+    """Those asked for, the reported one first; `all` stands for every one that has a bound for the plan's claim.
+
+    Raises:
+        ConfigError: one that is asked for does not compose a preparation.
+    """
+    before = Ledger(plan.adjacency, {round_: 1 for round_ in plan.ledger().rounds if round_.one_off is not None})
     if "all" not in cfg.accountant.names:
+        for name in cfg.accountant.names:
+            releases(before, name)
         return list(cfg.accountant.names)
-    return list(CLAIMS[plan.sampling.name][plan.adjacency])
+    composing = claimable(before)
+    return [name for name in CLAIMS[plan.sampling.name][plan.adjacency] if name in composing or not before.rounds]
 
 
 def is_private(cfg: DictConfig) -> bool:
@@ -133,9 +146,42 @@ def module_of(cfg: DictConfig) -> pl.LightningModule:
         model = normalise(model)
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)
+    asked = OmegaConf.select(cfg, "prepare")  # older configurations have none
     if isinstance(model, pl.LightningModule):
+        if asked:
+            raise ConfigError(
+                f"prepare={list(asked)} changes the inputs of a plain model, and model={cfg.model._target_} is a "
+                "LightningModule; let it hold a dpexp.privacy.preparations.Prepared itself, and leave prepare out."
+            )
         return model
-    return Classifier(model, make("optimizer", cfg.optimizer, _partial_=True))
+    return Classifier(_prepared(cfg, model) if asked else model, make("optimizer", cfg.optimizer, _partial_=True))
+
+
+def _prepared(cfg: DictConfig, model: torch.nn.Module) -> Prepared:
+    """The model behind its preparations.
+
+    Raises:
+        ConfigError: one cannot be made, or the model does not take what they leave of an input.
+    """
+    prepared = Prepared({name: make(f"prepare.{name}", node) for name, node in cfg.prepare.items()}, model)
+    if cfg.data.shape is not None:
+        x = torch.zeros(1, *cfg.data.shape)
+        modes = {layer: layer.training for layer in model.modules()}
+        try:
+            with torch.no_grad():
+                for preparation in prepared.preparations.values():
+                    x = preparation(x)
+                model.eval()(x)
+        except Exception as error:
+            raise ConfigError(
+                f"model={cfg.model._target_} does not take the inputs {list(x.shape[1:])} that "
+                f"prepare={list(cfg.prepare)} leaves of {list(cfg.data.shape)}; try model.shape={list(x.shape[1:])} "
+                f"({' '.join(str(error).split())[:200]})."
+            ) from error
+        finally:
+            for layer, training in modes.items():
+                layer.training = training
+    return prepared
 
 
 def make_small(cfg: DictConfig) -> None:

@@ -83,7 +83,7 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
         if charge.ledger is None:
             rounds, cost = "?", "unknown"
         else:
-            rounds = str(len(charge.ledger))
+            rounds = str(charge.ledger.trained)
             cost = up(epsilon(charge.ledger, delta, cfg.accountant), 4) if charge.ledger.rounds else "0"
             cost = f"unknown, at most {cost}" if charge.lost else cost
         matter = [f"({charge.note})"] if charge.note else []

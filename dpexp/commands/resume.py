@@ -55,6 +55,9 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
     before.setdefault("noise", {"kind": "gaussian"})  # of a job that is older than the choice
     before.setdefault("clip", {"_target_": "dpexp.privacy.clips.Abadi"})
     before.setdefault("norms", "exact")
+    before.setdefault("metrics", {"release": None})
+    before.setdefault("batchnorm", None)
+    before.setdefault("prepare", None)
     now: Any = OmegaConf.to_container(cfg, resolve=True)
     changed = [key for key in {**before, **now} if key not in _MAY_DIFFER and before.get(key) != now.get(key)]
     if changed:

@@ -19,7 +19,7 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, joined, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
 from dpexp.accounting.risk import risk
 from dpexp.commands import trial
 from dpexp.commands.building import (
@@ -46,7 +46,9 @@ from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.preparations.preparation import preparations_of
 from dpexp.showing import terminal
+from dpexp.showing.counts import counts
 from dpexp.tracking.origin import without_passwords
 from dpexp.tracking.underway import begun
 from dpexp.training.checkpoints import LastWeights
@@ -216,6 +218,7 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
     if released and released[0].estimates.history:
         result["released"] = _released(released[0].estimates, output)
+    result |= _prepared(module, plan, output)
     try:
         about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
     except Exception as error:  # of a model that cannot be written: what was spent and measured is not lost with it
@@ -267,6 +270,16 @@ def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.
     return {
         name: value for part in trainer.test(module, datamodule=data, verbose=False) for name, value in part.items()
     }
+
+
+def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path) -> dict[str, Any]:
+    """What preparations tell, and counts of classes as a figure."""
+    told = {name: numbers for name, found in preparations_of(module).items() if (numbers := found.told())}
+    parts = [event for event in plan.preparations if isinstance(event, PartsEvent)] if plan else []
+    for name, numbers in told.items():
+        event = next((event for event in parts if event.query == name), None)
+        counts(numbers, event, name).savefig(output / f"{name}.png", dpi=150)
+    return {"prepared": told} if told else {}
 
 
 def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:

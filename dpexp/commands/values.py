@@ -87,7 +87,8 @@ def _not_numbers(node: Any, key: str = "") -> Iterator[str]:
 
 
 def _check_objects(cfg: DictConfig) -> None:
-    for key in OBJECTS:
+    prepared = [f"prepare.{name}" for name in OmegaConf.select(cfg, "prepare") or ()]  # older ones have none
+    for key in (*OBJECTS, *prepared):
         node = OmegaConf.select(cfg, key)
         if (not node and key == "scheduler") or (key == "clip" and key not in cfg):  # of a job that is older
             continue

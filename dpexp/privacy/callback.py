@@ -33,6 +33,7 @@ from dpexp.privacy.isolation.surroundings import surroundings
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.preparations.carrying_out import prepare
 from dpexp.privacy.refusals import (
     refuse_callbacks,
     refuse_hooks,
@@ -54,6 +55,8 @@ class PrivacyCallback(pl.Callback):
     what it logs, or leaves behind, is dropped. The noisy average is in `p.grad` from `on_before_optimizer_step` on:
     whatever optimizer, scheduler or gradient clipping follows is post-processing. Values that the plan releases are
     logged as `private/…`, and kept in `estimates`.
+
+    Preparations of the module are carried out before the first round; a resumed fit has them in its checkpoint.
 
     Args:
         plan: made by `make_plan` for this module.
@@ -138,7 +141,8 @@ class PrivacyCallback(pl.Callback):
         )
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
-        rounds = Rounds(source.dataloader(), self.plan, self.physical_batch, sampling, randomness)
+        loader = source.dataloader()
+        rounds = Rounds(loader, self.plan, self.physical_batch, sampling, randomness)
         resume = trainer.ckpt_path is not None
         if resume and self._position is None:
             raise ConfigError(
@@ -149,11 +153,13 @@ class PrivacyCallback(pl.Callback):
         self._ledger = LedgerWriter(
             self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed()
         )
-        begun = len(self._ledger.ledger)
+        begun = self._ledger.ledger.trained
         self._rounds_undone = begun - self.completed
         if self._noise_seed is not None:
             for purpose, stream in (("sampling", sampling), ("noise", noise), ("randomness", randomness)):
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
+        if not resume and self.plan.preparations:
+            prepare(pl_module, self.plan, loader, self.physical_batch, self._ledger, noise, randomness)
         self._rounds, rounds.sampler.completed = rounds, self.completed
         source.instance, source.name = rounds, ""
 

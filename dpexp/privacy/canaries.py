@@ -75,7 +75,7 @@ class Canaries(pl.Callback):
             )
             groups.append(replace(group, vectors=vectors))
         module.add_module(_TABLES, tables)
-        self.plan = replace(plan, groups=tuple(groups))
+        self.plan = replace(plan, groups=tuple(groups), preparations=())  # which canaries, having no input, are not in
         self._tables = [list(tables[str(g)]) for g in range(len(groups))]  # type: ignore[call-overload]
         self._lengths = [[0.0] * len(group.vectors) for group in groups]
         self._round = 0

@@ -191,23 +191,7 @@ class Rounds:
             )
         self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
-        collate: Callable[[Any], list[Records | Failed]] = Alone(loader.collate_fn)
-        if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
-            dataset, collate = _Rows(dataset), _unchanged
-        else:
-            dataset = _OneAtATime(dataset)
-        self._loader = DataLoader(
-            dataset,
-            batch_sampler=self.sampler,
-            collate_fn=collate,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=self._seeding,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
+        self._loader = _each_alone(loader, self.sampler, self._seeding)
         self._chunks: Iterator[list[Records | Failed]] = iter(())
 
     def __iter__(self) -> Iterator[Sample]:
@@ -231,6 +215,42 @@ class Rounds:
             chunk = self.sampler.pending.popleft()
             last = chunk.last
             yield chunk, records
+
+
+def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iterator[Records | Failed]:
+    """Every record of the user's loader once, each fetched and collated by itself.
+
+    Raises:
+        ConfigError: the loader's records cannot be sampled.
+    """
+    dataset = sampled_dataset(loader)
+    seeding = _Seeding(loader.worker_init_fn)
+    seeding.key = randomness.words(4).numpy().tobytes()
+    order = BatchSampler(SequentialSampler(dataset), physical_batch, drop_last=False)  # type: ignore[arg-type]
+    for chunk in _each_alone(loader, order, seeding):
+        yield from chunk
+
+
+def _each_alone(loader: Any, order: Sampler[list[int]], seeding: _Seeding) -> DataLoader:
+    """A loader of the user's records in chunks, each by itself: lists of `Records | Failed`."""
+    dataset = sampled_dataset(loader)
+    collate: Callable[[Any], list[Records | Failed]] = Alone(loader.collate_fn)
+    if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+        dataset, collate = _Rows(dataset), _unchanged
+    else:
+        dataset = _OneAtATime(dataset)
+    return DataLoader(
+        dataset,
+        batch_sampler=order,
+        collate_fn=collate,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=seeding,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
 
 
 def _unchanged(records: list[Records | Failed]) -> list[Records | Failed]:

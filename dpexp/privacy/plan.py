@@ -12,7 +12,15 @@ from torch import nn
 
 from dpexp.accounting.calibration import Calibration, solve
 from dpexp.accounting.claims import check_claim
-from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import (
+    DiscreteSumQueryEvent,
+    Ledger,
+    PartsEvent,
+    QueryEvent,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+)
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import UNCLIPPED, Adaptive, Following
@@ -24,6 +32,7 @@ from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
 from dpexp.privacy.metrics import releases
+from dpexp.privacy.preparations.preparation import queries
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
@@ -85,6 +94,7 @@ class PrivacyPlan:
         schedule: what z, q and S_g are multiplied by in each round; `sampling` and `groups` are before that.
         following: what the bounds follow, if they are adaptive; `groups` has those of the first round.
         calibration: how a knob was solved for, if one was.
+        preparations: what is released of all records before the first round.
     """
 
     sampling: Policy
@@ -95,6 +105,7 @@ class PrivacyPlan:
     schedule: Schedule = field(default_factory=Schedule)
     following: Following | None = None
     calibration: Calibration | None = None
+    preparations: tuple[QueryEvent | PartsEvent, ...] = ()
 
     @property
     def noise_multiplier(self) -> float:
@@ -117,10 +128,13 @@ class PrivacyPlan:
         return _in_round(self, self.schedule.at(t), tuple((t + 1) % group.every == 0 for group in self.groups))
 
     def ledger(self, since: int = 0) -> Ledger:
-        """What carrying out the whole plan would write, or its rounds from number `since` on."""
+        """What carrying out the whole plan would write, or its rounds from number `since` on, before the first of which
+        are the preparations."""
         per_epoch = self.sampling.rounds_per_epoch
         epochs = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         rounds: Counter[Round] = Counter()
+        for event in () if since else self.preparations:
+            rounds[Round(SamplingEvent("all", 1.0, self.n), (event,))] += 1
         for start, count in self.schedule.stretches(self.rounds, (*epochs, since)):
             if start < since:
                 continue
@@ -246,6 +260,17 @@ def make_plan(
     rule = Abadi() if clip is None else clip
     check_clip(rule)
 
+    target: Target = Epsilon(float(epsilon or 0), delta or 0)
+    if advantage is not None or tpr is not None:
+        target = Tpr(tpr) if tpr is not None else Advantage(float(advantage or 0))
+    aimed = (epsilon is not None and delta is not None) or advantage is not None or tpr is not None
+    preparations = queries(module, adjacency, target.mu if aimed else None)
+    if exact and preparations:
+        raise ConfigError(
+            f"noise=exact cannot be had for prepare={preparations[0].query}, whose noise is in float64; choose "
+            "noise=gaussian, or leave the preparation out."
+        )
+
     def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
         return PrivacyPlan(
             policy if q == rate else replace(policy, q=q),
@@ -266,6 +291,7 @@ def make_plan(
             adjacency,
             schedule(steps, **(schedules or {})),
             following,
+            preparations=preparations,
         )
 
     z = noise_multiplier
@@ -287,9 +313,6 @@ def make_plan(
         "bound": (lambda scale: plan_at(z / scale, scale=scale), 1.0),
     }
     at, start = ways[calibrate]
-    target: Target = Epsilon(float(epsilon or 0), delta or 0)
-    if advantage is not None or tpr is not None:
-        target = Tpr(tpr) if tpr is not None else Advantage(float(advantage or 0))
     solved = solve(
         calibrate, lambda value: at(value).ledger(), target, accountant,
         start=start, lowest=1 / n if calibrate.startswith("q") else None,

@@ -6,7 +6,7 @@ from typing import Any
 from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.rounding import up
-from dpexp.showing.terminal import NEIGHBOURS
+from dpexp.showing.terminal import NEIGHBOURS, before_training
 from dpexp.showing.words import found, gaussian
 
 _NOT_COVERED = """\
@@ -87,6 +87,8 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         named = [one for now in happened for one in now.groups if one.name == group.name]
         S, sigma = _range(one.S for one in named or [group]), _range(one.sigma for one in named or [group])
         lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
+    for event in plan.preparations:
+        lines += ["", f"Before the first round: {before_training(event, plan, result['delta'])}."]
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
         _NOT_COVERED, "",

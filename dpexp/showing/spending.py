@@ -29,7 +29,7 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
     """ε spent against rounds done, one line an accountant. Rounds of a kind are taken together."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {up(delta, 4)}")
-    total = len(ledger)
+    total = ledger.trained
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)}) if total else []
     curves = {name: [epsilon(_first(ledger, mark), delta, name) for mark in marks] for name in accountants}
     _draw(axes, marks, curves)
@@ -44,7 +44,8 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
 
 def _rounds(ledgers: Sequence[Ledger]) -> str:
     """A ledger keeps how many rounds of each kind there were; a figure must not claim their order."""
-    return "round, those of a kind together" if any(len(ledger.rounds) > 1 for ledger in ledgers) else "round"
+    several = any(sum(round_.one_off is None for round_ in ledger.rounds) > 1 for ledger in ledgers)
+    return "round, those of a kind together" if several else "round"
 
 
 def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
@@ -67,8 +68,11 @@ def _called(accountant: str) -> str:
 
 
 def _first(ledger: Ledger, count: int) -> Ledger:
-    rounds = {}
+    """Its first rounds of training, and all that was released before them."""
+    rounds = {round_: times for round_, times in ledger.rounds.items() if round_.one_off is not None}
     for round_, times in ledger.rounds.items():
+        if round_ in rounds:
+            continue
         taken = min(times, count)
         if taken:
             rounds[round_] = taken
@@ -120,7 +124,7 @@ def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: Dat
     )
     for k, members in enumerate(drawn):
         ledger, delta, accountant = runs[members[0]]
-        total = len(ledger)
+        total = ledger.trained
         marks = sorted({min(1, total), *(round(total * part / POINTS) for part in range(POINTS + 1))})
         values = [epsilon(_first(ledger, mark), delta, accountant) for mark in marks]
         label = shared(settings.loc[members], settings.loc[[*runs]])

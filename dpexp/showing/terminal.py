@@ -17,7 +17,7 @@ from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
-from dpexp.accounting.ledger import ledger_so_far
+from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
@@ -50,6 +50,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         solved = plan.calibration
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.spent)
         console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}")
+    for event in plan.preparations:
+        console.print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}", soft_wrap=True)
     console.print(plan_table(plan))
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
@@ -60,6 +62,17 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
+
+
+def before_training(event: QueryEvent | PartsEvent, plan: PrivacyPlan, delta: float) -> str:
+    """A preparation in words, with what it costs alone."""
+    parts = event.queries if isinstance(event, PartsEvent) else (event,)
+    disjoint = f", of {len(parts)} disjoint parts by {event.parts_by}" if isinstance(event, PartsEvent) else ""
+    noise = "σ" if event.noise == "gaussian" else "Laplace noise b"
+    scale = max(part.scale for part in parts)
+    alone = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
+    cost = f"alone ε = {up(epsilon(alone, delta), 3)}"
+    return f"{event.query}{disjoint}: S = {parts[0].S:.4g}, {noise} = {scale:.4g}, {cost}"
 
 
 def plan_table(plan: PrivacyPlan) -> Table:
@@ -147,7 +160,7 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
         return
     ledger = ledger_so_far(path)
     console.print(
-        f"[bold]Interrupted[/] after {len(ledger)} of {plan.rounds} rounds: "
+        f"[bold]Interrupted[/] after {ledger.trained} of {plan.rounds} rounds: "
         f"ε = {up(epsilon(ledger, delta, accountant), 4)} at δ = {up(delta, 4)} is spent."
     )
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
@@ -227,6 +240,8 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
             for name, one in result["released"].items()
         ]
         console.print(f"[bold]Released[/], of the last fifth of the rounds: {', '.join(told)}", soft_wrap=True)
+    for name, told in result.get("prepared", {}).items():
+        console.print(f"[bold]{name}[/]: {', '.join(f'{number:.0f}' for number in told)}", soft_wrap=True)
     if "epsilon" in result:
         spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
         console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {NEIGHBOURS[result['adjacency']]}")

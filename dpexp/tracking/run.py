@@ -151,6 +151,9 @@ class Tracked:
         for group in plan.groups:
             name = _plain(group.name)
             values |= {f"S/{name}": group.S, f"sigma/{name}": group.sigma, f"share/{name}": group.share}
+        for event in plan.preparations:
+            figure = "epsilon" if event.noise == "laplace" else "mu"
+            values |= {f"prepare/{_plain(event.query)}/{figure}": event.ratio(plan.adjacency)}
         if plan.calibration is not None:
             if plan.calibration.knob not in SAME:
                 values[plan.calibration.knob] = plan.calibration.value
@@ -170,8 +173,11 @@ class Tracked:
             f"epsilon_{self._accountants[0]}" if self._accountants else "", None
         )  # `epsilon`, or the planned one
         others |= result.get("risk", {}) | {f"audit/{name}": value for name, value in result.get("audit", {}).items()}
+        told = result.get("prepared", {})
+        others |= {f"{_plain(name)}/{k}": number for name, told_ in told.items() for k, number in enumerate(told_)}
         self._outbox.metrics(others, result["rounds"])
         figures = [name for name, part in (("audit.png", "audit"), ("released.png", "released")) if part in result]
+        figures += [f"{name}.png" for name in told]
         for name in ("result.json", *figures):
             self._outbox.file(self._output / name)
 

@@ -36,6 +36,12 @@ has the same header: two ledgers that went on from there both count in full what
 "sigma2": 281474976710656} in place of S and sigma: whole multiples of the grid were summed, with squared norms of at
 most S2, and discrete Gaussians of parameter sigma2 were added.
 
+*Before training.* A query of all records that is answered once is a round of its own, on a sample of all, with one
+query: {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": 1.4142135623730951, "scale": 16.0}; or one of each
+of several disjoint parts: {"query": "class_counts", "parts_by": "class", "queries": [{"query": "0", "noise": "laplace",
+…}, …]}. The sampling in the header is that of the other rounds. A reader that does not know such a query refuses the
+ledger, as it refuses whatever it does not know, so that the version is what it was.
+
 *Not private.* Where a run's noise seed is known, or private statistics are shown, its header says so in "not_private".
 A resume can neither take that back nor begin it.
 
@@ -53,7 +59,6 @@ A ledger is a document from elsewhere: reading one executes nothing, and refuses
 
 from dpexp.accounting.ledger.events import (
     ADJACENCIES,
-    LARGEST_Z,
     POLICIES,
     DiscreteSumQueryEvent,
     Ledger,
@@ -62,6 +67,8 @@ from dpexp.accounting.ledger.events import (
     SumQueryEvent,
     joined,
 )
+from dpexp.accounting.ledger.numbers import LARGEST_Z
+from dpexp.accounting.ledger.one_off import PartsEvent, QueryEvent
 from dpexp.accounting.ledger.reading import ledger_so_far, read_ledger
 from dpexp.accounting.ledger.writing import LedgerWriter, write_ledger
 
@@ -72,6 +79,8 @@ __all__ = [
     "DiscreteSumQueryEvent",
     "Ledger",
     "LedgerWriter",
+    "PartsEvent",
+    "QueryEvent",
     "Round",
     "SamplingEvent",
     "SumQueryEvent",

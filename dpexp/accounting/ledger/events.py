@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dpexp.accounting.ledger.numbers import LARGEST_Z, is_number, is_whole
+from dpexp.accounting.ledger.one_off import PartsEvent, QueryEvent
 from dpexp.errors import ConfigError
 
 POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all")
-LARGEST_Z = 1e8
 ADJACENCIES = ("add_remove", "replace_one", "replace_null")
 
 
@@ -133,25 +134,32 @@ class DiscreteSumQueryEvent:
         return self.S2 / (self.sigma2 - SMOOTHING)
 
 
-def is_number(value: object) -> bool:
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+Query = SumQueryEvent | DiscreteSumQueryEvent | QueryEvent | PartsEvent
 
 
 @dataclass(frozen=True)
 class Round:
-    """One sampling event and the sum queries that were answered on its sample."""
+    """One sampling event and the sum queries that were answered on its sample; or, of all records, one query that is
+    answered once."""
 
     sampling: SamplingEvent
-    queries: tuple[SumQueryEvent | DiscreteSumQueryEvent, ...]
+    queries: tuple[Query, ...]
+
+    def __post_init__(self) -> None:
+        if self.one_off is not None and (len(self.queries) > 1 or self.sampling.policy != "all"):
+            raise ConfigError(
+                f"query {self.one_off.query!r} must be alone in its round, and of all records; it is one of "
+                f"{len(self.queries)} on a sample by {self.sampling.policy}."
+            )
+
+    @property
+    def one_off(self) -> QueryEvent | PartsEvent | None:
+        return next((query for query in self.queries if isinstance(query, QueryEvent | PartsEvent)), None)
 
     @property
     def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2): the round as one Gaussian sum query (paper, equation 1)."""
-        return 1 / math.sqrt(sum(query.squared_ratio for query in self.queries))
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2): a round of sum queries as one Gaussian sum query (paper, equation 1)."""
+        return 1 / math.sqrt(sum(query.squared_ratio for query in self.queries))  # type: ignore[union-attr, misc]
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,11 @@ class Ledger:
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
+
+    @property
+    def trained(self) -> int:
+        """How many of them are rounds of training, and no queries that were answered once."""
+        return sum(count for round_, count in self.rounds.items() if round_.one_off is None)
 
 
 def joined(ledgers: Sequence[Ledger]) -> Ledger:

@@ -13,11 +13,13 @@ from dpexp.accounting.ledger.events import (
     ADJACENCIES,
     DiscreteSumQueryEvent,
     Ledger,
+    Query,
     Round,
     SamplingEvent,
     SumQueryEvent,
-    is_whole,
 )
+from dpexp.accounting.ledger.numbers import is_whole
+from dpexp.accounting.ledger.one_off import QueryEvent, parts
 from dpexp.errors import ConfigError
 
 NEWLINE, BRACE = b"\n{"
@@ -193,7 +195,7 @@ class _Told:
         except ConfigError as error:
             raise ConfigError(f"{where}: round spec {number}: {error}") from error
         planned = self._header.get("sampling")
-        if planned is None:
+        if planned is None or self._specs[number].one_off is not None:
             return
         if not isinstance(planned, dict) or not isinstance(planned.get("q"), list):
             raise ConfigError(f"{where}: the header's sampling {planned!r} is not understood.")
@@ -215,7 +217,11 @@ class _Told:
         return Contents(ledger, self._header, self._specs, chain)
 
 
-def _query(**facts: Any) -> SumQueryEvent | DiscreteSumQueryEvent:
+def _query(**facts: Any) -> Query:
+    if "parts_by" in facts:
+        return parts(**facts)
+    if "query" in facts:
+        return QueryEvent(**facts)
     return DiscreteSumQueryEvent(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
 
 

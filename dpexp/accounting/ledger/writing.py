@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from dpexp.accounting.ledger.chain import Chain
-from dpexp.accounting.ledger.events import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
 from dpexp.accounting.ledger.reading import contents
 from dpexp.errors import ConfigError
 
@@ -67,7 +67,7 @@ class LedgerWriter:
         self._specs: dict[Round, int] = {}
         self._counts: Counter[Round] = Counter()
         self._sampling: SamplingEvent | None = None
-        self._queries: list[SumQueryEvent | DiscreteSumQueryEvent] = []
+        self._queries: list[Query] = []
         self._open(resume)
         try:
             self._lock()
@@ -156,8 +156,8 @@ class LedgerWriter:
         self._sampling = event
         self._queries = []
 
-    def query(self, event: SumQueryEvent | DiscreteSumQueryEvent) -> None:
-        """Adds a sum query to the open round."""
+    def query(self, event: Query) -> None:
+        """Adds a query to the open round."""
         self._queries.append(event)
 
     def commit(self) -> None:
@@ -306,7 +306,10 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
     chain = Chain()
     with path.open("wb") as file:
         file.write(
-            chain.header({"adjacency": ledger.adjacency} | _planned(round_.sampling for round_ in ledger.rounds))
+            chain.header(
+                {"adjacency": ledger.adjacency}
+                | _planned(round_.sampling for round_ in ledger.rounds if round_.one_off is None)
+            )
         )
         for spec, (round_, count) in enumerate(ledger.rounds.items()):
             file.write(chain.spec(round_))

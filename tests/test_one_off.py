@@ -1,0 +1,346 @@
+"""Queries that are answered once: what Laplace, Gaussian and parallel composition cost beside rounds of training,
+against dp-accounting's composition of the same events; and how a ledger tells of them."""
+
+import json
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import pld, rdp
+from scipy.integrate import quad
+
+from dpexp.accounting import composition
+from dpexp.accounting.accountants import Renyi, delta, epsilon, guarantee
+from dpexp.accounting.auditing import inverse_of
+from dpexp.accounting.claims import NAMES, OF_LAPLACE, claimable
+from dpexp.accounting.filter import rho
+from dpexp.accounting.gaussian import Gaussian
+from dpexp.accounting.laplace import Laplace, gaussian_above, laplace_moments
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    PartsEvent,
+    QueryEvent,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    joined,
+    ledger_so_far,
+    read_ledger,
+    write_ledger,
+)
+from dpexp.accounting.risk import largest_advantage, risk
+from dpexp.accounting.selection import ORDERS, trial_curve
+from dpexp.accounting.tradeoff import type_two_errors
+from dpexp.errors import ConfigError
+
+EVERYONE = SamplingEvent("all", 1.0, 60_000)
+POISSON = SamplingEvent("poisson", 0.01, 60_000)
+TRAINING = Round(POISSON, (SumQueryEvent("all", 0.5, 0.55),))
+
+
+def laplace(scale, S=1.0, replaced=2.0, query="counts"):
+    return QueryEvent(query, "laplace", S, replaced, scale)
+
+
+def gaussian(scale, S=1.0, replaced=2**0.5, query="pca"):
+    return QueryEvent(query, "gaussian", S, replaced, scale)
+
+
+def once(event):
+    return Round(EVERYONE, (event,))
+
+
+PARTS = PartsEvent("all", "class", (laplace(20.0, query="0"), laplace(10.0, query="1"), laplace(15.0, query="2")))
+EVERYTHING = Ledger(
+    "add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1, once(PARTS): 1, TRAINING: 1000}
+)  # fmt: skip
+
+
+def composed(accountant):
+    """The same events, by dp-accounting."""
+    for event, count in (
+        (dp_accounting.LaplaceDpEvent(4.0), 1),
+        (dp_accounting.GaussianDpEvent(7.0), 1),
+        (dp_accounting.LaplaceDpEvent(10.0), 1),  # the worst of the parts
+        (dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.1)), 1000),
+    ):
+        accountant.compose(event, count)
+    return accountant
+
+
+def test_laplace_gaussian_parts_and_training_cost_what_dp_accounting_says():
+    directly = composed(pld.PLDAccountant(value_discretization_interval=1e-4))
+    for d in (1e-2, 1e-5, 1e-8):
+        assert epsilon(EVERYTHING, d) == pytest.approx(directly.get_epsilon(d), rel=1e-3)
+    without = Ledger("add_remove", {TRAINING: 1000})
+    assert epsilon(EVERYTHING, 1e-5) > 1.1 * epsilon(without, 1e-5)
+
+
+def test_rdp_of_them_is_dp_accountings():
+    order = guarantee(EVERYTHING, "rdp").order(1e-5)
+    directly = composed(rdp.RdpAccountant([order])).get_epsilon(1e-5)
+    assert epsilon(EVERYTHING, 1e-5, "rdp") == pytest.approx(directly, rel=1e-6)
+    assert rho(EVERYTHING, 8.0) == pytest.approx(composed(rdp.RdpAccountant([8.0]))._rdp[0], rel=1e-9)
+    assert trial_curve(EVERYTHING)[ORDERS.index(16)] == pytest.approx(
+        composed(rdp.RdpAccountant([16.0]))._rdp[0], rel=1e-9
+    )
+
+
+def test_what_others_say_of_them():
+    """Abadi's moments by whole orders; sequential and strong composition with ε = 1/b, which takes nothing of δ."""
+    directly = composed(rdp.RdpAccountant([float(order) for order in range(2, 34)]))._rdp
+    by_hand = min(r - math.log(1e-5) / moment for moment, r in enumerate(directly, 1))
+    assert epsilon(EVERYTHING, 1e-5, "moments") == pytest.approx(by_hand, rel=1e-6)
+    only = Ledger("add_remove", {once(laplace(4.0)): 1, once(PARTS): 1})
+    for name in ("basic", "strong"):
+        assert epsilon(only, 1e-9, name) == pytest.approx(0.35, rel=1e-9)
+    both = Ledger("add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1})
+    assert epsilon(both, 1e-5, "basic") == pytest.approx(0.25 + Gaussian(1 / 7).epsilon(0.5e-5), rel=1e-9)
+    many = Ledger("add_remove", {once(laplace(100.0)): 1000})
+    kairouz = composition.strong(np.array([0.01]), np.array([1000.0]), 1e-5)
+    assert kairouz <= epsilon(many, 1e-5, "strong") <= 1.02 * kairouz < 10
+
+
+def test_gdp_refuses_laplace_by_name_and_takes_gaussians():
+    with pytest.raises(ConfigError, match=r"gdp .* 'counts' has Laplace noise"):
+        epsilon(EVERYTHING, 1e-5, "gdp")
+    assert claimable(EVERYTHING) == list(OF_LAPLACE)
+    only = Ledger("add_remove", {once(gaussian(7.0)): 2})
+    assert claimable(only) == list(NAMES)
+    for name in ("gdp", "pld"):
+        assert epsilon(only, 1e-5, name) == pytest.approx(Gaussian(math.sqrt(2) / 7).epsilon(1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("pure", [1e-3, 0.1, 1.0, 5.0, 50.0, 1000.0])
+def test_one_laplace_query_costs_what_the_closed_form_says(pure):
+    """δ(ε) = 1 - e^((ε-ε₀)/2)."""
+    ledger = Ledger("add_remove", {once(laplace(1 / pure)): 1})
+    for part in (0.0, 0.3, 0.9):
+        true = -math.expm1((part - 1) * pure / 2)
+        assert true * (1 - 1e-12) <= delta(ledger, part * pure) <= true * (1 + 1e-6)
+    assert delta(ledger, pure * (1 + 1e-9)) == 0
+    assert epsilon(ledger, 1e-300) <= pure * (1 + 1e-9)
+    assert largest_advantage(ledger) == pytest.approx(-math.expm1(-pure / 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("h", [0.003, 0.1, 7.0])
+@pytest.mark.parametrize("lowest", [-math.inf, -0.31])
+def test_a_laplace_loss_on_a_grid_has_all_of_its_mass(h, lowest):
+    """P's and Q's alike, but for what is cut off below, whose loss is rounded up."""
+    first, mass, infinite = Laplace(0.7).discretized(h, max(lowest, -1e3), -50.0)
+    losses = h * (first + np.arange(len(mass)))
+    assert infinite == 0 and losses[0] <= max(lowest, -0.7) and losses[-1] >= 0.7
+    assert mass.sum() == pytest.approx(1, rel=1e-12)
+    others = (mass * np.exp(-losses)).sum()
+    assert others == pytest.approx(1, rel=1e-10) if lowest == -math.inf else others < 1
+
+
+@pytest.mark.parametrize("pure", [1e-4, 0.3, 2.0, 40.0])
+@pytest.mark.parametrize("alpha", [1.01, 1.5, 2.0, 7.3, 64.0])
+def test_laplace_moments_are_the_integral(pure, alpha):
+    """With the loss of two densities at distance ε₀, outside of which it is constant."""
+    shift = max(0.0, (alpha - 1) * pure)
+
+    def between(loss):
+        return math.exp((loss - pure) / 2 + (alpha - 1) * loss - shift) / 4
+
+    inner = quad(between, -pure, pure, epsabs=0, epsrel=1e-12)[0]
+    true = 0.5 * math.exp((alpha - 1) * pure - shift) + 0.5 * math.exp(-alpha * pure - shift) + inner
+    assert laplace_moments(np.array([pure]), alpha)[0] == pytest.approx(math.log(true) + shift, rel=1e-7, abs=1e-15)
+
+
+@pytest.mark.parametrize("first, second", [(0.1, 0.1), (0.5, 1.5), (2.0, 0.01), (3.0, 3.0)])
+def test_coordinates_that_move_together_cost_no_more_than_one_that_moves_as_far(first, second):
+    """E[h₂(ε - L₁)] against h₁₂, by quadrature."""
+
+    def h(pure, e):
+        return max(0.0, -math.expm1(e) if e < 700 else 0.0, -math.expm1((e - pure) / 2))
+
+    for e in np.linspace(-first - second, first + second, 41):
+        atoms = 0.5 * h(second, e - first) + 0.5 * math.exp(-first) * h(second, e + first)
+        kinks = [k for k in (e - second, e + second) if -first < k < first]
+        inner = quad(lambda l: h(second, e - l) * math.exp((l - first) / 2) / 4, -first, first, points=kinks or None)[0]  # noqa: B023, E741
+        assert atoms + inner <= h(first + second, e) + 1e-10
+
+
+def test_what_is_pure_is_gaussian_dp():
+    """G_μ lies below the lines of ε-DP."""
+    for pure in (0.01, 1.0, 10.0):
+        mu = float(gaussian_above(np.array([pure]))[0])
+        for e in np.linspace(0, pure, 20):
+            assert Gaussian(mu).delta(e) >= (math.exp(pure) - math.exp(e)) / (1 + math.exp(pure)) - 1e-12
+    assert gaussian_above(np.array([5000.0]))[0] > 90
+
+
+# Neighbours
+
+
+@pytest.mark.parametrize("adjacency, ratio", [("add_remove", 1.0), ("replace_null", 1.0), ("replace_one", 2.0)])
+def test_counts_by_laplace_under_each_adjacency(adjacency, ratio):
+    ledger = Ledger(adjacency, {once(laplace(4.0)): 1})
+    assert delta(ledger, 0.0) == pytest.approx(-math.expm1(-ratio / 8), rel=1e-8)
+
+
+def test_counts_by_gauss_move_by_the_root_of_two_when_a_record_is_replaced():
+    ledger = Ledger("replace_one", {once(gaussian(4.0)): 1})
+    assert epsilon(ledger, 1e-5) == pytest.approx(Gaussian(math.sqrt(2) / 4).epsilon(1e-5), rel=1e-9)
+
+
+def test_a_replaced_record_may_change_two_parts():
+    """By Laplace: the two worst add up. By Gauss: their squares do, unless a record that stays in its part is worse."""
+    assert PARTS.ratio("add_remove") == PARTS.ratio("replace_null") == 0.1
+    assert PARTS.ratio("replace_one") == max(2 / 10, 1 / 10 + 1 / 15)
+    near = PartsEvent("all", "class", tuple(laplace(scale, replaced=1.0) for scale in (10.0, 10.0)))
+    assert near.ratio("replace_one") == 0.2, "no query moves by more than 1, and yet two do"
+    assert PartsEvent("all", "class", (gaussian(5.0, replaced=1.0),) * 2).ratio("replace_one") == math.hypot(0.2, 0.2)
+    assert PartsEvent("all", "class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
+    assert PartsEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
+
+
+def test_what_nobody_can_tell_to_be_disjoint_costs_the_sum():
+    apart = Ledger("add_remove", {once(query): 1 for query in PARTS.queries})
+    assert epsilon(Ledger("add_remove", {once(PARTS): 1}), 1e-300) == pytest.approx(0.1, rel=1e-6)
+    assert epsilon(apart, 1e-300) == pytest.approx(1 / 20 + 1 / 10 + 1 / 15, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "event, adjacency, accountant",
+    [
+        (SamplingEvent("fixed_size", 0.01, 60_000), "replace_one", "pld"),
+        (SamplingEvent("fixed_size", 0.01, 60_000), "replace_one", "rdp"),
+        (SamplingEvent("shuffle", 0.01, 60_000, epoch=0), "replace_one", "rdp"),
+        (SamplingEvent("truncated_poisson", 0.01, 60_000, maximum=900), "replace_null", "pld"),
+    ],
+)
+def test_with_every_sampling_they_cost_more_than_without(event, adjacency, accountant):
+    training = {Round(event, (SumQueryEvent("all", 1.0, 8.0),)): 100}
+    without = epsilon(Ledger(adjacency, training), 1e-5, accountant)
+    one = epsilon(Ledger(adjacency, training | {once(laplace(20.0)): 1}), 1e-5, accountant)
+    both = epsilon(Ledger(adjacency, training | {once(laplace(20.0)): 1, once(gaussian(5.0)): 1}), 1e-5, accountant)
+    assert without * 1.01 < one <= (without + 0.1) * 1.001 and one < both
+
+
+def test_of_hundreds_of_millions_of_rounds_none_is_lost():
+    many = {Round(POISSON, (SumQueryEvent("all", 1.0, 500.0),)): 2**29}
+    assert isinstance(guarantee(Ledger("add_remove", many | {once(laplace(4.0)): 1})), Renyi)
+    without = epsilon(Ledger("add_remove", many), 1e-5)
+    assert without < epsilon(Ledger("add_remove", many | {once(laplace(1.0)): 1}), 1e-5) <= without + 1
+
+
+def test_the_errors_of_a_test_and_an_audit_know_of_them():
+    without = Ledger("add_remove", {TRAINING: 1000})
+    alpha = [0.01, 0.1, 0.5]
+    assert (type_two_errors(EVERYTHING, alpha) < type_two_errors(without, alpha)).all()
+    assert risk(EVERYTHING).mu > risk(without).mu
+    assert inverse_of(EVERYTHING)(0.9) < inverse_of(without)(0.9)
+
+
+# On disk
+
+
+def written(path, *events, rounds=2, **options):
+    writer = LedgerWriter(path, planned=[POISSON], **options)
+    for event in events:
+        writer.sample(EVERYONE)
+        writer.query(event)
+        writer.commit()
+    for _ in range(rounds):
+        writer.sample(POISSON)
+        writer.query(TRAINING.queries[0])
+        writer.commit()
+    writer.close()
+    return writer.ledger
+
+
+def test_a_ledger_says_it_in_words_that_json_reads(tmp_path, read_lines):
+    ledger = written(tmp_path / "l.jsonl", gaussian(7.0), PARTS)
+    assert read_ledger(tmp_path / "l.jsonl") == ledger
+    assert (len(ledger), ledger.trained) == (4, 2)
+    header, first, _, second, *_ = read_lines(tmp_path / "l.jsonl")
+    assert header["sampling"] == {"policy": "poisson", "n": 60_000, "q": [0.01]}
+    pca = {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": math.sqrt(2), "scale": 7.0}
+    assert first["queries"] == [pca] and first["sampling"] == {"policy": "all", "q": 1.0, "n": 60_000}
+    (parts,) = second["queries"]
+    assert parts["parts_by"] == "class" and [query["scale"] for query in parts["queries"]] == [20.0, 10.0, 15.0]
+
+
+def test_a_planned_ledger_is_read_as_it_was_written(tmp_path, read_lines):
+    write_ledger(tmp_path / "l.jsonl", EVERYTHING)
+    assert read_ledger(tmp_path / "l.jsonl") == EVERYTHING
+    assert read_lines(tmp_path / "l.jsonl")[0]["sampling"]["policy"] == "poisson"
+
+
+def test_a_resumed_run_goes_on_behind_them_and_counts_one_that_is_done_again(tmp_path):
+    path = tmp_path / "l.jsonl"
+    written(path, gaussian(7.0))
+    ledger = written(path, gaussian(7.0), resume=True)
+    assert ledger == read_ledger(path) and ledger.rounds == {once(gaussian(7.0)): 2, TRAINING: 4}
+
+
+def test_at_whatever_byte_a_ledger_ends_no_query_that_was_committed_is_missing(tmp_path):
+    path, marks = tmp_path / "l.jsonl", []
+    writer = LedgerWriter(path, planned=[POISSON])
+    for event in (gaussian(7.0), PARTS, laplace(4.0)):
+        writer.sample(EVERYONE)
+        writer.query(event)
+        writer.commit()
+        marks.append(path.stat().st_size)
+    whole = path.read_bytes()
+    header = whole.index(b"\n") + 1
+    for size in range(header, len(whole), 7):
+        (tmp_path / "cut.jsonl").write_bytes(whole[:size])
+        assert len(ledger_so_far(tmp_path / "cut.jsonl")) >= sum(size >= mark for mark in marks)
+    writer.close()
+
+
+def test_runs_are_joined_with_what_went_before_each():
+    twice = joined([EVERYTHING, EVERYTHING])
+    assert twice.rounds[once(PARTS)] == 2 and twice.trained == 2000
+    assert epsilon(twice, 1e-5) > 1.3 * epsilon(EVERYTHING, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "facts, wrong",
+    [
+        ({"noise": "cauchy"}, "noise='cauchy' is unknown"), ({"S": 0.0}, "S=0.0"), ({"scale": math.inf}, "scale"),
+        ({"S_replaced": 2.1}, "above 2S"), ({"S_replaced": True}, "S_replaced=True"), ({"query": 3}, "name"),
+        ({"scale": 1e-9}, "between 1e-8 and 1e8"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(facts, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        QueryEvent(**{"query": "a", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 1.0} | facts)
+
+
+def test_parts_have_noise_of_one_law():
+    for queries in ((), (laplace(1.0), gaussian(1.0))):
+        with pytest.raises(ConfigError, match="all have Laplace noise, or all Gaussian"):
+            PartsEvent("all", "class", queries)
+
+
+@pytest.mark.parametrize("sampling, others", [(POISSON, ()), (EVERYONE, (SumQueryEvent("all", 1.0, 1.0),))])
+def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
+    with pytest.raises(ConfigError, match="'pca' must be alone in its round, and of all records"):
+        Round(sampling, (gaussian(1.0), *others))
+
+
+@pytest.mark.parametrize(
+    "query, wrong",
+    [
+        ({"query": "a", "noise": "laplace", "S": 1.0, "scale": 1.0}, "S_replaced"),
+        ({"query": "a", "parts_by": "class", "queries": []}, "all have Laplace"),
+        ({"query": "a", "parts_by": "class", "queries": ["a"]}, "not understood"),
+        ({"query": "a", "parts_by": 3, "queries": []}, "parts_by=3"),
+        ({"query": 7, "parts_by": "class", "queries": []}, "query 7 must be a name"),
+        ({"parts_by": "class", "queries": []}, "not understood"),
+    ],
+)
+def test_a_ledger_that_says_it_badly_is_refused(tmp_path, query, wrong):
+    spec = {"spec": 0, "sampling": {"policy": "all", "q": 1.0, "n": 10}, "queries": [query]}
+    path = tmp_path / "l.jsonl"
+    header = {"dpexp_ledger": 1, "adjacency": "add_remove"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, spec)))
+    with pytest.raises(ConfigError, match=wrong):
+        read_ledger(path)

@@ -1,0 +1,547 @@
+"""Preparations: what one record can move, the noise, what a model makes of it; what is planned, written and kept."""
+
+import json
+import math
+import warnings
+
+import dp_accounting
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from dp_accounting import pld
+from scipy.stats import kstest, laplace
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import dpexp
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.gaussian import Gaussian
+from dpexp.accounting.laplace import gaussian_above
+from dpexp.accounting.ledger import LedgerWriter, PartsEvent, read_ledger, write_ledger
+from dpexp.accounting.risk import largest_advantage, largest_tpr
+from dpexp.accounting.targets import Advantage, Epsilon, Tpr
+from dpexp.commands.account import account
+from dpexp.commands.predict import predict
+from dpexp.errors import ConfigError
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.laplace_noise import add_laplace
+from dpexp.privacy.plan import PrivacyPlan, make_plan
+from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise
+from dpexp.privacy.preparations.carrying_out import _total, prepare
+from dpexp.privacy.preparations.preparation import queries
+from dpexp.showing.spending import epsilon_over_rounds
+from dpexp.training.classifier import Classifier
+
+N, SHAPE = 60, [3, 2, 2]
+KINDS = {
+    "pca": lambda **noise: Pca(SHAPE, 5, origin=0.5, **noise),
+    "standardise": lambda **noise: Standardise(SHAPE, S=1.5, **noise),
+    "laplace_counts": lambda **noise: ClassCounts(4, "laplace", **noise),
+    "gaussian_counts": lambda **noise: ClassCounts(4, "gaussian", **noise),
+}
+
+
+def records(n=N, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *SHAPE, generator=generator), torch.randint(4, (n,), generator=generator)
+
+
+def made(kind, **noise):
+    return KINDS[kind](**(noise or {"noise_multiplier": 1.0}))
+
+
+def total(preparation, x, y, before=()):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+        return _total("it", preparation, before, loader, 16, KeyStream())
+
+
+# What one record can move
+
+STRANGE = [
+    torch.full(SHAPE, math.nan), torch.full(SHAPE, math.inf), torch.full(SHAPE, 1e38), torch.full(SHAPE, 1e-42),
+    torch.full(SHAPE, 0.5), torch.zeros(SHAPE), torch.full(SHAPE, -3e19), torch.eye(4).reshape(4, 2, 2)[:3] * 1e30,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_record_more_or_another_in_its_place_moves_a_sum_by_no_more_than_it_says(kind):
+    x, y = records()
+    own = made(kind)
+    before = total(own, x, y)
+    order = 1 if own.noise == "laplace" else 2
+    added = []
+    for k, one in enumerate([*STRANGE, *(5 * records(20, seed=1)[0])]):
+        label = torch.tensor([k % 6])  # 4 and 5 are no classes
+        after = total(own, torch.cat([x, one[None]]), torch.cat([y, label]))
+        assert torch.isfinite(after).all()
+        assert (after - before).norm(order) <= own.S * (1 + 1e-9)
+        added.append(after)
+    assert max((a - before).norm(order) for a in added) > 0.99 * own.S
+    apart = max((a - b).norm(order) for a in added for b in added)
+    assert 0.6 * own.S_replaced < apart <= own.S_replaced * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_that_is_off_is_found_out(kind):
+    """The same test, of a preparation that forgets to bound a record."""
+    x, y = records()
+    own = made(kind)
+    honest = own.sums
+    own.sums = lambda x, y: honest(x, y) * (1 + float(x.abs().max() > 1e6))
+    after = total(own, torch.cat([x, STRANGE[2][None]]), torch.cat([y, torch.tensor([1])]))
+    assert (after - total(own, x, y)).norm(1 if own.noise == "laplace" else 2) > 1.01 * own.S
+
+
+class Uneven(Dataset):
+    """Of its records one cannot be fetched, one is of another shape, one is several, and one has no label."""
+
+    def __init__(self, x, y, broken=()):
+        self.x, self.y, self.broken = x, y, broken
+
+    def __len__(self):
+        return len(self.x) + len(self.broken)
+
+    def __getitem__(self, i):
+        if i < len(self.x):
+            return self.x[i], int(self.y[i])
+        broken = self.broken[i - len(self.x)]
+        if isinstance(broken, Exception):
+            raise broken
+        return broken
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record_that_fails_contributes_nothing_and_takes_no_other_with_it(kind):
+    x, y = records()
+    broken = [OSError("gone"), (torch.zeros(7), 1), (x[0],), (x[0], "cat")]
+    if kind in ("laplace_counts", "gaussian_counts"):
+        broken.pop(1)
+    own = made(kind)
+    with pytest.warns(UserWarning, match="prepare.it: some records cannot be used"):
+        found = _total("it", own, (), DataLoader(Uneven(x, y, broken), batch_size=9), 16, KeyStream())
+    assert torch.allclose(found, total(own, x, y), rtol=1e-12)
+
+
+def test_where_no_record_can_be_used_that_is_said():
+    with pytest.raises(ConfigError, match=r"prepare\.it: no record can be used: .*\(x, y\)"):
+        _total("it", made("pca"), (), DataLoader(TensorDataset(records()[0])), 16, KeyStream())
+
+
+def test_a_record_that_fails_among_others_is_left_out_alone():
+    own = made("pca")
+    honest = own.sums
+
+    def sums(x, y):
+        if bool((y == 3).any()):
+            raise ValueError("three")
+        return honest(x, y)
+
+    own.sums = sums
+    x, y = records()
+    expected = honest(x[y != 3], y[y != 3])
+    assert torch.allclose(total(own, x, y), expected, rtol=1e-12)
+
+
+# Against numpy, one record at a time
+
+
+def test_the_sums_are_those_of_one_record_at_a_time():
+    x, y = records()
+    moments, covariance, counts = np.zeros(6), np.zeros((12, 12)), np.zeros(4)
+    for one, label in zip(x.double().numpy(), y.numpy(), strict=True):
+        v = np.concatenate([one.mean((1, 2)), (one**2).mean((1, 2))])
+        moments += v * min(1, 1.5 / np.linalg.norm(v))
+        u = (one.ravel() - 0.5) / np.linalg.norm(one.ravel() - 0.5)
+        covariance += np.outer(u, u)
+        counts[label] += 1
+    assert np.allclose(total(made("standardise"), x, y), moments, rtol=1e-9)
+    upper = np.triu_indices(12)
+    weights = np.where(upper[0] == upper[1], 1, math.sqrt(2))
+    found = total(made("pca"), x, y).numpy()
+    assert np.allclose(found, covariance[upper] * weights, rtol=1e-9)
+    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(covariance), rel=1e-9), "Frobenius"
+    assert np.array_equal(total(made("laplace_counts"), x, y), counts)
+
+
+def test_pca_projects_onto_the_principal_components():
+    x, y = records(500)
+    own = made("pca")
+    own.use(total(own, x, y).float(), 500)
+    rows = x.flatten(1).double() - 0.5
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    _, _, V = torch.linalg.svd(unit)
+    found = own.components.double()
+    assert torch.allclose(found @ found.T, torch.eye(5).double(), atol=1e-6)
+    assert torch.allclose((found @ V[:5].T).abs(), torch.eye(5).double(), atol=1e-3)
+    assert torch.allclose(own(x), (rows.float() @ own.components.T), atol=1e-5)
+
+
+def test_standardise_gives_mean_0_and_variance_1():
+    x, y = records(400)
+    x = 0.1 * x + torch.tensor([0.3, -0.2, 0.0])[:, None, None]
+    own = Standardise(SHAPE, noise_multiplier=1.0)
+    assert pytest.approx(math.sqrt(6)) == own.S and own.S_replaced == 2 * own.S
+    own.use(total(own, x, y).float(), 400)
+    seen = own(x)
+    assert seen.mean((0, 2, 3)).abs().max() < 1e-3
+    assert (seen.square().mean((0, 2, 3)) - 1).abs().max() < 1e-2
+
+
+def test_noise_that_makes_a_variance_negative_leaves_numbers():
+    own = Standardise([3], noise_multiplier=1.0)
+    own.use(torch.tensor([60.0, 0, 0, 30, -60, 0]), 60)
+    assert torch.isfinite(own(torch.randn(2, 3))).all() and (own.deviation > 0).all()
+
+
+def test_each_preparation_sees_what_those_before_have_left():
+    x, y = records()
+    first, second = made("standardise"), Pca(SHAPE, 5, noise_multiplier=1.0)
+    first.use(total(first, x, y).float(), N)
+    assert torch.allclose(total(second, x, y, before=[first]), total(second, first(x), y), rtol=1e-9)
+    assert not torch.allclose(total(second, x, y), total(second, first(x), y), rtol=1e-2)
+
+
+# Noise
+
+
+def test_the_laplace_noise_is_laplace():
+    found = torch.zeros(200_000, dtype=torch.float64)
+    add_laplace([(found, 3.0)], KeyStream(bytes(32)))
+    assert kstest(found.numpy(), laplace(scale=3.0).cdf).pvalue > 0.01
+    assert (found.abs() > 12).double().mean() == pytest.approx(math.exp(-4), rel=0.05)
+
+
+def module_of(**preparations):
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(4))
+    module = Classifier(Prepared(preparations, model), lambda p: torch.optim.SGD(p, lr=0.1))
+    module(torch.zeros(1, *SHAPE))
+    return module
+
+
+def written(tmp_path, module, noise=None, **choices):
+    """What the preparations of a module release, and their ledger."""
+    plan = make_plan(module, n=N, q=0.2, steps=3, **({"noise_multiplier": 1.0} | choices))
+    writer = LedgerWriter(tmp_path / "l.jsonl", plan.adjacency, plan.sampling_events())
+    x, y = records()
+    prepare(module, plan, DataLoader(TensorDataset(x, y)), 16, writer, noise or KeyStream(), KeyStream())
+    writer.close()
+    return plan, read_ledger(tmp_path / "l.jsonl")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_noise_is_that_of_the_event(kind, tmp_path):
+    """Of all coordinates, over draws: a standard deviation of `scale`, or √2 `scale` of Laplace noise."""
+    own, seen = made(kind, noise_multiplier=40.0), []
+    own.use = lambda noisy, n: seen.append(noisy.double())
+    module = module_of(it=own)
+    for k in range(40):
+        (tmp_path / str(k)).mkdir()
+        plan, _ = written(tmp_path / str(k), module)
+    (event,) = plan.preparations
+    parts = event.queries if isinstance(event, PartsEvent) else (event,)
+    assert {part.scale for part in parts} == {40.0 * own.S} and event.noise == own.noise
+    noise = (torch.stack(seen) - total(own, *records())).flatten()
+    expected = parts[0].scale * (math.sqrt(2) if own.noise == "laplace" else 1)
+    assert noise.std().item() == pytest.approx(expected, rel=4 / math.sqrt(len(noise)) * 1.5)
+    assert torch.stack(seen).unique().numel() == torch.stack(seen).numel()
+
+
+# Plan and ledger
+
+
+def test_a_preparation_is_in_the_ledger_before_its_noise_is_drawn(tmp_path):
+    own = made("pca")
+
+    class Killed(BaseException):
+        pass
+
+    class Stream(KeyStream):
+        def nonce(self):
+            assert len(read_ledger(tmp_path / "l.jsonl").rounds) == 1
+            raise Killed
+
+    with pytest.warns(UserWarning, match="ends early"), pytest.raises(Killed):
+        written(tmp_path, module_of(it=own), noise=Stream())
+
+
+def test_the_ledger_is_what_was_planned(tmp_path):
+    module = module_of(counts=made("laplace_counts"), pca=made("pca"))
+    plan, ledger = written(tmp_path, module)
+    planned = plan.ledger()
+    assert [round_ for round_ in planned.rounds if round_.one_off] == list(ledger.rounds)
+    assert (len(planned), planned.trained) == (5, 3)
+    assert plan.ledger(since=1).rounds == {next(reversed(planned.rounds)): 2}
+
+
+TARGETS = [
+    ({"epsilon": 2.0, "delta": 1e-5}, Epsilon(2.0, 1e-5)),
+    ({"advantage": 0.2}, Advantage(0.2)),
+    ({"tpr": {0.01: 0.05, 0.1: 0.4}}, Tpr({0.01: 0.05, 0.1: 0.4})),
+]
+
+
+@pytest.mark.parametrize("asked, target", TARGETS)
+def test_the_gaussian_that_spends_a_target(asked, target):
+    spent = Gaussian(target.mu)
+    if "epsilon" in asked:
+        assert spent.epsilon(1e-5) == pytest.approx(2.0, rel=1e-9)
+    elif "advantage" in asked:
+        assert spent.delta(0.0) == pytest.approx(0.2, rel=1e-9)
+    else:
+        ratios = [(torch.distributions.Normal(0, 1).cdf(
+            torch.distributions.Normal(0, 1).icdf(torch.tensor(fpr)) + target.mu).item() / tpr)
+            for fpr, tpr in asked["tpr"].items()]  # fmt: skip
+        assert max(ratios) == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("asked, target", TARGETS)
+def test_a_share_is_a_part_of_the_square_of_mu(asked, target, adjacency):
+    module = module_of(
+        pca=made("pca", share=0.1), counts=made("laplace_counts", share=0.02), more=made("gaussian_counts", share=0.03)
+    )
+    ratios = [event.ratio(adjacency) for event in queries(module, adjacency, target.mu)]
+    assert ratios[0] == pytest.approx(math.sqrt(0.1) * target.mu, rel=1e-9)
+    assert gaussian_above(np.array(ratios[1:2]))[0] == pytest.approx(math.sqrt(0.02) * target.mu, rel=1e-9)
+    assert ratios[2] == pytest.approx(math.sqrt(0.03) * target.mu, rel=1e-9)
+
+
+KNOBS = [
+    ("noise", {}), ("q", {"noise_multiplier": 2.0}), ("q_at_fixed_z", {"noise_multiplier": 2.0}),
+    ("steps", {"noise_multiplier": 2.0}), ("bound", {"noise_multiplier": 2.0}),
+]  # fmt: skip
+
+
+def spent(plan: PrivacyPlan, asked):
+    ledger = plan.ledger()
+    if "epsilon" in asked:
+        return epsilon(ledger, 1e-5) / 2.0
+    if "advantage" in asked:
+        return largest_advantage(ledger) / 0.2
+    return max((largest_tpr(ledger, fpr) - fpr) / (tpr - fpr) for fpr, tpr in asked["tpr"].items())
+
+
+@pytest.mark.parametrize(
+    "knob, given, asked",
+    [*((*knob, TARGETS[0][0]) for knob in KNOBS), *(("noise", {}, asked) for asked, _ in TARGETS[1:2])],
+)
+def test_every_knob_is_solved_for_with_what_preparations_leave(knob, given, asked):
+    def planned(**preparations):
+        return make_plan(
+            module_of(**preparations), n=6000, q=0.02, steps=300, calibrate=knob, **asked, **given
+        )  # fmt: skip
+
+    plan = planned(pca=made("pca", share=0.2), counts=made("laplace_counts", noise_multiplier=30.0))
+    assert spent(plan, asked) <= 1
+    assert spent(plan, asked) > (0.97 if knob == "steps" else 0.998)
+    without, value = planned().calibration.value, plan.calibration.value
+    assert value > without if knob in ("noise", "q") else value < without
+
+
+def test_the_noise_that_is_solved_for_is_right_by_dp_accounting():
+    module = module_of(pca=made("pca", share=0.2), counts=made("laplace_counts", noise_multiplier=30.0))
+    plan = make_plan(module, n=6000, q=0.02, steps=300, epsilon=2.0, delta=1e-5)
+    directly = pld.PLDAccountant(value_discretization_interval=1e-4)
+    directly.compose(dp_accounting.GaussianDpEvent(plan.preparations[0].scale))
+    directly.compose(dp_accounting.LaplaceDpEvent(30.0))
+    one = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(plan.noise_multiplier))
+    directly.compose(one, 300)
+    assert directly.get_epsilon(1e-5) == pytest.approx(2.0, rel=3e-3)
+
+
+# In a training
+
+
+def fit(tmp_path, module, plan, steps=None, ckpt=None, **options):
+    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", physical_batch=16, **options)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=-1, max_steps=steps or -1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[privacy],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(*records())), ckpt_path=ckpt, weights_only=False if ckpt else None)
+    return trainer
+
+
+def test_a_resumed_training_has_its_preparations_and_does_none_again(tmp_path):
+    module = module_of(pca=made("pca"), counts=made("laplace_counts"))
+    plan = make_plan(module, n=N, q=0.2, steps=6, noise_multiplier=1.0)
+    trainer = fit(tmp_path, module, plan, steps=3)
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    again = module_of(pca=made("pca"), counts=made("laplace_counts"))
+    fit(tmp_path, again, plan, ckpt=tmp_path / "c.ckpt")
+    prepared, before = again.model.preparations, module.model.preparations
+    assert torch.equal(prepared["pca"].components, before["pca"].components)
+    assert torch.equal(prepared["counts"].counts, before["counts"].counts) and prepared["counts"].counts.any()
+    assert read_ledger(tmp_path / "l.jsonl") == plan.ledger()
+
+
+def test_a_run_that_is_begun_anew_writes_them_anew(tmp_path):
+    module = module_of(counts=made("laplace_counts"))
+    plan = make_plan(module, n=N, q=0.2, steps=2, noise_multiplier=1.0)
+    fit(tmp_path, module, plan)
+    with pytest.raises(ConfigError, match="already holds another run's rounds"):
+        fit(tmp_path, module, plan)
+
+
+def test_a_plan_for_another_module_is_refused(tmp_path):
+    plan = make_plan(module_of(counts=made("laplace_counts")), n=N, q=0.2, steps=2, noise_multiplier=1.0)
+    with pytest.raises(ConfigError, match=r"preparations \['counts'\], and this one has \['pca'\]"):
+        fit(tmp_path, module_of(pca=made("pca")), plan)
+
+
+JOB = ("model=mlp", "model.shape=[20]", "prepare=[class_counts,standardise,pca]", "prepare.pca.k=20")
+QUICK = ("sampling.steps=4", "tracking=none")
+
+
+def test_a_job_prepares_trains_and_keeps_what_takes_raw_inputs(dpexp_job, tmp_path, capsys):
+    output = dpexp_job(*JOB, *QUICK)
+    said = capsys.readouterr().out
+    assert "Before the first round: pca: S = 1, σ = 3.868" in said and "of 10 disjoint parts by class" in said
+    ledger = read_ledger(output / "ledger.jsonl")
+    assert [r.one_off.query for r in ledger.rounds if r.one_off] == ["class_counts", "standardise", "pca"]
+    result = json.loads((output / "result.json").read_text())
+    assert result["epsilon"]["pld"] == pytest.approx(epsilon(ledger, 1e-4), rel=1e-9) and result["epsilon"]["pld"] <= 3
+    assert len(result["prepared"]["class_counts"]) == 10 and (output / "class_counts.png").exists()
+    assert sum(result["prepared"]["class_counts"]) == pytest.approx(1437, abs=400)
+    assert "Before the first round: pca: " in (output / "card.md").read_text()
+    model = dpexp.load(output)
+    x = torch.randn(5, 1, 8, 8)
+    hidden = model.preparations["pca"](model.preparations["standardise"](x))
+    assert hidden.shape == (5, 20) and torch.equal(model(x), model.model(hidden))
+    assert not torch.equal(model.preparations["pca"].components, torch.eye(20, 64))
+    np.save(tmp_path / "x.npy", x.numpy())
+    table = predict([str(output), f"data={tmp_path / 'x.npy'}"])
+    assert np.allclose(table.iloc[:, 1:], model(x).softmax(1).detach(), atol=1e-6)
+
+
+def test_two_trainings_get_different_noise_and_those_with_a_seed_the_same(tmp_path):
+    counts = []
+    for k, seed in enumerate([None, None, 1, 1]):
+        (tmp_path / str(k)).mkdir()
+        module = module_of(counts=made("laplace_counts"))
+        fit(tmp_path / str(k), module, make_plan(module, n=N, q=0.2, steps=1, noise_multiplier=1.0), noise_seed=seed)
+        counts.append(module.model.preparations["counts"].counts)
+    assert not torch.equal(counts[0], counts[1]) and torch.equal(counts[2], counts[3])
+
+
+def test_the_twin_without_privacy_is_prepared_without_noise(dpexp_job):
+    output = dpexp_job(*JOB, *QUICK, "privacy.enabled=false")
+    counts = json.loads((output / "result.json").read_text())["prepared"]["class_counts"]
+    assert sum(counts) == 1437 and all(count == round(count) for count in counts)
+    assert not (output / "ledger.jsonl").exists()
+
+
+def test_averaged_weights_keep_them(dpexp_job):
+    output = dpexp_job(*JOB, *QUICK, "callbacks=[ema]")
+    components = dpexp.load(output).preparations["pca"].components
+    assert torch.allclose(components @ components.T, torch.eye(20), atol=1e-4)
+
+
+def test_an_audit_attacks_the_rounds_alone(dpexp_job):
+    output = dpexp_job(
+        "model=logistic", "prepare=[class_counts]", "audit=dirac", "audit.canaries_count=100", "sampling.steps=2",
+        "tracking=none", "sampling=all",
+    )  # fmt: skip
+    assert read_ledger(output / "audit" / "ledger.jsonl").trained == len(read_ledger(output / "audit" / "ledger.jsonl"))
+
+
+def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
+    import mlflow
+
+    dpexp_job("model=logistic", "prepare=[class_counts]", "sampling.steps=3")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    assert run.data.metrics["prepare/class_counts/epsilon"] < 1 and "class_counts/9" in run.data.metrics
+    files = [artifact.path for artifact in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
+    assert "class_counts.png" in files and "planned_ledger.jsonl" in files
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "arguments, wrong",
+    [
+        (("prepare=[pca]", "model=mlp"), r"does not take the inputs \[60\] .*try model.shape=\[60\]"),
+        (("prepare=[pca]", "prepare.pca.k=65"), "k=65 must lie between 1 and 64"),
+        (("prepare=[pca]", "prepare.pca.share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
+        (("prepare=[class_counts]", "prepare.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
+        (("prepare=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is of Gaussian noise"),
+        (("prepare=[class_counts]", "noise=exact"), "noise=exact cannot be had for prepare=class_counts"),
+        (("prepare=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 is a part of privacy.epsilon"),
+        (("prepare=[class_counts]", "prepare.class_counts.noise_multiplier=2", "prepare.class_counts.share=0.1"),
+         "exactly one of them"),
+        (("prepare=[class_counts]", "prepare.class_counts._target_=null"), "does not say what to make"),
+        (("prepare=[class_counts,standardise]", "prepare.class_counts.share=0.6", "prepare.standardise.share=0.5"),
+         "leave nothing for training"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused(arguments, wrong, dpexp_job):
+    with pytest.raises(SystemExit, match=wrong):
+        dpexp_job("model=logistic", *arguments, *QUICK)
+
+
+def test_all_accountants_leave_out_the_one_that_refuses(dpexp_job):
+    output = dpexp_job("model=logistic", "prepare=[class_counts]", "accountant=all", *QUICK)
+    assert list(json.loads((output / "result.json").read_text())["epsilon"]) == [
+        "pld", "rdp", "moments", "strong", "basic",
+    ]  # fmt: skip
+
+
+def test_a_lightning_module_holds_its_own(tmp_path):
+    class Own(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Prepared({"pca": made("pca")}, nn.Linear(5, 4))
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Own()
+    plan = make_plan(module, n=N, q=0.2, steps=2, noise_multiplier=1.0)
+    assert [vector.parameters for group in plan.groups for vector in group.vectors] == [
+        ("net.model.weight", "net.model.bias")
+    ]
+    fit(tmp_path, module, plan)
+    assert read_ledger(tmp_path / "l.jsonl") == plan.ledger()
+    assert not torch.equal(module.net.preparations["pca"].components, torch.eye(5, 12))
+
+
+def test_a_new_preparation_is_a_few_lines(tmp_path):
+    """As the documentation says it."""
+
+    class Records(Preparation):
+        S = S_replaced = 1.0
+
+        def __init__(self, **noise):
+            super().__init__(**noise)
+            self.register_buffer("many", torch.zeros(1))
+
+        def sums(self, x, y):
+            return torch.tensor([float(len(x))], dtype=torch.float64)
+
+        def use(self, noisy, n):
+            self.many.copy_(noisy)
+
+    module = module_of(records=Records(noise_multiplier=0.01))
+    written(tmp_path, module)
+    assert module.model.preparations["records"].many.item() == pytest.approx(N, abs=0.1)
+
+
+def test_figures_and_account_tell_rounds_from_what_was_before(tmp_path, capsys):
+    module = module_of(pca=made("pca", noise_multiplier=3.0), counts=made("laplace_counts", noise_multiplier=9.0))
+    planned = make_plan(module, n=N, q=0.2, steps=30, noise_multiplier=2.0).ledger()
+    write_ledger(tmp_path / "l.jsonl", planned)
+    account([str(tmp_path / "l.jsonl"), "delta=1e-5"])
+    assert "30 rounds (all alike), 2 releases before training" in " ".join(capsys.readouterr().out.split())
+    axes = epsilon_over_rounds(planned, 1e-5, ["pld"]).axes[0]
+    x, y = axes.lines[0].get_data()
+    assert x[-1] == 30 and axes.get_xlabel() == "round"
+    assert y[-1] == epsilon(planned, 1e-5) and y[0] > Gaussian(1 / 3).epsilon(1e-5)
