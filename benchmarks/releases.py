@@ -91,7 +91,7 @@ class Truth(pl.Callback):
         release = engine.release
 
         def watched(ledger: Any) -> Any:
-            self.sums.append(float(engine._sums["value train_accuracy"]) / (Q * N))
+            self.sums.append(float(engine._sums[".value train_accuracy"]) / (Q * N))
             return release(ledger)
 
         engine.release = watched

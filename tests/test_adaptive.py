@@ -17,7 +17,7 @@ from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, 
 from dpexp.privacy.adaptive import Adaptive, Bounds
 from dpexp.privacy.allocation import Measured
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.groups import per_layer, value_key
+from dpexp.privacy.groups import Groups, Match, per_layer, value_key
 from dpexp.privacy.mechanisms import Joint
 from dpexp.privacy.noise import GaussianNoise
 
@@ -107,6 +107,22 @@ def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
         torch.testing.assert_close(released[name] * Q * N, total, atol=1e-5, rtol=0)
 
 
+def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
+    net = model()
+    group = Groups({"weights": Match(parameters=["*weight"]), "biases": Match(parameters=["*bias"])})
+    plan = dpexp.make_plan(
+        net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(), bound=Adaptive()
+    )
+    bounds = Bounds(plan.following)
+    bounds.factors = [1.0, 2.0, 3.0, 4.0]
+    now = bounds.now(plan)
+    assert [group.alphas for group in now.groups[:2]] == [(1.0, 2.0), (3.0, 4.0)]
+    assert [name for name, _ in bounds.shown(now)] == [
+        "alpha/weights/0", "alpha/weights/2", "alpha/biases/0", "alpha/biases/2"
+    ]  # fmt: skip
+    assert list(bounds.update(torch.zeros(4))) == ["weights/0", "weights/2", "biases/0", "biases/2"]
+
+
 def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
     net = model()
     plan = dpexp.make_plan(net, n=N, q=0.09, steps=400, noise_multiplier=0.5, bound=Adaptive(initial=50, share=0.3))
@@ -141,7 +157,7 @@ def test_shares_follow_the_bounds(tmp_path):
     plan = dpexp.make_plan(net, n=N, q=Q, steps=30, noise_multiplier=0.5, **options)
     *_, (now, _, _) = carried_out(plan, net, tmp_path / "ledger", 30)
     first, second, counts = now.groups
-    assert pytest.approx(second.S, rel=0.05) != first.S
+    assert pytest.approx(second.S, rel=1e-3) != first.S
     wanted = [group.S * group.d**0.5 for group in (first, second)]
     assert [first.share, second.share] == pytest.approx([0.9 * one / sum(wanted) for one in wanted])
     assert first.sigma == pytest.approx(0.5 * first.S / first.share**0.5) and counts.share == 0.1
@@ -211,6 +227,7 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         ({"bound": Adaptive(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
         ({"bound": Adaptive(), "noise": "exact"}, r"noise=exact"),
         ({"allocation": Measured()}, r"choose bound=adaptive"),
+        ({"bound": Adaptive(), "release": {"unclipped": {"S": 1, "share": 0.1}}}, r"the name unclipped"),
         ({"bound": Adaptive(), "schedules": {"S": 0.5}}, r"schedule.S"),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
     found = released(engine_of(model, private), tmp_path / "ledger", model, (x, y))
     inner = 2 * model.norm(x)  # statistics are 0 and 1
     mean = torch.cat([(x + inner).sum(0), (x**2 + inner**2 - 2).sum(0)]).detach() / 2
-    torch.testing.assert_close(found["value batchnorm/norm"], mean, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(found[".value batchnorm/norm"], mean, atol=1e-3, rtol=1e-4)
 
 
 QUICK = ("model=resnet", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "tracking=none")

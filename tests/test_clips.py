@@ -19,7 +19,7 @@ from torch import nn
 import dpexp
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
-from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked
+from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked, check_clip
 from dpexp.privacy.engine.clipping import clip_factors
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import LARGEST, UNIT, norms
@@ -336,3 +336,42 @@ def test_a_job_older_than_the_choice_is_loaded(dpexp_job):
     del cfg["clip"], cfg["norms"]
     (output / "config.yaml").write_text(yaml.safe_dump(cfg))
     assert isinstance(dpexp.load(output), nn.Module)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """It changes the norm that it is given."""
+
+    name: str = "writing"
+
+    def __call__(self, x, S):
+        x.mul_(0)
+        return x + 1e6
+
+
+def test_a_rule_that_writes_to_its_norm_is_bounded_all_the_same():
+    norms = torch.tensor([1e-3, 1.0, 1e6], dtype=torch.float64)
+    c = clip_factors(Writing(), norms, 0.01, torch.float64)
+    assert norms.tolist() == [1e-3, 1.0, 1e6] and (c * norms <= 0.01).all()
+
+
+@dataclass(frozen=True)
+class Asking:
+    name: str = "asking"
+
+    def __call__(self, x, S):
+        return 1.0 if x <= S else S / x
+
+
+@dataclass(frozen=True)
+class Answering:
+    name: str = "answering"
+
+    def __call__(self, x, S):
+        return torch.stack([x, x])
+
+
+@pytest.mark.parametrize("rule, said", [(Asking(), "cannot answer for a norm"), (Answering(), "one real number")])
+def test_rules_that_do_not_answer_are_refused_before_training(rule, said):
+    with pytest.raises(ConfigError, match=said):
+        check_clip(rule)

@@ -17,6 +17,7 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.commands.values import check, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
+from dpexp.privacy.batchnorm import GROUP as BATCHNORM
 from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
@@ -98,7 +99,11 @@ def _released(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
     """What is released besides gradients."""
     asked = _contained(OmegaConf.select(cfg, "metrics.release")) or {}
     normalise = _batchnorm(cfg)
-    return asked | (normalise.release(module) if isinstance(normalise, Private) else {})
+    if not isinstance(normalise, Private):
+        return asked
+    if BATCHNORM in asked:
+        raise ConfigError(f"metrics.release: batchnorm=private releases under the name {BATCHNORM}; choose another.")
+    return asked | normalise.release(module)
 
 
 def _contained(node: Any) -> Any:

@@ -71,8 +71,7 @@ class Adaptive:
             raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
         gammas = self._quantiles([group for group, _ in members])
         rate = positive("bound.rate", self.rate)
-        names = tuple(name for _, name in members)
-        return Following(names, isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, Measured))
+        return Following(tuple(members), isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, Measured))
 
     def _quantiles(self, groups: Sequence[str]) -> tuple[float, ...]:
         given = self.quantile
@@ -91,21 +90,27 @@ class Following:
     """What a plan's bounds follow.
 
     Attributes:
-        names: of groups, whose S_g is followed; or of vectors, whose α_j is.
+        members: (group, group) whose S_g is followed; or (group, vector) whose α_j is.
         joint: the latter.
         quantiles: γ of each; rate: η.
         measured: shares of the budget follow as well (see `Measured`).
     """
 
-    names: tuple[str, ...]
+    members: tuple[tuple[str, str], ...]
     joint: bool
     quantiles: tuple[float, ...]
     rate: float
     measured: bool
 
+    @property
+    def names(self) -> list[str]:
+        """Of the members: the vector's, after its group's if another group has one of that name."""
+        vectors = [vector for _, vector in self.members]
+        return [v if vectors.count(v) == 1 else f"{group}/{v}" for group, v in self.members]
+
     def counts(self, share: float) -> Release:
         """Of k counts: a record's vector holds ±1/2 for each, and so has the norm √k/2."""
-        k = len(self.names)
+        k = len(self.members)
         vector = Vector(UNCLIPPED, (value_key(UNCLIPPED),), k)
         return Release((vector,), Clipping((1.0,), math.sqrt(k) / 2), share)
 
@@ -119,11 +124,11 @@ class Bounds:
 
     def __init__(self, following: Following) -> None:
         self._following = following
-        self.factors = [1.0] * len(following.names)
+        self.factors = [1.0] * len(following.members)
 
     def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the bounds as they are."""
-        by = dict(zip(self._following.names, self.factors, strict=True))
+        by = dict(zip(self._following.members, self.factors, strict=True))
         groups = [self._bounded(group, by) for group in plan.groups]
         return replace(plan, groups=tuple(_shared_anew(groups) if self._following.measured else groups))
 
@@ -155,19 +160,22 @@ class Bounds:
 
     def shown(self, now: "PrivacyPlan") -> Iterator[tuple[str, float]]:
         """The bounds of a round by what they are called: S/group or alpha/vector."""
+        names = dict(zip(self._following.members, self._following.names, strict=True))
         for group in now.groups:
             if not group.is_of_values and not self._following.joint:
                 yield f"S/{group.name}", group.S
             elif not group.is_of_values:
-                yield from ((f"alpha/{v.name}", alpha) for v, alpha in zip(group.vectors, group.alphas, strict=True))
+                for vector, alpha in zip(group.vectors, group.alphas, strict=True):
+                    yield f"alpha/{names[group.name, vector.name]}", alpha
 
-    def _bounded(self, group: "Group", by: Mapping[str, float]) -> "Group":
+    def _bounded(self, group: "Group", by: Mapping[tuple[str, str], float]) -> "Group":
         if group.is_of_values:
             return group
         if self._following.joint:
             alphas = zip(group.vectors, group.alphas, strict=True)
-            return replace(group, alphas=tuple(alpha * by[vector.name] for vector, alpha in alphas))
-        return replace(group, S=group.S * by[group.name], sigma=group.sigma * by[group.name])
+            return replace(group, alphas=tuple(alpha * by[group.name, vector.name] for vector, alpha in alphas))
+        factor = by[group.name, group.name]
+        return replace(group, S=group.S * factor, sigma=group.sigma * factor)
 
 
 def _shared_anew(groups: Sequence["Group"]) -> Iterator["Group"]:

@@ -92,19 +92,31 @@ class Global:
 
 def asked(clip: Clip, norms: Tensor, S: float) -> Tensor:
     """c [B] for norms [B] in float64, each by itself."""
-    return torch.func.vmap(lambda x: clip(x, S))(norms)
+    return torch.func.vmap(lambda x: clip(x, S))(norms.clone())
 
 
 def check_clip(clip: Any) -> None:
     """Raises:
     ConfigError: it is no rule, or could not be shown with the plan.
     """
-    made = is_dataclass(clip) and not isinstance(clip, type) and clip.__hash__ is not None
+    made = is_dataclass(clip) and not isinstance(clip, type)
+    try:
+        hash(clip)
+    except TypeError:
+        made = False
     if not (made and callable(clip) and isinstance(getattr(clip, "name", None), str)):
         raise ConfigError(
             f"clip={clip} is no clip rule; give a frozen dataclass with a name, which answers c for a norm and S as "
             "those of dpexp.privacy.clips do."
         )
+    norms = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
+    try:
+        answered = asked(clip, norms, 1.0)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"clip={clip} cannot answer for a norm, a tensor under torch.func.vmap: {reason}") from error
+    if answered.shape != norms.shape or not answered.is_floating_point():
+        raise ConfigError(f"clip={clip} must answer one real number for a norm.")
 
 
 def in_words(clip: Clip) -> str:

@@ -1,5 +1,6 @@
 """What `training_step` gives for release beside gradients: values of the record that it sees."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,6 +11,9 @@ from torch import Tensor
 from torch._C import _functorch
 
 from dpexp.privacy.groups import value_key
+
+_PASSES = "dpexp.privacy.engine.passes"
+_TRANSFORMS = ("torch._functorch", "torch._C._functorch", "dpexp.privacy.engine.on_records")
 
 _given: ContextVar["_Given | None"] = ContextVar("given", default=None)
 
@@ -40,7 +44,7 @@ class _Given:
         values = self.values.get(value_key(name))
         if values is None:
             return
-        if _level() != self._level:  # else it would be taken for a value of every record
+        if _level() != self._level or _elsewhere():  # else it would be taken for a value of every record
             raise RuntimeError(f"{name} is given for release where it is not a value of training_step's one record.")
         values.append(value)
 
@@ -77,12 +81,23 @@ class Values:
         for value in found:
             if len(value) != self.sizes[key]:
                 raise ValueError(
-                    f"training_step gives {len(value)} numbers as the {key} for release; metrics.release says "
+                    f"training_step gives {len(value)} numbers as the {key[1:]} for release; metrics.release says "
                     f"d={self.sizes[key]}."
                 )
         return sum(found[1:], start=found[0]) / len(found)
 
 
 def _level() -> int | None:
-    """Of the innermost vmap."""
+    """Of the innermost transform."""
     return _functorch.maybe_current_level()
+
+
+def _elsewhere() -> bool:
+    """Whether a transform's code runs between the engine's pass and here: it may have put the pass's own vmap aside,
+    and another in its place."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _PASSES:
+        if str(frame.f_globals.get("__name__")).startswith(_TRANSFORMS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

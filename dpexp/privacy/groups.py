@@ -31,7 +31,7 @@ class Vector:
         return self.parameters[0].startswith(_VALUE)
 
 
-_VALUE = "value "  # which no parameter's name begins with: a space is no part of a Python name
+_VALUE = ".value "  # no parameter's name begins with a dot
 
 
 def value_key(name: str) -> str:

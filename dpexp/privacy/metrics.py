@@ -43,6 +43,8 @@ def releases(asked: Mapping[str, Any]) -> dict[str, Release]:
     Raises:
         ConfigError: names what is missing, unknown or out of range.
     """
+    if not isinstance(asked, Mapping) or not all(isinstance(name, str) and name for name in asked):
+        raise ConfigError(f"metrics.release={asked} must name values, such as {{train_loss: {{S: 4, share: 0.01}}}}.")
     found = {name: _release(f"metrics.release.{name}", name, entry) for name, entry in asked.items()}
     total = sum(release.share for release in found.values())
     if total >= 1:
@@ -69,6 +71,8 @@ def _release(key: str, name: str, entry: Any) -> Release:
         raise ConfigError(f"{key}.values={values} must name values, such as {{a: {{alpha: 1}}}}, each with its own d.")
     vectors, alphas = [], []
     for value, one in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{key}.values: {value} must be a name.")
         if not isinstance(one, Mapping) or not {"alpha"} <= set(one) <= {"alpha", "d"}:
             raise ConfigError(f"{key}.values.{value}={one} must give alpha, a scale, and d if it is not one number.")
         vectors.append(Vector(value, (value_key(value),), _whole(f"{key}.values.{value}.d", one.get("d", 1))))

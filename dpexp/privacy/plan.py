@@ -249,6 +249,9 @@ def make_plan(
         raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
     following = None
     if isinstance(bound, Adaptive):
+        named = {vector.name for value in values.values() for vector in value.vectors}
+        if UNCLIPPED in {*values, *named, *grouped}:
+            raise ConfigError(f"bound=adaptive counts under the name {UNCLIPPED}; rename what else is called so.")
         following = bound.following(grouped, mechanism or Separate(), allocation or Proportional())
         values[UNCLIPPED] = following.counts(positive("bound.share", bound.share))
         check_adaptive(schedules or {}, calibrate, noise)
