@@ -164,6 +164,16 @@ def test_shares_follow_the_bounds(tmp_path):
     assert len(releases(read_ledger(tmp_path / "ledger"))) == 1
 
 
+def test_the_last_digits_of_a_norm_decide_over_little():
+    """They vary with how many records are processed together, for all of them at once."""
+    net = model()
+    plan = dpexp.make_plan(net, n=N, q=Q, steps=1, noise_multiplier=1.0, bound=Adaptive(initial=0.5))
+    bounds, norms = Bounds(plan.following), torch.linspace(0.4, 0.6, 20001).double()
+    found = [bounds.within(plan.groups[0], (norms * f, norms[:0]), norms) for f in (1.0, 1 + 1e-7)]
+    assert float((found[0] - found[1]).abs().max()) < 1e-4
+    assert found[0][0, 0] == 1 and found[0][0, -1] == 0
+
+
 def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
     """Also one whose gradient is not finite, which is clipped however large the bound, or that has no loss."""
     net = model()

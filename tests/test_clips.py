@@ -375,3 +375,11 @@ class Answering:
 def test_rules_that_do_not_answer_are_refused_before_training(rule, said):
     with pytest.raises(ConfigError, match=said):
         check_clip(rule)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_last_digits_of_a_norm_decide_over_little(rule):
+    """They vary with how many records are processed together, for all of them at once."""
+    x = torch.cat([torch.logspace(-3, 3, 20001, dtype=torch.float64), torch.linspace(0.4, 0.6, 20001).double()])
+    moved = (asked(rule, x * (1 + 1e-7), 0.5) - asked(rule, x, 0.5)).abs() * x
+    assert float(moved.max()) < 1e-4 * 0.5

@@ -22,6 +22,7 @@ from torch import Tensor
 from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import Allocation, Measured
 from dpexp.privacy.bounds import Fixed, positive
+from dpexp.privacy.clips import RAMP
 from dpexp.privacy.groups import Vector, value_key
 from dpexp.privacy.mechanisms import Clipping, Joint, Mechanism, Separate
 from dpexp.privacy.metrics import Release
@@ -138,6 +139,7 @@ class Bounds:
 
     def within(self, group: "Group", norms: tuple[Tensor, Tensor] | None, losses: Tensor) -> Tensor:
         """1 for each record whose norm is within the bound, 0 for the others: [1, B] of a group, [k, B] of its vectors.
+        In between lies a ramp over the last hundredth, for the reason of `clips.Global`.
 
         Args:
             norms: of the group [B] and, under joint clipping, of its vectors in units of α_j [k, B]; None if no record
@@ -147,7 +149,8 @@ class Bounds:
         if norms is None:
             return torch.ones(len(group.vectors) if self.joint else 1, len(losses), device=losses.device)
         whole, own = norms
-        return (own <= 1).double() if self.joint else (whole <= group.S).double()[None]
+        parts = own if self.joint else whole[None] / group.S
+        return ((1 - parts) / RAMP).nan_to_num(0, posinf=1, neginf=0).clamp(0, 1)
 
     def update(self, released: Tensor) -> dict[str, float]:
         """Follows a round's counts Σ_i b_i/qn [k], noise included; returns b̂ by name."""

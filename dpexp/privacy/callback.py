@@ -198,7 +198,8 @@ class PrivacyCallback(pl.Callback):
         if self.bounds:
             self._counts = released[value_key(UNCLIPPED)]
         for layer in layers_that_give(pl_module):
-            layer.follow(released[value_key(str(layer.given_as))])
+            if (key := value_key(str(layer.given_as))) in released:
+                layer.follow(released[key])
         for name, parameter in pl_module.named_parameters():
             parameter.grad = released[name].to(parameter.dtype) if name in released else None
         self._released = True
@@ -276,7 +277,12 @@ class PrivacyCallback(pl.Callback):
         self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
         self.estimates.history = state_dict.get("values", {})
         if self.bounds:
-            self.bounds.factors = state_dict["bounds"]
+            factors = state_dict.get("bounds", [])
+            if len(factors) != len(self.bounds.factors):
+                raise ConfigError(
+                    "the checkpoint holds no bounds that bound=adaptive could go on from; begin a new run."
+                )
+            self.bounds.factors = factors
         self._ledger = None
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -70,10 +70,15 @@ class Psac:
         return S / (x + self.r / (x + self.r))
 
 
+RAMP = 0.01
+
+
 @dataclass(frozen=True)
 class Global:
     """c = (S/Z)·1[x ≤ Z] (Bu et al. 2021, arXiv 2106.07830, global clipping): all records that are kept are scaled
-    alike, so that the sum has the direction of theirs; the others are dropped.
+    alike, so that the sum has the direction of theirs; the others are dropped. The step is a ramp over the last
+    hundredth before Z: at a jump, the last digits of a norm, which vary with how many records are processed together,
+    would decide over a whole record.
 
     Args:
         Z: in units of S, so that it goes with S wherever that goes: from group to group, with `schedule.S`, with
@@ -87,7 +92,7 @@ class Global:
         positive("clip.Z", self.Z)
 
     def __call__(self, x: Tensor, S: float) -> Tensor:
-        return (x <= self.Z * S).to(x.dtype) / self.Z
+        return ((1 - x / (self.Z * S)) / RAMP).clamp(0, 1) / self.Z
 
 
 def asked(clip: Clip, norms: Tensor, S: float) -> Tensor:

@@ -77,7 +77,7 @@ class Values:
             _given.reset(token)
 
     def _one(self, key: str, values: list[Any]) -> Tensor:
-        found = [torch.as_tensor(value, device=self.device).detach().to(self.dtype).reshape(-1) for value in values]
+        found = [self._flat(key, value) for value in values]
         for value in found:
             if len(value) != self.sizes[key]:
                 raise ValueError(
@@ -85,6 +85,14 @@ class Values:
                     f"d={self.sizes[key]}."
                 )
         return sum(found[1:], start=found[0]) / len(found)
+
+    def _flat(self, key: str, value: Any) -> Tensor:
+        try:
+            return torch.as_tensor(value, device=self.device).detach().to(self.dtype).reshape(-1)
+        except Exception as error:
+            raise ValueError(
+                f"training_step gives a {type(value).__name__} as the {key[1:]} for release; give a number or a tensor."
+            ) from error
 
 
 def _level() -> int | None:

@@ -323,10 +323,18 @@ def make_plan(
     return _checked(replace(at(solved.value), calibration=solved))
 
 
+_LARGEST_BOUND = 1e20
+
+
 def _checked(plan: PrivacyPlan) -> PrivacyPlan:
     """Raises:
-    ConfigError: exact noise cannot be had for some group in some round.
+    ConfigError: exact noise cannot be had for some group in some round, or a bound is so small or large that float32
+        loses its digits.
     """
+    for group in plan.groups:
+        for name, bound in (("S", group.S), *(("α", alpha) for alpha in group.alphas)):
+            if not 1 / _LARGEST_BOUND <= bound <= _LARGEST_BOUND:
+                raise ConfigError(f"group {group.name}: the bound {name}={bound:g} must lie between 1e-20 and 1e20.")
     if plan.exact:
         for start, _ in plan.schedule.stretches(plan.rounds):
             for group in plan.at(start).groups:
