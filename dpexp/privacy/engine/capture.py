@@ -1,6 +1,6 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.behind import Node, sees_behind
-from dpexp.privacy.engine.branches import QUESTIONS, answer
+from dpexp.privacy.engine.branches import QUESTIONS, Restart, answer
 from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
 from dpexp.privacy.engine.chance import Chance, is_torchs, leaves_of
 from dpexp.privacy.engine.derived import Derived, inner
@@ -38,6 +38,10 @@ class Capture(Guard):
         state: see Guard.
         chance: what of a step depends on random numbers; None refuses all questions about data.
         alone: what was tried on one record.
+        answered: told of each answer that all records give, and of what they make a module return.
+
+    Attributes:
+        own_error: one that PyTorch raised for a single record, in a module that runs record by record.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Capture(Guard):
         state: State,
         chance: Chance | None = None,
         alone: Alone | None = None,
+        answered: Callable[[Hashable], None] = lambda answer: None,
     ) -> None:
         super().__init__(state)
         self._paused = False
@@ -58,6 +63,8 @@ class Capture(Guard):
         self._met: list[tuple[Tensor, int]] = []
         self.chance = chance
         self.alone = alone or Alone()
+        self.answered = answered
+        self.own_error: Exception | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
@@ -78,8 +85,13 @@ class Capture(Guard):
                 return self._intercept(func, types, args, kwargs, given)
             return self.chance.follow(func, given, lambda: self._intercept(func, types, args, kwargs, given))
         except Exception as error:
-            self.error = error
+            self.ends(error)
             raise
+
+    def ends(self, error: Exception) -> None:
+        """Notes why the pass is of no use, whatever the step makes of an error."""
+        if not isinstance(self.error, Restart):
+            self.error = error
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, given: list[Any]) -> Any:
         if _is_ordinary[func] and func not in RULES and all(map(_is_data, given)):
@@ -92,7 +104,7 @@ class Capture(Guard):
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
-            answered = answer(func, args[0], self.anchor, self.chance)
+            answered = answer(func, args[0], self.anchor, self.chance, self.answered)
             self.chance = None if self.chance is None or self.chance.is_over else self.chance
             return answered
         if func is Tensor.__contains__:
