@@ -31,7 +31,7 @@ from dpexp.privacy.plan import PrivacyPlan
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _PARTS = 16  # of a chunk whose records branch differently, or of larger ones parts of as many records: more are slow
-_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
+_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early; or that are slow, to say so
 
 
 class Engine:
@@ -81,7 +81,7 @@ class Engine:
         self._together = Together(module, self._parameters, self._values, self._ways)
         self._reached: Reached | None = None
         self._succeeded = False
-        self._failed = 0
+        self._failed = self._odd = 0
         self._reason_of_failure: Exception | None = None
         self._said: set[str] = set()
         self.observe = observe
@@ -254,11 +254,15 @@ class Engine:
         name = culprit(reason, self._module, way.looped)
         inside = {other for other in way.looped if other.startswith(f"{name}.")}
         instead = Way(singly=True) if name is None else Way(way.looped - inside | {name})
-        said = why(reason)
+        said, failed = why(reason), self._failed
         succeeded = self._accumulate(one, instead)
         if succeeded:
             self._ways.settle(one.look, way, answers, instead)
             self._warn_of_slow_way(instead, said)
+        elif self._failed == failed:
+            self._odd += 1
+            if self._odd == _ENOUGH:
+                self._warn_of_slowness(f"{_ENOUGH} records", "one at a time", said)
         return succeeded
 
     def _accumulate_singly(self, chunk: Chunk) -> bool:
