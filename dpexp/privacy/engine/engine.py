@@ -1,8 +1,7 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -214,51 +213,83 @@ class Engine:
             )
 
     def _accumulate(self, chunk: Chunk, way: Way) -> bool:
-        """Processes records in the first way in which that can be, from this one on; returns whether they contributed,
-        and PyTorch had nothing against one of them."""
+        """Processes records, each in the first way in which it can be by itself, from this one on; returns whether that
+        was a way for all, and PyTorch had nothing against one of them."""
         way = self._ways.instead(chunk.look, way) or way
         if way.singly:
             return self._accumulate_singly(chunk)
-        try:
-            uses, losses = self._together.uses(chunk, way, self._restore)
-        except _NOT_OF_A_RECORD:
-            raise
-        except Exception as reason:
-            self._restore(chunk.state)
-            return self._go_on(chunk, way, reason)
-        self._restore(chunk.state)
+        found = self._uses(chunk, way)
+        if isinstance(found, Settled):
+            return self._accumulate(chunk, found.way)
+        if isinstance(found, Exception):
+            return self._take_next(chunk, way, found) if chunk.size == 1 else self._by_parts(chunk, way, found)
+        uses, losses = found
         with full_precision(losses.device), torch.no_grad():
             self._clip_and_add(uses, losses)
         self._succeeded = True
         return self._together.own_error is None
 
-    def _go_on(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
-        """With records that could not be processed in some way: in parts that answer alike, else in halves, and a
-        single one in its next way."""
-        if isinstance(reason, Settled):
-            return self._accumulate(chunk, reason.way)
-        if isinstance(reason, Differ):
-            if len(reason.parts) > chunk.parts:
-                self._warn_of_slowness("this model's records", "in many parts", why(reason))
-            parts = [chunk.part(rows, of=len(reason.parts)) for rows in reason.parts]
-            return all([self._accumulate(part, way) for part in parts])
-        if chunk.size > 1:
-            half = chunk.size // 2
-            halves = [chunk.part([*range(half)]), chunk.part([*range(half, chunk.size)])]
-            return all([self._accumulate(part, way) for part in halves])
-        return self._take_next(chunk, way, reason, tuple(self._together.answers))
+    def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor] | Exception:
+        """What `Together` finds, or why it does not."""
+        try:
+            return self._together.uses(chunk, way, self._restore)
+        except _NOT_OF_A_RECORD:
+            raise
+        except Exception as reason:
+            return reason
+        finally:
+            self._restore(chunk.state)
 
-    def _take_next(self, one: Chunk, way: Way, reason: Exception, answers: tuple[Hashable, ...]) -> bool:
-        """Processes a record with one module more, or the whole model, by itself; this is settled for others like it,
-        unless it is a matter of its own."""
+    def _by_parts(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
+        """Takes a chunk apart whose records cannot be processed together: into those that answer alike, or into those
+        that cannot be processed so by themselves either, and the others."""
+        said, of = why(reason), 1
+        reason.__traceback__ = None  # which holds what the pass did
+        if isinstance(reason, Differ):
+            parts = reason.parts
+            of = len(parts)
+        else:
+            half = chunk.size // 2
+            parts = [
+                rows
+                for some in (range(half), range(half, chunk.size))
+                for rows in self._without_odd(chunk, way, [*some])
+            ]
+            if sum(map(len, parts)) < chunk.size:
+                parts = [[row for rows in parts for row in rows]] if parts else []
+        if len(parts) > chunk.parts:
+            self._warn_of_slowness("this model's records", "in many parts", said)
+        for rows in parts:
+            self._accumulate(chunk.part(rows, of), way)
+        return False
+
+    def _without_odd(self, chunk: Chunk, way: Way, rows: list[int]) -> list[list[int]]:
+        """Those of some rows that can be processed in a way, as they can be together; the others, found by halves, are
+        in their next ways."""
+        part, known = chunk.part(rows), self._ways.instead(chunk.look, way)
+        found = Settled(known) if known else self._uses(part, way)
+        if isinstance(found, Settled):
+            self._accumulate(part, found.way)
+            return []
+        if isinstance(found, Differ) or not isinstance(found, Exception):
+            return [rows]
+        if len(rows) == 1:
+            self._take_next(part, way, found)
+            return []
+        del found
+        half = len(rows) // 2
+        return self._without_odd(chunk, way, rows[:half]) + self._without_odd(chunk, way, rows[half:])
+
+    def _take_next(self, one: Chunk, way: Way, reason: Exception) -> bool:
+        """Processes a record with one kind of modules more, or the whole model, by itself; this is settled for others
+        like it, unless it is a matter of its own."""
         name = culprit(reason, self._module, way.looped)
-        inside = {other for other in way.looped if other.startswith(f"{name}.")}
-        instead = Way(singly=True) if name is None else Way(way.looped - inside | {name})
-        said, failed = why(reason), self._failed
+        instead = Way(singly=True) if name is None else way.and_looped(self._module, name)
+        said, failed, answers = why(reason), self._failed, tuple(self._together.answers)
         succeeded = self._accumulate(one, instead)
         if succeeded:
             self._ways.settle(one.look, way, answers, instead)
-            self._warn_of_slow_way(instead, said)
+            self._warn_of_slow_way(self._ways.instead(one.look, way, answers) or instead, said)
         elif self._failed == failed:
             self._odd += 1
             if self._odd == _ENOUGH:

@@ -20,7 +20,7 @@ class Use(ABC):
     """The gradients v^i of B records with respect to one parameter, through one use of it.
 
     Attributes:
-        allowance: [B] in float64, how much of the norms is allowed for rounding; known with them. None: next to nothing.
+        allowance: [B] in float64, how much of the norms is allowed for rounding; known with them. None: nothing much.
     """
 
     allowance: Tensor | None = None

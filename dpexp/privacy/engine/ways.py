@@ -12,6 +12,8 @@ that are processed together, though PyTorch has nothing against the record itsel
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from torch import nn
+
 from dpexp.privacy.engine.branches import Restart
 
 
@@ -21,6 +23,12 @@ class Way:
 
     looped: frozenset[str] = frozenset()
     singly: bool = False
+
+    def and_looped(self, root: nn.Module, name: str) -> "Way":
+        """With all modules of a kind more: were they found one after the other, records would begin as often again."""
+        kind = type(root.get_submodule(name))
+        more = self.looped | {other for other, module in root.named_modules() if other and type(module) is kind}
+        return Way(frozenset(other for other in more if not any(other.startswith(f"{outer}.") for outer in more)))
 
 
 class Settled(Restart):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from dpexp.privacy.isolation.kept import Kept, KeptAttributes, KeptDict, KeptTensor, kind_of, slot
 
@@ -147,7 +147,7 @@ class Reached:
                 self.kept.append(kept := KeptDict(thing, parent, key, own or key in _OF_MODULES))
                 ways += [(v, kept, name, False) for name, v in thing.items() if type(v) not in _ATOMS]
                 continue
-            if isinstance(thing, UninitializedTensorMixin) or (isinstance(thing, Tensor) and thing.is_inference()):
+            if is_lazy(thing) or (isinstance(thing, Tensor) and thing.is_inference()):
                 ways.append((vars(thing), parent, key, True))  # nothing else of it can change
                 continue
             if isinstance(thing, type):
