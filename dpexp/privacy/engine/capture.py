@@ -119,6 +119,8 @@ class Capture(Guard):
             if shaped is not NotImplemented:
                 self.met((args, kwargs))
                 return shaped
+        if func in _SHAPED and kwargs.get("output_size") is None and _counts(args, kwargs):
+            raise RuntimeError(f"what {func.__name__} returns may be differently shaped for each record.")
         if _generator(func, args, kwargs) not in (None, torch.default_generator):
             raise RuntimeError("a generator of one's own would draw for a record by its place among others.")
         known = _known(func)
@@ -300,6 +302,9 @@ _MISTAKEN = {torch.select_scatter, Tensor.select_scatter, torch.as_strided_scatt
 _MISTAKEN_OF_ALL = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # without a dimension
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
 
+# vmap finds out afterwards, and only if they differ.
+_SHAPED = {torch.repeat_interleave, Tensor.repeat_interleave, torch._VF._pack_padded_sequence}
+
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 _PADDING = {"padding_idx", "scale_grad_by_freq"}
 
@@ -322,6 +327,13 @@ def _is_data(leaf: Any) -> bool:
     return type(leaf) in _NO_TENSORS
 
 
+def _counts(args: tuple, kwargs: dict) -> bool:
+    """Whether a record says how often its rows are repeated, or how long it is: the first argument if there is but one,
+    else one of the others."""
+    others = (*args[1:], *kwargs.values()) or args
+    return any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in others)
+
+
 def _takes_gradients(tensor: Tensor) -> bool:
     """Of each record."""
     return _functorch.is_batchedtensor(tensor) and inner(tensor).requires_grad and tensor.dim() > 0
@@ -337,7 +349,7 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SPECIAL: set[Any] = {
     *WATCHED, *_OF_AUTOGRAD, *_TEXTS, *QUESTIONS, Tensor.__contains__, *_BACKWARD, *_HOOKS, *SHAPES, *CELLS, *REWRITTEN,
     F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_MISTAKEN, *_MISTAKEN_OF_ALL,
-    *EXTREMES, _CHUNKED,
+    *EXTREMES, _CHUNKED, *_SHAPED,
 }  # fmt: skip
 
 

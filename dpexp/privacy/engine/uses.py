@@ -100,7 +100,19 @@ class OuterProducts(Use):
         self.x, self.g = _zeroed(self.x, records), _zeroed(self.g, records)
 
     def in_float64(self, rows: Tensor) -> "OuterProducts":
-        return OuterProducts(self.x[rows].double(), self.g[rows].double())
+        return _ExactProducts(self.x[rows].double(), self.g[rows].double())
+
+
+class _ExactProducts(OuterProducts):
+    """Of which a few at a time are held for their norms: squares of what all but cancels would be lost in rounding
+    a Gram matrix, in float64 too."""
+
+    def squared_norms(self) -> Tensor:
+        _, T, d = self.x.shape
+        records = max(1, _HELD // (d * self.g.shape[2]))
+        parts = zip(self.x.split(records), self.g.split(records), strict=True)
+        found = torch.cat([norms(torch.bmm(g.transpose(1, 2), x)) for x, g in parts])
+        return (found + 2 * T * UNIT[self.x.dtype] * norms(self.x) * norms(self.g)).square()  # as in Convolved
 
 
 def outer_products(x: Tensor, g: Tensor) -> Use:
@@ -156,7 +168,16 @@ class Rows(Use):
             self._table = _zeroed(self._table, records)
 
     def in_float64(self, rows: Tensor) -> "Rows":
-        return Rows(self.index[rows], self.g[rows].double(), self.rows)
+        return _ExactRows(self.index[rows], self.g[rows].double(), self.rows)
+
+
+class _ExactRows(Rows):
+    """Of which the rows are held for their norms, each as often as it is written to."""
+
+    def squared_norms(self) -> Tensor:
+        same = (self.index[:, :, None] == self.index[:, None, :]).to(self.g.dtype)
+        found = norms(torch.bmm(same, self.g) / same.sum(2, keepdim=True).sqrt())
+        return (found + 2 * same.shape[1] ** 1.5 * UNIT[self.g.dtype] * norms(self.g)).square()
 
 
 class Convolved(Use):
@@ -214,7 +235,7 @@ class Convolved(Use):
 
     def in_float64(self, rows: Tensor) -> "Convolved":
         x, g = self._images[rows].double(), self._g[rows].double()
-        return Convolved(x, g, self._weight_gradient, self._unfold, self._weight, self._positions)
+        return Convolved(x, g, self._weight_gradient, None, self._weight, self._positions)
 
     def _gradients(self, images: Tensor, g: Tensor) -> Tensor:
         return torch.func.vmap(self._weight_gradient)(images, g)
