@@ -58,8 +58,8 @@ class Caught(Model):
             try:
                 torch.linalg.cholesky(-torch.eye(2) * kind.abs().sum())
             except RuntimeError:
-                return self.weight.sum()
-        return self.weight.sum()
+                return self.table.sum()
+        return self.table.sum()
 
 
 class Backward(Model):
@@ -67,8 +67,8 @@ class Backward(Model):
 
     def more(self, kind):
         if kind.any():
-            return torch.autograd.grad(self.weight.square().sum(), self.weight)[0].sum()
-        return self.weight.sum()
+            return torch.autograd.grad(self.table.square().sum(), self.table)[0].sum()
+        return self.table.sum()
 
 
 class Unique(nn.Module):
@@ -82,7 +82,9 @@ class Found(Model):
     """What a module returns decides that a record needs a backward pass of its own."""
 
     def more(self, kind):
-        return Backward.more(self, self.inner(kind)[1:])
+        if len(self.inner(kind)) > 1:
+            return torch.autograd.grad(self.table.square().sum(), self.table)[0].sum()
+        return self.table.sum()
 
 
 ODD = {
@@ -118,7 +120,7 @@ def test_values_that_are_no_tensors_decide_for_those_that_hold_them_alone(monkey
         def forward(self, record):
             y = (F.linear(record["x"], self.weight) * record["g"]).sum()
             if record["mode"] == "a":
-                y = y + torch.autograd.grad(self.weight.square().sum(), self.weight)[0].sum()
+                y = y + torch.autograd.grad(self.table.square().sum(), self.table)[0].sum()
             return y
 
     x, g, _ = records([0] * N)

@@ -220,7 +220,8 @@ class Rounds:
 
 
 def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iterator[Records | Failed]:
-    """Every record of the user's loader once, each fetched and collated by itself.
+    """Every record of the user's loader once, each fetched and collated by itself; as for a sample, of what is drawn
+    meanwhile nothing follows from what the data set did to the generators.
 
     Raises:
         ConfigError: the loader's records cannot be sampled.
@@ -230,7 +231,9 @@ def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iter
     seeding.key = randomness.words(4).numpy().tobytes()
     order = BatchSampler(SequentialSampler(dataset), physical_batch, drop_last=False)  # type: ignore[arg-type]
     for chunk in _each_alone(loader, order, seeding):
-        yield from _opened(chunk)
+        parts = _opened(chunk)
+        seed_everything(randomness)
+        yield from parts
 
 
 def _each_alone(loader: Any, order: Sampler[list[int]], seeding: _Seeding) -> DataLoader:
