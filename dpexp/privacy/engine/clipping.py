@@ -75,7 +75,9 @@ def _parts(members: Iterable[tuple[int, float, Use, Tensor]]) -> Iterator[tuple[
             yield k, alpha, Dense(side_by_side), [total for _, total in some]
 
 
-def _made_exact(parts: list[tuple[int, float, Use, list[Tensor]]], squares: Tensor, norms: Tensor, group: Group) -> bool:
+def _made_exact(
+    parts: list[tuple[int, float, Use, list[Tensor]]], squares: Tensor, norms: Tensor, group: Group
+) -> bool:
     """Whether some norms were largely what is allowed for rounding, so that other factors were asked for, and are now
     computed in float64 (6 in `rounding`)."""
     allowed = {i: use.allowance / alpha for i, (_, alpha, use, _) in enumerate(parts) if use.allowance is not None}
