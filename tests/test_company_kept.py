@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.chunk import Way
+from dpexp.privacy.engine.ways import Way
 from dpexp.privacy.isolation.state import State
 from tests.test_branches import engine_of
 
@@ -259,15 +259,10 @@ STEPS = [
 ]  # fmt: skip
 
 
-class Singly(dict):
-    def setdefault(self, look, way):
-        return Way(singly=True)
-
-
-def sums(step, x, chunk, S=0.01, ways=None):
+def sums(step, x, chunk, S=0.01, singly=False):
     module = Model(step).double()
     engine, _ = engine_of(module, S)
-    engine._ways = {} if ways is None else ways
+    engine._ways.first = Way(singly=singly)
     engine.start()
     try:
         for part in x.split(chunk):
@@ -298,7 +293,7 @@ def test_what_is_refused_for_one_record_is_refused_for_many(step):
     """And what is accepted has the same gradients."""
     torch.manual_seed(0)
     x = torch.randn(N, 4, 6).double()
-    assert torch.allclose(sums(step, x, N), sums(step, x, N, ways=Singly()), atol=1e-12)
+    assert torch.allclose(sums(step, x, N), sums(step, x, N, singly=True), atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["seeded", "seeded and set back", "set"])

@@ -325,8 +325,8 @@ def sums_of(engine, loss_of, batch, size=B, chunk=B):
 
 def way(engine):
     """Whether the records were processed one at a time, and if not, in which modules they were."""
-    (found,) = engine._ways.values()
-    return found.singly, found.looped
+    found = max(engine._ways._next.values(), key=lambda way: (way.singly, len(way.looped)), default=engine._ways.first)
+    return found.singly, set(found.looped)
 
 
 def _slice(batch, start, end):
@@ -662,7 +662,7 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
     with pytest.warns(UserWarning, match="they contribute nothing"):
         engine.accumulate(loss_of, stacked((bad, y)), B)
     assert relative_error(engine._sums, clipped_sums(plan, module, loss_of, (x[others], y[others]), B - 1)) < 1e-9
-    assert not any(way.singly or way.looped for way in engine._ways.values())
+    assert way(engine) == (False, set())
     assert relative_error(sums_of(engine, loss_of, (x, y)), sums) < 1e-12
 
 

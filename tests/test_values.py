@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.ways import Way
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.noise import GaussianNoise
 
@@ -95,17 +96,11 @@ def test_float64_equals_one_record_at_a_time(name, singly, tmp_path, recwarn):
     model, batch = MODELS[name]().double(), data()
     engine = Engine(plan_of(model), model, GaussianNoise())
     if singly:
-        engine._ways = _Singly()
+        engine._ways.first = Way(singly=True)
     found = released(engine, tmp_path / "ledger", batch, lambda b: step(model, b), rounds=2)
     for value, expected in by_hand(model, batch).items():
         expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
         torch.testing.assert_close(found[f".value {value}"], expected, rtol=1e-6, atol=1e-6)
-
-
-class _Singly(dict):
-    def setdefault(self, key, default):
-        default.singly = True
-        return super().setdefault(key, default)
 
 
 def test_a_value_given_for_one_record_after_another_is_of_each_alone(tmp_path, recwarn):

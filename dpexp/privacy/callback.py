@@ -312,7 +312,7 @@ class PrivacyCallback(pl.Callback):
     def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> None:
         assert self._ledger and self._engine and self._rounds
         engine = self._engine
-        for chunk, parts in self._rounds.sample():
+        for chunk, parts in self._rounds.sample(pl_module.device):
             if chunk.first:
                 epoch = chunk.epoch + self._rounds_undone
                 self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, epoch))

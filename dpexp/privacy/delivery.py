@@ -29,11 +29,11 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.isolation.randomness import seed_everything
+from dpexp.privacy.isolation.randomness import renew, seed_everything
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.sampling import Policy
-from dpexp.privacy.stacking import Alone, Failed, Records
+from dpexp.privacy.stacking import Alone, Failed, Parcel, Records
 
 
 @dataclass
@@ -82,7 +82,7 @@ class _OneAtATime(Dataset):
     def __getitem__(self, index: int) -> Any:
         try:
             return self._dataset[index]
-        except Exception as error:
+        except BaseException as error:
             return Failed.because(error)
 
 
@@ -192,7 +192,7 @@ class Rounds:
         self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
         self._loader = _each_alone(loader, self.sampler, self._seeding)
-        self._chunks: Iterator[list[Records | Failed]] = iter(())
+        self._chunks: Iterator[list[Records | Failed | Parcel]] = iter(())
 
     def __iter__(self) -> Iterator[Sample]:
         """Draws nothing before it is asked for the first: Lightning begins an iteration just to see whether it can."""
@@ -207,18 +207,21 @@ class Rounds:
         del self.sampler.stream, self.randomness
         self._seeding.key = b""
 
-    def sample(self) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
-        """The chunks of the round under way."""
+    def sample(self, device: torch.device) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
+        """The chunks of the round under way. What the data set, or a collate_fn, did to this process's random number
+        generators reaches no step on the device: they go on from other secret states."""
         last = False
         while not last:
-            records = next(self._chunks)
+            parts = _opened(next(self._chunks))
+            renew(device, self.randomness)
             chunk = self.sampler.pending.popleft()
             last = chunk.last
-            yield chunk, records
+            yield chunk, parts
 
 
 def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iterator[Records | Failed]:
-    """Every record of the user's loader once, each fetched and collated by itself.
+    """Every record of the user's loader once, each fetched and collated by itself; as for a sample, of what is drawn
+    meanwhile nothing follows from what the data set did to the generators.
 
     Raises:
         ConfigError: the loader's records cannot be sampled.
@@ -228,13 +231,15 @@ def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iter
     seeding.key = randomness.words(4).numpy().tobytes()
     order = BatchSampler(SequentialSampler(dataset), physical_batch, drop_last=False)  # type: ignore[arg-type]
     for chunk in _each_alone(loader, order, seeding):
-        yield from chunk
+        parts = _opened(chunk)
+        seed_everything(randomness)
+        yield from parts
 
 
 def _each_alone(loader: Any, order: Sampler[list[int]], seeding: _Seeding) -> DataLoader:
-    """A loader of the user's records in chunks, each by itself: lists of `Records | Failed`."""
+    """A loader of the user's records in chunks, each by itself: lists of `Records | Failed | Parcel`."""
     dataset = sampled_dataset(loader)
-    collate: Callable[[Any], list[Records | Failed]] = Alone(loader.collate_fn)
+    collate: Callable[[Any], list[Records | Failed | Parcel]] = Alone(loader.collate_fn)
     if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
         dataset, collate = _Rows(dataset), _unchanged
     else:
@@ -253,7 +258,11 @@ def _each_alone(loader: Any, order: Sampler[list[int]], seeding: _Seeding) -> Da
     )
 
 
-def _unchanged(records: list[Records | Failed]) -> list[Records | Failed]:
+def _opened(parts: list[Records | Failed | Parcel]) -> list[Records | Failed]:
+    return [part.opened() if isinstance(part, Parcel) else part for part in parts]
+
+
+def _unchanged(records: list[Records | Failed | Parcel]) -> list[Records | Failed | Parcel]:
     return records
 
 

@@ -8,7 +8,7 @@ follows from the records alone.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -25,11 +25,15 @@ QUESTIONS = {
 _NUMBERS = {Tensor.__float__, Tensor.item, Tensor.tolist}  # of which NaN is one of many
 
 
-class Asked(Exception):
+class Restart(Exception):
+    """Ends a pass of records, which are then begun with again in another way."""
+
+
+class Asked(Restart):
     """Before what random numbers reach was followed."""
 
 
-class Differ(Exception):
+class Differ(Restart):
     """The records of a chunk answer differently.
 
     Attributes:
@@ -41,11 +45,18 @@ class Differ(Exception):
         self.parts = parts
 
 
-def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor, chance: Chance | None) -> Any:
+def answer(
+    question: Callable[..., Any],
+    tensor: Tensor,
+    anchor: Tensor,
+    chance: Chance | None,
+    answered: Callable[[Hashable], None],
+) -> Any:
     """What each record's tensor answers.
 
     Args:
         tensor: batched by the same vmap as `anchor`, if by any.
+        answered: told what all of them answer.
 
     Raises:
         Asked: nobody follows what random numbers reach.
@@ -68,4 +79,5 @@ def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor, chance:
         rows[given if bits is None else bits[row].numpy().tobytes()].append(row)
     if len(rows) > 1:
         raise Differ(question.__name__, list(rows.values()))
+    answered((question.__name__, *rows))
     return answers[0]

@@ -1,6 +1,6 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.attention import multi_head_attention
 from dpexp.privacy.engine.behind import Node, sees_behind
-from dpexp.privacy.engine.branches import QUESTIONS, answer
+from dpexp.privacy.engine.branches import QUESTIONS, Restart, answer
 from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
 from dpexp.privacy.engine.chance import Chance, is_torchs, leaves_of
 from dpexp.privacy.engine.derived import Derived, inner
@@ -38,6 +38,10 @@ class Capture(Guard):
         state: see Guard.
         chance: what of a step depends on random numbers; None refuses all questions about data.
         alone: what was tried on one record.
+        answered: told of each answer that all records give, and of what they make a module return.
+
+    Attributes:
+        own_error: one that PyTorch raised for a single record, in a module that runs record by record.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Capture(Guard):
         state: State,
         chance: Chance | None = None,
         alone: Alone | None = None,
+        answered: Callable[[Hashable], None] = lambda answer: None,
     ) -> None:
         super().__init__(state)
         self._paused = False
@@ -58,6 +63,8 @@ class Capture(Guard):
         self._met: list[tuple[Tensor, int]] = []
         self.chance = chance
         self.alone = alone or Alone()
+        self.answered = answered
+        self.own_error: Exception | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
@@ -78,8 +85,13 @@ class Capture(Guard):
                 return self._intercept(func, types, args, kwargs, given)
             return self.chance.follow(func, given, lambda: self._intercept(func, types, args, kwargs, given))
         except Exception as error:
-            self.error = error
+            self.ends(error)
             raise
+
+    def ends(self, error: Exception) -> None:
+        """Notes why the pass is of no use, whatever the step makes of an error."""
+        if not isinstance(self.error, Restart):
+            self.error = error
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, given: list[Any]) -> Any:
         if _is_ordinary[func] and func not in RULES and all(map(_is_data, given)):
@@ -92,7 +104,7 @@ class Capture(Guard):
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
-            answered = answer(func, args[0], self.anchor, self.chance)
+            answered = answer(func, args[0], self.anchor, self.chance, self.answered)
             self.chance = None if self.chance is None or self.chance.is_over else self.chance
             return answered
         if func is Tensor.__contains__:
@@ -107,6 +119,8 @@ class Capture(Guard):
             if shaped is not NotImplemented:
                 self.met((args, kwargs))
                 return shaped
+        if func in _SHAPED and kwargs.get("output_size") is None and _counts(args, kwargs):
+            raise RuntimeError(f"what {func.__name__} returns may be differently shaped for each record.")
         if _generator(func, args, kwargs) not in (None, torch.default_generator):
             raise RuntimeError("a generator of one's own would draw for a record by its place among others.")
         known = _known(func)
@@ -288,6 +302,9 @@ _MISTAKEN = {torch.select_scatter, Tensor.select_scatter, torch.as_strided_scatt
 _MISTAKEN_OF_ALL = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # without a dimension
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
 
+# vmap finds out afterwards, and only if they differ.
+_SHAPED = {torch.repeat_interleave, Tensor.repeat_interleave, torch._VF._pack_padded_sequence}
+
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 _PADDING = {"padding_idx", "scale_grad_by_freq"}
 
@@ -310,6 +327,13 @@ def _is_data(leaf: Any) -> bool:
     return type(leaf) in _NO_TENSORS
 
 
+def _counts(args: tuple, kwargs: dict) -> bool:
+    """Whether a record says how often its rows are repeated, or how long it is: the first argument if there is but one,
+    else one of the others."""
+    others = (*args[1:], *kwargs.values()) or args
+    return any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in others)
+
+
 def _takes_gradients(tensor: Tensor) -> bool:
     """Of each record."""
     return _functorch.is_batchedtensor(tensor) and inner(tensor).requires_grad and tensor.dim() > 0
@@ -325,7 +349,7 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SPECIAL: set[Any] = {
     *WATCHED, *_OF_AUTOGRAD, *_TEXTS, *QUESTIONS, Tensor.__contains__, *_BACKWARD, *_HOOKS, *SHAPES, *CELLS, *REWRITTEN,
     F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_MISTAKEN, *_MISTAKEN_OF_ALL,
-    *EXTREMES, _CHUNKED,
+    *EXTREMES, _CHUNKED, *_SHAPED,
 }  # fmt: skip
 
 

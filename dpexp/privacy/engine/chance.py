@@ -34,7 +34,7 @@ class Chance:
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
         self._of_python = of_python()
-        self._states = self._states_now()
+        self._states = self._at_first = self._states_now()
         self.asked, self._questions = 0, questions
         self._drawn = 0
         self._lost = False
@@ -48,6 +48,10 @@ class Chance:
     def reaches(self, tensor: Tensor) -> bool:
         """Whether random numbers may be in a tensor."""
         return self._lost or (self._drawn > 0 and not _is_free(tensor)) or of_python() != self._of_python
+
+    def began_to_draw(self) -> bool:
+        """Whether the generators have left the states that they had at first."""
+        return self._states_now() != self._at_first or of_python() != self._of_python
 
     @property
     def is_over(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,21 +14,12 @@ from dpexp.privacy.isolation.state import State
 
 
 @dataclass
-class Way:
-    """How records of one look are processed: all together, but for some modules; or wholly one at a time. Once it works
-    for records together it stays, whatever a single one may need."""
-
-    looped: set[str] = field(default_factory=set)
-    singly: bool = False
-    works: bool = False
-
-
-@dataclass
 class Chunk:
     """Records that look alike: leaves [size, ...] and their structure.
 
     Attributes:
         parts: into how many it is taken apart, if records of it branch differently, before that is said to be slow.
+        look: equal for records of which code that has not asked for their numbers can tell no difference.
     """
 
     loss_of: Callable[[Any], Tensor]
@@ -37,6 +28,7 @@ class Chunk:
     size: int
     state: State
     parts: int
+    look: Hashable
 
     def part(self, rows: list[int], of: int = 1) -> "Chunk":
         """Some of the records; `of`: how many such parts there are."""
@@ -54,9 +46,21 @@ class Chunk:
         )
 
 
-def look(leaves: list[Any]) -> Hashable:
-    """Equal for records that are processed in the same way."""
-    return tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+def look(leaves: list[Any], structure: Any) -> Hashable:
+    """See Chunk; like no other where a leaf says what it is by itself."""
+    try:
+        return (repr(structure), *map(_look, leaves))
+    except Exception:  # of a key's own, say
+        return object()
+
+
+def _look(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return type(leaf), leaf.dtype, leaf.shape[1:], leaf.stride()[1:], leaf.requires_grad
+    return (type(leaf), repr(leaf)) if type(leaf) in _PLAIN else object()
+
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 def records(batch: Any, size: int) -> tuple[list[Any], Any]:

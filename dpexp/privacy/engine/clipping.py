@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.clips import Clip, asked
-from dpexp.privacy.engine.rounding import LARGEST, UNIT
-from dpexp.privacy.engine.uses import Dense, Use
+from dpexp.privacy.engine.rounding import LARGEST, LOOSE, UNIT
+from dpexp.privacy.engine.uses import Dense, Exact, Use
 from dpexp.privacy.plan import Group
 
 # What rounding S and c in float64, and then c, c·g and c·g·x, can add (see rounding).
@@ -37,6 +37,8 @@ def add_clipped(
         return None
     squares = torch.stack([use.squared_norms() / alpha**2 for _, alpha, use, _ in parts])
     norms = squares.sum(0).sqrt()
+    if _made_exact(parts, squares, norms, group):
+        norms = squares.sum(0).sqrt()
     own = squares.new_zeros(len(group.vectors) if of_vectors else 0, len(norms))
     if of_vectors:
         own = own.index_add_(0, torch.tensor([k for k, *_ in parts], device=own.device), squares).sqrt()
@@ -71,6 +73,31 @@ def _parts(members: Iterable[tuple[int, float, Use, Tensor]]) -> Iterator[tuple[
         else:
             side_by_side = torch.cat([use.flat() for use, _ in some], 1)
             yield k, alpha, Dense(side_by_side), [total for _, total in some]
+
+
+def _made_exact(
+    parts: list[tuple[int, float, Use, list[Tensor]]], squares: Tensor, norms: Tensor, group: Group
+) -> bool:
+    """Whether some norms were largely what is allowed for rounding, so that other factors were asked for, and are now
+    computed in float64 (6 in `rounding`)."""
+    allowed = {i: use.allowance / alpha for i, (_, alpha, use, _) in enumerate(parts) if use.allowance is not None}
+    if not allowed:
+        return False
+    allowances = torch.stack([*allowed.values()])
+    loose = (allowances > LOOSE * norms) & norms.isfinite()
+    if not loose.any():
+        return False
+    least = squares.clone()
+    least[[*allowed]] = (squares[[*allowed]].sqrt() - allowances).clamp(min=0).square()
+    moved = asked(group.clip, norms, group.S) - asked(group.clip, least.sum(0).sqrt(), group.S)
+    loose &= ~(moved.abs() * norms <= LOOSE * group.S)
+    some = loose.any(1).tolist()
+    for i, records, of_some in zip(allowed, loose, some, strict=True):
+        if of_some:
+            k, alpha, use, totals = parts[i]
+            parts[i] = k, alpha, (exact := Exact(use, records)), totals
+            squares[i] = exact.squared_norms() / alpha**2
+    return any(some)
 
 
 def clip_factors(clip: Clip, norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:

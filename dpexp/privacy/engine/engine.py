@@ -1,8 +1,7 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.engine.branches import Differ
-from dpexp.privacy.engine.chunk import Chunk, Way, look, records
+from dpexp.privacy.engine.chunk import Chunk, look, records
 from dpexp.privacy.engine.clipping import add_clipped, by_parameter
 from dpexp.privacy.engine.looped import DEDUCED, culprit
 from dpexp.privacy.engine.passes import NoLoss, Together, gradients_of_one
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.uses import Dense, Use
+from dpexp.privacy.engine.ways import Settled, Way, Ways
 from dpexp.privacy.engine.whole import WholeNoise, add_whole
 from dpexp.privacy.given import Values
 from dpexp.privacy.groups import trainable, value_key
@@ -30,7 +30,7 @@ from dpexp.privacy.plan import PrivacyPlan
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _PARTS = 16  # of a chunk whose records branch differently, or of larger ones parts of as many records: more are slow
-_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
+_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early; or that are slow, to say so
 
 
 class Engine:
@@ -76,11 +76,11 @@ class Engine:
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
-        self._ways: dict[Hashable, Way] = {}
-        self._together = Together(module, self._parameters, self._values)
+        self._ways = Ways(Way(singly=plan.exact))  # in company what is rounded may be rounded otherwise
+        self._together = Together(module, self._parameters, self._values, self._ways)
         self._reached: Reached | None = None
         self._succeeded = False
-        self._failed = 0
+        self._failed = self._odd = 0
         self._reason_of_failure: Exception | None = None
         self._said: set[str] = set()
         self.observe = observe
@@ -129,7 +129,8 @@ class Engine:
         state = State(self._module, self.around, self._reached)
         self._reached = state.reached
         try:
-            self._accumulate(Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS)))
+            chunk = Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS), look(leaves, structure))
+            self._accumulate(chunk, self._ways.first)
         except BaseException:
             self._restore(state)
             raise
@@ -197,106 +198,110 @@ class Engine:
             )
         return changed
 
-    def _give_up(self, way: Way, reason: Exception) -> None:
-        """Settles for processing one module's records, or the whole model's, one at a time."""
-        name = culprit(reason, self._module, way.looped)
-        self._reason = why(reason)
-        if name is None:
-            way.singly = True
-        else:
-            way.looped = {other for other in way.looped if not other.startswith(f"{name}.")} | {name}
-
-    def _warn_of_slow_way(self, way: Way) -> None:
+    def _warn_of_slow_way(self, way: Way, reason: str) -> None:
         what = "this model's records"
         if not way.singly:
             kinds = [f"{name} ({type(self._module.get_submodule(name)).__name__})" for name in sorted(way.looped)]
             what = f"the records of the module{'s' if len(kinds) > 1 else ''} {', '.join(kinds)}"
-        self._warn_of_slowness(what, "one at a time")
+        self._warn_of_slowness(what, "one at a time", reason)
 
-    def _warn_of_slowness(self, what: str, how: str) -> None:
+    def _warn_of_slowness(self, what: str, how: str, reason: str) -> None:
         if what not in self._said:
             self._said.add(what)
             warnings.warn(
-                f"{what} are processed {how}, which is right but slow. They cannot be processed together: "
-                f"{self._reason}"
+                f"{what} are processed {how}, which is right but slow. They cannot be processed together: {reason}"
             )
 
-    def _accumulate(self, chunk: Chunk) -> None:
-        kind = look(chunk.leaves)
-        known = self._ways.setdefault(kind, Way(singly=self._whole is not None))  # company may round otherwise
-        way, added = replace(known), False
-        while not way.singly and not added:
-            try:
-                uses, losses = self._together.uses(chunk, way.looped, self._restore)
-            except _NOT_OF_A_RECORD:
-                raise
-            except Exception as reason:
-                self._restore(chunk.state)
-                if self._by_parts(chunk, way, reason):
-                    return
-                self._give_up(way, reason)
-                continue
-            self._restore(chunk.state)
-            with full_precision(losses.device), torch.no_grad():
-                self._clip_and_add(uses, losses)
-            self._succeeded = added = True
-            known.works = known.works or way.looped == known.looped
+    def _accumulate(self, chunk: Chunk, way: Way) -> bool:
+        """Processes records, each in the first way in which it can be by itself, from this one on; returns whether that
+        was a way for all, and PyTorch had nothing against one of them."""
+        way = self._ways.instead(chunk.look, way) or way
         if way.singly:
-            added = self._accumulate_singly(chunk)
-        if way != known and added and not known.works:
-            self._warn_of_slow_way(way)
-            self._ways[kind] = way
+            return self._accumulate_singly(chunk)
+        found = self._uses(chunk, way)
+        if isinstance(found, Settled):
+            return self._accumulate(chunk, found.way)
+        if isinstance(found, Exception):
+            return self._take_next(chunk, way, found) if chunk.size == 1 else self._by_parts(chunk, way, found)
+        uses, losses = found
+        with full_precision(losses.device), torch.no_grad():
+            self._clip_and_add(uses, losses)
+        self._succeeded = True
+        return self._together.own_error is None
 
-    def _by_parts(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
-        """Whether a chunk whose records cannot be processed together was taken apart: into those that branch alike, or
-        into those at fault and the others."""
-        if isinstance(reason, Differ):
-            if len(reason.parts) > chunk.parts:
-                self._reason = why(reason)
-                self._warn_of_slowness("this model's records", "in many parts")
-            for rows in reason.parts:
-                self._accumulate(chunk.part(rows, of=len(reason.parts)))
-            return True
-        if chunk.size == 1 or not (way.works or self._some_run_alone(chunk, way)):
-            return False
-        apart = self._apart(chunk, way, [*range(chunk.size)])
-        together = [i for i in range(chunk.size) if i not in apart]
-        if together and apart:
-            self._accumulate(chunk.part(together))
-            self._accumulate_singly(chunk.part(sorted(apart)))
-        return bool(together and apart)
-
-    def _some_run_alone(self, chunk: Chunk, way: Way) -> bool:
-        """Whether the first or the last record by itself could be one of several that are processed together."""
-        return self._run(chunk.part([0]), way) or self._run(chunk.part([chunk.size - 1]), way)
-
-    def _apart(self, chunk: Chunk, way: Way, rows: list[int]) -> set[int]:
-        """Those of some rows that cannot be processed together with others, found by halves."""
-        if self._run(chunk.part(rows), way):
-            return set()
-        if len(rows) == 1:
-            return {*rows}
-        half = len(rows) // 2
-        return self._apart(chunk, way, rows[:half]) | self._apart(chunk, way, rows[half:])
-
-    def _run(self, chunk: Chunk, way: Way) -> bool:
-        """Whether records can be processed together."""
+    def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor] | Exception:
+        """What `Together` finds, or why it does not."""
         try:
-            self._together.uses(chunk, way.looped, self._restore)
+            return self._together.uses(chunk, way, self._restore)
         except _NOT_OF_A_RECORD:
             raise
-        except Exception:
-            return False
+        except Exception as reason:
+            return reason
         finally:
             self._restore(chunk.state)
-        return True
+
+    def _by_parts(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
+        """Takes a chunk apart whose records cannot be processed together: into those that answer alike, or into those
+        that cannot be processed so by themselves either, and the others."""
+        said, of = why(reason), 1
+        reason.__traceback__ = None  # which holds what the pass did
+        if isinstance(reason, Differ):
+            parts = reason.parts
+            of = len(parts)
+        else:
+            half = chunk.size // 2
+            parts = [
+                rows
+                for some in (range(half), range(half, chunk.size))
+                for rows in self._without_odd(chunk, way, [*some])
+            ]
+            if sum(map(len, parts)) < chunk.size:
+                parts = [[row for rows in parts for row in rows]] if parts else []
+        if len(parts) > chunk.parts:
+            self._warn_of_slowness("this model's records", "in many parts", said)
+        for rows in parts:
+            self._accumulate(chunk.part(rows, of), way)
+        return False
+
+    def _without_odd(self, chunk: Chunk, way: Way, rows: list[int]) -> list[list[int]]:
+        """Those of some rows that can be processed in a way, as they can be together; the others, found by halves, are
+        in their next ways."""
+        part, known = chunk.part(rows), self._ways.instead(chunk.look, way)
+        found = Settled(known) if known else self._uses(part, way)
+        if isinstance(found, Settled):
+            self._accumulate(part, found.way)
+            return []
+        if isinstance(found, Differ) or not isinstance(found, Exception):
+            return [rows]
+        if len(rows) == 1:
+            self._take_next(part, way, found)
+            return []
+        del found
+        half = len(rows) // 2
+        return self._without_odd(chunk, way, rows[:half]) + self._without_odd(chunk, way, rows[half:])
+
+    def _take_next(self, one: Chunk, way: Way, reason: Exception) -> bool:
+        """Processes a record with one kind of modules more, or the whole model, by itself; this is settled for others
+        like it, unless it is a matter of its own."""
+        name = culprit(reason, self._module, way.looped)
+        instead = Way(singly=True) if name is None else way.and_looped(self._module, name)
+        said, failed, answers = why(reason), self._failed, tuple(self._together.answers)
+        succeeded = self._accumulate(one, instead)
+        if succeeded:
+            self._ways.settle(one.look, way, answers, instead)
+            self._warn_of_slow_way(self._ways.instead(one.look, way, answers) or instead, said)
+        elif self._failed == failed:
+            self._odd += 1
+            if self._odd == _ENOUGH:
+                self._warn_of_slowness(f"{_ENOUGH} records", "one at a time", said)
+        return succeeded
 
     def _accumulate_singly(self, chunk: Chunk) -> bool:
-        """Whether one of the records contributed."""
-        failed = 0
+        """Whether all records contributed, and PyTorch had nothing against one of them."""
+        well = True
         for i in range(chunk.size):
             try:
-                gradients, loss = gradients_of_one(
+                gradients, loss, caught = gradients_of_one(
                     chunk.loss_of, chunk.one(i), self._parameters, self._values, chunk.state
                 )
                 self._restore(chunk.state)
@@ -307,10 +312,12 @@ class Engine:
                 raise
             except Exception as error:
                 self._restore(chunk.state)
-                failed += 1
                 self.fail(1, error)
-        self._succeeded = self._succeeded or failed < chunk.size
-        return failed < chunk.size
+                well = False
+            else:
+                self._succeeded = True
+                well = well and caught is None
+        return well
 
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}

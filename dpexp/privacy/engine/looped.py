@@ -6,7 +6,7 @@ The rest of the model is not slowed.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchmetrics import Metric
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.engine.branches import Asked, Differ
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.captured import CopyTap
 from dpexp.privacy.engine.on_records import OnRecords
-from dpexp.privacy.engine.returned import put_together, taken_apart
+from dpexp.privacy.engine.returned import put_together, shown, taken_apart
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.reached import can_be_kept
 from dpexp.privacy.isolation.state import CHANGED, State
@@ -30,7 +31,7 @@ from dpexp.privacy.isolation.surroundings import Surroundings
 DEDUCED = "config.problem_type"  # by models of transformers from each batch of labels, where it is not given
 
 
-def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | None:
+def culprit(error: BaseException, root: nn.Module, looped: Set[str]) -> str | None:
     """The innermost module inside `root` in whose forward the error arose; outside of those that are looped already,
     so that where a loop fails the next module outwards is blamed. None: the root itself."""
     names = {id(module): name for name, module in root.named_modules() if name}
@@ -44,11 +45,12 @@ def culprit(error: BaseException, root: nn.Module, looped: set[str]) -> str | No
 
 
 @contextmanager
-def looping(root: nn.Module, names: set[str], capture: Capture, around: Surroundings) -> Iterator[None]:
+def looping(root: nn.Module, names: Set[str], capture: Capture, around: Surroundings) -> Iterator[None]:
     """Meanwhile the named modules run record by record.
 
     Where one record could reach the next, or the module's caller, other than by what is returned, because an attribute
-    or an argument is changed, or where records return different things, the module that contains it must be looped.
+    or an argument is changed, the module that contains it must be looped. What is returned besides numbers of tensors,
+    such as their shapes, is taken for the answer to a question: records that differ in it are processed apart.
     """
     modules = [root.get_submodule(name) for name in names]
     for module in modules:
@@ -65,7 +67,7 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
         try:
             return each(args, kwargs)
         except Exception as error:
-            capture.error = error  # of one record, whoever may catch it for all
+            capture.ends(error)  # of one record, whoever may catch it for all
             raise
 
     def each(args: tuple, kwargs: dict) -> Any:
@@ -81,7 +83,7 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
             parameters = {name: p for name, p in module.named_parameters() if capture.trains(p)}
             returned: list[Any] = []
 
-            def one(tensors: list[Tensor], parameters: dict[str, Tensor]) -> list[Tensor]:
+            def one(tensors: list[Tensor], parameters: dict[str, Tensor]) -> tuple[list[Tensor], Any]:
                 given = list(leaves)
                 for place, tensor in zip(places, tensors, strict=True):
                     given[place] = tensor
@@ -89,9 +91,10 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
                 patched = module.__dict__.pop("forward")
                 versions = [tensor._version for tensor in tensors]
                 try:
-                    with Guard(state):
+                    with Guard(state) as guard:
                         result = torch.func.functional_call(module, parameters, args, kwargs)
                 finally:
+                    capture.own_error = capture.own_error or guard.error
                     module.forward = patched  # type: ignore[method-assign]
                     changed = [*inside.restore(), *state.restore()]
                 if not isinstance(module, Metric) and _beyond_torchs_own(changed):
@@ -103,14 +106,29 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
                     raise RuntimeError("it changes its input in place.")
                 outputs, rest = taken_apart(result, state.known)
                 as_given = [next((k for k, tensor in enumerate(tensors) if tensor is o), None) for o in outputs]
-                if returned and returned != [rest, as_given]:
-                    raise RuntimeError("it returns different things for different records.")
-                returned[:] = [rest, as_given]
-                return outputs
+                return outputs, [rest, as_given, [(o.shape, o.dtype) for o in outputs]]
+
+            def agree(rests: list[Any]) -> None:
+                parts: list[list[int]] = []
+                for row, rest in enumerate(rests):
+                    alike = next((part for part in parts if rests[part[0]] == rest), None)
+                    if alike is None:
+                        parts.append([row])
+                    else:
+                        alike.append(row)
+                if len(parts) > 1 and capture.chance is None:
+                    raise Asked
+                if len(parts) > 1 and capture.chance.began_to_draw():  # type: ignore[union-attr]
+                    raise RuntimeError("it returns different things for records that draw random numbers.")
+                if len(parts) > 1:
+                    raise Differ("what a module returns", parts)
+                rest, as_given, forms = returned[:] = rests[0]
+                capture.answered((shown(rest), *as_given, *forms))
 
             outputs = _Looped.apply(
                 capture.anchor,
                 one,
+                agree,
                 list(parameters),
                 capture.record,
                 *parameters.values(),
@@ -119,7 +137,7 @@ def _loop(root: nn.Module, module: nn.Module, capture: Capture, around: Surround
             capture.met(leaves)
             if capture.chance is not None:
                 capture.chance.unseen()
-            rest, as_given = returned
+            rest, as_given, _ = returned
             outputs = [o if k is None else leaves[places[k]] for o, k in zip(outputs, as_given, strict=True)]
             return put_together(rest, iter(outputs))
 
@@ -140,18 +158,18 @@ def _beyond_torchs_own(changed: list[str]) -> bool:
 
 
 class _Looped(OnRecords):
-    """`one` on each record: tensors and parameters -> output tensors."""
+    """`one` on each record: tensors and parameters -> output tensors, and what else is to `agree`."""
 
     @staticmethod
     def vmap(
-        B: int, in_dims: Any, anchor: Tensor, one: Any, names: list[str], record: Any, *tensors: Tensor
+        B: int, in_dims: Any, anchor: Tensor, one: Any, agree: Any, names: list[str], record: Any, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         k = len(names)
         copies = [CopyTap.apply(anchor, p, B, partial(record, p)).unbind(0) for p in tensors[:k]]
         before = [parameter.detach().clone() for parameter in tensors[:k]]  # the copies' `.data` is not watched
         given = [
             [t.clone() for _ in range(B)] if dim is None else [one.clone() for one in t.movedim(dim, 0).unbind(0)]
-            for t, dim in zip(tensors[k:], in_dims[4 + k :], strict=True)
+            for t, dim in zip(tensors[k:], in_dims[5 + k :], strict=True)
         ]
         each = [
             one([g[i] for g in given], {name: copy[i] for name, copy in zip(names, copies, strict=True)})
@@ -160,5 +178,6 @@ class _Looped(OnRecords):
         for name, parameter, copy in zip(names, tensors, before, strict=False):
             if not torch.equal(parameter, copy):
                 raise ConfigError(CHANGED.format(name=f"the parameter {name}"))
-        outputs = tuple(torch.stack(part) for part in zip(*each, strict=True))
+        agree([rest for _, rest in each])
+        outputs = tuple(torch.stack(part) for part in zip(*(outputs for outputs, _ in each), strict=True))
         return outputs, (0,) * len(outputs)

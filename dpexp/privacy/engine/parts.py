@@ -37,7 +37,10 @@ class Parts(Use):
         self._shape = shape
 
     def squared_norms(self) -> Tensor:
-        return torch.stack([use.squared_norms() for _, use in self._parts]).sum(0)
+        squares = torch.stack([use.squared_norms() for _, use in self._parts]).sum(0)
+        allowances = [use.allowance for _, use in self._parts if use.allowance is not None]
+        self.allowance = torch.stack(allowances).sum(0) if allowances else None
+        return squares
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         for part, use in self._parts:
@@ -55,6 +58,9 @@ class Parts(Use):
     def zero(self, records: Tensor) -> None:
         for _, use in self._parts:
             use.zero(records)
+
+    def in_float64(self, rows: Tensor) -> "Parts":
+        return Parts([(part, use.in_float64(rows)) for part, use in self._parts], self._shape)
 
 
 def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:

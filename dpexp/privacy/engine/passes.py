@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_unflatten
 
 from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.behind import nothing_behind_vmap
-from dpexp.privacy.engine.branches import Asked, Differ
+from dpexp.privacy.engine.branches import Asked, Restart
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.checkpointed import kept
@@ -21,6 +21,7 @@ from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.looped import looping
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.uses import Dense, Use, merged
+from dpexp.privacy.engine.ways import Settled, Way, Ways
 from dpexp.privacy.given import Values
 from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.randomness import of_python
@@ -34,32 +35,42 @@ class NoLoss(Exception):
 
 
 class Together:
-    """Passes of several records."""
+    """Passes of several records.
 
-    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values) -> None:
+    Attributes:
+        answers: what all records of the last pass answered until it ended.
+        own_error: of its record, if there was just one (see Capture).
+    """
+
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values, ways: Ways) -> None:
         self._module = module
         self._parameters = parameters
         self._values = values
+        self._ways = ways
+        self.answers: list[Hashable] = []
+        self.own_error: Exception | None = None
         self._questions: float = 0  # that a step is expected to ask
         self._most_asked = 0
         self._alone = Alone()
 
-    def uses(self, chunk: Chunk, looped: set[str], restore: Callable[[State], Any]) -> tuple[dict[str, Use], Tensor]:
+    def uses(self, chunk: Chunk, way: Way, restore: Callable[[State], Any]) -> tuple[dict[str, Use], Tensor]:
         """The use that each parameter was put to, for all records of a chunk, the values that they gave for release,
         and their losses [B].
 
         Args:
-            looped: the names of modules whose records are processed one at a time.
             restore: sets a state back.
+
+        Raises:
+            Restart: the records differ, or another way is known to be theirs.
         """
         try:
-            return self._uses(chunk, looped)
+            return self._uses(chunk, way)
         except Asked:
             self._questions = math.inf
         restore(chunk.state)
-        return self._uses(chunk, looped)
+        return self._uses(chunk, way)
 
-    def _uses(self, chunk: Chunk, looped: set[str]) -> tuple[dict[str, Use], Tensor]:
+    def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
         """
         Raises:
             Asked: there are more questions than expected, from where on it was not followed what random numbers reach,
@@ -70,6 +81,13 @@ class Together:
         def record(parameter: Tensor, use: Use) -> None:
             uses[id(parameter)].append(use)
 
+        def answered(answer: Hashable) -> None:
+            self.answers.append(answer)
+            instead = self._ways.instead(chunk.look, way, tuple(self.answers))
+            if instead is not None:
+                raise Settled(instead)
+
+        self.answers, self.own_error = [], None
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
         derived = Derived(self._parameters.values())
@@ -79,13 +97,19 @@ class Together:
         def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, dict[str, Tensor]]:
             if chance is not None:
                 chance.free((anchor, leaves))
-            capture = Capture(derived, anchor, record, chunk.state, chance, self._alone)
-            inside = looping(self._module, looped, capture, chunk.state.around)
-            with self._values.given() as values, inside, kept(capture.met), nothing_behind_vmap(), capture:
-                loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
-            capture.refuse_changes()
-            if isinstance(capture.error, Asked | Differ):
+            capture = Capture(derived, anchor, record, chunk.state, chance, self._alone, answered)
+            inside = looping(self._module, way.looped, capture, chunk.state.around)
+            try:
+                with self._values.given() as values, inside, kept(capture.met), nothing_behind_vmap(), capture:
+                    loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
+            except Exception:
+                if not isinstance(capture.error, Restart):
+                    raise
+            finally:
+                self.own_error = capture.own_error
+            if isinstance(capture.error, Restart):
                 raise capture.error
+            capture.refuse_changes()
             if capture.error is not None:
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
@@ -118,20 +142,21 @@ class Together:
 
 def gradients_of_one(
     loss_of: Callable[[Any], Tensor], one: Any, parameters: dict[str, Tensor], values: Values, state: State
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor, Exception | None]:
     """A record's gradients with respect to the parameters that it reaches, by ordinary autograd, the values that it
-    gave for release, and its loss.
+    gave for release, and its loss; and an error that PyTorch raised, if that was caught.
 
     Raises:
         NoLoss: it has none.
     """
-    with values.given() as given, Guard(state):
+    with values.given() as given, Guard(state) as guard:
         loss = loss_of(one)
     if loss.dim():
         raise NoLoss(_ONE_LOSS)
     released = {key: value.clone() for key, value in given().items()}
-    backward(loss, state)
-    return {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None} | released, loss.detach()
+    caught = backward(loss, state) or guard.error
+    gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}
+    return gradients | released, loss.detach(), caught
 
 
 def _dense(gradient: Tensor) -> Tensor:

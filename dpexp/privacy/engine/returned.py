@@ -1,6 +1,6 @@
 """What a module returns for one record, so that what it returns for several can be made one."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ def taken_apart(value: Any, known: set[int]) -> tuple[list[Tensor], Any]:
         else:
             raise RuntimeError(f"it returns a {type(leaf).__name__}, which cannot be made one of those of all records.")
     return tensors, (structure, [*rest, (repr(structure), None)])  # by which keys of 1 and True differ
+
+
+def shown(rest: Any) -> Hashable:
+    """What makes one rest another."""
+    _, places = rest
+    return tuple((p.kind, p.inside and shown(p.inside)) if isinstance(p, _Place) else p[:-1] for p in places)
 
 
 def put_together(rest: Any, tensors: Iterator[Tensor]) -> Any:

@@ -16,6 +16,8 @@ to first order in u; so that
 4. such a vector is added to a sum in T steps, each of which rounds what it has come to: in all by up to T u times
    c Σ_t ‖g_t‖ ‖x_t‖, which cancellation may make far larger than the vector. That counts as part of its norm.
 5. a record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
+6. where what is allowed for 3 and 4 is more than LOOSE of a clipped record's norm, its factors are taken in float64.
+   Else a vector that all but cancels would be clipped to far less than where it is held, and its norm is its own.
 
 `clip_factors` takes from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can. By S
 less that, divided by such a norm, it bounds c, whatever the clip rule (`dpexp.privacy.clips`). What is left, and is no
@@ -35,6 +37,7 @@ _PIECE = 2**18  # numbers whose float64 copies stay in the cache
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 LARGEST = {torch.float32: 2.0**90, torch.float64: 2.0**900}
 _LOST = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
+LOOSE = 2.0**-7
 _STRIP = 32  # positions; shorter strips save multiplications but run slower (measured)
 _ROUGH = 1.01  # makes up for what rounds in the error terms themselves
 
@@ -58,8 +61,9 @@ def norms(x: Tensor) -> Tensor:
     return torch.where(found <= LARGEST[dtype], found, torch.inf)
 
 
-def gram_norms(x: Tensor, g: Tensor) -> Tensor:
-    """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖ for x [B, T, d] and g [B, T, p], by 3 and 4 above.
+def gram_norms(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] in float64: at least ‖Σ_t g_t ⊗ x_t‖ for x [B, T, d] and g [B, T, p], by 3 and 4 above; and [B], how much of
+    that is allowed for rounding.
 
     Both Gram matrices are symmetric, so that strips below the diagonal suffice.
     """
@@ -80,7 +84,9 @@ def gram_norms(x: Tensor, g: Tensor) -> Tensor:
     norm_A = A_squared.sqrt() * _ROUGH + d * (u * x_squared + T * lost)
     norm_G = G_squared.sqrt() * _ROUGH + p * (u * g_squared + T * lost)
     error = d * (u * x_squared + T * lost) * norm_G + p * (u * g_squared + T * lost) * norm_A + T * u * norm_A * norm_G
-    return _or_infinite((total.clamp(min=0) + _ROUGH * error).sqrt() + _ROUGH * T * u * lengths)
+    total = total.clamp(min=0)
+    most = _or_infinite((total + _ROUGH * error).sqrt() + _ROUGH * T * u * lengths)
+    return most, most - total.sqrt()
 
 
 def _symmetric(strip: Tensor, start: int, sums: Callable[[Tensor], Tensor]) -> Tensor:
@@ -89,8 +95,9 @@ def _symmetric(strip: Tensor, start: int, sums: Callable[[Tensor], Tensor]) -> T
     return found + 2 * sums(strip[:, :, :start]).sum(1) if start else found
 
 
-def row_norms(same_row: Tensor, g: Tensor) -> Tensor:
-    """[B] in float64: at least the norm of a table whose rows are sums of g_t [B, T, p], as same_row [B, T, T] says."""
+def row_norms(same_row: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] in float64: at least the norm of a table whose rows are sums of g_t [B, T, p], as same_row [B, T, T] says;
+    and [B], how much of that is allowed for rounding."""
     _, T, p = g.shape
     u, lost = UNIT[g.dtype], _LOST[g.dtype] ** 2
     G = torch.bmm(g, g.transpose(1, 2))
@@ -99,7 +106,9 @@ def row_norms(same_row: Tensor, g: Tensor) -> Tensor:
     lengths = torch.where(same_row, length[:, :, None] * length[:, None, :], 0).sum(2).double().sum(1)
     lengths = _ROUGH * lengths + T**2 * p * lost
     error = (p + T + 2) * u * lengths + T**2 * p * lost
-    return _or_infinite((total.clamp(min=0) + _ROUGH * error).sqrt() + T * u * lengths.sqrt())
+    total = total.clamp(min=0)
+    most = _or_infinite((total + _ROUGH * error).sqrt() + T * u * lengths.sqrt())
+    return most, most - total.sqrt()
 
 
 def _or_infinite(found: Tensor) -> Tensor:

@@ -17,7 +17,13 @@ _SMALL = 3 * 2**16  # numbers of a record's gradient
 
 
 class Use(ABC):
-    """The gradients v^i of B records with respect to one parameter, through one use of it."""
+    """The gradients v^i of B records with respect to one parameter, through one use of it.
+
+    Attributes:
+        allowance: [B] in float64, how much of the norms is allowed for rounding; known with them. None: nothing much.
+    """
+
+    allowance: Tensor | None = None
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
@@ -34,6 +40,10 @@ class Use(ABC):
     @abstractmethod
     def zero(self, records: Tensor) -> None:
         """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
+
+    def in_float64(self, rows: Tensor) -> "Use":
+        """Those of some records, from factors of float64."""
+        raise NotImplementedError
 
 
 class Dense(Use):
@@ -72,7 +82,8 @@ class OuterProducts(Use):
     def squared_norms(self) -> Tensor:
         if self.x.shape[1] == 1:
             return (norms(self.x) * norms(self.g)).square()
-        return gram_norms(self.x, self.g).square()
+        found, self.allowance = gram_norms(self.x, self.g)
+        return found.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         x, g = self.x, self.g
@@ -87,6 +98,21 @@ class OuterProducts(Use):
 
     def zero(self, records: Tensor) -> None:
         self.x, self.g = _zeroed(self.x, records), _zeroed(self.g, records)
+
+    def in_float64(self, rows: Tensor) -> "OuterProducts":
+        return _ExactProducts(self.x[rows].double(), self.g[rows].double())
+
+
+class _ExactProducts(OuterProducts):
+    """Of which a few at a time are held for their norms: squares of what all but cancels would be lost in rounding
+    a Gram matrix, in float64 too."""
+
+    def squared_norms(self) -> Tensor:
+        _, T, d = self.x.shape
+        records = max(1, _HELD // (d * self.g.shape[2]))
+        parts = zip(self.x.split(records), self.g.split(records), strict=True)
+        found = torch.cat([norms(torch.bmm(g.transpose(1, 2), x)) for x, g in parts])
+        return (found + 2 * T * UNIT[self.x.dtype] * norms(self.x) * norms(self.g)).square()  # as in Convolved
 
 
 def outer_products(x: Tensor, g: Tensor) -> Use:
@@ -118,7 +144,8 @@ class Rows(Use):
     def squared_norms(self) -> Tensor:
         if self._table is not None:
             return Dense(self._table).squared_norms()
-        return row_norms(self.index[:, :, None] == self.index[:, None, :], self.g).square()
+        found, self.allowance = row_norms(self.index[:, :, None] == self.index[:, None, :], self.g)
+        return found.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         if self._table is not None:
@@ -139,6 +166,18 @@ class Rows(Use):
         self.g = _zeroed(self.g, records)
         if self._table is not None:
             self._table = _zeroed(self._table, records)
+
+    def in_float64(self, rows: Tensor) -> "Rows":
+        return _ExactRows(self.index[rows], self.g[rows].double(), self.rows)
+
+
+class _ExactRows(Rows):
+    """Of which the rows are held for their norms, each as often as it is written to."""
+
+    def squared_norms(self) -> Tensor:
+        same = (self.index[:, :, None] == self.index[:, None, :]).to(self.g.dtype)
+        found = norms(torch.bmm(same, self.g) / same.sum(2, keepdim=True).sqrt())
+        return (found + 2 * same.shape[1] ** 1.5 * UNIT[self.g.dtype] * norms(self.g)).square()
 
 
 class Convolved(Use):
@@ -167,18 +206,22 @@ class Convolved(Use):
         self._g = g
         self._weight_gradient = weight_gradient
         self._unfold = unfold
+        self._weight = weight
         self._size, self._kernel, self._positions = math.prod(weight), math.prod(weight[2:]), positions
 
     def squared_norms(self) -> Tensor:
         if self._unfold is not None:
-            return gram_norms(self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)).square()
+            x, g = self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)
+            found, self.allowance = gram_norms(x, g)
+            return found.square()
         records = max(1, _HELD // self._size)
         parts = zip(self._images.split(records), self._g.split(records), strict=True)
         found = torch.cat([norms(self._gradients(x, g)) for x, g in parts])
         # These are not the gradients that are summed later, so that the rounding of both counts (`rounding`, 3 and 4):
         # Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
         most = norms(self._g) * norms(self._images) * self._kernel**0.5
-        return (found + 2 * self._positions * UNIT[self._g.dtype] * most).square()
+        self.allowance = 2 * self._positions * UNIT[self._g.dtype] * most
+        return (found + self.allowance).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         weighted = self._g * c.reshape(-1, *(1,) * (self._g.dim() - 1))
@@ -190,8 +233,37 @@ class Convolved(Use):
     def zero(self, records: Tensor) -> None:
         self._images, self._g = _zeroed(self._images, records), _zeroed(self._g, records)
 
+    def in_float64(self, rows: Tensor) -> "Convolved":
+        x, g = self._images[rows].double(), self._g[rows].double()
+        return Convolved(x, g, self._weight_gradient, None, self._weight, self._positions)
+
     def _gradients(self, images: Tensor, g: Tensor) -> Tensor:
         return torch.func.vmap(self._weight_gradient)(images, g)
+
+
+class Exact(Use):
+    """A use of which those records' gradients that are in the mask [B] are computed in float64."""
+
+    def __init__(self, use: Use, records: Tensor) -> None:
+        self._rows = records.nonzero()[:, 0]
+        self._exact, self._use = use.in_float64(self._rows), use
+        use.zero(records)
+
+    def squared_norms(self) -> Tensor:
+        return self._use.squared_norms().index_copy(0, self._rows, self._exact.squared_norms())
+
+    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
+        self._use.add_weighted_sum(c, total)
+        exact = torch.zeros_like(total, dtype=torch.float64)
+        self._exact.add_weighted_sum(c[self._rows].double(), exact)
+        total += exact
+
+    def dense(self) -> Tensor:
+        return self._use.dense().double().index_copy(0, self._rows, self._exact.dense())
+
+    def zero(self, records: Tensor) -> None:
+        self._use.zero(records)
+        self._exact.zero(records[self._rows])
 
 
 def merged(uses: Sequence[Use]) -> Use:

@@ -155,13 +155,17 @@ class KeptNumbers(Kept):
 
     def contents(self) -> Any:
         self._form_before = self._form()
-        return self.thing.copy()
+        return self._numbers().copy()
+
+    def _numbers(self) -> np.ndarray:
+        """Whatever a subclass makes of its methods."""
+        return np.ndarray.view(self.thing, np.ndarray)
 
     def _form(self) -> tuple:
         return self.thing.shape, self.thing.strides, self.thing.dtype, self.thing.flags.writeable
 
     def differs(self) -> bool:
-        return self._form() != self._form_before or self.thing.tobytes() != self.before.tobytes()
+        return self._form() != self._form_before or self._numbers().tobytes() != self.before.tobytes()
 
     def set_back(self) -> list[str]:
         if self._form() != self._form_before:
@@ -169,7 +173,7 @@ class KeptNumbers(Kept):
             self.thing.dtype = self._form_before[2]
         if self.thing.shape != self.before.shape:
             self.thing.resize(self.before.shape, refcheck=False)
-        self.thing[...] = self.before
+        self._numbers()[...] = self.before
         self.thing.flags.writeable = self._form_before[-1]
         return [self.name]
 
@@ -220,14 +224,14 @@ def _has_gradient(tensor: Tensor) -> bool:
 def _form(tensor: Tensor) -> tuple | None:
     """What a tensor is besides its numbers; None where it is of a kind that cannot be set back."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    if wrapped or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+    if wrapped or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
         return None
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.data_ptr(), tensor.requires_grad
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
     """To the last bit: 0.0 is not -0.0, and NaN is NaN. The wider the integers compared, the faster (measured)."""
-    a, b = (t.detach().contiguous().flatten() for t in (a, b))
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().flatten() for t in (a, b))
     sizes = [size for t in (a, b) for size in (t.nbytes, t.storage_offset() * t.element_size())]
     whole = next(kind for kind in _INTEGERS if not any(size % kind.itemsize for size in sizes))
     return torch.equal(a.view(whole), b.view(whole))
@@ -345,7 +349,8 @@ class KeptPartial(Kept):
         return [self.name]
 
 
-_KINDS: tuple[tuple[type | tuple[type, ...], type[Kept]], ...] = (
+_KINDS: tuple[tuple[type | tuple[type, ...], type[Kept] | None], ...] = (
+    (random.SystemRandom, None),
     (dict, KeptDict),
     ((list, deque), KeptList),
     (set, KeptSet),

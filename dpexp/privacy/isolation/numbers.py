@@ -25,7 +25,7 @@ def numbers_stay(module: nn.Module, around: Surroundings) -> Iterator[None]:
             out.
     """
     fixed = [*((f"the parameter {name}", parameter) for name, parameter in module.named_parameters()), *around.tensors]
-    plain = [(name, tensor) for name, tensor in fixed if tensor.layout == torch.strided and not tensor.is_meta]
+    plain = [(name, t) for name, t in fixed if t.layout == torch.strided and not (t.is_meta or t.is_quantized)]
     copies = [tensor.detach().clone() for _, tensor in plain]
     try:
         yield

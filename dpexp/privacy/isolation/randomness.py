@@ -22,14 +22,19 @@ def own_randomness(device: torch.device, stream: KeyStream) -> Iterator[None]:
     """
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        seed_everything(stream)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(int(stream.words(1)))
+        renew(device, stream)
         try:
             yield
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+def renew(device: torch.device, stream: KeyStream) -> None:
+    """The generators go on from other states, that of a device too."""
+    seed_everything(stream)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(int(stream.words(1)))
 
 
 def seed_everything(stream: KeyStream) -> None:

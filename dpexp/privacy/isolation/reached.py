@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dpexp.privacy.isolation.kept import Kept, KeptAttributes, KeptDict, KeptTensor, kind_of, slot
 
@@ -64,7 +65,7 @@ class Reached:
         self.kept: list[Kept] = []
         self._empty: list[tuple[dict, Kept | None, Any, bool]] = []  # as most dictionaries of modules are
         self._bare: list[OrderedDict] = []  # without attributes
-        self._bodies: list[tuple[Any, type, dict | None]] = []
+        self._bodies: list[tuple[Any, type, dict | None]] = []  # None: they have none
         self._functions: list[tuple[Any, ...]] = []
         self._module, self._fixed = module, {id(tensor) for tensor in fixed}
         self.known = {*_GLOBAL, *self._fixed}
@@ -94,7 +95,7 @@ class Reached:
             if thing.__class__ is not kind:
                 object.__setattr__(thing, "__class__", kind)
                 changed.append(f"the class of a {kind.__name__}")
-            if getattr(thing, "__dict__", None) is not attributes:
+            if attributes is not None and thing.__dict__ is not attributes:
                 object.__setattr__(thing, "__dict__", attributes)
                 changed.append(f"the attributes of a {kind.__name__}")
         for function, *before in self._odd_functions():
@@ -115,7 +116,7 @@ class Reached:
         return [
             (thing, kind, attributes)
             for thing, kind, attributes in self._bodies
-            if thing.__class__ is not kind or getattr(thing, "__dict__", None) is not attributes
+            if thing.__class__ is not kind or (attributes is not None and thing.__dict__ is not attributes)
         ]
 
     def _odd_functions(self) -> list[tuple[Any, ...]]:
@@ -136,7 +137,7 @@ class Reached:
                 else:
                     self._bare.append(thing)
             elif _has_body(thing):
-                self._bodies.append((thing, thing.__class__, getattr(thing, "__dict__", None)))
+                self._bodies.append((thing, thing.__class__, thing.__dict__ if _has_dict[type(thing)] else None))
                 if isinstance(thing, types.FunctionType):
                     self._functions.append((thing, *_of_function(thing)))
             if type(thing) in _DICTS:  # nearly all that modules hold, and nearly always empty
@@ -146,7 +147,7 @@ class Reached:
                 self.kept.append(kept := KeptDict(thing, parent, key, own or key in _OF_MODULES))
                 ways += [(v, kept, name, False) for name, v in thing.items() if type(v) not in _ATOMS]
                 continue
-            if isinstance(thing, Tensor) and thing.is_inference():
+            if is_lazy(thing) or (isinstance(thing, Tensor) and thing.is_inference()):
                 ways.append((vars(thing), parent, key, True))  # nothing else of it can change
                 continue
             if isinstance(thing, type):
@@ -195,7 +196,7 @@ def _behind(proxy: Any) -> Any:
 
 def _has_body(thing: Any) -> bool:
     """Whether its class and its dictionary of attributes might be exchanged."""
-    if isinstance(thing, type) or type(getattr(thing, "__dict__", {})) is not dict:
+    if isinstance(thing, type):
         return False
     return isinstance(thing, nn.Module | types.FunctionType) or _is_open[type(thing)]
 
@@ -247,7 +248,16 @@ def _in_slots(thing: Any) -> list[tuple[Any, Any]]:
 
 
 def _own(thing: Any) -> list[tuple[Any, Any]]:
-    return [(_OWN, vars(thing))] if hasattr(thing, "__dict__") else []
+    return [(_OWN, thing.__dict__)] if _has_dict[type(thing)] else []
+
+
+class _HasDict(dict[type, bool]):
+    """Whether objects of a type have a dictionary of attributes, and show it: not one that a property makes up."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), None)
+        self[kind] = isinstance(found, types.GetSetDescriptorType | types.MemberDescriptorType)
+        return self[kind]
 
 
 class _Openness(dict[type, bool]):
@@ -276,4 +286,4 @@ class _Slots(dict[type, tuple[str, ...]]):
         return self[kind]
 
 
-_is_open, _slots = _Openness(), _Slots()
+_is_open, _slots, _has_dict = _Openness(), _Slots(), _HasDict()
