@@ -313,6 +313,37 @@ def test_places_are_taken_where_sampling_relies_on_n(dpexp_job):
     assert found_by(output)["canaries"] == 100
 
 
+class Own(pl.LightningModule):
+    """Has two arguments in its step, a loss by name that it logs, dropout, and an optimizer of its own."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Flatten(),
+            torch.nn.Linear(64, 200),
+            torch.nn.Dropout(0.1),
+            torch.nn.Tanh(),
+            torch.nn.Linear(200, 10),
+        )
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_modules_of_ones_own_are_audited(dpexp_job):
+    own = ("model._target_=tests.test_membership.Own", "privacy.enabled=false", "sampling.steps=60", "audit.attacked=2")
+    found = found_by(dpexp_job("audit", *QUICK, *own, "tracking=none", "privacy.noise_multiplier=null"))
+    assert found["canaries"] == 200 and found["share_right_low"] > 0.6
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

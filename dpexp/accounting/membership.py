@@ -132,7 +132,8 @@ def membership(
     Args:
         scores: [A, k] of the canaries in A trainings, of which 0 divides those taken for in from those for out;
             included: [A, k], by fair coins, none of which had a part in a score but by way of its own training's model.
-        ledger: of one of the trainings, which were all alike; None if they were not private.
+        ledger: of that training which released the most, of a plan that they had in common; None if they were not
+            private.
         spent: see Membership.
 
     All A trainings are one release with m = A k coins, each of which is in one of them, so that theorems on m coins

@@ -74,10 +74,10 @@ def attacked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[M
     if plan is None:
         result = membership(scores, coins[:first], None, deltas, confidence=cfg.audit.confidence)
         return result, membership_figure(result, None)
-    own = [output / "ledger.jsonl"] if cfg.train else []
-    together = joined([read_ledger(ledger) for ledger in (*own, *ledgers)])
-    accountant, claimed = accountants(cfg, plan)[0], read_ledger(ledgers[0])
-    spent = epsilon(together, cfg.privacy.delta, accountant)
+    written, accountant = [read_ledger(ledger) for ledger in ledgers], accountants(cfg, plan)[0]
+    claimed = max(written[:first], key=len)  # trainer.max_time may end some of them early
+    own = [read_ledger(output / "ledger.jsonl")] if cfg.train else []
+    spent = epsilon(joined(own + written), cfg.privacy.delta, accountant)
     result = membership(scores, coins[:first], claimed, deltas, accountant, cfg.audit.confidence, spent)
     return result, membership_figure(result, claimed, accountant)
 

@@ -1,4 +1,4 @@
-"""Natural canaries: records of the test set with a wrong label, the easiest to find among the data.
+"""Natural canaries: records of the test set with a wrong label, which are easy to find among the data.
 
 They come from the test set because that is public (docs/guarantee.md): what an attacker gets tells of canaries more
 than the models do, and of all other records no more.
