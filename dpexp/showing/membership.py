@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.membership import Membership
 from dpexp.accounting.tradeoff import type_two_errors
+from dpexp.showing.rounding import up
 
 _LEAST = 1e-3  # of the rates drawn on a logarithmic scale
 
@@ -23,7 +24,7 @@ def membership_figure(found: Membership, ledger: Ledger | None, accountant: str 
     right.set(xscale="log", yscale="log", xlim=(_LEAST, 1), ylim=(_LEAST, 1.1))
     left.legend(fontsize="small", loc="lower right")
     low, high = found.interval
-    allowed = "" if ledger is None else f", {found.share_allowed:.1%} allowed"
+    allowed = "" if ledger is None else f", {up(100 * found.share_allowed, 4)}% allowed"
     figure.suptitle(
         f"{found.coins} coins of mislabelled records; {found.right / found.coins:.1%} guessed right "
         f"({low:.1%} to {high:.1%}{allowed})" + (": the claim is refuted" if found.exceeded else ""),
