@@ -281,6 +281,9 @@ def test_its_trainings_are_accounted_with_the_jobs(dpexp_job, tmp_path):
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
     (charge,) = charges_in(uri, "digits")
     assert len(charge.ledger) == 12 == len(charge_at(output).ledger) and not charge.lost
+    output.rename(output.with_name("away"))
+    (charge,) = charges_in(uri, "digits")
+    assert len(charge.ledger) == 12 and not charge.lost, "from what the store was sent"
     run = MlflowClient(uri).get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/share_right"] == result["audit"]["share_right"]
     assert run.data.metrics["epsilon"] == result["epsilon"]["pld"]
