@@ -1,121 +1,120 @@
-"""What a membership attacker gets from models of digits, beside what ε allows.
+"""What a membership attacker gets from models of digits and of Adult, beside what ε allows: audits of six jobs.
 
-    PYTHONPATH=. python benchmarks/membership.py [MODELS] [FIGURE.png]
+    PYTHONPATH=. python benchmarks/membership.py [ADULT] [OUTPUT]
 
-300 records of the training set get a wrong label, and each is included in a training by a fair coin: the easiest to
-find out about. The attacker sees the final model alone, as a black box: the loss of each of them. For every ε several
-models are trained. Each is attacked with the others as reference models, by likelihood ratio (Carlini et al. 2022,
-arXiv 2112.03570, its online attack): of log(p/(1-p)), with p the probability that a model gives the wrong label, a
-Gaussian is fitted to the reference models that had the record, and one to those that had not.
+ADULT is a folder with adult.data, adult.test and adult.names of the UCI repository; without it, digits alone. OUTPUT
+is for the jobs' folders, with a figure each; by default outputs/membership.
 """
 
-import logging
+import json
+import math
+import os
+import subprocess
 import sys
-import tempfile
 import time
-import warnings
 from pathlib import Path
 
-import numpy as np
-import pytorch_lightning as pl
 import torch
-from matplotlib.figure import Figure
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
-import dpexp
-from dpexp.accounting.accountants import delta
-from dpexp.accounting.tradeoff import type_two_errors
-from dpexp.commands.building import module_of
-from dpexp.training.data.digits import Digits
+from dpexp.training.data.tensors import TensorData
 
-CANARIES, STEPS, BATCH = 300, 100, 512
-EPSILONS = (1.0, 8.0, np.inf)
-
-
-def mislabelled():
-    """The records that stay, and those that may join, with a wrong label."""
-    x, y = Digits().train.tensors
-    chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    wrong = (y + torch.randint(1, 10, y.shape, generator=torch.Generator().manual_seed(1))) % 10
-    few, others = chosen[:CANARIES], chosen[CANARIES:]
-    return (x[others], y[others]), (x[few], wrong[few])
-
-
-def trained(cfg, plan, included, stay, join):
-    """log(p/(1-p)) of each canary's wrong label [CANARIES], by a model that met the included ones."""
-    data = TensorDataset(torch.cat([stay[0], join[0][included]]), torch.cat([stay[1], join[1][included]]))
-    module = module_of(cfg)
-    with tempfile.TemporaryDirectory() as folder:
-        private = [dpexp.PrivacyCallback(plan, Path(folder) / "ledger.jsonl", physical_batch=2048)] if plan else []
-        pl.Trainer(
-            accelerator="cpu", max_epochs=-1, max_steps=STEPS, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=private,
-        ).fit(module, DataLoader(data, BATCH, shuffle=True))  # fmt: skip
-    module.eval()
-    with torch.no_grad():
-        log_p = module(join[0]).double().log_softmax(1).gather(1, join[1][:, None])[:, 0]
-    return (log_p - torch.log(-torch.expm1(log_p.clamp(max=-1e-12)))).numpy()
+EPSILONS = (1.0, 8.0, math.inf)
+JOBS = {  # δ, and what else is not the default
+    "digits": (1e-4, "data=digits", "sampling.steps=100", "audit.attacked=8"),
+    "Adult": (
+        1e-4, "data=adult", "sampling.steps=400", "sampling.expected_batch_size=512", "audit.attacked=4",
+        "audit.canaries_count=500", "optimizer=adam", "optimizer.lr=0.003", "model.hidden=[256,256]",
+    ),
+}  # fmt: skip
+CONFIGURATION = """\
+n: 4000
+shape: [{width}]
+classes: 2
+module: {{_target_: membership.Adult, root: {root}, records: 4000}}
+"""
+# Public constants by which numbers are divided; those of capital after a logarithm.
+SCALES = {
+    "age": 100, "fnlwgt": 1.5e6, "education-num": 16, "capital-gain": 12, "capital-loss": 9, "hours-per-week": 100,
+}  # fmt: skip
 
 
-def likelihood_ratios(found, coins):
-    """[models, CANARIES] scores, each model's by the other models."""
-    scores = np.empty_like(found)
-    for k in range(len(found)):
-        others = np.arange(len(found)) != k
-        logs = []
-        for had in (True, False):
-            seen = np.where((coins == had)[others], found[others], np.nan)
-            mean = np.nanmean(seen, 0)
-            sd = np.sqrt(np.nanmean((seen - mean) ** 2))  # one for all canaries: there are few reference models
-            logs.append(-(((found[k] - mean) / sd) ** 2) / 2 - np.log(sd))
-        scores[k] = logs[0] - logs[1]
-    return scores
+class Adult(TensorData):
+    """The first so many of the training and of the test records of UCI's census income, categories as adult.names lists
+    them: so few that a model without privacy learns some by heart."""
 
+    def __init__(self, root: str, records: int, batch_size: int = 256, workers: int = 0) -> None:
+        fields = categories(Path(root))
+        train, test = (self.read(Path(root) / f"adult.{part}", fields, records) for part in ("data", "test"))
+        super().__init__(train, test, batch_size, workers)
 
-def main():
-    models = int(sys.argv[1]) if len(sys.argv) > 1 else 16
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    stay, join = mislabelled()
-    rng = np.random.default_rng(0)
-    coins = np.array([rng.permutation(models) < models / 2 for _ in range(CANARIES)]).T  # each in half of the models
-    figure = Figure(figsize=(6, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="type I error", ylabel="type II error")
-    alpha = np.concatenate([np.geomspace(1e-3, 0.05, 40), np.linspace(0.05, 1, 100)])
-    for color, epsilon in zip(("C0", "C1", "C3"), EPSILONS, strict=True):
-        began = time.perf_counter()
-        private = np.isfinite(epsilon)
-        called = f"ε = {epsilon:g}" if private else "without privacy"
-        asked = [f"privacy.epsilon={epsilon}"] if private else ["privacy.enabled=false"]
-        cfg = dpexp.compose("model=mlp", f"sampling.steps={STEPS}", "privacy.delta=1e-4", *asked)
-        plan = dpexp.plan(cfg) if private else None
-        found = []
-        for k, included in enumerate(coins):
-            pl.seed_everything(k, verbose=False)
-            found.append(trained(cfg, plan, torch.from_numpy(included), stay, join))
-        scores = likelihood_ratios(np.array(found), coins)
-        yes, no = scores[coins], scores[~coins]
-        right = ((yes > 0).sum() + (no <= 0).sum()) / scores.size
-        at = {rate: (yes > np.quantile(no, 1 - rate)).mean() for rate in (0.01, 0.1)}
-        thresholds = np.quantile(scores, np.linspace(0, 1, 200))
-        errors = np.array([[(no > t).mean(), (yes <= t).mean()] for t in thresholds])
-        axes.plot(*errors.T, ".", markersize=3, color=color, label=f"the attacker, {called}")
-        allowed = ""
-        if plan is not None:
-            curve = type_two_errors(plan.ledger(), alpha.tolist())
-            axes.plot(alpha, curve, color=color, label=f"no attacker below, {called}")
-            tenth = {rate: 1 - type_two_errors(plan.ledger(), [rate])[0] for rate in at}
-            allowed = f" (allowed {(1 + delta(plan.ledger(), 0.0)) / 2:.1%}; {tenth[0.01]:.1%}, {tenth[0.1]:.1%})"
-        print(
-            f"{called}: {right:.1%} of {scores.size} coins guessed right; found {at[0.01]:.1%} at 1 % and "
-            f"{at[0.1]:.1%} at 10 % false alarms{allowed}; {models} models in {time.perf_counter() - began:.0f} s",
-            flush=True,
+    @staticmethod
+    def read(path: Path, fields: dict[str, list[str]], records: int) -> tuple[Tensor, Tensor]:
+        lines = [line for line in path.read_text().splitlines() if line.count(",") == 14]
+        rows = [line.strip(" .").split(", ") for line in lines[:records]]
+        return torch.tensor([numbers(row, fields) for row in rows]), torch.tensor(
+            [int(row[-1] == ">50K") for row in rows]
         )
-    axes.plot([0, 1], [1, 0], ":", color="grey", linewidth=0.8, label="guessing")
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-    if len(sys.argv) > 2:
-        figure.savefig(sys.argv[2], dpi=150)
+
+
+def categories(root: Path) -> dict[str, list[str]]:
+    """Those of each field, in the order of the fields; none of a number."""
+    found = {}
+    for line in (root / "adult.names").read_text().splitlines():
+        name, colon, values = line.partition(":")
+        if colon and not line.startswith("|"):
+            found[name] = [] if "continuous" in values else values.strip(" .").split(", ")
+    return found
+
+
+def numbers(row: list[str], fields: dict[str, list[str]]) -> list[float]:
+    """A record; what is unknown (?) is in no category."""
+    found = []
+    for value, (name, known) in zip(row, fields.items(), strict=False):
+        if known:
+            found += [float(value == category) for category in known]
+        else:
+            number = math.log1p(float(value)) if name.startswith("capital") else float(value)
+            found.append(number / SCALES[name])
+    return found
+
+
+def audited(folder: Path, configurations: Path, *overrides: str) -> dict[str, float]:
+    """The audit's result, of a job of its own."""
+    command = [
+        sys.executable, "-m", "dpexp", "audit", "--config-dir", str(configurations), "audit=mislabelled", "model=mlp",
+        "tracking=none", "+trainer.enable_progress_bar=false", f"hydra.run.dir={folder}", *overrides,
+    ]  # fmt: skip
+    found_here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=found_here)
+    return json.loads((folder / "result.json").read_text())["audit"]
+
+
+def main() -> None:
+    adult = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else None
+    output = Path(sys.argv[2] if len(sys.argv) > 2 else "outputs/membership").resolve()
+    configurations = output / "conf"
+    (configurations / "data").mkdir(parents=True, exist_ok=True)
+    if adult is not None:
+        width = sum(max(1, len(known)) for known in categories(adult).values())
+        (configurations / "data" / "adult.yaml").write_text(CONFIGURATION.format(width=width, root=adult))
+    print("| | | coins guessed right | allowed | found at 1 % false alarms | allowed | ε at least | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, (delta, *overrides) in JOBS.items():
+        for epsilon in EPSILONS if name == "digits" or adult else ():
+            began = time.perf_counter()
+            folder = output / f"{name.lower()}-{epsilon:g}"
+            found = audited(folder, configurations, *overrides, f"privacy.delta={delta}", f"privacy.epsilon={epsilon}")
+            private = math.isfinite(epsilon)
+            allowed = [found[f"{key}_allowed"] for key in ("share_right", "tpr_at_fpr_0.01")]
+            most = [f"{value:.1%}" if private else "" for value in allowed]
+            least = found[f"epsilon_at_least/delta_{delta:g}"]
+            print(
+                f"| {name} | {f'ε = {epsilon:g}' if private else 'not private'} | {found['share_right']:.1%} "
+                f"({found['share_right_low']:.1%} to {found['share_right_high']:.1%}) | {most[0]} "
+                f"| {found['tpr_at_fpr_0.01']:.1%} | {most[1]} | {least:.2g} | {time.perf_counter() - began:.0f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -90,8 +90,12 @@ class Checkpoint:
 
 @dataclass
 class Audit:
+    """`attacked`, `references`: trainings with mislabelled canaries, whose coins the attacker guesses, and knows."""
+
     canaries: str = "dirac"
     canaries_count: int = 4000
+    attacked: int | None = None
+    references: int | None = None
     deltas: list[float] = MISSING
     confidence: float = 0.95
 
@@ -164,6 +168,12 @@ def exposed(cfg: Any) -> str | None:
     if cfg.privacy.noise_seed is not None:
         return "the noise seed is known"
     return "unsafe diagnostics" if cfg.diagnostics == "unsafe" else None
+
+
+def audit_trainings(cfg: Any) -> int:
+    """How many trainings on the data, besides the job's own, its audit shows something of."""
+    audit = OmegaConf.select(cfg, "audit")  # older configurations have none
+    return audit.attacked + audit.references if audit is not None and audit.canaries == "mislabelled" else 0
 
 
 def tracking_uri() -> str:

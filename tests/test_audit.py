@@ -211,7 +211,8 @@ def test_help_on_audit_is_of_the_command_and_the_group():
     [
         (["privacy.enabled=false"], "there is none"),
         (["audit.canaries_count=10"], "at least 100"),
-        (["audit.canaries=mislabelled"], "known: dirac"),
+        (["audit.canaries=swapped"], "known: dirac, mislabelled"),
+        (["audit.references=8"], "is of audit=mislabelled"),
         (["audit.confidence=1"], "strictly between"),
     ],
 )

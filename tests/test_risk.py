@@ -103,6 +103,33 @@ def test_the_gaussian_mechanism(mu):
         assert exact * (1 - 1e-9) <= true_positives(losses, fpr) <= min(exact * (1 + 2e-3), exact + 2e-3)
 
 
+@pytest.mark.parametrize("z", [1e-3, 0.01, 0.019, 0.021, 0.1, 0.5, 2.0])
+def test_one_sampled_round_in_closed_form(z):
+    """(1-q)N(0, 1) + qN(1/z, 1) against N(0, 1): δ(0) = q(2Φ(1/2z) - 1), and 1 is never said of it."""
+    for q in (0.01, 0.5):
+        exact = q * (2 * norm.cdf(0.5 / z) - 1)
+        assert exact <= largest_advantage(ledger(z, q, 1)) <= exact * (1 + 1e-3)
+        exact = brentq(lambda t: norm.sf(t) - 0.01, -10, 10)
+        exact = (1 - q) * 0.01 + q * norm.sf(exact - 1 / z)
+        assert exact * (1 - 1e-9) <= largest_tpr(ledger(z, q, 1), 0.01) <= exact + 0.01
+
+
+@pytest.mark.parametrize(
+    "policy, adjacency, facts, most",
+    [
+        ("poisson", "add_remove", {}, 1 - 0.9**8),
+        ("poisson", "replace_one", {}, 1 - 0.9**8),
+        ("fixed_size", "replace_one", {}, 1 - 0.9**8),
+        ("truncated_poisson", "replace_null", {"maximum": 300}, 1 - 0.9**8),
+        ("shuffle", "replace_one", {"epoch": 0}, 1.0),
+    ],
+)
+def test_without_noise_whoever_was_sampled_is_found(policy, adjacency, facts, most):
+    found = risk(of(policy, adjacency, z=1e-3, rounds=8, **facts))
+    assert found.advantage == pytest.approx(most, rel=1e-9) and found.advantage >= most
+    assert found.tpr[0.01] == pytest.approx(min(1, most + 0.01), rel=1e-9)
+
+
 def directly(z, q, rounds):
     """δ(ε) by dp-accounting."""
     h = min(2e-3, 0.02 * q * math.sqrt(math.expm1(1 / z**2)))

@@ -49,6 +49,8 @@ class Guarantee(Protocol):
     def epsilon(self, delta: float) -> float:
         """ε >= 0 at which the ledger is (ε, δ)-DP."""
 
+    def __hash__(self) -> int: ...
+
 
 class Renyi:
     """Rényi DP of Poisson-sampled Gaussian rounds, and of those that are Laplace queries of all records."""

@@ -24,6 +24,7 @@ from dpexp.accounting.tradeoff import lines
 
 PARTS = (2, 8, 32)  # of m canaries, guessed are m/2, m/8 and m/32: settled before the scores are seen
 _LARGEST = 100.0  # ε, or μ, at which a search ends
+_STEEPEST = 700.0  # e^700 is still a number
 
 
 def p_value(m: int, r: int, c: int, epsilon: float, delta: float) -> float:
@@ -77,7 +78,7 @@ def inverse_of(ledger: Ledger, accountant: str = "pld") -> Inverse:
     """Of 1 - f, where f is what a ledger claims: the largest of the lines 1 - δ(ε) - e^ε x and e^-ε (1 - δ(ε) - x)
     (Dong, Roth & Su 2022, proposition 2.12). f is its own inverse, so that 1 - f(x) >= y where x >= f(1 - y)."""
     epsilon, delta = lines(guarantee(ledger, accountant)) if ledger.rounds else (np.zeros(1), np.zeros(1))
-    curve = list(zip(epsilon.tolist(), delta.tolist(), strict=True))
+    curve = [(e, d) for e, d in zip(epsilon.tolist(), delta.tolist(), strict=True) if e < _STEEPEST]
     touching = [(math.exp(e), 1 - d) for e, d in reversed(curve)]
     touching += [(math.exp(-e), math.exp(-e) * (1 - d)) for e, d in curve[1:]]
     crossings = [(high - low) / (steep - flat) for (steep, high), (flat, low) in pairwise(touching)]
@@ -201,7 +202,7 @@ def audit(
     """
     m, tests = len(scores), len(PARTS) * (len(deltas) + 4) + 1
     level = (1 - confidence) / tests
-    guesses = [_guessed(scores, included, m // part) for part in PARTS if m // part >= 2]
+    guesses = [guessed(scores, included, m // part) for part in PARTS if m // part >= 2]
     rates = _rates(scores, included, level)
     bounds = [
         Bound(
@@ -213,7 +214,7 @@ def audit(
         for d in deltas
     ]
     inverse = inverse_of(ledger, accountant)
-    p = min(_p(m, r, c, inverse) for r, c in guesses)
+    p = min(smallest_level(m, r, c, inverse) for r, c in guesses)
     yes, no = scores[included], scores[~included]
     spread = math.sqrt((yes.var(ddof=1) + no.var(ddof=1)) / 2)
     mu = float(yes.mean() - no.mean()) / max(spread, 1e-300)
@@ -232,11 +233,11 @@ def audit(
         mu_found=mu,
         mu_error=math.sqrt(1 / len(yes) + 1 / len(no) + mu**2 / (2 * m)),
         mu_bound=max(mu_bound(m, r, c, level) for r, c in guesses),
-        errors=_errors(yes, no),
+        errors=errors(yes, no),
     )
 
 
-def _guessed(scores: Array, included: Mask, r: int) -> tuple[int, int]:
+def guessed(scores: Array, included: Mask, r: int) -> tuple[int, int]:
     """(r, how many are right), of the r/2 highest scores taken for included and the r/2 lowest for not."""
     half = r // 2
     order = np.argsort(scores, kind="stable")
@@ -258,7 +259,7 @@ def _rates(scores: Array, included: Mask, level: float) -> list[tuple[float, flo
     return found
 
 
-def _errors(yes: Array, no: Array) -> Array:
+def errors(yes: Array, no: Array) -> Array:
     """(type I, type II) of whoever takes a canary above a threshold for included, for 201 thresholds."""
     thresholds = np.quantile(np.concatenate([yes, no]), np.linspace(0, 1, 201))
     return np.array([[(no > t).mean(), (yes <= t).mean()] for t in thresholds])
@@ -275,7 +276,7 @@ def _largest(holds: Callable[[float], bool]) -> float:
     return low
 
 
-def _p(m: int, r: int, c: int, inverse: Inverse) -> float:
+def smallest_level(m: int, r: int, c: int, inverse: Inverse) -> float:
     """The smallest level at which f-DP is refuted, within a tenth, from above."""
     low, high = -70.0, 0.0  # its logarithm
     while high - low > 0.1:

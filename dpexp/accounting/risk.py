@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from dpexp.accounting.accountants import guarantee
+from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.tradeoff import advantage, gaussian_bound, regret, true_positives
 
@@ -61,9 +62,23 @@ def risk(ledger: Ledger, accountant: str = "pld") -> Risk:
 
 def largest_advantage(ledger: Ledger, accountant: str = "pld") -> float:
     """Of TPR over FPR, for any test."""
-    return advantage(guarantee(ledger, accountant, anew=True)) if ledger.rounds else 0.0
+    if not ledger.rounds:
+        return 0.0
+    return min(advantage(guarantee(ledger, accountant, anew=True)), _met(ledger, accountant))
 
 
 def largest_tpr(ledger: Ledger, fpr: float, accountant: str = "pld") -> float:
     """The TPR of any test with that FPR."""
-    return true_positives(guarantee(ledger, accountant, anew=True), fpr) if ledger.rounds else fpr
+    if not ledger.rounds:
+        return fpr
+    return min(true_positives(guarantee(ledger, accountant, anew=True), fpr), fpr + _met(ledger, accountant))
+
+
+def _met(ledger: Ledger, accountant: str) -> float:
+    """How likely a record is in any of the samples: 1 - Π(1 - q). While it is in none, what is released is the same
+    with and without it, or with another in its place, so that no advantage is larger, however little noise there is."""
+    never = math.fsum(
+        count * math.log1p(-release.q) if release.q < 1 else -math.inf
+        for release, count in releases(ledger, accountant).items()
+    )
+    return min(1.0, -math.expm1(never) * (1 + 1e-12))

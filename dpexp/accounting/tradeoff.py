@@ -10,6 +10,7 @@ which is symmetric about β = α, and bounds the error of every test whichever (
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -42,6 +43,7 @@ def type_two_errors(ledger: Ledger, type_one: Sequence[float], accountant: str =
     return np.maximum(best, 0)
 
 
+@lru_cache(maxsize=1)  # μ and its regret ask for the same
 def lines(said: Guarantee) -> tuple[Array, Array]:
     """Rising ε [K] from 0 on and falling δ [K], (ε, δ)-DP being guaranteed for each; the last δ is at most TAIL, but
     where that takes an infinite ε.

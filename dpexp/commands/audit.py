@@ -19,6 +19,7 @@ from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.building import accountants, add_scheduler, callback_for, make, module_of
 from dpexp.commands.lightning import trainer_for
+from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.canaries import Canaries
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
@@ -37,8 +38,7 @@ def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Fi
     Returns:
         what came of it, and its figure.
     """
-    cfg, folder = copy.deepcopy(cfg), output / FOLDER
-    cfg.callbacks, cfg.checkpoint.every, cfg.checkpoint.resume, cfg.trainer.evaluations = {}, None, False, 0
+    cfg, folder = undisturbed(cfg), output / FOLDER
     folder.mkdir(exist_ok=True)
     (folder / "ledger.jsonl").unlink(missing_ok=True)  # of an audit that was interrupted: nothing of it was shown
     pl.seed_everything(cfg.seed, verbose=False)
@@ -49,11 +49,10 @@ def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Fi
     canaries = Canaries(module, plan, cfg.audit.canaries_count, stream)
     canaries.put_into(data)
     add_scheduler(cfg, module, plan.rounds)
-    privacy = callback_for(cfg, canaries.plan, folder)
-    trainer = trainer_for(cfg, canaries.plan, privacy, folder)
-    kept = [c for c in trainer.callbacks if not isinstance(c, Checkpoints | LastCheckpoint)]  # type: ignore[attr-defined]
-    kept.insert(kept.index(privacy) + 1, canaries)
-    trainer.callbacks = kept  # type: ignore[attr-defined]
+    privacy = callback_for(cfg, canaries.plan, folder / "ledger.jsonl")
+    trainer = keeping_nothing(cfg, canaries.plan, privacy, folder)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.insert(callbacks.index(privacy) + 1, canaries)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "data.n=.*")  # the canaries are more records
         trainer.fit(module, datamodule=data)
@@ -64,3 +63,20 @@ def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Fi
         canaries.scores(), canaries.included, ledger, deltas, accountant, cfg.audit.confidence, canaries.middle
     )
     return found, attack(found, ledger, accountant)
+
+
+def undisturbed(cfg: DictConfig) -> DictConfig:
+    """A job's configuration for the trainings of its audit: without callbacks, checkpoints and validation."""
+    cfg = copy.deepcopy(cfg)
+    cfg.callbacks, cfg.checkpoint.every, cfg.checkpoint.resume, cfg.trainer.evaluations = {}, None, False, 0
+    return cfg
+
+
+def keeping_nothing(
+    cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, folder: Path
+) -> pl.Trainer:  # fmt: skip
+    """The job's Trainer, but that it leaves no model anywhere."""
+    trainer = trainer_for(cfg, plan, privacy, folder)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Checkpoints | LastCheckpoint)]
+    return trainer

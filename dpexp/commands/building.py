@@ -234,10 +234,10 @@ def check_device(cfg: DictConfig) -> None:
         ) from error
 
 
-def callback_for(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> PrivacyCallback:
+def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
     return PrivacyCallback(
         plan,
-        output / "ledger.jsonl",
+        ledger,
         delta=cfg.privacy.delta,
         accountant=accountants(cfg, plan)[0],
         physical_batch=cfg.trainer.physical_batch,
@@ -254,6 +254,12 @@ def policy_of(cfg: DictConfig) -> Policy:
 
 def rounds_of(cfg: DictConfig) -> int:
     return cfg.sampling.steps or policy_of(cfg).rounds(cfg.sampling.epochs)
+
+
+def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
+    """Of a training without privacy, whose loader draws its samples."""
+    if hasattr(data, "batch_size"):
+        data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
 
 
 def quieten() -> None:

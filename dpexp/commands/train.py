@@ -32,9 +32,9 @@ from dpexp.commands.building import (
     make_small,
     module_of,
     plan_for,
-    policy_of,
     quieten,
     rounds_of,
+    set_batch_size,
     unsolved,
 )
 from dpexp.commands.lightning import AVERAGING, CHECKPOINT, trainer_for
@@ -42,6 +42,7 @@ from dpexp.commands.objective import check_objective, objective, objective_of
 from dpexp.commands.resume import check_resumable, completed
 from dpexp.commands.saved import CARD, keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
+from dpexp.config import audit_trainings
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.estimates import Estimates
@@ -55,6 +56,7 @@ from dpexp.training.checkpoints import LastWeights
 
 if TYPE_CHECKING:
     from dpexp.accounting.auditing import Audit
+    from dpexp.accounting.membership import Membership
 
     # MLflow is imported where it is used: a job without tracking does not wait for it
     from dpexp.tracking.run import Tracked
@@ -134,13 +136,17 @@ def _job(
     """
     if cfg.debug:
         make_small(cfg)
+    if audit_trainings(cfg):
+        from dpexp.commands.membership import canaries_of
+
+        canaries_of(cfg)  # or a sentence that says why there are none
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
     check_device(cfg)
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
-    callback = callback_for(cfg, plan, output) if plan else None
+    callback = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, callback, output)
     check_objective(cfg, module, trainer)
     return _Job(module, data, plan, trainer)
@@ -164,13 +170,14 @@ def _free(folder: Path) -> Path:
 
 
 def _at_its_end(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledger | None:
-    """What the job's ledger will hold at most, rounds included that a resumed one does again."""
+    """What the job will have released at most, rounds included that a resumed one does again, and an audit's."""
     if plan is None or cfg.data.id is None:
         return None
-    if not cfg.checkpoint.resume:
-        return plan.ledger()
-    before = ledger_so_far(output / "ledger.jsonl")
-    return replace(joined([before, plan.ledger(completed(output / CHECKPOINT))]), truncated=False)
+    own, audits = plan.ledger(), audit_trainings(cfg)
+    if cfg.checkpoint.resume:
+        before = ledger_so_far(output / "ledger.jsonl")
+        own = replace(joined([before, plan.ledger(completed(output / CHECKPOINT))]), truncated=False)
+    return joined([*([own] if cfg.train or not audits else []), *[plan.ledger()] * audits])
 
 
 def _track(
@@ -199,8 +206,8 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         tracked.logger.rounds = lambda: trainer.global_step
     if hasattr(data, "workers"):
         data.workers = cfg.trainer.workers
-    if plan is None and hasattr(data, "batch_size"):
-        data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
+    if plan is None:
+        set_batch_size(cfg, data)
     started = time.monotonic()
     released = [one for one in trainer.callbacks if isinstance(one, PrivacyCallback)]  # type: ignore[attr-defined]
     named = cfg.data.id is not None and plan is not None
@@ -238,15 +245,23 @@ def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]
     return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 
 
-def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "Audit | None":
-    if cfg.audit is None or plan is None:
+def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "Audit | Membership | None":
+    if cfg.audit is None:
         return None
-    from dpexp.commands.audit import audited
+    found: Audit | Membership
+    if audit_trainings(cfg):
+        from dpexp.commands.membership import attacked
 
-    audit, figure = audited(cfg, plan, output)
+        found, figure = attacked(cfg, plan, output)
+        terminal.attacked(found, audit_trainings(cfg), cfg.privacy.delta)
+    else:
+        from dpexp.commands.audit import audited
+
+        assert plan is not None  # without one there is no claim, and `check` has said so
+        found, figure = audited(cfg, plan, output)
+        terminal.audited(found, plan.sampling.name, plan.sampling.q)
     figure.savefig(output / "audit.png", dpi=150)
-    terminal.audited(audit, plan.sampling.name, plan.sampling.q)
-    return audit
+    return found
 
 
 def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
@@ -285,6 +300,8 @@ def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path
 def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
     """train=false: what training would cost."""
     if plan is None:
+        if audit_trainings(cfg):
+            return _result(cfg, None, None, rounds_of(cfg), {}, 0.0)
         raise ConfigError("train=false has nothing to plan with privacy.enabled=false.")
     return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
 

@@ -14,8 +14,11 @@ from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_de
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.asked import check_kind, check_noise, check_norms, check_schedules, check_targets, claimed, sampled
+from dpexp.privacy.sampling import POLICIES
 from dpexp.privacy.schedules import schedule
 
+CANARIES = ("dirac", "mislabelled")
+TRAININGS = {"attacked": 1, "references": 4}  # of an audit with mislabelled canaries, and at least how many
 DIAGNOSTICS = ("none", "unsafe")
 OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "clip", "allocation")
 LONGEST_ID = 250
@@ -108,19 +111,38 @@ def _check_trainer(trainer: DictConfig) -> None:
 
 def _check_audit(cfg: DictConfig) -> None:
     audit = cfg.audit
-    if audit.canaries != "dirac":
-        raise ConfigError(
-            f"audit.canaries={audit.canaries} is unknown; known: dirac. What attackers get from mislabelled records, "
-            "benchmarks/membership.py shows."
-        )
-    if not cfg.privacy.enabled:
-        raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
+    if audit.canaries not in CANARIES:
+        raise ConfigError(f"audit.canaries={audit.canaries} is unknown; known: {', '.join(CANARIES)}.")
     if audit.canaries_count < 100:
         raise ConfigError(f"audit.canaries_count={audit.canaries_count} must be at least 100; fewer show nothing.")
     if not 0 < audit.confidence < 1:
         raise ConfigError(f"audit.confidence={audit.confidence} must lie strictly between 0 and 1.")
     for delta in audit.deltas:
         check_delta(delta)
+    if audit.canaries == "mislabelled":
+        return _check_mislabelled(cfg)
+    if not cfg.privacy.enabled:
+        raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
+    for key in TRAININGS:
+        if audit[key] is not None:
+            raise ConfigError(f"audit.{key}={audit[key]} is of audit=mislabelled; audit=dirac takes one training.")
+
+
+def _check_mislabelled(cfg: DictConfig) -> None:
+    for key, least in TRAININGS.items():
+        if cfg.audit[key] is None or cfg.audit[key] < least:
+            raise ConfigError(f"audit.{key}={cfg.audit[key]} must be at least {least} for audit.canaries=mislabelled.")
+    if cfg.draw is not None:
+        raise ConfigError(
+            "audit=mislabelled shows what comes of every trial, and the price of hydra/sweeper=private_select is for "
+            "showing the best one alone; audit that afterwards."
+        )
+    policy, adjacency = cfg.sampling.policy, cfg.privacy.adjacency
+    if cfg.privacy.enabled and POLICIES[policy].relies_on_n and claimed(policy, adjacency) == "replace_null":
+        raise ConfigError(
+            f"audit=mislabelled has no null record to put where a canary is left out, which is what sampling={policy} "
+            "with adjacency=replace_null compares with; choose sampling=poisson, or audit=dirac."
+        )
 
 
 def _check_accountants(names: list[str]) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, SamplingEvent, ledger_so_far
+from dpexp.accounting.membership import Membership
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
@@ -282,6 +283,42 @@ def audited(audit: Audit, sampling: str, q: float) -> None:
             "some of them only, and another may do better. Clipping and noise are tested best with sampling=all.",
             soft_wrap=True,
         )  # fmt: skip
+
+
+def attacked(audit: Membership, trainings: int, delta: float) -> None:
+    """Prints what a membership attacker got, beside what was claimed, and what it cost to find out.
+
+    Args:
+        trainings: how many the audit took; delta: at which ε of all that was shown is told.
+    """
+    private = math.isfinite(audit.spent)
+    low, high = audit.interval
+    allowed = f", {up(100 * audit.share_allowed, 4)}% allowed" if private else ""
+    console.print(
+        f"[bold]Audit[/]: {audit.coins} coins of mislabelled records; by the losses of final models the attacker "
+        f"guesses {audit.right / audit.coins:.1%} right ({low:.1%} to {high:.1%} at {audit.confidence:.0%}{allowed})",
+        soft_wrap=True,
+    )
+    table = Table("", "found", "allowed")
+    for name, found, most in (
+        ("TPR - FPR", audit.advantage, audit.advantage_allowed), ("TPR at FPR 1 %", audit.tpr, audit.tpr_allowed)
+    ):  # fmt: skip
+        table.add_row(name, f"{found:.3f}", up(most, 3))
+    for bound in audit.bounds:
+        least = f"[bold red]{bound.found:.4g}[/]" if bound.found > bound.claimed else f"{bound.found:.4g}"
+        table.add_row(f"ε at δ = {bound.delta:g}", f"at least {least}", up(bound.claimed, 4))
+    console.print(table)
+    if not private:
+        console.print("Without privacy nothing is claimed, and what is shown costs any ε.", soft_wrap=True)
+        return
+    console.print(
+        f"The whole claimed trade-off: p = {audit.p:.2g}; with the bounds on ε at {audit.confidence:.0%} together. "
+        f"{trainings} more trainings on the data had a part in this: with them, all that this job shows costs ε = "
+        f"{up(audit.spent, 4)} at δ = {up(delta, 4)}.",
+        soft_wrap=True,
+    )
+    if not audit.exceeded:
+        console.print("Nothing claimed is refuted. That proves no ε: another attacker may get more.", soft_wrap=True)
 
 
 def measured(metrics: dict[str, float]) -> None:

@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.filter import Budget, budget, rho
 from dpexp.accounting.ledger import Ledger
+from dpexp.config import audit_trainings
 from dpexp.errors import ConfigError
 from dpexp.showing.rounding import up
-from dpexp.tracking.charges import BUDGET, DATA_ID, Charge, adjacencies, charge_of, promise, runs_on
+from dpexp.tracking.charges import AUDITS, BUDGET, DATA_ID, Charge, adjacencies, charge_of, promise, runs_on
 from dpexp.tracking.store import OUTPUT
 from dpexp.tracking.underway import RUN
 
@@ -41,10 +42,15 @@ def budget_of(cfg: DictConfig) -> Budget | None:
 
 def tags_of(cfg: DictConfig) -> dict[str, str]:
     """What tells others of a run on a named data set. A run that only plans spends nothing on it."""
-    if cfg.data.id is None or not cfg.train:
+    if cfg.data.id is None or not _spends(cfg):
         return {}
-    kept = budget_of(cfg)
-    return {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
+    kept, audits = budget_of(cfg), audit_trainings(cfg)
+    about = {BUDGET: json.dumps(asdict(kept))} if kept else {}
+    return {DATA_ID: cfg.data.id} | about | ({AUDITS: str(audits)} if audits else {})
+
+
+def _spends(cfg: DictConfig) -> bool:
+    return bool(cfg.train) or audit_trainings(cfg) > 0
 
 
 @contextmanager
@@ -64,7 +70,7 @@ def reserved(cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output
     with _lock(cfg):
         if kept is not None and asked is not None:
             _refuse_overdraft(cfg, client, kept, asked, output)
-        if asked is not None and cfg.train:
+        if asked is not None and _spends(cfg):
             promise(output, asked)
         yield
 

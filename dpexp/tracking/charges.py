@@ -23,6 +23,7 @@ from dpexp.tracking.underway import BEGUN, PROMISED, RUN, under_way
 
 DATA_ID = "dpexp.data_id"  # tags
 BUDGET = "dpexp.budget"
+AUDITS = "dpexp.audit_trainings"  # on the data, besides the job's own
 RELEASED = "dpexp.released"  # "nothing", of a run that ended before its ledger was begun
 _LEDGER = "ledger.jsonl"
 _TOLD = ("ledger*.jsonl", PROMISED)
@@ -119,7 +120,7 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
         elif status == "RUNNING" and not running:
             known = replace(known, status="KILLED")  # which the next job in its experiment will tell the store
         nothing = not (folder / BEGUN).exists()
-        return _from_folder(replace(known, mark=str(folder.resolve())), folder, running, nothing)
+        return _from_folder(replace(known, mark=str(folder.resolve())), folder, running, nothing, AUDITS in tags)
     with tempfile.TemporaryDirectory() as copied:
         try:
             for artifact in client.list_artifacts(run_id):
@@ -130,7 +131,7 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
             return replace(known, note=why, lost=True, mark=run_id)
         nothing = tags.get(RELEASED) == "nothing"
         known = replace(known, mark=run_id)
-        found = _from_folder(known, Path(copied), status == "RUNNING", nothing)
+        found = _from_folder(known, Path(copied), status == "RUNNING", nothing, AUDITS in tags)
         if status not in ("RUNNING", "FINISHED") and found.ledger is not None and found.ledger.rounds:
             return _at_most(known, Path(copied), "its folder is not here, and it may have been resumed", lost=True)
         return found
@@ -150,7 +151,9 @@ def charge_at(folder: Path) -> Charge:
     if privacy.get("enabled") is False:
         return replace(known, note="it was trained without privacy", exposed="trained without privacy")
     nothing = (folder / PROMISED).exists() and not (folder / BEGUN).exists()
-    return _from_folder(known, folder, under_way(folder) is not False, nothing)
+    audit = cfg.get("audit") if isinstance(cfg, Mapping) else None
+    audits = isinstance(audit, Mapping) and audit.get("canaries") == "mislabelled"
+    return _from_folder(known, folder, under_way(folder) is not False, nothing, audits)
 
 
 def charge_from(path: Path) -> Charge:
@@ -172,16 +175,19 @@ def _is_at(folder: Path, run_id: str) -> bool:
         return False
 
 
-def _from_folder(known: Charge, folder: Path, running: bool, nothing: bool) -> Charge:
+def _from_folder(known: Charge, folder: Path, running: bool, nothing: bool, audits: bool) -> Charge:
     """
     Args:
         nothing: if there is no ledger in the folder, that is because none was begun.
+        audits: the job's audit trains on the data too, of which its ledger knows nothing.
     """
     begun = sorted(folder.glob(_TOLD[0]))
     if running:
         return _at_most(known, folder, "it is running", lost=False)
     if not begun and nothing:
         return replace(known, ledger=Ledger("", {}), note="it ended before its first round")
+    if audits:
+        return _at_most(known, folder, "its audit trains on the data too", lost=False)
     if folder / _LEDGER not in begun:
         return _at_most(known, folder, "its ledger is missing", lost=True)
     found = _from_ledgers(known, begun)

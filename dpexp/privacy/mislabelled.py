@@ -1,0 +1,131 @@
+"""Natural canaries: records of the test set with a wrong label, which are easy to find among the data.
+
+They come from the test set because that is public (docs/guarantee.md): what an attacker gets tells of canaries more
+than the models do, and of all other records no more.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.delivery import sampled_dataset
+from dpexp.privacy.plan import PrivacyPlan
+
+FEWEST = 100  # that show anything
+_WHO = "audit.canaries=mislabelled"
+
+
+class Canary(NamedTuple):
+    """A record (x, y) with a wrong y, and with the right one."""
+
+    wrong: Any
+    right: Any
+
+
+def mislabelled(data: pl.LightningDataModule, count: int, seed: int) -> list[Canary]:
+    """At most so many records of the test set, each with another label than its own, of those that the others have.
+    Which records, and which labels, follows from the seed: both are public.
+
+    Raises:
+        ConfigError: there are no records with labels, or too few.
+    """
+    dataset = _public(data)
+    choice = np.random.default_rng(seed)
+    items = [dataset[int(k)] for k in choice.permutation(len(dataset))[:count]]  # type: ignore[arg-type]
+    if len(items) < FEWEST:
+        raise ConfigError(
+            f"{_WHO} takes at least {FEWEST} records of the test set, and data.module's has {len(items)}; fewer show "
+            "nothing."
+        )
+    labels = [_label(item) for item in items]
+    classes = sorted(set(labels))
+    if len(classes) < 2:
+        raise ConfigError(f"{_WHO} needs records of several classes; all that were chosen have the label {labels[0]}.")
+    return [
+        Canary(_relabelled(item, int(choice.choice([other for other in classes if other != label]))), item)
+        for item, label in zip(items, labels, strict=True)
+    ]
+
+
+def put_into(
+    data: pl.LightningDataModule, canaries: Sequence[Canary], included: Sequence[bool], plan: PrivacyPlan | None
+) -> None:  # fmt: skip
+    """Lets a data module's training loader give the included canaries too.
+
+    They come on top of the records. Where sampling relies on n, they take the places of records, and a canary that is
+    not included stands there with its right label.
+    """
+    given = data.train_dataloader
+    replacing = plan is not None and plan.sampling.relies_on_n
+
+    def train_dataloader() -> DataLoader:
+        loader = given()
+        dataset = sampled_dataset(loader)
+        size = len(dataset)  # type: ignore[arg-type]
+        if replacing and size < len(canaries):
+            raise ConfigError(
+                f"audit.canaries_count={len(canaries)} canaries do not fit into a training set of {size} records, "
+                "whose places they take; ask for fewer."
+            )
+        kept = size - len(canaries) if replacing else size
+        pairs = zip(canaries, included, strict=True)
+        more = [canary.wrong if is_in else canary.right for canary, is_in in pairs if is_in or replacing]
+        return DataLoader(
+            ConcatDataset([Subset(dataset, range(kept)), more]),  # type: ignore[list-item]
+            batch_size=loader.batch_size,
+            shuffle=True,
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+
+    data.train_dataloader = train_dataloader  # type: ignore[method-assign]
+
+
+def one_by_one(data: pl.LightningDataModule, canaries: Sequence[Canary]) -> DataLoader:
+    """The canaries as training would meet them: each a batch of one."""
+    return DataLoader([canary.wrong for canary in canaries], 1, collate_fn=data.train_dataloader().collate_fn)  # type: ignore[arg-type]
+
+
+def _public(data: pl.LightningDataModule) -> Dataset:
+    """The test set."""
+    data.prepare_data()
+    data.setup("test")
+    loader = data.test_dataloader()
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            f"{_WHO} takes records of the test set, for which data.module's test_dataloader must give one DataLoader "
+            f"over a data set that can be indexed; it gives a {type(loader).__name__}."
+        )
+    return loader.dataset
+
+
+def _label(item: Any) -> int:
+    y = item[1] if type(item) in (tuple, list) and len(item) == 2 else None
+    if isinstance(y, Tensor) and y.dim() == 0 and y.dtype in _WHOLE:
+        return int(y)
+    if isinstance(y, int | np.integer) and not isinstance(y, bool):
+        return int(y)
+    found = f"{type(y).__name__}" if y is not None else f"{type(item).__name__} without such a pair"
+    raise ConfigError(
+        f"{_WHO} needs records (x, y) with a whole number y, and data.module's test set has a {found}; audit=dirac "
+        "takes any."
+    )
+
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _relabelled(item: Any, label: int) -> Any:
+    x, y = item
+    if isinstance(y, Tensor):
+        return type(item)((x, torch.full_like(y, label)))
+    return type(item)((x, type(y)(label)))
