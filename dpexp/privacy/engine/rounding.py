@@ -16,8 +16,9 @@ to first order in u; so that
 4. such a vector is added to a sum in T steps, each of which rounds what it has come to: in all by up to T u times
    c Σ_t ‖g_t‖ ‖x_t‖, which cancellation may make far larger than the vector. That counts as part of its norm.
 5. a record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
-6. where what is allowed for 3 and 4 is more than LOOSE of a clipped record's norm, its factors are taken in float64.
-   Else a vector that all but cancels would be clipped to far less than where it is held, and its norm is its own.
+6. where what is allowed for 3 and 4 is more than LOOSE of a record's norm, and the clip rule would answer otherwise
+   without, its factors are taken in float64. Else a vector that all but cancels would be clipped to far less than where
+   it is held, and its norm is its own.
 
 `clip_factors` takes from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can. By S
 less that, divided by such a norm, it bounds c, whatever the clip rule (`dpexp.privacy.clips`). What is left, and is no
