@@ -130,7 +130,7 @@ def test_a_batch_by_name_is_trained_with_the_models_own_loss():
     torch.manual_seed(0)
     model = of("BertForSequenceClassification")(False)
     module, batch = Classifier(model, torch.optim.Adam), classified()
-    module.log = lambda *_: None
+    module.log = lambda *_, **__: None
     assert module.training_step(batch) == model(**batch).loss
     measured = {}
     module.log_dict = lambda values, **_: measured.update(values)
