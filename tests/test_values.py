@@ -230,6 +230,27 @@ def test_one_round_holds_gradients_metrics_and_their_cost(dpexp_job, read_lines)
     assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
 
 
+def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
+    """Read with json alone: one sampling event, all queries, and the cost of each round that of the planned z."""
+    output = dpexp_job(
+        "group=per_layer", "model=mlp", "bound=adaptive", "allocation=measured",
+        "metrics.release={train_loss: {S: 4, share: 0.1}}", *SMALL[1:], "privacy.noise_multiplier=1.0",
+    )  # fmt: skip
+    lines = read_lines(output / "ledger.jsonl")
+    specs = [line for line in lines if isinstance(line, dict) and "spec" in line]
+    assert [line[1] for line in lines if isinstance(line, list)] == [0, 1, 2, 3] and len(specs) == 4
+    for spec in specs:
+        assert spec["sampling"]["policy"] == "poisson"
+        assert [query["group"] for query in spec["queries"]] == ["model.1", "model.3", "train_loss", "unclipped"]
+        ratios = [(query["S"] / query["sigma"]) ** 2 for query in spec["queries"]]
+        assert sum(ratios) == pytest.approx(1.0) and ratios[2:] == pytest.approx([0.1, 0.01])
+    accountant = PLDAccountant()
+    q = specs[0]["sampling"]["q"]
+    accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(1.0)), 4)
+    epsilon = json.loads((output / "result.json").read_text())["epsilon"]["pld"]
+    assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
+
+
 def test_a_run_shows_what_it_released(dpexp_job, tmp_path):
     output = dpexp_job(ASKED, *SMALL[:3], "privacy.noise_multiplier=1.0")
     result = json.loads((output / "result.json").read_text())
