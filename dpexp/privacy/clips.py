@@ -7,7 +7,8 @@ one that drops long records may drop one that is a trifle shorter than it says.
 
 What is added is min(c, S/x) (`dpexp.privacy.engine.clipping.clip_factors`), which for these rules is c but for
 rounding; and a rule sees one norm at a time. So neither the bound, nor that a record's factor depends on no other
-record, rests on a rule's promise, be it one of yours: the noise fits whatever it answers.
+record, rests on a rule's promise, be it one of yours: the noise fits whatever it answers. But a rule must not jump: the
+last digits of a norm may vary with how many records are processed together.
 
 A rule is a frozen dataclass with a `name`; its other fields are shown with the plan.
 """
