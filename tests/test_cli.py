@@ -362,7 +362,7 @@ def test_help_lists_commands_groups_and_values(tmp_path):
     for line in (
         "group: conv_fc, custom, flat, per_layer",
         "mechanism: joint, separate",
-        "bound: dimension, fixed, uniform",
+        "bound: adaptive, dimension, fixed, uniform",
         "`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.",
         "  noise_multiplier: null                         # z itself",
     ):
