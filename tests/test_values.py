@@ -185,6 +185,25 @@ def test_a_record_that_gives_no_value_contributes_zero_and_one_that_gives_two_th
     assert float(found[".value loss"]) == pytest.approx(0.5 * float((x[:, 0] > 0).sum()), abs=1e-6)
 
 
+def test_a_value_may_be_given_in_a_functional_call(tmp_path):
+    class Gives(nn.Module):
+        def forward(self, x):
+            dpexp.release("loss", x.sum())
+            return x
+
+    model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
+    plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
+    x, y = data()
+
+    def loss_of(batch):
+        scores = torch.func.functional_call(model, dict(model.named_parameters()), (batch[0][None],))
+        return F.cross_entropy(scores, batch[1][None])
+
+    found = released(Engine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+    expected = sum(model[0](one).sum().clamp(-1, 1) for one in x)
+    assert float(found[".value loss"]) == pytest.approx(float(expected), abs=1e-6)
+
+
 def test_values_of_another_size_than_planned_are_said(tmp_path):
     model, batch = MODELS["together"]().double(), data()
 

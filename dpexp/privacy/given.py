@@ -105,7 +105,8 @@ def _elsewhere() -> bool:
     and another in its place."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != _PASSES:
-        if str(frame.f_globals.get("__name__")).startswith(_TRANSFORMS):
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(_TRANSFORMS) and name != "torch._functorch.functional_call":  # which is no transform
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
