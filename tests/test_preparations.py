@@ -246,7 +246,8 @@ def test_the_noise_is_that_of_the_event(kind, tmp_path):
     noise = (torch.stack(seen) - total(own, *records())).flatten()
     expected = parts[0].scale * (math.sqrt(2) if own.noise == "laplace" else 1)
     assert noise.std().item() == pytest.approx(expected, rel=4 / math.sqrt(len(noise)) * 1.5)
-    assert torch.stack(seen).unique().numel() == torch.stack(seen).numel()
+    distinct = torch.stack(seen).unique().numel()
+    assert distinct > 0.99 * torch.stack(seen).numel(), "drawn anew, but for what float32 makes equal"
 
 
 # Plan and ledger
