@@ -11,8 +11,9 @@ from dpexp.privacy import bounds
 from dpexp.privacy.clips import Abadi
 from dpexp.privacy.engine.clipping import clip_factors
 from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.parts import Part, Parts
 from dpexp.privacy.engine.rounding import gram_norms, norms
-from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, outer_products
+from dpexp.privacy.engine.uses import Convolved, Dense, Exact, OuterProducts, Rows, outer_products
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
 
@@ -161,3 +162,25 @@ def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p):
     x, g = torch.randn(2, T, d, generator=generator), torch.randn(2, T, p, generator=generator)
     true = torch.bmm(g.double().transpose(1, 2), x.double()).flatten(1).norm(dim=1)
     assert ((found := gram_norms(x, g)[0] / true) >= 1).all() and (found < 1.003).all(), found
+
+
+def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
+    """Attention's three projections, say, of which one is a product that is small enough to be held."""
+    torch.manual_seed(0)
+    B, T, d = 3, 4, 8
+    x, g = torch.randn(B, T, d), torch.randn(B, T, 5)
+    g[:, 1:] = 0
+    x[:, 1], g[:, 1] = x[:, 0], -(1 - 1e-5) * g[:, 0]  # all but cancels
+    held = torch.randn(B, 3, d) * 1e-6
+    top, bottom = Part((5, d), (d, 1), 0), Part((3, d), (d, 1), 5 * d)
+    use = Parts([(top, OuterProducts(x, g)), (bottom, Dense(held))], torch.Size((8, d)))
+    expected = torch.cat([torch.bmm(g.double().transpose(1, 2), x.double()), held.double()], 1)
+    exact = Exact(use, torch.tensor([True, False, True]))
+    found = exact.squared_norms().sqrt()
+    true = expected.flatten(1).norm(dim=1)
+    assert (found[[0, 2]] >= true[[0, 2]]).all() and (found[[0, 2]] <= 1.01 * true[[0, 2]]).all()
+    assert found[1] >= true[1]
+    total = torch.zeros(8, d)
+    c = torch.tensor([2.0, 0.0, 3.0])
+    exact.add_weighted_sum(c, total)
+    torch.testing.assert_close(total.double(), 2 * expected[0] + 3 * expected[2], atol=1e-7, rtol=1e-3)

@@ -240,7 +240,7 @@ def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]
     """The values that were released at last, and their figure."""
     from dpexp.showing.values import values_over_rounds
 
-    values_over_rounds(estimates.history).savefig(output / "released.png", dpi=150)
+    values_over_rounds(estimates).savefig(output / "released.png", dpi=150)
     smoothed = {name: estimates.smoothed(name) for name in estimates.history}
     return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 

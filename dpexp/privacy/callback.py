@@ -275,7 +275,7 @@ class PrivacyCallback(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
-        self.estimates.history = state_dict.get("values", {})
+        self.estimates = Estimates(state_dict.get("values"))
         if self.bounds:
             factors = state_dict.get("bounds", [])
             if len(factors) != len(self.bounds.factors):

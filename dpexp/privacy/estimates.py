@@ -21,8 +21,9 @@ class Estimates:
             numbers has d names. Also what follows from releases alone, such as adaptive bounds, with a deviation of 0.
     """
 
-    def __init__(self) -> None:
-        self.history: dict[str, list[tuple[int, float, float]]] = {}
+    def __init__(self, history: dict[str, list[tuple[int, float, float]]] | None = None) -> None:
+        self.history = history or {}
+        self._totals: dict[str, list[tuple[float, float]]] = {}  # of estimates, and of variances, up to each release
 
     def add(self, now: PrivacyPlan, completed: int, released: Mapping[str, Tensor]) -> dict[str, float]:
         """The metrics of a round's releases: each as `private/…`, its noise as `…_sd`, and smoothed as `…_smooth`.
@@ -38,11 +39,16 @@ class Estimates:
             metrics |= {f"private/{name}": estimate, f"private/{name}_sd": sd, f"private/{name}_smooth": smooth}
         return metrics
 
-    def smoothed(self, name: str) -> tuple[float, float]:
-        """The mean of the last fifth of a value's releases, and the standard deviation of its noise."""
-        recent = self.history[name][-math.ceil(len(self.history[name]) / _RECENT) :]
-        count = len(recent)
-        return sum(one for _, one, _ in recent) / count, math.hypot(*(sd for _, _, sd in recent)) / count
+    def smoothed(self, name: str, releases: int | None = None) -> tuple[float, float]:
+        """The mean of the last fifth of a value's releases, or of the first so many, and the standard deviation of its
+        noise."""
+        history, totals = self.history[name], self._totals.setdefault(name, [(0.0, 0.0)])
+        for _, estimate, sd in history[len(totals) - 1 :]:
+            totals.append((totals[-1][0] + estimate, totals[-1][1] + sd**2))
+        end = len(history) if releases is None else releases
+        count = math.ceil(end / _RECENT)
+        estimate, variance = (after - before for after, before in zip(totals[end], totals[end - count], strict=True))
+        return estimate / count, math.sqrt(max(0.0, variance)) / count
 
 
 def _of_round(now: PrivacyPlan, released: Mapping[str, Tensor]) -> Iterator[tuple[str, float, float]]:

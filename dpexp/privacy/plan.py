@@ -31,11 +31,13 @@ from dpexp.privacy.clips import Abadi, Clip, check_clip, in_words
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
-from dpexp.privacy.metrics import releases
+from dpexp.privacy.metrics import Release, releases
 from dpexp.privacy.preparations.preparation import queries
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
+
+_LARGEST_BOUND = 1e20
 
 
 @dataclass(frozen=True)
@@ -243,23 +245,12 @@ def make_plan(
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
     clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
     w = (allocation or Proportional()).shares(grouped, clipping)
-    values = releases(release or {})
-    both = sorted(set(values) & set(grouped))
-    if both:
-        raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
-    following = None
-    if isinstance(bound, Adaptive):
-        named = {vector.name for value in values.values() for vector in value.vectors}
-        if UNCLIPPED in {*values, *named, *grouped}:
-            raise ConfigError(f"bound=adaptive counts under the name {UNCLIPPED}; rename what else is called so.")
-        following = bound.following(grouped, mechanism or Separate(), allocation or Proportional())
-        values[UNCLIPPED] = following.counts(positive("bound.share", bound.share))
-        check_adaptive(schedules or {}, calibrate, noise)
-    elif isinstance(allocation, Measured):
-        raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
+    values, following = _besides(grouped, release or {}, bound, mechanism or Separate(), allocation)
     left = 1 - sum(value.share for value in values.values())
     if left <= 0:
         raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
+    if following is not None:
+        check_adaptive(schedules or {}, calibrate, noise)
     rule = Abadi() if clip is None else clip
     check_clip(rule)
 
@@ -323,7 +314,31 @@ def make_plan(
     return _checked(replace(at(solved.value), calibration=solved))
 
 
-_LARGEST_BOUND = 1e20
+def _besides(
+    grouped: Mapping[str, tuple[Vector, ...]],
+    release: Mapping[str, Any],
+    bound: Bound | None,
+    mechanism: Mechanism,
+    allocation: Allocation | None,
+) -> tuple[dict[str, Release], Following | None]:
+    """What is released besides groups of gradients, by name, and what adaptive bounds follow by it.
+
+    Raises:
+        ConfigError: names that are taken, or as `releases` and `Adaptive.following`.
+    """
+    values = releases(release)
+    both = sorted(set(values) & set(grouped))
+    if both:
+        raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
+    if not isinstance(bound, Adaptive):
+        if isinstance(allocation, Measured):
+            raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
+        return values, None
+    named = {vector.name for value in values.values() for vector in value.vectors}
+    if UNCLIPPED in {*values, *named, *grouped}:
+        raise ConfigError(f"bound=adaptive counts under the name {UNCLIPPED}; rename what else is called so.")
+    following = bound.following(grouped, mechanism, allocation or Proportional())
+    return values | {UNCLIPPED: following.counts(positive("bound.share", bound.share))}, following
 
 
 def _checked(plan: PrivacyPlan) -> PrivacyPlan:

@@ -1,7 +1,5 @@
 """Values that were released privately, over the rounds."""
 
-from collections.abc import Mapping, Sequence
-
 from matplotlib.figure import Figure
 
 from dpexp.privacy.estimates import Estimates
@@ -9,22 +7,16 @@ from dpexp.privacy.estimates import Estimates
 _MOST = 8
 
 
-def values_over_rounds(history: Mapping[str, Sequence[tuple[int, float, float]]]) -> Figure:
+def values_over_rounds(estimates: Estimates) -> Figure:
     """One panel a value: each release, and smoothed with a band of two standard deviations of its noise. Of many values
     the first eight are drawn."""
-    shown = list(history)[:_MOST]
+    shown = list(estimates.history)[:_MOST]
     figure = Figure(figsize=(6, 0.6 + 2.4 * len(shown)), layout="constrained")
     for k, name in enumerate(shown):
         axes = figure.add_subplot(len(shown), 1, k + 1, ylabel=name)
-        rounds = [at for at, _, _ in history[name]]
-        axes.plot(rounds, [value for _, value, _ in history[name]], ".", color="C0", alpha=0.35, markersize=3)
-        so_far = Estimates()
-        means, sds = [], []
-        for release in history[name]:
-            so_far.history.setdefault(name, []).append(release)
-            mean, sd = so_far.smoothed(name)
-            means.append(mean)
-            sds.append(sd)
+        rounds, values, _ = zip(*estimates.history[name], strict=True)
+        axes.plot(rounds, values, ".", color="C0", alpha=0.35, markersize=3)
+        means, sds = zip(*(estimates.smoothed(name, m + 1) for m in range(len(rounds))), strict=True)
         axes.plot(rounds, means, color="C0", label="mean of the last fifth")
         low, high = ([m + sign * 2 * sd for m, sd in zip(means, sds, strict=True)] for sign in (-1, 1))
         axes.fill_between(rounds, low, high, color="C0", alpha=0.2, label="± 2 sd of its noise")

@@ -41,9 +41,9 @@ class Use(ABC):
     def zero(self, records: Tensor) -> None:
         """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
 
+    @abstractmethod
     def in_float64(self, rows: Tensor) -> "Use":
         """Those of some records, from factors of float64."""
-        raise NotImplementedError
 
 
 class Dense(Use):
@@ -63,6 +63,9 @@ class Dense(Use):
 
     def zero(self, records: Tensor) -> None:
         self._gradients = _zeroed(self._gradients, records)
+
+    def in_float64(self, rows: Tensor) -> "Dense":
+        return Dense(self._gradients[rows].double())
 
     def flat(self) -> Tensor:
         """[B, d]."""
@@ -264,6 +267,9 @@ class Exact(Use):
     def zero(self, records: Tensor) -> None:
         self._use.zero(records)
         self._exact.zero(records[self._rows])
+
+    def in_float64(self, rows: Tensor) -> Dense:
+        return Dense(self.dense()[rows])
 
 
 def merged(uses: Sequence[Use]) -> Use:
