@@ -58,7 +58,9 @@ def releases(asked: Mapping[str, Any]) -> dict[str, Release]:
 
 def _release(key: str, name: str, entry: Any) -> Release:
     if not isinstance(entry, Mapping) or not set(entry) <= {*_KEYS} or "share" not in entry:
-        raise ConfigError(f"{key}={entry} must give S and share, such as {{S: 1, share: 0.01}}; known: {_KEYS}.")
+        raise ConfigError(
+            f"{key}={entry} must give S and share, such as {{S: 1, share: 0.01}}; known: {', '.join(_KEYS)}."
+        )
     share = positive(f"{key}.share", entry["share"])
     every = _whole(f"{key}.every", entry.get("every", 1))
     if "values" not in entry:
