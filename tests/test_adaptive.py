@@ -237,7 +237,10 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         ({"bound": Adaptive(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
         ({"bound": Adaptive(), "noise": "exact"}, r"noise=exact"),
         ({"allocation": Measured()}, r"choose bound=adaptive"),
-        ({"bound": Adaptive(), "release": {"unclipped": {"S": 1, "share": 0.1}}}, r"the name unclipped"),
+        (
+            {"bound": Adaptive(), "release": {"unclipped": {"S": 1, "share": 0.1}}},
+            r"unclipped is what bound=adaptive counts",
+        ),
         ({"bound": Adaptive(), "schedules": {"S": 0.5}}, r"schedule.S"),
     ],
 )

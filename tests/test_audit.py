@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from mlflow import MlflowClient
+from rich.progress import Progress
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -190,6 +191,19 @@ def test_the_command_fails_if_a_claim_is_refuted(dpexp_job, capsys, monkeypatch)
     with pytest.raises(SystemExit) as end:
         dpexp_job("audit", "audit=dirac", *SMALL, "tracking=none")
     assert "the audit refutes what is claimed" in str(end.value.code)
+
+
+def test_an_audit_shows_nothing_that_all_records_had_a_part_in(dpexp_job, monkeypatch):
+    """Neither values that the plan releases nor the bounds that follow them: nobody counts its training."""
+    shown, update = [], Progress.update
+    monkeypatch.setattr(
+        Progress, "update", lambda *args, **fields: (shown.append(fields["released"]), update(*args, **fields))
+    )
+    released = ("metrics=train", "bound=adaptive", "tracking=none")
+    dpexp_job("audit", "audit=dirac", *SMALL, *released)
+    assert shown == ["", ""]
+    dpexp_job(*SMALL[:3], *released)
+    assert "train_accuracy" in shown[-1]
 
 
 def test_a_job_is_trained_and_then_audited(dpexp_job, capsys):

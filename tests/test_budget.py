@@ -16,13 +16,14 @@ import pytest
 from dp_accounting import pld, rdp
 from filelock import FileLock
 from mlflow import MlflowClient
+from omegaconf import OmegaConf
 
 from dpexp.__main__ import main
 from dpexp.accounting.filter import budget, rho
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.tracking.budget import tally
+from dpexp.tracking.budget import _lock, tally
 from dpexp.tracking.charges import charges_in, once, promise
 from dpexp.tracking.origin import HOST
 from dpexp.tracking.store import open_store
@@ -401,6 +402,65 @@ def test_a_resumed_job_is_refused_what_others_have_taken_meanwhile(dpexp_job, tm
     with pytest.raises(SystemExit, match="is spent or promised by 2 runs"):
         main()
     assert (folder / "promised_ledger.jsonl").read_bytes() == promised
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_folder_that_is_put_back_is_not_resumed(moved, dpexp_job, tmp_path, monkeypatch):
+    """What its job has done meanwhile would count nowhere."""
+    process = FORK.Process(target=killed_in_round, args=(2, KEPT, "privacy.epsilon=2", "checkpoint.every=1"))
+    monkeypatch.chdir(tmp_path)
+    process.start()
+    process.join(60)
+    (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
+    backup = tmp_path / "backup"
+    shutil.copytree(folder, backup)
+    monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
+    main()
+    done = (folder / "ledger.jsonl").read_bytes()
+    shutil.rmtree(folder)
+    if not moved:
+        backup.rename(folder)
+    now = backup if moved else folder
+    monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(now)])
+    with pytest.raises(SystemExit, match=r"lacks rounds that the ledger of its run .* in MLflow holds"):
+        main()
+    (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+    assert len(charge.ledger) == len(read_ledger(tmp_path / "done") if (tmp_path / "done").write_bytes(done) else [])
+    (now / "ledger.jsonl").write_bytes(done)
+    main()
+    assert len(read_ledger(now / "ledger.jsonl")) == 8
+
+
+def test_another_job_in_a_folder_that_was_half_cleared_is_another_job(dpexp_job, tmp_path, monkeypatch):
+    output = dpexp_job(*QUICK, KEPT, "privacy.epsilon=2.5")
+    for name in ("config.yaml", "ledger.jsonl", "result.json"):
+        (output / name).unlink()
+    with pytest.raises(SystemExit, match="already holds a run, of which it has mlflow_run_id"):
+        job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
+    monkeypatch.setattr("dpexp.commands.values.OF_A_RUN", ())
+    with pytest.raises(SystemExit, match=r"8[0-9]* % is spent or promised by 1 run"):
+        job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
+
+
+@pytest.mark.parametrize("name", ["sqlite:///{}/s.db", "sqlite+pysqlite:///{}/s.db", "sqlite:///{}/../{}/s.db"])
+def test_a_store_has_one_lock_whatever_it_is_called(name, tmp_path, monkeypatch):
+    held, lock = [], FileLock.acquire
+    monkeypatch.setattr(FileLock, "acquire", lambda self, *args, **kwargs: (held.append(self.lock_file), lock(self))[1])
+    for uri in ("sqlite:///{}/s.db", name):
+        cfg = OmegaConf.create({"tracking": {"uri": uri.format(tmp_path, tmp_path.name)}, "data": {"id": "a"}})
+        with _lock(cfg):
+            pass
+    assert len(held) == 2 and held[0] == held[1]
+
+
+def test_a_job_killed_before_its_folder_knew_its_run_stands_in_nobodys_way(run_on, store):
+    output = run_on(count=None, status="RUNNING", **{"dpexp.host": HOST})
+    (output / RUN).unlink()
+    (charge,) = run_on.charges()
+    assert charge.ledger == Ledger("", {}) and not charge.lost
+    (output / BEGUN).touch()
+    (charge,) = run_on.charges()
+    assert charge.ledger is None or charge.lost
 
 
 def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_path, monkeypatch):

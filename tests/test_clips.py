@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pytest
@@ -20,7 +20,7 @@ import dpexp
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked, check_clip
-from dpexp.privacy.engine.clipping import clip_factors
+from dpexp.privacy.engine.clipping import add_clipped, clip_factors
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import LARGEST, UNIT, norms
 from dpexp.privacy.engine.uses import Dense, OuterProducts
@@ -375,6 +375,45 @@ class Answering:
 def test_rules_that_do_not_answer_are_refused_before_training(rule, said):
     with pytest.raises(ConfigError, match=said):
         check_clip(rule)
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """Clips to the longest norm so far."""
+
+    name: str = "remembering"
+    seen: dict = field(default_factory=dict, hash=False, compare=False)
+
+    def __call__(self, x, S):
+        self.seen["longest"] = torch.maximum(x, self.seen.get("longest", x))
+        return S / self.seen["longest"]
+
+
+def test_a_rule_remembers_nothing():
+    rule, norms = Remembering(), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert asked(rule, 1e6 * norms, 1.0).tolist() == [1e-6, 5e-7]
+    assert asked(rule, norms, 1.0).tolist() == [1.0, 0.5] and not rule.seen
+
+
+@pytest.mark.parametrize("far", [1.002, 1.006, 1.01])
+def test_how_many_are_processed_together_decides_over_little(far):
+    """Records whose outer products all but cancel, so that what is allowed for rounding lies about where float64 is
+    taken instead (6 in `rounding`): at a threshold, one of them more would change the norms of all by a hundredth."""
+    random = torch.Generator().manual_seed(11)
+    x, g = torch.tanh(torch.randn(256, generator=random)), torch.randn(256, generator=random)
+    plan = make_plan(nn.Linear(256, 256, bias=False), n=100, q=0.5, steps=1, noise_multiplier=1.0, clip=Global(far))
+    moved = []
+    for left in torch.linspace(0.04, 0.12, 161).tolist():
+        S = left * float(g.double().norm() * x.double().norm())
+        (group,) = (replace(group, S=S) for group in plan.groups)
+        sums = []
+        for many in (7, 8):
+            of_all = [torch.stack(pair).expand(many, 2, 256).clone() for pair in ((x, x), (g, -(1 - left) * g))]
+            total = {"weight": torch.zeros(256, 256)}
+            add_clipped(group, {"weight": OuterProducts(*of_all)}, total)
+            sums.append(total["weight"].double() / many / S)
+        moved.append(float((sums[0] - sums[1]).norm()))
+    assert 0 < max(moved) < 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -178,6 +178,27 @@ def test_what_nobody_touched_is_not_read_again_each_round(writer, monkeypatch):
     assert read_ledger(writer.path) == writer.ledger
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_older_copy_beside_a_rescued_ledger_is_not_gone_on_with(writer, closed):
+    """What lies behind the copy would count nowhere."""
+    path, older = writer.path, writer.path.read_bytes()
+    one_round(writer)
+    path.unlink()
+    with pytest.raises(ConfigError, match="rescued1"):
+        one_round(writer)
+    rescued = path.with_name("l.rescued1.jsonl")
+    path.write_bytes(older)
+    with pytest.raises(ConfigError, match=r"lacks rounds that .*l\.rescued1\.jsonl holds"):
+        LedgerWriter(path, planned=[SAMPLING], resume=True)
+    lines = rescued.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines if closed else lines[:-1]))
+    again = LedgerWriter(path, planned=[SAMPLING], resume=True)
+    one_round(again)
+    again.close()
+    assert len(read_ledger(path)) == 5
+    LedgerWriter(path, planned=[SAMPLING], resume=True).close()
+
+
 def test_what_is_rescued_is_the_file_itself(writer):
     """In its order, so that a checkpoint from before the loss is resumed with it."""
     position = writer.position

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from scipy.stats import beta, norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
+from dpexp.__main__ import main
 from dpexp.accounting.auditing import inverse_of
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger
 from dpexp.accounting.membership import likelihood_ratios, log_odds, membership
 from dpexp.errors import ConfigError
 from dpexp.privacy.mislabelled import mislabelled, put_into
 from dpexp.privacy.noise import GaussianNoise
+from dpexp.showing import terminal
 from dpexp.tracking.charges import charge_at, charges_in
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.digits import Digits
@@ -183,6 +186,8 @@ class Of(pl.LightningDataModule):
         return DataLoader(self.train, 10, shuffle=True)
 
     def test_dataloader(self):
+        if self.test == "broken":
+            raise OSError("no such image")
         return self.test if isinstance(self.test, str) else DataLoader(self.test, 10)
 
 
@@ -203,11 +208,13 @@ def test_labels_keep_their_type(y, kind):
         ([(torch.zeros(4), 1, 2)] * 100, "has a tuple without such a pair"),
         ([(torch.zeros(4), 1)] * 100, "all that were chosen have the label 1"),
         ([(torch.zeros(4), k % 2) for k in range(99)], "data.module's has 99"),
+        (object(), "data.module's test set cannot be read: TypeError: .* has no len"),
+        ("broken", "data.module's test set cannot be read: OSError: no such image"),
         ("none", "test_dataloader must give one DataLoader .* it gives a str"),
     ],
 )
 def test_what_has_no_canaries_is_refused(test, message):
-    with pytest.raises(ConfigError, match=f"audit.canaries=mislabelled .*{message}"):
+    with pytest.raises(ConfigError, match=f"audit.canaries=mislabelled.* {message}"):
         mislabelled(Of(test), 300, 0)
 
 
@@ -257,7 +264,7 @@ def test_without_privacy_it_says_what_an_attacker_gets(dpexp_job, capsys):
     output = dpexp_job("audit", *OVERFITTED, "privacy.enabled=false", "sampling.steps=60")
     found = found_by(output)
     assert found["share_right_low"] > 0.7 and "epsilon_together" not in found
-    assert "nothing is claimed" in capsys.readouterr().out and not list((output / "audit").iterdir())
+    assert "nothing is claimed" in capsys.readouterr().out and not list((output / "audit").glob("ledger*"))
 
 
 QUICK = ("audit=mislabelled", "model=logistic", "sampling.steps=2", "audit.references=4", "trainer.evaluations=0",
@@ -269,8 +276,9 @@ def test_its_trainings_are_accounted_with_the_jobs(dpexp_job, tmp_path):
     result = json.loads((output / "result.json").read_text())
     assert result["trained"] and "test_accuracy" in result["metrics"]
     own = read_ledger(output / "ledger.jsonl")
-    audits = sorted((output / "audit").iterdir())
-    assert [path.name for path in audits] == [f"ledger_{k}.jsonl" for k in range(5)], "and no model"
+    audits = sorted((output / "audit").glob("ledger*"))
+    assert [path.name for path in audits] == [f"ledger_{k}.jsonl" for k in range(5)]
+    assert {path.name for path in (output / "audit").iterdir()} == {"shown.json", *(path.name for path in audits)}
     assert all(read_ledger(path) == own for path in audits)
     (round_,) = own.rounds
     event = PoissonSampledDpEvent(round_.sampling.q, GaussianDpEvent(4.0))
@@ -287,6 +295,27 @@ def test_its_trainings_are_accounted_with_the_jobs(dpexp_job, tmp_path):
     run = MlflowClient(uri).get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/share_right"] == result["audit"]["share_right"]
     assert run.data.metrics["epsilon"] == result["epsilon"]["pld"]
+
+
+def test_a_job_that_is_resumed_after_its_audit_shows_no_other(dpexp_job, tmp_path, monkeypatch, capsys):
+    """Its trainings would come on top of those that were shown."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(terminal, "attacked", interrupted)
+        dpexp_job(*QUICK, "data.id=digits")
+    (output,) = (path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt"))
+    ledgers = sorted((output / "audit").glob("ledger*"))
+    written = [path.read_bytes() for path in ledgers]
+    monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(output)])
+    main()
+    assert [path.read_bytes() for path in ledgers] == written and "not repeated" in capsys.readouterr().out
+    assert found_by(output) == json.loads((output / "audit" / "shown.json").read_text())
+    done = [len(read_ledger(path)) for path in (output / "ledger.jsonl", *ledgers)]
+    (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+    assert len(charge.ledger) == sum(done) == 12
 
 
 def test_an_audit_alone_spends_its_trainings(dpexp_job, tmp_path):

@@ -1,5 +1,6 @@
 """Preparations: what one record can move, the noise, what a model makes of it; what is planned, written and kept."""
 
+import copy
 import json
 import math
 import warnings
@@ -31,6 +32,7 @@ from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, 
 from dpexp.privacy.preparations.carrying_out import _total, prepare
 from dpexp.privacy.preparations.preparation import queries
 from dpexp.showing.spending import epsilon_over_rounds
+from dpexp.tracking.failure import keep_error
 from dpexp.training.classifier import Classifier
 
 N, SHAPE = 60, [3, 2, 2]
@@ -130,6 +132,55 @@ def test_where_no_record_can_be_used_that_is_said():
         _total("it", made("pca"), (), DataLoader(TensorDataset(records()[0])), 16, KeyStream())
 
 
+@pytest.mark.parametrize("noise", ["laplace", "gaussian"])
+@pytest.mark.parametrize(
+    "label", [torch.tensor([1, 1, 0, 2]), torch.zeros(8, 8, dtype=torch.long), torch.tensor(1.0), torch.tensor([2])]
+)
+def test_a_record_with_another_label_than_one_class_is_in_none(noise, label):
+    """It would be in several of the parts that are told to be disjoint."""
+    x, y = records()
+    own = ClassCounts(4, noise, noise_multiplier=1.0)
+    with pytest.warns(UserWarning, match="label must be one whole number"):
+        found = _total("it", own, (), DataLoader(Uneven(x, y, [(x[0], label)])), 16, KeyStream())
+    assert torch.equal(found, total(own, x, y))
+    with pytest.raises(ConfigError, match=r"no record can be used: .*one whole number"):
+        _total("it", own, (), DataLoader(Uneven(x[:0], y[:0], [(x[0], label)] * 3)), 16, KeyStream())
+
+
+@pytest.mark.parametrize(
+    "of_many",
+    [
+        lambda sums: sums.long(), lambda sums: sums[:-1], lambda sums: sums.sum(), lambda sums: sums.expand(2, -1),
+        lambda sums: sums.tolist(), lambda sums: sums * math.nan, lambda sums: sums + 1j,
+    ],
+)  # fmt: skip
+def test_a_sum_that_is_not_d_finite_real_numbers_counts_for_nothing(of_many):
+    """Not of the records either that were added together with the one that causes it."""
+    own = made("standardise")
+    honest = own.sums
+    own.sums = lambda x, y: of_many(honest(x, y)) if bool((y == 3).any()) else honest(x, y)
+    x, y = records()
+    assert torch.allclose(total(own, x, y), honest(x[y != 3], y[y != 3]), rtol=1e-12)
+
+
+def test_what_a_record_said_goes_no_further_than_the_terminal(tmp_path):
+    broken = DataLoader(Uneven(*(part[:0] for part in records()), [KeyError("patient 39")] * 3))
+    with pytest.raises(ConfigError, match="patient 39") as raised:
+        _total("it", made("pca"), (), broken, 16, KeyStream())
+    assert "patient" not in keep_error(raised.value, tmp_path)
+
+
+def test_inputs_keep_their_kind_on_the_way_through_whole_numbers():
+    class Counter(ClassCounts):
+        def __init__(self):
+            super().__init__(4, noise_multiplier=1.0)
+            del self.counts
+            self.register_buffer("counts", torch.zeros(4, dtype=torch.long))
+
+    x, y = records()
+    assert torch.equal(total(made("pca"), x, y, before=[Counter()]), total(made("pca"), x, y))
+
+
 def test_a_record_that_fails_among_others_is_left_out_alone():
     own = made("pca")
     honest = own.sums
@@ -196,11 +247,25 @@ def test_noise_that_makes_a_variance_negative_leaves_numbers():
     assert torch.isfinite(own(torch.randn(2, 3))).all() and (own.deviation > 0).all()
 
 
+@pytest.mark.parametrize("scale", [2e38, 1e-3])
+def test_one_record_moves_what_comes_after_another_preparation_by_no_more_than_it_says(scale):
+    """Alike records, whose features all but cancel or overflow float32, so that rounding decides over them."""
+    first = Pca([64], 3, noise_multiplier=1.0)
+    random = torch.Generator().manual_seed(3)
+    first.components.copy_(torch.linalg.qr(torch.randn(64, 3, generator=random))[0].T)
+    x = torch.randn(64, generator=random)
+    x = scale * (x - first.components.T @ (first.components @ x)).clamp(-1.5, 1.5)
+    for own in (Pca([3], 2, noise_multiplier=1.0), Standardise([3], noise_multiplier=1.0)):
+        sums = [total(own, x.expand(m, 64), torch.zeros(m, dtype=torch.long), before=[first]) for m in (7, 8, 16, 17)]
+        assert (sums[1] - sums[0]).norm() <= own.S * (1 + 1e-9) and (sums[3] - sums[2]).norm() <= own.S * (1 + 1e-9)
+
+
 def test_each_preparation_sees_what_those_before_have_left():
     x, y = records()
     first, second = made("standardise"), Pca(SHAPE, 5, noise_multiplier=1.0)
     first.use(total(first, x, y).float(), N)
-    assert torch.allclose(total(second, x, y, before=[first]), total(second, first(x), y), rtol=1e-9)
+    expected = total(second, copy.deepcopy(first).double()(x.double()), y)
+    assert torch.allclose(total(second, x, y, before=[first]), expected, rtol=1e-9)
     assert not torch.allclose(total(second, x, y), total(second, first(x), y), rtol=1e-2)
 
 
@@ -226,7 +291,8 @@ def written(tmp_path, module, noise=None, **choices):
     plan = make_plan(module, n=N, q=0.2, steps=3, **({"noise_multiplier": 1.0} | choices))
     writer = LedgerWriter(tmp_path / "l.jsonl", plan.adjacency, plan.sampling_events())
     x, y = records()
-    prepare(module, plan, DataLoader(TensorDataset(x, y)), 16, writer, noise or KeyStream(), KeyStream())
+    for _ in prepare(module, plan, DataLoader(TensorDataset(x, y)), 16, writer, noise or KeyStream(), KeyStream()):
+        pass
     writer.close()
     return plan, read_ledger(tmp_path / "l.jsonl")
 
@@ -356,11 +422,11 @@ def test_the_noise_that_is_solved_for_is_right_by_dp_accounting():
 # In a training
 
 
-def fit(tmp_path, module, plan, steps=None, ckpt=None, **options):
+def fit(tmp_path, module, plan, steps=None, ckpt=None, callbacks=(), **options):
     privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", physical_batch=16, **options)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=-1, max_steps=steps or -1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[privacy],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[privacy, *callbacks],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(*records())), ckpt_path=ckpt, weights_only=False if ckpt else None)
     return trainer
@@ -379,6 +445,39 @@ def test_a_resumed_training_has_its_preparations_and_does_none_again(tmp_path):
     assert read_ledger(tmp_path / "l.jsonl") == plan.ledger()
 
 
+def test_a_training_resumed_amid_its_preparations_does_the_rest(tmp_path):
+    class Saving(pl.Callback):
+        def __init__(self, path):
+            self.path = path
+
+        def on_exception(self, trainer, module, exception):
+            trainer.save_checkpoint(self.path)
+
+    def interrupt(*args):
+        raise ValueError
+
+    plan = make_plan(module_of(pca=made("pca"), counts=made("laplace_counts")), n=N, q=0.2, steps=2, noise_multiplier=1)
+    module = module_of(pca=made("pca"), counts=made("laplace_counts"))
+    module.model.preparations["counts"].sums = interrupt
+    with pytest.raises(ConfigError, match="no record can be used"):
+        fit(tmp_path, module, plan, callbacks=[Saving(tmp_path / "c.ckpt")])
+    assert [round_.queries[0].query for round_ in read_ledger(tmp_path / "l.jsonl").rounds] == ["pca"]
+    again = module_of(pca=made("pca"), counts=made("laplace_counts"))
+    fit(tmp_path, again, plan, ckpt=tmp_path / "c.ckpt")
+    prepared = again.model.preparations
+    assert torch.equal(prepared["pca"].components, module.model.preparations["pca"].components)
+    assert prepared["counts"].counts.any() and read_ledger(tmp_path / "l.jsonl") == plan.ledger()
+
+
+def test_what_is_refused_is_refused_before_anything_is_released(tmp_path):
+    module = module_of(counts=made("laplace_counts"))
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    plan = make_plan(module, n=N, q=0.2, steps=2, noise_multiplier=1.0)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        fit(tmp_path, module, plan)
+    assert not read_ledger(tmp_path / "l.jsonl").rounds
+
+
 def test_a_run_that_is_begun_anew_writes_them_anew(tmp_path):
     module = module_of(counts=made("laplace_counts"))
     plan = make_plan(module, n=N, q=0.2, steps=2, noise_multiplier=1.0)
@@ -389,8 +488,17 @@ def test_a_run_that_is_begun_anew_writes_them_anew(tmp_path):
 
 def test_a_plan_for_another_module_is_refused(tmp_path):
     plan = make_plan(module_of(counts=made("laplace_counts")), n=N, q=0.2, steps=2, noise_multiplier=1.0)
-    with pytest.raises(ConfigError, match=r"preparations \['counts'\], and this one has \['pca'\]"):
+    with pytest.raises(ConfigError, match=r"preparations counts \(laplace, S = 1\), and this one has pca"):
         fit(tmp_path, module_of(pca=made("pca")), plan)
+
+
+@pytest.mark.parametrize("trained", [Standardise(SHAPE, S=1000.0, share=0.1), ClassCounts(4, share=0.1)])
+def test_a_plan_for_other_preparations_of_the_same_name_is_refused(trained, tmp_path):
+    """Its noise would be the plan's, and the sum the module's."""
+    plan = make_plan(module_of(it=Standardise(SHAPE, S=1.0, share=0.1)), n=N, q=0.2, steps=2, epsilon=3.0, delta=1e-4)
+    with pytest.raises(ConfigError, match="the plan was made for a module with"):
+        fit(tmp_path, module_of(it=trained), plan)
+    assert not read_ledger(tmp_path / "l.jsonl").rounds
 
 
 JOB = ("model=mlp", "model.shape=[20]", "prepare=[class_counts,standardise,pca]", "prepare.pca.k=20")
@@ -467,7 +575,7 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
     "arguments, wrong",
     [
         (("prepare=[pca]", "model=mlp"), r"does not take the inputs \[60\] .*try model.shape=\[60\]"),
-        (("prepare=[pca]", "prepare.pca.k=65"), "k=65 must lie between 1 and 64"),
+        (("prepare=[pca]", "prepare.pca.k=65"), "k=65 must be a whole number between 1 and 64"),
         (("prepare=[pca]", "prepare.pca.share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
         (("prepare=[class_counts]", "prepare.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
         (("prepare=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is of Gaussian noise"),
@@ -519,6 +627,7 @@ def test_a_new_preparation_is_a_few_lines(tmp_path):
     """As the documentation says it."""
 
     class Records(Preparation):
+        d = 1
         S = S_replaced = 1.0
 
         def __init__(self, **noise):

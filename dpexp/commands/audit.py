@@ -24,7 +24,9 @@ from dpexp.privacy.canaries import Canaries
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.attack import attack
+from dpexp.showing.terminal import RoundBar
 from dpexp.training.checkpoints import Checkpoints, LastCheckpoint
+from dpexp.training.watch import Watch
 
 FOLDER = "audit"  # in the job's
 
@@ -75,8 +77,12 @@ def undisturbed(cfg: DictConfig) -> DictConfig:
 def keeping_nothing(
     cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, folder: Path
 ) -> pl.Trainer:  # fmt: skip
-    """The job's Trainer, but that it leaves no model anywhere."""
+    """The job's Trainer, but that it leaves no model anywhere, and shows nothing that it releases, or that its weights
+    tell."""
     trainer = trainer_for(cfg, plan, privacy, folder)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Checkpoints | LastCheckpoint)]
+    callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
+    for callback in callbacks:
+        if isinstance(callback, RoundBar):
+            callback.tells_values = False
     return trainer

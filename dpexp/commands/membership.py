@@ -4,6 +4,7 @@ The plan is carried out several times more, as the job does it, with canaries am
 wrong label. The attacker sees the losses of the final models.
 """
 
+import json
 import math
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Mask
-from dpexp.accounting.ledger import joined, read_ledger
+from dpexp.accounting.ledger import Ledger, joined, read_ledger
 from dpexp.accounting.membership import Membership, likelihood_ratios, log_odds, membership
 from dpexp.accounting.renyi import Array
 from dpexp.commands.audit import FOLDER, keeping_nothing, undisturbed
@@ -36,6 +37,8 @@ from dpexp.privacy.mislabelled import Canary, mislabelled, one_by_one, put_into
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.membership import membership_figure
 from dpexp.tracking.underway import begun
+
+_SUMMARY = "shown.json"
 
 
 def canaries_of(cfg: DictConfig) -> list[Canary]:
@@ -76,10 +79,33 @@ def attacked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[M
         return result, membership_figure(result, None)
     written, accountant = [read_ledger(ledger) for ledger in ledgers], accountants(cfg, plan)[0]
     claimed = max(written[:first], key=len)  # trainer.max_time may end some of them early
-    own = [read_ledger(output / "ledger.jsonl")] if cfg.train else []
-    spent = epsilon(joined(own + written), cfg.privacy.delta, accountant)
+    spent = _together(cfg, plan, output, written)
     result = membership(scores, coins[:first], claimed, deltas, accountant, cfg.audit.confidence, spent)
     return result, membership_figure(result, claimed, accountant)
+
+
+def keep_summary(found: Membership, output: Path) -> None:
+    """To be called before anything of it is shown: from then on the audit is not repeated."""
+    beside = output / FOLDER / f"{_SUMMARY}.part"
+    beside.write_text(json.dumps(found.summary()))
+    beside.replace(output / FOLDER / _SUMMARY)
+
+
+def attacked_before(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> dict[str, float] | None:
+    """What an earlier start of the job has shown of its audit, if it has: to repeat it would be to release more."""
+    if not (output / FOLDER / _SUMMARY).exists():
+        return None
+    found: dict[str, float] = json.loads((output / FOLDER / _SUMMARY).read_text())
+    if plan is not None:
+        written = [read_ledger(ledger) for ledger in sorted((output / FOLDER).glob("ledger_*.jsonl"))]
+        found["epsilon_together"] = _together(cfg, plan, output, written)
+    return found
+
+
+def _together(cfg: DictConfig, plan: PrivacyPlan, output: Path, written: list[Ledger]) -> float:
+    """ε of all that is shown: of the job's own training and of its audit's."""
+    own = [read_ledger(output / "ledger.jsonl")] if cfg.train else []
+    return epsilon(joined(own + written), cfg.privacy.delta, accountants(cfg, plan)[0])
 
 
 def _coins(cfg: DictConfig, k: int) -> Mask:

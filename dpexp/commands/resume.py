@@ -58,6 +58,11 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
     before.setdefault("metrics", {"release": None})
     before.setdefault("batchnorm", None)
     before.setdefault("prepare", None)
+    if cfg.data.id is not None and before["tracking"]["uri"] is not None and cfg.tracking.uri is None:
+        raise ConfigError(
+            f"tracking=none: nobody would know that the job in {output} releases more of data.id={cfg.data.id}; resume "
+            "it with the tracking that it had."
+        )
     now: Any = OmegaConf.to_container(cfg, resolve=True)
     changed = [key for key in {**before, **now} if key not in _MAY_DIFFER and before.get(key) != now.get(key)]
     if changed:

@@ -48,6 +48,7 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.preparation import preparations_of
+from dpexp.privacy.signal import Signals
 from dpexp.showing import terminal
 from dpexp.showing.counts import counts
 from dpexp.tracking.origin import without_passwords
@@ -101,17 +102,17 @@ def run(cfg: DictConfig) -> float | None:
     with _track(cfg, plan, output, _at_its_end(cfg, plan, output)) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
         (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
-        audit = _audited(cfg, plan, output)
-        if audit is not None:
-            result["audit"] = audit.summary()
+        summary, refuted = _audited(cfg, plan, output)
+        if summary:
+            result["audit"] = summary
         result["mlflow_run_id"] = tracked.run_id if tracked else None
         (output / "result.json").write_text(json.dumps(result, indent=2))
         if tracked:
             tracked.finish(result)
         if result["rounds"] >= (plan.rounds if plan else rounds_of(cfg)) and (output / CARD).exists():
             (output / CHECKPOINT).unlink(missing_ok=True)
-        if audit is not None and audit.exceeded:
-            raise ClaimRefuted(f"the audit refutes what is claimed: {'; '.join(audit.exceeded)}.")
+        if refuted:
+            raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
     if among is None:
         terminal.conclude(result, output, tracked.address if tracked else None)
     else:
@@ -225,6 +226,8 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
     if released and released[0].estimates.history:
         result["released"] = _released(released[0].estimates, output)
+    if released and released[0].signals.history:
+        _draw_signals(released[0].signals, output)
     result |= _prepared(module, plan, output)
     try:
         about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
@@ -245,14 +248,26 @@ def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]
     return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 
 
-def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "Audit | Membership | None":
+def _draw_signals(signals: Signals, output: Path) -> None:
+    from dpexp.showing.signal import signal_and_noise
+
+    signal_and_noise(signals).savefig(output / "signal.png", dpi=150)
+
+
+def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[dict[str, float], str]:
+    """What an audit came to, if there was one, and what it refutes."""
     if cfg.audit is None:
-        return None
+        return {}, ""
     found: Audit | Membership
     if audit_trainings(cfg):
-        from dpexp.commands.membership import attacked
+        from dpexp.commands.membership import attacked, attacked_before, keep_summary
 
+        before = attacked_before(cfg, plan, output)
+        if before is not None:
+            terminal.attacked_before(before)
+            return before, "as its audit said before it was resumed" if before["refuted"] else ""
         found, figure = attacked(cfg, plan, output)
+        keep_summary(found, output)
         terminal.attacked(found, audit_trainings(cfg), cfg.privacy.delta)
     else:
         from dpexp.commands.audit import audited
@@ -261,7 +276,7 @@ def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> "Audit 
         found, figure = audited(cfg, plan, output)
         terminal.audited(found, plan.sampling.name, plan.sampling.q)
     figure.savefig(output / "audit.png", dpi=150)
-    return found
+    return found.summary(), "; ".join(found.exceeded)
 
 
 def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:

@@ -16,13 +16,14 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.asked import check_kind, check_noise, check_norms, check_schedules, check_targets, claimed, sampled
 from dpexp.privacy.sampling import POLICIES
 from dpexp.privacy.schedules import schedule
+from dpexp.tracking.underway import BEGUN, PROMISED, RUN
 
 CANARIES = ("dirac", "mislabelled")
 TRAININGS = {"attacked": 1, "references": 4}  # of an audit with mislabelled canaries, and at least how many
 DIAGNOSTICS = ("none", "unsafe")
 OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "clip", "allocation")
 LONGEST_ID = 250
-OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml")
+OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, PROMISED, BEGUN)
 
 
 def check(cfg: DictConfig) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.batchnorm import layers_that_give, refuse_unreleased
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
+from dpexp.privacy.diagnostics import log_diagnostics
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import NoLoss
 from dpexp.privacy.estimates import Estimates
@@ -28,7 +30,7 @@ from dpexp.privacy.isolation.numbers import numbers_stay
 from dpexp.privacy.isolation.randomness import own_randomness
 from dpexp.privacy.isolation.sight import in_sight
 from dpexp.privacy.isolation.signals import signals_wait
-from dpexp.privacy.isolation.silence import mute, nothing_logged, unmute
+from dpexp.privacy.isolation.silence import log_although_mute, mute, nothing_logged, unmute
 from dpexp.privacy.isolation.surroundings import surroundings
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
@@ -41,6 +43,7 @@ from dpexp.privacy.refusals import (
     refuse_optimizers,
     refuse_settings,
 )
+from dpexp.privacy.signal import Signals
 from dpexp.privacy.stacking import Failed, Records
 
 EPSILON_READINGS = 20
@@ -54,9 +57,10 @@ class PrivacyCallback(pl.Callback):
     releases, and writes each round to the ledger before its result is used. `training_step` sees one record at a time;
     what it logs, or leaves behind, is dropped. The noisy average is in `p.grad` from `on_before_optimizer_step` on:
     whatever optimizer, scheduler or gradient clipping follows is post-processing. Values that the plan releases are
-    logged as `private/…`, and kept in `estimates`.
+    logged as `private/…`, and kept in `estimates`; what releases tell of the gradients is kept in `signals`.
 
-    Preparations of the module are carried out before the first round; a resumed fit has them in its checkpoint.
+    Preparations of the module are carried out before the first round; a resumed fit has those that were done in its
+    checkpoint.
 
     Args:
         plan: made by `make_plan` for this module.
@@ -94,6 +98,7 @@ class PrivacyCallback(pl.Callback):
         self.unsafe_diagnostics = unsafe_diagnostics
         self.epsilon = 0.0
         self.estimates = Estimates()
+        self.signals = Signals()
         self.bounds = Bounds(plan.following) if plan.following else None
         self.completed = 0
         self._noise_seed = noise_seed
@@ -101,6 +106,8 @@ class PrivacyCallback(pl.Callback):
         self._read_at = 0
         self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
         self._rounds_undone = 0  # rounds in the ledger that the checkpoint resumed from does not know
+        self._prepared = 0  # preparations that are done
+        self._preparing: Iterator[None] = iter(())
         self._awaited = False  # a sample was begun and has not been processed
         self._released = False  # the round has
         self._company_tried = False
@@ -158,8 +165,10 @@ class PrivacyCallback(pl.Callback):
         if self._noise_seed is not None:
             for purpose, stream in (("sampling", sampling), ("noise", noise), ("randomness", randomness)):
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
-        if not resume and self.plan.preparations:
-            prepare(pl_module, self.plan, loader, self.physical_batch, self._ledger, noise, randomness)
+        if self.plan.preparations:
+            self._preparing = prepare(
+                pl_module, self.plan, loader, self.physical_batch, self._ledger, noise, randomness, self._prepared
+            )
         self._rounds, rounds.sampler.completed = rounds, self.completed
         source.instance, source.name = rounds, ""
 
@@ -170,6 +179,8 @@ class PrivacyCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         refuse_optimizers(trainer, pl_module)
+        for _ in self._preparing:
+            self._prepared += 1
         mute(pl_module)
         trainer.should_stop = trainer.should_stop or self.completed >= self.plan.rounds
 
@@ -195,6 +206,7 @@ class PrivacyCallback(pl.Callback):
         assert self._ledger and self._engine
         released = self._engine.release(self._ledger)
         self._metrics = self.estimates.add(self._engine.now, self.completed + 1, released)
+        self.signals.add(self._engine.now, self.completed + 1, released)
         if self.bounds:
             self._counts = released[value_key(UNCLIPPED)]
         for layer in layers_that_give(pl_module):
@@ -220,14 +232,14 @@ class PrivacyCallback(pl.Callback):
         early = self.completed.bit_count() == 1
         if self.delta is not None and (early or done or self.completed % self._reading_every == 0):
             self._read_epsilon(trainer)
-            _log(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
+            log_although_mute(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
             logger.log_metrics(self._metrics, step=self.completed)
         for name, value in self._metrics.items():
             if name.endswith("_smooth"):
-                _log(pl_module, name, value, prog_bar=True, logger=False)
+                log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
-            _log_diagnostics(pl_module, self._engine)
+            log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
 
     def _follow(self, bounds: Bounds, now: PrivacyPlan) -> None:
@@ -270,12 +282,15 @@ class PrivacyCallback(pl.Callback):
         position = self._ledger.position if self._ledger is not None else self._position
         factors = self.bounds.factors if self.bounds else []
         return {
-            "completed": self.completed, "ledger": position, "values": self.estimates.history, "bounds": factors,
+            "completed": self.completed, "prepared": self._prepared, "ledger": position, "bounds": factors,
+            "values": self.estimates.history, "signals": self.signals.history,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
+        self._prepared = state_dict.get("prepared", len(self.plan.preparations))
         self.estimates = Estimates(state_dict.get("values"))
+        self.signals = Signals(state_dict.get("signals"))
         if self.bounds:
             factors = state_dict.get("bounds", [])
             if len(factors) != len(self.bounds.factors):
@@ -371,24 +386,3 @@ def refresh_spectral_norms(module: torch.nn.Module) -> None:
                 if isinstance(parametrization, _SpectralNorm) and parametrization.training:
                     with torch.no_grad():
                         parametrization(original.original)
-
-
-def _log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
-    observed = engine.observations
-    sizes = sum(len(chunk["loss"]) for chunk in observed)
-    values: dict[str, float] = {"unsafe/sample_size": float(sizes)}
-    if sizes:
-        values["unsafe/train_loss"] = float(torch.cat([chunk["loss"] for chunk in observed]).float().mean())
-    for group in engine.now.groups:
-        norms = [chunk[key] for chunk in observed if (key := f"norm/{group.name}") in chunk]
-        if norms:
-            joined = torch.cat(norms)
-            values[f"unsafe/median_norm/{group.name}"] = float(joined.median())
-            values[f"unsafe/clip_fraction/{group.name}"] = float((joined > group.S).float().mean())
-    for name, value in values.items():
-        _log(pl_module, name, value)
-
-
-def _log(pl_module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
-    """Although the module is mute."""
-    type(pl_module).log(pl_module, name, value, on_step=True, on_epoch=False, **options)

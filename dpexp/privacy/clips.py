@@ -13,6 +13,7 @@ last digits of a norm may vary with how many records are processed together.
 A rule is a frozen dataclass with a `name`; its other fields are shown with the plan.
 """
 
+import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
@@ -97,8 +98,9 @@ class Global:
 
 
 def asked(clip: Clip, norms: Tensor, S: float) -> Tensor:
-    """c [B] for norms [B] in float64, each by itself."""
-    return torch.func.vmap(lambda x: clip(x, S))(norms.clone())
+    """c [B] for norms [B] in float64, each by itself. A copy of the rule answers, so that it remembers none of them."""
+    rule = copy.deepcopy(clip)
+    return torch.func.vmap(lambda x: rule(x, S))(norms.clone())
 
 
 def check_clip(clip: Any) -> None:

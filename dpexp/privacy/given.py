@@ -109,4 +109,4 @@ def _elsewhere() -> bool:
         if name.startswith(_TRANSFORMS) and name != "torch._functorch.functional_call":  # which is no transform
             return True
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return frame is None

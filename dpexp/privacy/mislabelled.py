@@ -35,9 +35,15 @@ def mislabelled(data: pl.LightningDataModule, count: int, seed: int) -> list[Can
     Raises:
         ConfigError: there are no records with labels, or too few.
     """
-    dataset = _public(data)
     choice = np.random.default_rng(seed)
-    items = [dataset[int(k)] for k in choice.permutation(len(dataset))[:count]]  # type: ignore[arg-type]
+    try:
+        dataset = _public(data)
+        items = [dataset[int(k)] for k in choice.permutation(len(dataset))[:count]]  # type: ignore[arg-type]
+    except ConfigError:
+        raise
+    except Exception as error:  # of somebody else's code, on public data
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{_WHO}: data.module's test set cannot be read: {type(error).__name__}: {said}") from error
     if len(items) < FEWEST:
         raise ConfigError(
             f"{_WHO} takes at least {FEWEST} records of the test set, and data.module's has {len(items)}; fewer show "

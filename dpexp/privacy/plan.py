@@ -330,13 +330,13 @@ def _besides(
     both = sorted(set(values) & set(grouped))
     if both:
         raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
+    named = {vector.name for value in values.values() for vector in value.vectors}
+    if UNCLIPPED in {*values, *named, *grouped}:
+        raise ConfigError(f"{UNCLIPPED} is what bound=adaptive counts under; rename what else is called so.")
     if not isinstance(bound, Adaptive):
         if isinstance(allocation, Measured):
             raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
         return values, None
-    named = {vector.name for value in values.values() for vector in value.vectors}
-    if UNCLIPPED in {*values, *named, *grouped}:
-        raise ConfigError(f"bound=adaptive counts under the name {UNCLIPPED}; rename what else is called so.")
     following = bound.following(grouped, mechanism, allocation or Proportional())
     return values | {UNCLIPPED: following.counts(positive("bound.share", bound.share))}, following
 
@@ -346,10 +346,16 @@ def _checked(plan: PrivacyPlan) -> PrivacyPlan:
     ConfigError: exact noise cannot be had for some group in some round, or a bound is so small or large that float32
         loses its digits.
     """
+    scheduled = [factor for _, factor in plan.schedule.S]
     for group in plan.groups:
-        for name, bound in (("S", group.S), *(("α", alpha) for alpha in group.alphas)):
+        bounds = [("S", group.S * factor) for factor in (min(scheduled), max(scheduled))]
+        for name, bound in (*bounds, *(("α", alpha) for alpha in group.alphas)):
             if not 1 / _LARGEST_BOUND <= bound <= _LARGEST_BOUND:
                 raise ConfigError(f"group {group.name}: the bound {name}={bound:g} must lie between 1e-20 and 1e20.")
+    for event in plan.preparations:
+        for part in event.queries if isinstance(event, PartsEvent) else (event,):
+            if not 1 / _LARGEST_BOUND <= part.S <= _LARGEST_BOUND:
+                raise ConfigError(f"prepare.{event.query}: the bound S={part.S:g} must lie between 1e-20 and 1e20.")
     if plan.exact:
         for start, _ in plan.schedule.stretches(plan.rounds):
             for group in plan.at(start).groups:

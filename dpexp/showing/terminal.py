@@ -102,6 +102,7 @@ class RoundBar(pl.callbacks.ProgressBar):
         self._rounds = rounds
         self._place = place
         self._privacy = privacy
+        self.tells_values = True  # that the plan releases
         self._progress: Progress | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -130,7 +131,7 @@ class RoundBar(pl.callbacks.ProgressBar):
             self._task,
             completed=trainer.global_step,
             epsilon=spent,
-            released=", ".join(_released(self._privacy.estimates)) if self._privacy else "",
+            released=", ".join(_released(self._privacy.estimates)) if self._privacy and self.tells_values else "",
             rate=f"{task.speed:.1f} rounds/s" if task.speed else "",
         )
 
@@ -319,6 +320,16 @@ def attacked(audit: Membership, trainings: int, delta: float) -> None:
     )
     if not audit.exceeded:
         console.print("Nothing claimed is refuted. That proves no ε: another attacker may get more.", soft_wrap=True)
+
+
+def attacked_before(summary: dict[str, float]) -> None:
+    """Prints that an audit is not repeated."""
+    console.print(
+        "[bold]Audit[/]: an earlier start of this job has shown it (result.json, audit.png). It is not repeated, since "
+        "its trainings on the data would be more releases; with those that were, all that this job shows costs ε = "
+        f"{up(summary.get('epsilon_together', math.inf), 4)}.",
+        soft_wrap=True,
+    )
 
 
 def measured(metrics: dict[str, float]) -> None:

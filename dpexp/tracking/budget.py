@@ -7,6 +7,7 @@ writes its plan into its folder, and begins. So there are no books beside the ru
 import hashlib
 import json
 import math
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
 from omegaconf import DictConfig, OmegaConf
+from sqlalchemy import make_url
 
 from dpexp.accounting.filter import Budget, budget, rho
 from dpexp.accounting.ledger import Ledger
@@ -77,16 +79,15 @@ def reserved(cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output
 
 @contextmanager
 def _lock(cfg: DictConfig) -> Iterator[None]:
-    """Beside the store where that is a file, else beside what is kept for it in the working directory."""
-    uri = cfg.tracking.uri
-    in_a_file = uri.startswith("sqlite:///")
-    where = Path(uri.removeprefix("sqlite:///") if in_a_file else cfg.tracking.unsent).resolve()
-    name = hashlib.sha256(f"{'' if in_a_file else uri} {cfg.data.id}".encode()).hexdigest()[:16]
+    """Beside the store where that is a file, else one for all stores of the machine, whose names may be several."""
+    uri = make_url(cfg.tracking.uri) if "sqlite" in cfg.tracking.uri.partition(":")[0] else None
+    where = Path(uri.database if uri and uri.database else Path(tempfile.gettempdir()) / "dpexp").resolve()
+    name = hashlib.sha256(cfg.data.id.encode()).hexdigest()[:16]
     path = where.with_name(f"{where.stem}.{name}.budget.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # where that fails, FileLock would try for ever
-        with FileLock(path, timeout=_PATIENCE):
+        with FileLock(path, timeout=_PATIENCE, mode=0o666):
             yield
     except Timeout as error:
         raise ConfigError(f"privacy.budget: {path} has been held by another job for {_PATIENCE} s.") from error
@@ -95,7 +96,8 @@ def _lock(cfg: DictConfig) -> Iterator[None]:
 def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked: Ledger, output: Path) -> None:
     data_id = cfg.data.id
     found = runs_on(client, cfg.tracking.uri, data_id)
-    runs = [run for run in found if not _is_own(run.info.run_id, run.data.tags, output)]
+    resumes = cfg.checkpoint.resume
+    runs = [run for run in found if not (resumes and _is_own(run.info.run_id, run.data.tags, output))]
     for run in runs:
         other = run.data.tags.get(BUDGET)
         if other is not None and json.loads(other) != asdict(kept):

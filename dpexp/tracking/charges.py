@@ -121,6 +121,8 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
             known = replace(known, status="KILLED")  # which the next job in its experiment will tell the store
         nothing = not (folder / BEGUN).exists()
         return _from_folder(replace(known, mark=str(folder.resolve())), folder, running, nothing, AUDITS in tags)
+    if tags.get("dpexp.host") == HOST and _never_came_to_train(folder):
+        return replace(known, ledger=Ledger("", {}), note="it ended before its first round", mark=run_id)
     with tempfile.TemporaryDirectory() as copied:
         try:
             for artifact in client.list_artifacts(run_id):
@@ -173,6 +175,12 @@ def _is_at(folder: Path, run_id: str) -> bool:
         return (folder / RUN).read_text() == run_id
     except OSError:
         return False
+
+
+def _never_came_to_train(folder: Path) -> bool:
+    """Whether a job was killed between telling the store of its run and its folder, which it does before it trains."""
+    left = [name for name in (RUN, BEGUN, _LEDGER) if (folder / name).exists()]
+    return (folder / PROMISED).exists() and not left and under_way(folder) is False
 
 
 def _from_folder(known: Charge, folder: Path, running: bool, nothing: bool, audits: bool) -> Charge:

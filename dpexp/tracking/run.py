@@ -14,7 +14,6 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run
 from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig, OmegaConf
@@ -31,8 +30,9 @@ from dpexp.tracking.budget import reserved, tags_of
 from dpexp.tracking.charges import RELEASED
 from dpexp.tracking.failure import keep_error
 from dpexp.tracking.model import check_name, description
-from dpexp.tracking.origin import HOST, PATCH_RESUMED, origin, origin_resumed, without_passwords, write_patch
+from dpexp.tracking.origin import HOST, PATCH_RESUMED, origin, without_passwords, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
+from dpexp.tracking.reopening import reopened
 from dpexp.tracking.store import ERROR, OUTPUT, SAME, end_dead_runs, open_store
 from dpexp.tracking.underway import BEGUN, PROMISED, RUN, alone
 from dpexp.tracking.unswept import swept_keys
@@ -102,7 +102,7 @@ class Tracked:
         try:
             end_dead_runs(client, experiment_id)
             with reserved(cfg, client, promised, output):
-                earlier = _reopened(client, output) if cfg.checkpoint.resume else None
+                earlier = reopened(client, output) if cfg.checkpoint.resume else None
                 about = tags(cfg, plan) | tags_of(cfg) | {OUTPUT: str(output.resolve())}
                 run = earlier or client.create_run(experiment_id, tags=about, run_name=_run_name(cfg))
                 (output / RUN).write_text(run.info.run_id)
@@ -176,10 +176,10 @@ class Tracked:
         told = result.get("prepared", {})
         others |= {f"{_plain(name)}/{k}": number for name, told_ in told.items() for k, number in enumerate(told_)}
         self._outbox.metrics(others, result["rounds"])
-        figures = [name for name, part in (("audit.png", "audit"), ("released.png", "released")) if part in result]
-        figures += [f"{name}.png" for name in told]
+        figures = ["audit.png", "released.png", "signal.png", *(f"{name}.png" for name in told)]
         for name in ("result.json", *figures):
-            self._outbox.file(self._output / name)
+            if (self._output / name).exists():
+                self._outbox.file(self._output / name)
 
     def log_model(self, about: Mapping[str, str], rounds: int) -> None:
         """Logs the model that lies in the job's folder, and registers it if that is asked for."""
@@ -307,24 +307,6 @@ def unfinished_trial(cfg: DictConfig) -> Path | None:
         max_results=1,
     )
     return Path(found[0].data.tags[OUTPUT]) if found and OUTPUT in found[0].data.tags else None
-
-
-def _reopened(client: MlflowClient, output: Path) -> Run | None:
-    """The run of the job that is gone on with; None if it was not tracked, or elsewhere, or is another folder's, of
-    which this one is a copy: both release from now on, so each has a run of its own."""
-    try:
-        run = client.get_run((output / RUN).read_text())
-        folder = Path(run.data.tags.get(OUTPUT, output))
-        if folder.exists() and not folder.samefile(output):
-            return None
-        client.update_run(run.info.run_id, status="RUNNING")
-        for tag, value in origin_resumed().items():
-            client.set_tag(run.info.run_id, tag, value)
-        if ERROR in run.data.tags:
-            client.delete_tag(run.info.run_id, ERROR)
-    except (OSError, MlflowException):
-        return None
-    return run
 
 
 def record_failure(cfg: DictConfig, error: Exception) -> None:

@@ -69,7 +69,7 @@ from dpexp.accounting.ledger.events import (
 )
 from dpexp.accounting.ledger.numbers import LARGEST_Z
 from dpexp.accounting.ledger.one_off import PartsEvent, QueryEvent
-from dpexp.accounting.ledger.reading import ledger_so_far, read_ledger
+from dpexp.accounting.ledger.reading import holds, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.writing import LedgerWriter, write_ledger
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "Round",
     "SamplingEvent",
     "SumQueryEvent",
+    "holds",
     "joined",
     "ledger_so_far",
     "read_ledger",

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from dpexp.accounting.ledger.chain import Chain
 from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
-from dpexp.accounting.ledger.reading import contents
+from dpexp.accounting.ledger.reading import contents, holds
 from dpexp.errors import ConfigError
 
 try:
@@ -41,8 +41,8 @@ class LedgerWriter:
         exposed: why the run is not private, if it is not; it goes into the header, and cannot be unsaid by a resume.
 
     Raises:
-        ConfigError: the file exists (or, with `resume`, does not, is damaged, or belongs to another plan or run), is
-            being written by another process, or cannot be written.
+        ConfigError: the file exists (or, with `resume`, does not, is damaged, lacks rounds that the run rescued, or
+            belongs to another plan or run), is being written by another process, or cannot be written.
     """
 
     def __init__(
@@ -135,6 +135,12 @@ class LedgerWriter:
                 f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written when it was "
                 "made, so it is another run's or was changed since; resume with the ledger of the run that made it."
             )
+        for rescued in sorted(self.path.parent.glob(f"{self.path.stem}.rescued*{self.path.suffix}")):
+            if not holds(written, rescued.read_bytes()):
+                raise ConfigError(
+                    f"ledger={self.path} lacks rounds that {rescued} holds, which the same run released; put that one "
+                    "in its place."
+                )
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
         self._chain, self._written = before.chain, bytearray(written)

@@ -78,26 +78,33 @@ def _parts(members: Iterable[tuple[int, float, Use, Tensor]]) -> Iterator[tuple[
 def _made_exact(
     parts: list[tuple[int, float, Use, list[Tensor]]], squares: Tensor, norms: Tensor, group: Group
 ) -> bool:
-    """Whether some norms were largely what is allowed for rounding, so that other factors were asked for, and are now
-    computed in float64 (6 in `rounding`)."""
+    """Whether some norms were largely what is allowed for rounding, so that other factors were asked for, and have now
+    in part what is computed in float64 (6 in `rounding`)."""
     allowed = {i: use.allowance / alpha for i, (_, alpha, use, _) in enumerate(parts) if use.allowance is not None}
     if not allowed:
         return False
     allowances = torch.stack([*allowed.values()])
-    loose = (allowances > LOOSE * norms) & norms.isfinite()
-    if not loose.any():
+    share = torch.where(norms.isfinite(), _loose(allowances / norms).nan_to_num(0), 0)
+    if not share.any():
         return False
     least = squares.clone()
     least[[*allowed]] = (squares[[*allowed]].sqrt() - allowances).clamp(min=0).square()
     moved = asked(group.clip, norms, group.S) - asked(group.clip, least.sum(0).sqrt(), group.S)
-    loose &= ~(moved.abs() * norms <= LOOSE * group.S)
-    some = loose.any(1).tolist()
-    for i, records, of_some in zip(allowed, loose, some, strict=True):
+    share = share * _loose(moved.abs() * norms / group.S).nan_to_num(1)
+    some = share.any(1).tolist()
+    for i, of_exact, of_some in zip(allowed, share, some, strict=True):
         if of_some:
             k, alpha, use, totals = parts[i]
-            parts[i] = k, alpha, (exact := Exact(use, records)), totals
-            squares[i] = exact.squared_norms() / alpha**2
+            parts[i] = k, alpha, (exact := Exact(use, of_exact > 0)), totals
+            enlarged = squares[i].sqrt()
+            found = torch.where(of_exact > 0, exact.squared_norms().sqrt() / alpha, enlarged)
+            squares[i] = (enlarged + of_exact * (found - enlarged)).square()
     return any(some)
+
+
+def _loose(x: Tensor) -> Tensor:
+    """0 up to LOOSE, 1 from twice that on."""
+    return (x / LOOSE - 1).clamp(0, 1)
 
 
 def clip_factors(clip: Clip, norms: Tensor, S: float, dtype: torch.dtype) -> Tensor:

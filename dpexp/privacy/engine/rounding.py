@@ -18,7 +18,9 @@ to first order in u; so that
 5. a record with a factor beyond LARGEST counts as infinite, since its weight c would have too few digits.
 6. where what is allowed for 3 and 4 is more than LOOSE of a record's norm, and the clip rule would answer otherwise
    without, its factors are taken in float64. Else a vector that all but cancels would be clipped to far less than where
-   it is held, and its norm is its own.
+   it is held, and its norm is its own. The one norm goes over into the other between LOOSE and twice that, since what
+   is allowed varies in its last digits with how many records are processed together: at a threshold, one record more
+   would change the norms of all that lie near it.
 
 `clip_factors` takes from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can. By S
 less that, divided by such a norm, it bounds c, whatever the clip rule (`dpexp.privacy.clips`). What is left, and is no

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import DummyLogger
@@ -27,6 +28,11 @@ def mute(module: pl.LightningModule) -> None:
     """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
     It gives the value for release, which is dropped unless the plan names it."""
     module.log = lambda name, value, *args, **kwargs: release(name, value)  # type: ignore[method-assign]
+
+
+def log_although_mute(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
+    """What is released, or shown as unsafe."""
+    type(module).log(module, name, value, on_step=True, on_epoch=False, **options)
 
 
 def unmute(module: pl.LightningModule) -> None:

@@ -1,7 +1,8 @@
 """Carries out the preparations of a module: one pass over all records for each, before the first round."""
 
+import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dpexp.accounting.ledger import LedgerWriter, PartsEvent, SamplingEvent
+from dpexp.accounting.ledger import LedgerWriter, PartsEvent, QueryEvent, SamplingEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.delivery import all_records
 from dpexp.privacy.isolation.randomness import own_randomness
@@ -29,23 +30,26 @@ def prepare(
     ledger: LedgerWriter,
     noise: KeyStream,
     randomness: KeyStream,
-) -> None:
-    """Releases each preparation's sum, which is in the ledger before the noise is drawn, and lets it be used.
+    done: int = 0,
+) -> Iterator[None]:
+    """Releases each preparation's sum, which is in the ledger before the noise is drawn, lets it be used, and yields.
 
     The noise is added in float64, and what is released is rounded to float32, once.
 
     Args:
         plan: made for `module`.
         loader: the user's, of which data set and collation are kept.
+        done: so many need not be released again, since `module` holds them.
     """
     found = preparations_of(module)
-    planned = [event.query for event in plan.preparations]
-    if planned != list(found):
+    planned = {event.query: _but_for_noise(event) for event in plan.preparations}
+    own = {name: _but_for_noise(one.query(name, plan.adjacency, 1.0)) for name, one in found.items()}
+    if list(planned.items()) != list(own.items()):
         raise ConfigError(
-            f"the plan was made for a module with the preparations {planned}, and this one has {list(found)}; make the "
-            "plan for the module that is trained."
+            f"the plan was made for a module with the preparations {_told(planned)}, and this one has {_told(own)}; "
+            "make the plan for the module that is trained."
         )
-    for (name, preparation), event in zip(found.items(), plan.preparations, strict=True):
+    for (name, preparation), event in list(zip(found.items(), plan.preparations, strict=True))[done:]:
         with own_randomness(module.device, randomness):
             total = _total(name, preparation, _before(found, name), loader, physical_batch, randomness)
         ledger.sample(SamplingEvent("all", 1.0, plan.n))
@@ -58,6 +62,21 @@ def prepare(
         else:
             GaussianNoise(noise).add_to(sums)
         preparation.use(total.float(), plan.n)
+        yield
+
+
+_Bounds = tuple[tuple[str, float, float], ...]
+
+
+def _but_for_noise(event: QueryEvent | PartsEvent) -> _Bounds:
+    """(kind of noise, S, S_replaced) of each part: how far a record moves it."""
+    parts = event.queries if isinstance(event, PartsEvent) else (event,)
+    return tuple((part.noise, part.S, part.S_replaced) for part in parts)
+
+
+def _told(preparations: Mapping[str, _Bounds]) -> str:
+    told = (f"{name} ({noise}, S = {S:g})" for name, ((noise, S, _), *_) in preparations.items())
+    return ", ".join(told) or "none"
 
 
 class PreparedPlainly(pl.Callback):
@@ -94,16 +113,17 @@ def _total(
     Raises:
         ConfigError: none contributed.
     """
-    total: Tensor | None = None
+    before = [copy.deepcopy(earlier).double() for earlier in before]
+    total, used = torch.zeros(preparation.d, dtype=torch.float64), 0
     reason: Exception | None = None
 
     def add(records: Records) -> None:
-        nonlocal total, reason
+        nonlocal used, reason
         try:
             x, y = _inputs(records)
             for earlier in before:
-                x = earlier(x.to(next(earlier.buffers()))).cpu()
-            own = preparation.sums(x, y)
+                x = _through(earlier, x.double())
+            own = _checked(preparation.sums(x, y), preparation.d)
         except Exception as error:
             if records.size > 1:  # one of them, which must not take the others with it
                 for k in range(records.size):
@@ -111,7 +131,8 @@ def _total(
             else:
                 reason = error
             return
-        total = own if total is None else total + own
+        total.add_(own)
+        used += records.size
 
     with torch.no_grad():
         for records in all_records(loader, physical_batch, randomness):
@@ -119,11 +140,27 @@ def _total(
                 reason = records.reason
             else:
                 add(records)
-    if total is None:
-        raise ConfigError(f"prepare.{name}: no record can be used: {reason}")
+    if not used:
+        raise ConfigError(f"prepare.{name}: no record can be used: {reason}") from reason
     if reason is not None:
         warnings.warn(f"prepare.{name}: some records cannot be used; they contribute nothing: {reason!r}")
     return total
+
+
+def _through(preparation: Preparation, x: Tensor) -> Tensor:
+    """Each record by itself: in company its last digits could be others, and those of a number that all but cancels are
+    all that a later preparation sees of it."""
+    like = next(preparation.buffers(), x)
+    return torch.cat([preparation(one.to(like.device)) for one in x.split(1)]).cpu()
+
+
+def _checked(own: Any, d: int) -> Tensor:
+    if not isinstance(own, Tensor) or own.shape != (d,) or not own.is_floating_point():
+        told = f"{own.dtype} of shape {list(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        raise ConfigError(f"sums gave {told} instead of {d} real numbers.")
+    if not own.isfinite().all():
+        raise ConfigError("sums gave numbers that are not finite.")
+    return own.detach().double().cpu()
 
 
 def _one(records: Records, k: int) -> Records:
@@ -131,7 +168,7 @@ def _one(records: Records, k: int) -> Records:
 
 
 def _inputs(records: Records) -> tuple[Tensor, Tensor]:
-    """[B, …] inputs and [B] labels, one of each of a record."""
+    """[B, …] inputs and [B, …] labels, one of each of a record."""
     match records.batch:
         case [Tensor() as x, Tensor() as y, *_] if x.shape[:2] == y.shape[:2] == (records.size, 1):
             return x[:, 0], y[:, 0]

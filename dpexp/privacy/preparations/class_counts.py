@@ -36,9 +36,9 @@ class ClassCounts(Preparation):
         super().__init__(share, noise_multiplier)
         if noise not in ("laplace", "gaussian"):
             raise ConfigError(f"prepare.class_counts.noise={noise} is unknown; choose laplace or gaussian.")
-        if classes < 1:
-            raise ConfigError(f"prepare.class_counts.classes={classes} must be at least 1.")
-        self.noise = noise
+        if not isinstance(classes, int) or classes < 1:
+            raise ConfigError(f"prepare.class_counts.classes={classes} must be a whole number, at least 1.")
+        self.noise, self.d = noise, classes
         self.S_replaced = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
 
@@ -49,10 +49,13 @@ class ClassCounts(Preparation):
         return PartsEvent(name, "class", tuple(counted))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        y = y.flatten().long()
-        classes = len(self.counts)
-        known = y[(y >= 0) & (y < classes)]
-        return torch.bincount(known, minlength=classes).double()
+        if y.dim() != 1 or y.is_floating_point() or y.is_complex():
+            raise ConfigError(
+                "prepare.class_counts: a record's label must be one whole number, its class; with others it is in none "
+                "or in several, which are no disjoint parts."
+            )
+        known = y[(y >= 0) & (y < self.d)]
+        return torch.bincount(known.long(), minlength=self.d).double()
 
     def use(self, noisy: Tensor, n: int) -> None:
         self.counts.copy_(noisy)

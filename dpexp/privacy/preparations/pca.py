@@ -11,6 +11,7 @@ from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.preparations.preparation import Preparation
 
 _MARGIN = 1 - 2.0**-49  # for what rounding adds to a unit vector's products
+_FARTHEST = 1e20
 
 
 class Pca(Preparation):
@@ -37,23 +38,27 @@ class Pca(Preparation):
         noise_multiplier: float | None = None,
     ) -> None:
         super().__init__(share, noise_multiplier)
-        d = math.prod(shape)
-        if not 1 <= k <= d:
-            raise ConfigError(f"prepare.pca.k={k} must lie between 1 and {d}, the size of an input of {list(shape)}.")
-        self.origin, self._d = origin, d
-        self.register_buffer("components", torch.eye(k, d))
+        size = math.prod(shape)
+        if not isinstance(k, int) or not 1 <= k <= size:
+            raise ConfigError(
+                f"prepare.pca.k={k} must be a whole number between 1 and {size}, the size of an input of {list(shape)}."
+            )
+        if not isinstance(origin, int | float) or not abs(origin) < _FARTHEST:
+            raise ConfigError(f"prepare.pca.origin={origin} must be a number within ±{_FARTHEST:g}.")
+        self.origin, self._size, self.d = origin, size, size * (size + 1) // 2
+        self.register_buffer("components", torch.eye(k, size))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        rows = x.double().reshape(len(x), self._d) - self.origin
+        rows = x.double().reshape(len(x), self._size) - self.origin
         length = norms(rows)[:, None]
         usable = (length > 1e-300) & torch.isfinite(length)
         unit = torch.where(usable, rows / length, 0.0) * _MARGIN
-        i, j = torch.triu_indices(self._d, self._d)
+        i, j = torch.triu_indices(self._size, self._size)
         return (unit.T @ unit)[i, j] * (1 + (i != j)).double().sqrt()
 
     def use(self, noisy: Tensor, n: int) -> None:
-        i, j = torch.triu_indices(self._d, self._d)
-        upper = torch.zeros(self._d, self._d, dtype=torch.float64)
+        i, j = torch.triu_indices(self._size, self._size)
+        upper = torch.zeros(self._size, self._size, dtype=torch.float64)
         upper[i, j] = noisy.double() / (1 + (i != j)).double().sqrt()
         _, vectors = torch.linalg.eigh(upper, UPLO="U")
         self.components.copy_(vectors.T.flip(0)[: len(self.components)])

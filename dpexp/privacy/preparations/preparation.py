@@ -25,11 +25,13 @@ class Preparation(nn.Module, ABC):
         share: w, in (0, 1); noise_multiplier: instead.
 
     Attributes:
+        d: how many numbers a record's vector has.
         S, S_replaced: how far the sum moves when a record is added or removed, or replaced: in L2 norm for Gaussian
             noise, in L1 norm for Laplace noise.
     """
 
     noise: str = "gaussian"
+    d: int
     S: float
     S_replaced: float
 
@@ -72,10 +74,11 @@ class Preparation(nn.Module, ABC):
     @abstractmethod
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         """Σ of the records' vectors [d], in float64: each bounded, and a function of its own record alone. A record of
-        which nothing can be made, such as one that is not finite, contributes zero.
+        which nothing can be made, such as one that is not finite, contributes zero; where this raises, or gives what is
+        not d finite numbers, it is asked of each record by itself, and those of which it still does contribute zero.
 
         Args:
-            x: [B, …] inputs, as the preparations before have left them; y: [B] labels.
+            x: [B, …] inputs, as the preparations before have left them; y: [B, …] labels.
         """
 
     @abstractmethod

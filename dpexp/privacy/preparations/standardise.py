@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpexp.errors import ConfigError
+from dpexp.privacy.bounds import positive
 from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.preparations.preparation import Preparation
 
@@ -36,9 +36,8 @@ class Standardise(Preparation):
     ) -> None:
         super().__init__(share, noise_multiplier)
         features = shape[0]
-        self.S = math.sqrt(2 * features) if S is None else S
-        if not (math.isfinite(self.S) and self.S > 0):
-            raise ConfigError(f"prepare.standardise.S={S} must be a finite number above 0.")
+        self.S = math.sqrt(2 * features) if S is None else positive("prepare.standardise.S", S)
+        self.d = 2 * features
         self.S_replaced = 2 * self.S
         self._shape = tuple(shape)
         per_feature = (features, *(1 for _ in shape[1:]))

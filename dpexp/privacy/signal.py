@@ -1,0 +1,80 @@
+"""How much of a released gradient is signal and how much is noise, as far as releases tell: it is post-processing.
+
+v̂_j = v̄_j + N(0, s_j² I) with s_j = α_j σ̃/qn. In units of α_j, as the mechanism measures a group's vectors,
+
+    E Σ_j ‖v̂_j/α_j‖² = Σ_j ‖v̄_j/α_j‖² + d (σ̃/qn)²,
+
+so that Σ_j ‖v̂_j/α_j‖² - d (σ̃/qn)² estimates the signal's squared length without bias; its variance is
+2 d (σ̃/qn)⁴ + 4 (σ̃/qn)² Σ_j ‖v̄_j/α_j‖².
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpexp.privacy.plan import Group, PrivacyPlan
+
+_WINDOWS = 20  # that a run's rounds are averaged in
+
+
+class Signals:
+    """What releases tell of the gradients of each group.
+
+    Attributes:
+        history: by group, of each release its round, Σ_j ‖v̂_j/α_j‖², d and σ̃/qn.
+    """
+
+    def __init__(self, history: dict[str, list[tuple[int, float, int, float]]] | None = None) -> None:
+        self.history = history or {}
+
+    def add(self, now: PrivacyPlan, completed: int, released: Mapping[str, Tensor]) -> None:
+        """Notes a round's releases.
+
+        Args:
+            completed: the number of the round, counted from 1.
+            released: v̂ by parameter.
+        """
+        groups = [group for group in now.groups if not group.is_of_values]
+        squares = torch.stack([_square(group, released) for group in groups]).tolist()
+        for group, square in zip(groups, squares, strict=True):
+            told = (completed, square, group.d, group.sigma / (now.sampling.q * now.n))
+            self.history.setdefault(group.name, []).append(told)
+
+
+class Course(NamedTuple):
+    """Of one group, over windows of rounds [m]: the last round of each; the mean of the signal's squared length, as
+    estimated, and the standard deviation of that estimate; and of the noise's squared length."""
+
+    rounds: np.ndarray
+    signal: np.ndarray
+    sd: np.ndarray
+    noise: np.ndarray
+
+
+def course(history: Sequence[tuple[int, float, int, float]]) -> Course:
+    """The signal and the noise of a group, in about 20 windows of equally many rounds."""
+    told = np.array(history, dtype=float)
+    windows = np.array_split(told, min(_WINDOWS, len(told)))
+    return Course(*map(np.array, zip(*map(_over, windows), strict=True)))
+
+
+def _over(window: np.ndarray) -> tuple[float, float, float, float]:
+    """The last round, the mean of the signal's estimates and its standard deviation, and the mean of the noise."""
+    rounds, square, d, sd = window.T
+    noise = d * sd**2
+    signal = (square - noise).mean()
+    variance = (2 * d * sd**4 + 4 * sd**2 * max(signal, 0)).mean()
+    return rounds[-1], signal, np.sqrt(variance / len(window)), noise.mean()
+
+
+def _square(group: Group, released: Mapping[str, Tensor]) -> Tensor:
+    """Σ_j ‖v̂_j/α_j‖², a scalar in float64: of large vectors float32 loses more than the signal is."""
+    lengths = [
+        torch.linalg.vector_norm(released[name], dtype=torch.float64) / alpha
+        for vector, alpha in zip(group.vectors, group.alphas, strict=True)
+        for name in vector.parameters
+    ]
+    return torch.linalg.vector_norm(torch.stack([length.cpu() for length in lengths])) ** 2
