@@ -82,3 +82,17 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.inside(x) + self.beside(x))
+
+
+class Lstm(nn.Module):
+    """Scores [B, classes, T] of the next of T whole numbers [B, T] each, by an LSTM of `layers` layers over embeddings
+    (McMahan et al. 2018, arXiv 1710.06963; character by character: McMahan et al. 2017, arXiv 1602.05629)."""
+
+    def __init__(self, classes: int, width: int = 128, layers: int = 1, embedding: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, embedding)
+        self.lstm = nn.LSTM(embedding, width, layers, batch_first=True)
+        self.scores = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.lstm(self.embedding(x))[0]).transpose(1, 2)
