@@ -265,7 +265,7 @@ def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[d
         before = attacked_before(cfg, plan, output)
         if before is not None:
             terminal.attacked_before(before)
-            return before, "as its audit said before it was resumed" if before["refuted"] else ""
+            return before, "see result.json" if before["refuted"] else ""
         found, figure = attacked(cfg, plan, output)
         keep_summary(found, output)
         terminal.attacked(found, audit_trainings(cfg), cfg.privacy.delta)

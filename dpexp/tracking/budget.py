@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from getpass import getuser
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -79,15 +80,15 @@ def reserved(cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output
 
 @contextmanager
 def _lock(cfg: DictConfig) -> Iterator[None]:
-    """Beside the store where that is a file, else one for all stores of the machine, whose names may be several."""
+    """Beside the store where that is a file, else one for all other stores of a user, whose names may be several."""
     uri = make_url(cfg.tracking.uri) if "sqlite" in cfg.tracking.uri.partition(":")[0] else None
-    where = Path(uri.database if uri and uri.database else Path(tempfile.gettempdir()) / "dpexp").resolve()
+    where = Path(uri.database if uri and uri.database else Path(tempfile.gettempdir()) / f"dpexp-{getuser()}").resolve()
     name = hashlib.sha256(cfg.data.id.encode()).hexdigest()[:16]
     path = where.with_name(f"{where.stem}.{name}.budget.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # where that fails, FileLock would try for ever
-        with FileLock(path, timeout=_PATIENCE, mode=0o666):
+        with FileLock(path, timeout=_PATIENCE):
             yield
     except Timeout as error:
         raise ConfigError(f"privacy.budget: {path} has been held by another job for {_PATIENCE} s.") from error
