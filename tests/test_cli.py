@@ -153,6 +153,7 @@ BAD = {
     "group=custom group.groups={fc:{layers:[Linear]}}":
         "group: parameter model.0.weight falls in no group",
     "group._target_=nowhere.f": "group: nowhere.f cannot be made",
+    "bound=adaptive +bound.value=0.1": "bound.value=0.1 is no option of dpexp.privacy.adaptive.Adaptive",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives a dict, not a torch.nn.Module",

@@ -139,6 +139,13 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
             raise error.__cause__ from None
         cause = error.__cause__ or str(error).splitlines()[0]
         target = node.get("_target_") if node else None
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
+        if unknown and unknown[1] in node:
+            key = f"{section}.{unknown[1]}"
+            raise ConfigError(
+                f"{key}={node[unknown[1]]} is no option of {target}; if an experiment gives it, take it out "
+                f"with ~{key}."
+            ) from error
         raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
 
 
