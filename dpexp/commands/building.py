@@ -158,8 +158,30 @@ def module_of(cfg: DictConfig) -> pl.LightningModule:
                 f"prepare={list(asked)} changes the inputs of a plain model, and model={cfg.model._target_} is a "
                 "LightningModule; let it hold a dpexp.privacy.preparations.Prepared itself, and leave prepare out."
             )
+        if _augment(cfg) is not None:
+            raise ConfigError(
+                f"augment={cfg.augment._target_} augments the records of a plain model, and model={cfg.model._target_} "
+                "is a LightningModule; let its training_step begin with batch = dpexp.views(batch, augment, K), and "
+                "leave augment out."
+            )
         return model
-    return Classifier(_prepared(cfg, model) if asked else model, make("optimizer", cfg.optimizer, _partial_=True))
+    optimizer = make("optimizer", cfg.optimizer, _partial_=True)
+    augment = _augment(cfg)
+    return Classifier(
+        _prepared(cfg, model) if asked else model, optimizer, augment=augment,
+        multiplicity=cfg.augment.multiplicity if augment else 1,
+    )  # fmt: skip
+
+
+def _augment(cfg: DictConfig) -> Any:
+    """One example's x -> a view of it; None: none is asked for."""
+    asked = OmegaConf.select(cfg, "augment")  # older configurations have none
+    if not asked or asked._target_ is None:
+        return None
+    augment = make("augment", {name: value for name, value in asked.items() if name != "multiplicity"})
+    if not callable(augment):
+        raise ConfigError(f"augment: {asked._target_} gives a {type(augment).__name__}, not a function of x.")
+    return augment
 
 
 def _prepared(cfg: DictConfig, model: torch.nn.Module) -> Prepared:
