@@ -121,6 +121,7 @@ class Config:
     callbacks: Any = None
     prepare: Any = None
     augment: Any = None
+    tuning: Any = None
     audit: Audit | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     rounds: int | None = None
