@@ -120,6 +120,8 @@ class Config:
     scheduler: Any = None
     callbacks: Any = None
     prepare: Any = None
+    augment: Any = None
+    tuning: Any = None
     audit: Audit | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     rounds: int | None = None

@@ -1,5 +1,7 @@
 """What a composed configuration asks for, made: module, plan, callback, Trainer."""
 
+import hashlib
+import json
 import re
 import warnings
 from pathlib import Path
@@ -26,6 +28,8 @@ from dpexp.privacy.preparations.preparation import preparations_of
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
 from dpexp.training.classifier import Classifier
+from dpexp.training.tuning import All, head_of
+from dpexp.training.weights import begin_from
 
 
 def planned(cfg: DictConfig) -> PrivacyPlan:
@@ -149,13 +153,24 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
         raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
 
 
-def module_of(cfg: DictConfig) -> pl.LightningModule:
-    model = make("model", cfg.model)
+def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
+    """
+    Args:
+        begun: with the weights that the configuration begins from; False where others are loaded anyway.
+    """
+    weights = _weights(cfg)
+    model = make("model", cfg.model if weights is _ITS_OWN else _without(cfg, "model", "weights"))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
     normalise = _batchnorm(cfg)
     if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, Private)):
         model = normalise(model)
+    tuning = make("tuning", cfg.tuning) if OmegaConf.select(cfg, "tuning") else All()  # older ones have none
+    if begun and isinstance(weights, Path):
+        _begin(cfg, model, weights, getattr(tuning, "head", None))
+    model = tuning(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"tuning={type(tuning).__name__}: no parameter of the model is left to be trained.")
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)
     asked = OmegaConf.select(cfg, "prepare")  # older configurations have none
@@ -165,8 +180,67 @@ def module_of(cfg: DictConfig) -> pl.LightningModule:
                 f"prepare={list(asked)} changes the inputs of a plain model, and model={cfg.model._target_} is a "
                 "LightningModule; let it hold a dpexp.privacy.preparations.Prepared itself, and leave prepare out."
             )
+        if _augment(cfg) is not None:
+            raise ConfigError(
+                f"augment={cfg.augment._target_} augments the records of a plain model, and model={cfg.model._target_} "
+                "is a LightningModule; let its training_step begin with batch = dpexp.views(batch, augment, K), and "
+                "leave augment out."
+            )
         return model
-    return Classifier(_prepared(cfg, model) if asked else model, make("optimizer", cfg.optimizer, _partial_=True))
+    optimizer = make("optimizer", cfg.optimizer, _partial_=True)
+    augment = _augment(cfg)
+    return Classifier(
+        _prepared(cfg, model) if asked else model, optimizer, augment=augment,
+        multiplicity=cfg.augment.multiplicity if augment else 1,
+    )  # fmt: skip
+
+
+def _without(cfg: DictConfig, section: str, key: str) -> DictConfig:
+    """A section's arguments for what it names, less one that is not meant for that."""
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    cfg[section].pop(key, None)
+    return cfg[section]
+
+
+_ITS_OWN = object()
+
+
+def _weights(cfg: DictConfig) -> Any:
+    """The file to begin from, or None; `_ITS_OWN` where `weights` is an argument of the model's maker."""
+    given = cfg.model.get("weights")
+    if isinstance(given, str) and given.endswith(".safetensors"):
+        return Path(given).expanduser()
+    return None if given is None else _ITS_OWN
+
+
+def _begin(cfg: DictConfig, model: torch.nn.Module, path: Path, head: str | None) -> None:
+    """Raises:
+    ConfigError: the file is of another model, or of a training on this job's records without privacy.
+    """
+    about = begin_from(model, path, head_of(model, head))
+    if cfg.privacy.enabled and about.get("private") == "False" and about.get("data") == data_fingerprint(cfg):
+        raise ConfigError(
+            f"model.weights={path} was trained without privacy on the records of this job's data.module, which would "
+            "be told by it; begin from public data, or from a private job (whose ε is spent besides)."
+        )
+
+
+def data_fingerprint(cfg: DictConfig) -> str:
+    """The same for jobs on the same records, as far as their configurations tell."""
+    told = OmegaConf.to_container(cfg.data.module, resolve=True)
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _augment(cfg: DictConfig) -> Any:
+    """One example's x -> a view of it; None: none is asked for."""
+    asked = OmegaConf.select(cfg, "augment")  # older configurations have none
+    if not asked or asked._target_ is None:
+        return None
+    augment = make("augment", _without(cfg, "augment", "multiplicity"))
+    if not callable(augment):
+        raise ConfigError(f"augment: {asked._target_} gives a {type(augment).__name__}, not a function of x.")
+    return augment
 
 
 def _prepared(cfg: DictConfig, model: torch.nn.Module) -> Prepared:

@@ -58,6 +58,10 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
     before.setdefault("metrics", {"release": None})
     before.setdefault("batchnorm", None)
     before.setdefault("prepare", None)
+    before.setdefault("tuning", {"_target_": "dpexp.training.tuning.All", "head": None})
+    if "weights" in cfg.model:
+        before["model"].setdefault("weights", None)
+    before.setdefault("augment", {"_target_": None, "multiplicity": 1})
     if cfg.data.id is not None and before["tracking"]["uri"] is not None and cfg.tracking.uri is None:
         raise ConfigError(
             f"tracking=none: nobody would know that the job in {output} releases more of data.id={cfg.data.id}; resume "

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from dpexp.commands.building import module_of
+from dpexp.commands.building import data_fingerprint, module_of
 from dpexp.commands.values import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -49,7 +49,7 @@ def keep(
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
-    save_weights(model, output / WEIGHTS, about)
+    save_weights(model, output / WEIGHTS, about | {"data": data_fingerprint(cfg)})
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
     lost = no_tensors(model)
@@ -125,7 +125,7 @@ def trainer_of(cfg: DictConfig) -> pl.Trainer:
 def restored(cfg: DictConfig, folder: Path, trainer: pl.Trainer) -> pl.LightningModule:
     """A job's module with the trained weights, in the precision in which it was trained. Runs code: see `load`."""
     pl.seed_everything(cfg.seed, verbose=False)  # a model may hold what is drawn when it is made
-    module = trainer.precision_plugin.convert_module(module_of(cfg))
+    module = trainer.precision_plugin.convert_module(module_of(cfg, begun=False))
     assert isinstance(module, pl.LightningModule)
     load_weights(bare(module), folder / WEIGHTS)
     return module

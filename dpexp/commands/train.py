@@ -99,6 +99,7 @@ def run(cfg: DictConfig) -> float | None:
     plan = job.plan
     if among is None:
         terminal.announce(cfg, plan)
+        terminal.announce_tuned(job.module)
     with _track(cfg, plan, output, _at_its_end(cfg, plan, output)) as tracked:
         result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
         (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
@@ -142,7 +143,7 @@ def _job(
 
         canaries_of(cfg)  # or a sentence that says why there are none
     pl.seed_everything(cfg.seed, verbose=False)
-    module = module_of(cfg)  # first after the seed, so that it can be made again
+    module = module_of(cfg, begun=not cfg.checkpoint.resume)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
     check_device(cfg)
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None

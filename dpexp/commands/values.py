@@ -50,6 +50,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"data.shape={cfg.data.shape} must hold whole numbers of at least 1.")
     if cfg.register is not None and cfg.tracking.uri is None:
         raise ConfigError(f"register={cfg.register} needs MLflow's registry; choose tracking=mlflow.")
+    _check_augment(OmegaConf.select(cfg, "augment"))  # older configurations have none
     _check_trainer(cfg.trainer)
     _check_accountants(list(cfg.accountant.names))
     check_delta(cfg.privacy.delta)
@@ -102,6 +103,16 @@ def _check_objects(cfg: DictConfig) -> None:
                 f"{key}={shown} does not say what to make; choose an option of that group, or give "
                 f"'{key}={{_target_: package.Name}}' with its arguments."
             )
+
+
+def _check_augment(augment: DictConfig | None) -> None:
+    if not augment:
+        return
+    views = augment.get("multiplicity")
+    if not isinstance(views, int) or views < 1:
+        raise ConfigError(f"augment.multiplicity={views} must be a whole number of views of each record, at least 1.")
+    if augment.get("_target_") is None and views > 1:
+        raise ConfigError(f"augment.multiplicity={views} with augment=none would repeat each record; choose flip_crop.")
 
 
 def _check_trainer(trainer: DictConfig) -> None:

@@ -27,6 +27,7 @@ from dpexp.showing.rounding import up
 from dpexp.showing.words import in_words
 
 console = Console()
+_NAMED = 40  # parameters
 NEIGHBOURS = {
     "add_remove": "for adding or removing one record",
     "replace_one": "for replacing one record by another",
@@ -63,6 +64,19 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
+
+
+def announce_tuned(module: pl.LightningModule) -> None:
+    """Names what is trained, where that is not all."""
+    numbers = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+    total = sum(p.numel() for p in module.parameters())
+    if sum(numbers.values()) < total:
+        some = [*numbers][:_NAMED]
+        more = f" and {len(numbers) - len(some)} more" if len(numbers) > len(some) else ""
+        console.print(
+            f"[bold]Trained[/]: {sum(numbers.values()):,} of {total:,} numbers: {escape(', '.join(some))}{more}",
+            soft_wrap=True,
+        )
 
 
 def before_training(event: QueryEvent | PartsEvent, plan: PrivacyPlan, delta: float) -> str:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from dpexp.errors import ConfigError
+from dpexp.training.augment import Augment, views
 
 
 class Classifier(pl.LightningModule):
@@ -18,6 +19,7 @@ class Classifier(pl.LightningModule):
     Args:
         optimizer: parameters -> optimizer.
         scheduler: optimizer -> learning rate scheduler, stepped every round; or None.
+        augment, multiplicity: a record's loss in training is the mean over so many views of it (see `augment.views`).
     """
 
     METRICS = ("test_loss", "test_accuracy")
@@ -27,11 +29,15 @@ class Classifier(pl.LightningModule):
         model: nn.Module,
         optimizer: Callable[[Any], Optimizer],
         scheduler: Callable[[Optimizer], Any] | None = None,
+        augment: Augment | None = None,
+        multiplicity: int = 1,
     ) -> None:
         super().__init__()
         self.model = model
         self._optimizer = optimizer
         self.scheduler = scheduler
+        self.augment = augment
+        self.multiplicity = multiplicity
 
     def forward(self, x: Tensor) -> Tensor:
         return scores_of(self.model(x))
@@ -56,6 +62,8 @@ class Classifier(pl.LightningModule):
         return loss, getattr(outputs, "logits", None)
 
     def training_step(self, batch: Any) -> Tensor:
+        if self.augment is not None:
+            batch = views(batch, self.augment, self.multiplicity)
         loss, scores = self.loss_and_scores(batch)
         self.log_dict(_measured("train", batch, loss, scores))
         return loss

@@ -1,9 +1,10 @@
 """A trained model's numbers in a file, without code in it."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -39,3 +40,37 @@ def load_weights(module: nn.Module, path: Path) -> None:
             raise RuntimeError(f"it lacks {missing}, and has {found.unexpected_keys} beside")
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ConfigError(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from error
+
+
+def begin_from(module: nn.Module, path: Path, head: Collection[str]) -> dict[str, str]:
+    """Takes over what a file holds, by name. The head begins anew where the file has none, or one of another shape.
+
+    Args:
+        head: names of its parameters.
+
+    Returns:
+        What the file's head says about it.
+
+    Raises:
+        ConfigError: the file is of another model, or no such file.
+    """
+    try:
+        given = load_file(path)
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model.weights={path} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    parts = {name.rpartition(".")[0] for name in head}
+    anew = [name for name in own if name in head and (name not in given or given[name].shape != own[name].shape)]
+    odd = [name for name in own if name not in anew and (name not in given or given[name].shape != own[name].shape)]
+    odd += [name for name in given if name not in own and name.rpartition(".")[0] not in parts]
+    if odd:
+        raise ConfigError(
+            f"model.weights={path} is of another model: they differ in {', '.join(sorted(odd)[:5])}, and only the head "
+            f"({', '.join(head)}) may; tuning.head names another one."
+        )
+    if anew:
+        warnings.warn(f"model.weights: the head ({', '.join(anew)}) is another one in {path}, and begins anew.")
+    module.load_state_dict({name: given[name] for name in own if name not in anew}, strict=False)
+    return about

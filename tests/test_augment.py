@@ -1,0 +1,185 @@
+"""K views of a record are one vector."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from reference import stacked
+from torch import nn
+from torch.nn import functional as F
+
+from dpexp.errors import ConfigError
+from dpexp.privacy import bounds
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+from dpexp.training.augment import FlipCrop, views
+
+B, K = 6, 5
+BORING = "pytorch_lightning.demos.boring_classes.BoringModel"
+
+
+def case(S, dtype=torch.float64):
+    """An engine, its module, and images with labels."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 4)
+    ).to(dtype)  # fmt: skip
+    plan = make_plan(module, n=10, q=0.5, steps=3, noise_multiplier=1.0, bound=bounds.Fixed(S), delta=1e-3)
+    engine = Engine(plan, module, GaussianNoise(None))
+    return engine, module, (torch.randn(B, 3, 8, 8, dtype=dtype), torch.randint(4, (B,)))
+
+
+def augmented(module, augment=None, multiplicity=K):
+    def loss_of(batch):
+        x, y = views(batch, augment or FlipCrop(2), multiplicity)
+        return F.cross_entropy(module(x), y)
+
+    return loss_of
+
+
+def sums_of(engine, loss_of, batch):
+    engine.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that records are slow, say
+        engine.accumulate(loss_of, stacked(batch), len(batch[1]))
+    engine.finish()
+    return {name: total.clone() for name, total in engine._sums.items()}
+
+
+def length(sums):
+    return torch.cat([total.flatten() for total in sums.values()]).norm().item()
+
+
+def difference(some, others):
+    return length({name: some[name] - others[name] for name in some})
+
+
+def test_a_records_vector_is_the_mean_of_the_gradients_of_its_views():
+    engine, module, (x, y) = case(S=1e6)
+    augment = FlipCrop(2)
+    torch.manual_seed(3)
+    sums = sums_of(engine, augmented(module, augment), (x, y))
+    torch.manual_seed(3)
+    drawn = torch.func.vmap(
+        lambda one: torch.stack([augment(one) for _ in range(K)]), randomness="different"
+    )(x)  # fmt: skip
+    expected = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    for i, k in itertools.product(range(B), range(K)):
+        module.zero_grad()
+        F.cross_entropy(module(drawn[i, k : k + 1]), y[i : i + 1]).backward()
+        for name, p in module.named_parameters():
+            expected[name] += p.grad / K
+    assert difference(sums, expected) < 1e-12 * length(expected)
+    module.zero_grad()
+    (F.cross_entropy(module(x), y) * B).backward()
+    unseen = {name: p.grad for name, p in module.named_parameters()}
+    assert difference(sums, unseen) > 0.01 * length(expected)  # the views were other images
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_record_of_many_views_moves_a_sum_by_at_most_S(dtype):
+    """Its views are clipped together, not one by one: each alone is S long, and their mean no longer."""
+    S = 0.01
+    engine, module, (x, y) = case(S, dtype)
+    for i in range(B):
+        alone = sums_of(engine, augmented(module), (x[i : i + 1], y[i : i + 1]))
+        assert 0.99 * S < length(alone) <= S
+    even = x.mean((2, 3), keepdim=True).expand_as(x).clone()  # views of which are equal, whatever is drawn
+    whole = sums_of(engine, augmented(module), (even, y))
+    for i in range(B):
+        others = [j for j in range(B) if j != i]
+        without = sums_of(engine, augmented(module), (even[others], y[others]))
+        assert 0.9 * S < difference(whole, without) <= S * (1 + 1e-6)
+
+
+def test_a_function_that_branches_on_what_it_draws_is_right_and_slow():
+    def flipped(x):
+        return x.flip(2) if torch.rand(()).item() < 0.5 else x
+
+    S = 0.01
+    engine, module, (x, y) = case(S)
+    with pytest.warns(UserWarning, match="one at a time"):
+        engine.start()
+        engine.accumulate(augmented(module, flipped), stacked((x, y)), B)
+    symmetric = x + x.flip(3)
+    found = sums_of(engine, augmented(module, flipped), (symmetric, y))
+    as_they_are = sums_of(engine, augmented(module, lambda x: x, 1), (symmetric, y))
+    assert difference(found, as_they_are) < 1e-9 * length(found)
+
+
+def test_records_draw_views_of_their_own():
+    x = torch.arange(64.0).reshape(1, 1, 8, 8).expand(50, 1, 8, 8)
+    rows = torch.func.vmap(
+        lambda one: views((one[None],), FlipCrop(3), 4)[0], randomness="different"
+    )(x).flatten(0, 1)  # fmt: skip
+    assert len({tuple(view.flatten().tolist()) for view in rows}) > 80  # of 200, among 7 · 7 · 2
+
+
+@pytest.mark.parametrize("padding", ["reflect", "zeros"])
+def test_views_are_all_crops_of_the_padded_image_and_of_its_mirror(padding):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6)
+    wide = F.pad(x, (1, 1, 1, 1), mode="reflect") if padding == "reflect" else F.pad(x, (1, 1, 1, 1))
+    crops = [wide[:, i : i + 5, j : j + 6] for i in range(3) for j in range(3)]
+    if padding == "reflect":
+        mirrored = crops + [F.pad(x.flip(2), (1, 1, 1, 1), mode="reflect")[:, i : i + 5, j : j + 6]
+                            for i in range(3) for j in range(3)]  # fmt: skip
+    else:
+        mirrored = crops + [crop.flip(2) for crop in crops]
+    seen, _ = views((x[None], torch.zeros(1)), FlipCrop(1, padding), 600)
+    assert {_key(view) for view in seen} == {_key(crop) for crop in mirrored}
+    seen, _ = views((x[None], torch.zeros(1)), FlipCrop(1, padding, flip=False), 300)
+    assert {_key(view) for view in seen} == {_key(crop) for crop in crops}
+
+
+def _key(image):
+    return tuple(image.flatten().tolist())
+
+
+def test_what_goes_with_x_is_repeated():
+    x, y, w = views((torch.zeros(2, 1, 6, 6), torch.tensor([3, 4]), [1.0]), FlipCrop(), 3)
+    assert x.shape == (6, 1, 6, 6) and y.tolist() == [3, 3, 3, 4, 4, 4] and w == [1.0]
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: FlipCrop(padding="mirror"), "augment.padding=mirror is unknown; choose reflect or zeros"),
+        (lambda: FlipCrop(-1), "augment.pixels=-1"),
+        (lambda: FlipCrop(4)(torch.zeros(20)), r"takes images \[C, H, W\].*shape \[20\]"),
+        (lambda: FlipCrop(8)(torch.zeros(1, 8, 8)), "of more pixels than that"),
+        (lambda: views({"input_ids": torch.zeros(1, 5)}, FlipCrop()), "a batch of the data is a dict; set augment"),
+    ],
+)
+def test_what_cannot_be_augmented_is_refused(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("privacy", ["privacy.epsilon=3", "privacy.enabled=false"])
+def test_a_job_and_its_twin_train_on_views(privacy, dpexp_job, read_lines):
+    output = dpexp_job(
+        "augment=flip_crop", "augment.multiplicity=3", "augment.pixels=1", "augment.flip=false", "sampling.steps=2",
+        "tracking=none", privacy,
+    )  # fmt: skip
+    assert "multiplicity: 3" in (output / "config.yaml").read_text()
+    assert (output / "weights.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["augment.multiplicity=4"], "augment=none would repeat each record"),
+        (["augment=flip_crop", "augment.multiplicity=0"], "augment.multiplicity=0 must be a whole number"),
+        (["augment=flip_crop", "augment.padding=mirror"], "augment.padding=mirror"),
+        (
+            ["augment=flip_crop", f"model._target_={BORING}", "~model.shape", "~model.classes"],
+            "batch = dpexp.views",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_job_cannot_augment_is_said_in_a_sentence(overrides, words, dpexp_job):
+    with pytest.raises(SystemExit, match=words):
+        dpexp_job("tracking=none", "sampling.steps=2", *overrides)

@@ -1,0 +1,117 @@
+"""Weights to begin from, and which parameters are trained."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import dpexp
+from dpexp.errors import ConfigError
+from dpexp.training.models import mlp
+from dpexp.training.tuning import All, Bias, Head, Lora, head_of
+from dpexp.training.weights import begin_from, save_weights
+
+
+def body():
+    torch.manual_seed(0)
+    return mlp([6], 3, [5, 4])
+
+
+def trained(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_what_each_way_of_tuning_trains():
+    assert len(trained(All()(body()))) == 6
+    assert trained(Head()(body())) == ["5.weight", "5.bias"]
+    assert trained(Head("3")(body())) == ["3.weight", "3.bias"]
+    assert trained(Bias()(body())) == ["1.bias", "3.bias", "5.weight", "5.bias"]
+
+
+def test_lora_trains_low_ranks_and_the_head_and_begins_where_the_model_was():
+    model, x = body(), torch.randn(7, 6)
+    before = model(x)
+    model = Lora(rank=2)(model)
+    assert torch.equal(model(x), before)
+    names = trained(model)
+    assert names[-2:] == ["5.weight", "5.bias"] and all(".lora_" in name for name in names[:-2])
+    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert numbers == 2 * (6 + 5) + 2 * (5 + 4) + 4 * 3 + 3
+    assert [name for name in trained(Lora(layers=["3"])(body())) if "lora" in name] == [
+        "3.lora_A.default.weight", "3.lora_B.default.weight"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tune, words",
+    [
+        (lambda: Head("classifier")(body()), "tuning.head=classifier names no module.* is 5"),
+        (lambda: Lora(layers=["query"])(body()), r"the model has no layers \['query'\]"),
+        (lambda: Lora()(nn.Sequential(nn.Linear(3, 2))), "no linear layer but its head"),
+        (lambda: head_of(nn.Tanh()), "no parameters"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said(tune, words):
+    with pytest.raises(ConfigError, match=words):
+        tune()
+
+
+def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
+    path, first = tmp_path / "weights.safetensors", body()
+    save_weights(first, path, {"private": "True"})
+    torch.manual_seed(1)
+    other = mlp([6], 7, [5, 4])
+    its_head = other[5].weight.clone()
+    with pytest.warns(UserWarning, match="begins anew"):
+        assert begin_from(other, path, head_of(other)) == {"private": "True"}
+    assert torch.equal(other[1].weight, first[1].weight) and torch.equal(other[3].bias, first[3].bias)
+    assert torch.equal(other[5].weight, its_head)
+    same = mlp([6], 3, [5, 4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin_from(same, path, head_of(same))
+    assert all(torch.equal(a, b) for a, b in zip(same.parameters(), first.parameters(), strict=True))
+    with pytest.raises(ConfigError, match=r"is of another model: they differ in 1\.bias"):
+        begin_from(mlp([6], 3, [9, 4]), path, ["5.weight", "5.bias"])
+    save_file({**load_file(path), "odd": torch.zeros(1)}, path)
+    with pytest.raises(ConfigError, match="they differ in odd"):
+        begin_from(same, path, head_of(same))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        begin_from(same, tmp_path / "nowhere.safetensors", head_of(same))
+
+
+FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.evaluations=0")
+PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
+
+
+def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
+    first = dpexp_job(*FAST, *PUBLIC) / "weights.safetensors"
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match="begins anew"):  # 5 classes, and 10
+        second = dpexp_job(*FAST, "tuning=head", f"model.weights={first}")
+    given, found = load_file(first), load_file(second / "weights.safetensors")
+    assert torch.equal(found["1.weight"], given["1.weight"]) and torch.equal(found["1.bias"], given["1.bias"])
+    assert json.loads((second / "result.json").read_text())["groups"].keys() == {"all"}
+    assert "Trained: 1,290 of 9,610 numbers: model.3.weight, model.3.bias" in capsys.readouterr().out
+    first.unlink()
+    assert torch.equal(dpexp.load(second)[1].weight, given["1.weight"])  # the first job's file is not needed
+
+
+def test_a_model_that_was_tuned_by_lora_is_found_again(dpexp_job):
+    output = dpexp_job(*FAST, "tuning=lora", "tuning.rank=2")
+    x = torch.randn(3, 1, 8, 8)
+    model = dpexp.load(output)
+    assert model(x).shape == (3, 10)
+    assert load_file(output / "weights.safetensors")["1.lora_B.default.weight"].abs().sum() > 0  # was trained
+
+
+def test_weights_of_the_same_records_without_privacy_are_refused(dpexp_job):
+    first = dpexp_job(*FAST, "privacy.enabled=false") / "weights.safetensors"
+    with pytest.raises(SystemExit, match=r"was trained without privacy on the records of this job's data\.module"):
+        dpexp_job(*FAST, f"model.weights={first}")
+    private = dpexp_job(*FAST) / "weights.safetensors"
+    dpexp_job(*FAST, f"model.weights={private}")
+    dpexp_job(*FAST, f"model.weights={first}", "privacy.enabled=false")
