@@ -58,6 +58,7 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
     before.setdefault("metrics", {"release": None})
     before.setdefault("batchnorm", None)
     before.setdefault("prepare", None)
+    before["trainer"] = {"devices": 1, "num_nodes": 1, "strategy": "auto"} | before["trainer"]
     if cfg.data.id is not None and before["tracking"]["uri"] is not None and cfg.tracking.uri is None:
         raise ConfigError(
             f"tracking=none: nobody would know that the job in {output} releases more of data.id={cfg.data.id}; resume "

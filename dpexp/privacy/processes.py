@@ -30,7 +30,7 @@ from dpexp.privacy.plan import PrivacyPlan
 
 _AT_ONCE = 2**22  # numbers that are sent together
 _LOOKED_AT = 32  # records, to see whether all processes have the same
-_LOST = (
+LOST = (
     "another process of this training ended, so that this one does too; its own words say why. The ledger has every "
     "round that was released."
 )
@@ -154,7 +154,7 @@ def _lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConfigError(_LOST) from error
+        raise ConfigError(LOST) from error
 
 
 def _words(error: Exception) -> str:
@@ -229,7 +229,7 @@ def take_over(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         return
     name = type(strategy).__name__
     if type(strategy) is not DDPStrategy:
-        raise ConfigError(f"trainer.strategy={name} cannot be honoured: {REASONS.get(name, _OTHERS)}.")
+        raise ConfigError(f"trainer.strategy={name} cannot be honoured: {REASONS.get(name, OTHERS)}.")
     if strategy._start_method != "popen":
         raise ConfigError(
             f"trainer.strategy=ddp_{strategy._start_method} trains in processes of which the one that began it learns "
@@ -250,7 +250,7 @@ def take_over(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     strategy.configure_ddp = configure  # type: ignore[method-assign]
 
 
-_OTHERS = "only ddp, where every process holds the whole model, adds up clipped sums; choose ddp"
+OTHERS = "only ddp, where every process holds the whole model, adds up clipped sums; choose ddp"
 _SHARDED = (
     "it gives each process a part of every weight, so that none could tell a record's norm before all have spoken; "
     "choose ddp (docs/fsdp.md says what it would take)"
