@@ -131,6 +131,11 @@ def _as_a_sentence(
 def _job() -> None:
     """Runs the job, or the sweep and then whatever ends it."""
     interrupted, broken = True, False
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if {"-m", "--multirun"} & {*sys.argv}:
+            raise ConfigError("-m: start a sweep without torchrun; each trial starts its own processes.")
+        if os.environ.get("RANK", "0") != "0":  # the first one's folder is the job's
+            sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=."]
     try:
         job()
         interrupted = False

@@ -80,6 +80,9 @@ class Trainer:
     workers: int = 0
     threads: int | None = None
     evaluations: int = 10
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
 
 
 @dataclass

@@ -24,6 +24,9 @@ from dpexp.training import schedulers
 
 QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
 HONOURED = {
+    "strategy": "auto",
+    "devices": 1,
+    "num_nodes": 1,
     "accelerator": "cpu",
     "precision": "64-true",
     "max_time": "{hours: 1}",
@@ -63,7 +66,7 @@ def test_honoured_options_reach_the_trainer(dpexp_job, monkeypatch, name):
         return make(**options)
 
     monkeypatch.setattr(pl, "Trainer", noted)
-    prefix = "" if name in ("accelerator", "precision") else "+"
+    prefix = "" if name in ("accelerator", "precision", "strategy", "devices", "num_nodes") else "+"
     output = dpexp_job(*QUICK, f"{prefix}trainer.{name}={HONOURED[name]}")
     assert given[name] == ({"hours": 1} if name == "max_time" else HONOURED[name])
     assert result_of(output)["rounds"] == 6

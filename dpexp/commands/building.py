@@ -349,5 +349,5 @@ def quieten() -> None:
 
     for name in ("pytorch_lightning", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*GPU available but not used.*"):
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*GPU available but not used.*", ".*sync_dist=True.*"):
         warnings.filterwarnings("ignore", message)

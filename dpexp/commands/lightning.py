@@ -10,8 +10,9 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
-from dpexp.commands import trial
+from dpexp.commands import processes, trial
 from dpexp.commands.building import make, policy_of, rounds_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
@@ -24,13 +25,9 @@ from dpexp.training.watch import Watch
 OWN = ("physical_batch", "workers", "threads", "evaluations")  # keys of `trainer` that are not Lightning's
 _ROUNDS = "the plan says how many rounds there are; give sampling.steps or sampling.epochs"
 _SAMPLES = "each round's sample is drawn as sampling says, from all of the training set"
-_ONE_DEVICE = "a job trains on one device; the trials of a sweep take turns among several"
 REFUSED = {
-    "strategy": _ONE_DEVICE,
-    "devices": _ONE_DEVICE,
-    "num_nodes": _ONE_DEVICE,
-    "sync_batchnorm": _ONE_DEVICE,
-    "use_distributed_sampler": _ONE_DEVICE,
+    "sync_batchnorm": "it mixes the records of all processes",
+    "use_distributed_sampler": _SAMPLES,
     "logger": "choose tracking",
     "callbacks": "choose callbacks, at the top level",
     "fast_dev_run": "give debug=true",
@@ -62,7 +59,7 @@ def trainer_for(
     Raises:
         ConfigError: names the option that cannot be honoured.
     """
-    options = _options(cfg)
+    options, count = _options(cfg), processes.asked(cfg)
     policy = plan.sampling if plan else policy_of(cfg)
     rounds = plan.rounds if plan else rounds_of(cfg)
     per_epoch = max(1, round(policy.rounds_per_epoch))
@@ -73,7 +70,7 @@ def trainer_for(
         callbacks.append(LastWeights())
     callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every)]
     among = trial.current(cfg)
-    bar = options.pop("enable_progress_bar", True) and (among is None or among.alone)
+    bar = options.pop("enable_progress_bar", True) and (among is None or among.alone) and processes.rank() == 0
     if bar:
         callbacks.append(RoundBar(rounds, privacy, among.place if among else None))
     defaults = {
@@ -84,7 +81,6 @@ def trainer_for(
     }
     try:
         trainer = pl.Trainer(
-            devices=_devices(cfg),
             max_epochs=-1,
             max_steps=rounds,
             check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.evaluations))),
@@ -93,7 +89,7 @@ def trainer_for(
             default_root_dir=output,
             enable_checkpointing=False,
             enable_progress_bar=bar,
-            **defaults | options,
+            **defaults | options | _placed(cfg, count),
         )
     except Exception as error:  # Lightning raises many types for what is always a wrong value
         raise ConfigError(f"trainer: {error}") from error
@@ -136,8 +132,16 @@ def _options(cfg: DictConfig) -> dict[str, Any]:
     return options
 
 
+def _placed(cfg: DictConfig, count: int) -> dict[str, Any]:
+    """Where a job trains: in several processes, each of which evaluates on whole validation and test sets, or on one
+    device. Trials of a sweep take turns among several GPUs."""
+    if count > 1:
+        found = [TorchElasticEnvironment()] if processes.begun() else None  # else there is only a check
+        return {"plugins": found, "use_distributed_sampler": False}
+    return {"strategy": "auto", "devices": _devices(cfg), "num_nodes": 1}
+
+
 def _devices(cfg: DictConfig) -> int | list[int]:
-    """One; trials of a sweep take turns among several GPUs."""
     hydra = HydraConfig.get()
     if cfg.trainer.accelerator in ("gpu", "cuda") and hydra.mode == RunMode.MULTIRUN and torch.cuda.device_count() > 1:
         return [hydra.job.num % torch.cuda.device_count()]

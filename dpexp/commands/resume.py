@@ -62,6 +62,7 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
     if "weights" in cfg.model:
         before["model"].setdefault("weights", None)
     before.setdefault("augment", {"_target_": None, "multiplicity": 1})
+    before["trainer"] = {"devices": 1, "num_nodes": 1, "strategy": "auto"} | before["trainer"]
     if cfg.data.id is not None and before["tracking"]["uri"] is not None and cfg.tracking.uri is None:
         raise ConfigError(
             f"tracking=none: nobody would know that the job in {output} releases more of data.id={cfg.data.id}; resume "

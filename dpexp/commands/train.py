@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytorch_lightning as pl
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -21,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
 from dpexp.accounting.risk import risk
-from dpexp.commands import trial
+from dpexp.commands import processes, trial
 from dpexp.commands.building import (
     accountants,
     add_scheduler,
@@ -74,6 +72,30 @@ def run(cfg: DictConfig) -> float | None:
     """
     quieten()
     check(cfg)
+    count = processes.asked(cfg)
+    if count > 1 and not processes.begun():
+        return processes.start(run, cfg, count)
+    with processes.connected(cfg, count):
+        if processes.rank() == 0:
+            return _run(cfg)
+        _accompany(cfg)
+        return None
+
+
+def _accompany(cfg: DictConfig) -> None:
+    """Trains with the first process."""
+    warnings.simplefilter("ignore")
+    said = processes.tell()
+    if said is None:
+        return
+    output, cfg.checkpoint.resume = said
+    processes.use_threads(cfg)
+    module, data, _, trainer = _job(cfg, output, plan_for)
+    _fit(cfg, module, data, trainer, output)
+    _tested(module, data, trainer)
+
+
+def _run(cfg: DictConfig) -> float | None:
     among, output = trial.current(cfg), Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         output = _free(output)
@@ -82,13 +104,15 @@ def run(cfg: DictConfig) -> float | None:
 
         finished = finished_trial(cfg)
         if finished is not None:
+            processes.tell()
             trial.skip()
             terminal.skipped(among.place if among else str(finished.info.run_name))
             return objective_of(finished.data.metrics, cfg.objective)
         earlier = unfinished_trial(cfg)
         if earlier is not None and (earlier / CHECKPOINT).exists():
             output, cfg.checkpoint.resume = earlier, True
-    _use_threads(cfg)
+    processes.use_threads(cfg)
+    processes.tell((output, cfg.checkpoint.resume))
     if not cfg.checkpoint.resume:
         refuse_taken(output)
     job = _job(cfg, output, plan_for)
@@ -206,8 +230,6 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
-    if hasattr(data, "workers"):
-        data.workers = cfg.trainer.workers
     if plan is None:
         set_batch_size(cfg, data)
     started = time.monotonic()
@@ -215,7 +237,7 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     named = cfg.data.id is not None and plan is not None
     try:
         with begun(output, lambda: released[0].begun) if named else nullcontext():
-            trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
+            _fit(cfg, module, data, trainer, output)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
@@ -238,6 +260,14 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         if tracked:
             tracked.log_model(about, result["rounds"])
     return result
+
+
+def _fit(
+    cfg: DictConfig, module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer, output: Path
+) -> None:  # fmt: skip
+    if hasattr(data, "workers"):
+        data.workers = cfg.trainer.workers
+    trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
 
 
 def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]:
@@ -320,22 +350,6 @@ def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
             return _result(cfg, None, None, rounds_of(cfg), {}, 0.0)
         raise ConfigError("train=false has nothing to plan with privacy.enabled=false.")
     return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
-
-
-def _use_threads(cfg: DictConfig) -> None:
-    """Parallel trials share the cores instead of fighting for them."""
-    threads = cfg.trainer.threads
-    hydra = HydraConfig.get()
-    if threads is None and hydra.mode == RunMode.MULTIRUN:
-        launcher = hydra.runtime.choices.get("hydra/launcher", "basic")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if launcher == "joblib":
-            jobs = hydra.launcher.n_jobs
-            threads = max(1, cores // (cores if jobs < 1 else jobs))
-        elif launcher != "basic":
-            threads = hydra.launcher.get("cpus_per_task") or 1
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 def _result(

@@ -36,6 +36,7 @@ from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.carrying_out import prepare
+from dpexp.privacy.processes import Processes, digest_of_plan, digest_of_weights, take_over
 from dpexp.privacy.refusals import (
     refuse_callbacks,
     refuse_hooks,
@@ -43,6 +44,7 @@ from dpexp.privacy.refusals import (
     refuse_optimizers,
     refuse_settings,
 )
+from dpexp.privacy.shared_ledger import SharedLedger, ledger_of
 from dpexp.privacy.signal import Signals
 from dpexp.privacy.stacking import Failed, Records
 
@@ -58,6 +60,8 @@ class PrivacyCallback(pl.Callback):
     what it logs, or leaves behind, is dropped. The noisy average is in `p.grad` from `on_before_optimizer_step` on:
     whatever optimizer, scheduler or gradient clipping follows is post-processing. Values that the plan releases are
     logged as `private/…`, and kept in `estimates`; what releases tell of the gradients is kept in `signals`.
+
+    Several processes (Lightning's strategy ddp) train as one would: see `processes`.
 
     Preparations of the module are carried out before the first round; a resumed fit has those that were done in its
     checkpoint.
@@ -116,7 +120,8 @@ class PrivacyCallback(pl.Callback):
         self._metrics: dict[str, float] = {}  # of the values that the round released
         self._counts = torch.zeros(0)
         self._rounds: Rounds | None = None
-        self._ledger: LedgerWriter | None = None
+        self._ledger: LedgerWriter | SharedLedger | None = None
+        self._processes = Processes()
         self._engine: Engine | None = None
 
     @property
@@ -135,21 +140,28 @@ class PrivacyCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             refuse_callbacks(trainer)
+            take_over(trainer, pl_module)
             self._replace_step(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         refuse_settings(trainer, pl_module, self.plan.rounds)
+        self._processes = processes = Processes.of(trainer)
+        if self.unsafe_diagnostics and not processes.alone:
+            raise ConfigError(
+                f"diagnostics=unsafe shows one process's records, and there are {processes.count}; train in one."
+            )
+        processes.same(plan=digest_of_plan(self.plan))
         refuse_mixing_layers(pl_module)
         refuse_hooks(pl_module)
         refuse_unreleased(pl_module, self.plan)
         noise, sampling, randomness = KeyStream(), KeyStream(), KeyStream()
         self._engine = Engine(
-            self.plan, pl_module, GaussianNoise(noise), observe=self.unsafe_diagnostics, bounds=self.bounds
+            self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes
         )
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
-        rounds = Rounds(loader, self.plan, self.physical_batch, sampling, randomness)
+        rounds = Rounds(loader, self.plan, self.physical_batch, sampling, randomness, processes)
         resume = trainer.ckpt_path is not None
         if resume and self._position is None:
             raise ConfigError(
@@ -157,18 +169,20 @@ class PrivacyCallback(pl.Callback):
                 f"dpexp or without a PrivacyCallback does, so ledger={self.ledger_path} may be another run's; begin a "
                 "new run, and account for both."
             )
-        self._ledger = LedgerWriter(
-            self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed()
-        )
+        about = self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed()
+        self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *about))
         begun = self._ledger.ledger.trained
         self._rounds_undone = begun - self.completed
         if self._noise_seed is not None:
-            for purpose, stream in (("sampling", sampling), ("noise", noise), ("randomness", randomness)):
+            own = "randomness" if processes.first else f"randomness of process {processes.rank}"
+            for purpose, stream in (("sampling", sampling), ("noise", noise), (own, randomness)):
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
+        processes.share(sampling)
         if self.plan.preparations:
             self._preparing = prepare(
-                pl_module, self.plan, loader, self.physical_batch, self._ledger, noise, randomness, self._prepared
-            )
+                pl_module, self.plan, loader, self.physical_batch, self._ledger, noise, randomness, self._prepared,
+                processes,
+            )  # fmt: skip
         self._rounds, rounds.sampler.completed = rounds, self.completed
         source.instance, source.name = rounds, ""
 
@@ -317,14 +331,21 @@ class PrivacyCallback(pl.Callback):
             assert self._rounds and self._engine
             self._engine.around = around = surroundings(trainer)
             randomness = own_randomness(pl_module.device, self._rounds.randomness)
-            with numbers_stay(pl_module, around), randomness, nothing_logged(trainer):
+            with self._processes.together(), numbers_stay(pl_module, around), randomness, nothing_logged(trainer):
                 converted = trainer.precision_plugin.convert_input
-                self._process_sample(pl_module, lambda record: _loss(training_step(converted(record), *args, **kwargs)))
+                sample = self._process_sample(
+                    pl_module, lambda record: _loss(training_step(converted(record), *args, **kwargs))
+                )
+            with self._processes.together():
+                self._engine.finish()
+            if not self._processes.alone:
+                self._processes.same(sample=sample, weights=digest_of_weights(pl_module))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = private_step  # type: ignore[method-assign]
 
-    def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> None:
+    def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> int:
+        """Clips and adds up the sample's records, or this process's part of them; returns the sample's digest."""
         assert self._ledger and self._engine and self._rounds
         engine = self._engine
         for chunk, parts in self._rounds.sample(pl_module.device):
@@ -345,7 +366,7 @@ class PrivacyCallback(pl.Callback):
                     "hold tensors of different shapes, or values that are no tensors and differ; leave out of a batch "
                     "what training_step does not use."
                 )
-        engine.finish()
+        return chunk.digest
 
     def _process(self, pl_module: pl.LightningModule, loss_of: Any, records: Records) -> None:
         assert self._engine

@@ -32,6 +32,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.isolation.randomness import renew, seed_everything
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.processes import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.stacking import Alone, Failed, Parcel, Records
 
@@ -88,16 +89,18 @@ class _OneAtATime(Dataset):
 
 @dataclass(frozen=True)
 class Chunk:
-    """One physical part of a sample: first and last of its round or not. `epoch`: see Policy.event."""
+    """One physical part of a process's part of a sample: first and last of its round or not. `epoch`: see Policy.event.
+    `digest`: of the whole sample, where several processes have a part."""
 
     first: bool
     last: bool
     epoch: int
+    digest: int = 0
 
 
 class RoundSampler(Sampler[list[int]]):
-    """A batch sampler that draws one sample a round and yields it in chunks of at most `physical_batch`; an empty one
-    as an empty chunk.
+    """A batch sampler that draws one sample a round and yields it, or this process's part of it, in chunks of at most
+    `physical_batch`; an empty one as an empty chunk.
 
     It is drawn in the main process, so loader workers change nothing. Every chunk yielded is also queued in
     `pending`, from which whoever consumes the loader's batches takes them in the same order, however far the
@@ -114,6 +117,7 @@ class RoundSampler(Sampler[list[int]]):
         rounds: int,
         physical_batch: int,
         stream: KeyStream,
+        processes: Processes | None = None,
     ) -> None:
         if size < 1:
             raise ConfigError("data: the training set is empty.")
@@ -122,6 +126,7 @@ class RoundSampler(Sampler[list[int]]):
         self.rounds = rounds
         self.physical_batch = physical_batch
         self.stream = stream
+        self.processes = processes or Processes()
         self.completed = 0
         self.pending: deque[Chunk] = deque()
 
@@ -135,9 +140,11 @@ class RoundSampler(Sampler[list[int]]):
                 samples.extend(self.policy_at(t).samples(self.size, self.stream))
                 began = t
             rows = samples.popleft()
+            digest = 0 if self.processes.alone else digest_of_rows(rows)
+            rows = rows[self.processes.rank :: self.processes.count]
             for start in range(0, max(1, len(rows)), self.physical_batch):
                 last = start + self.physical_batch >= len(rows)
-                pending.append(Chunk(start == 0, last, began))
+                pending.append(Chunk(start == 0, last, began, digest))
                 yield rows[start : start + self.physical_batch]
 
     def epoch_end(self) -> int:
@@ -174,7 +181,13 @@ class Rounds:
     """
 
     def __init__(
-        self, loader: Any, plan: PrivacyPlan, physical_batch: int, stream: KeyStream, randomness: KeyStream
+        self,
+        loader: Any,
+        plan: PrivacyPlan,
+        physical_batch: int,
+        stream: KeyStream,
+        randomness: KeyStream,
+        processes: Processes | None = None,
     ) -> None:
         dataset = sampled_dataset(loader)
         size = len(dataset)  # type: ignore[arg-type]
@@ -189,7 +202,10 @@ class Rounds:
                 f"average of a round is divided by q·n, so it is {size / plan.n:.2g} times as long as meant; (ε, δ) "
                 "holds all the same. Set data.n to a published number near it."
             )
-        self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream)
+        processes = processes or Processes()
+        if not processes.alone:
+            processes.same(records=digest_of_records(dataset))
+        self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, processes)
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
         self._loader = _each_alone(loader, self.sampler, self._seeding)
         self._chunks: Iterator[list[Records | Failed | Parcel]] = iter(())

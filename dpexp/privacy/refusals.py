@@ -91,10 +91,6 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
                 )
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         raise ConfigError("model: training_step takes a dataloader_iter; let it take a batch.")
-    if trainer.world_size > 1:
-        raise ConfigError(
-            f"trainer.devices={trainer.world_size}: private training on several devices is not supported; use 1."
-        )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: a sample is taken "

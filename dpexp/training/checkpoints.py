@@ -37,7 +37,8 @@ def save(trainer: pl.Trainer, path: Path) -> None:
     """Whole or not at all."""
     beside = path.with_suffix(".part")
     trainer.save_checkpoint(beside)
-    os.replace(beside, path)
+    if trainer.is_global_zero:
+        os.replace(beside, path)
 
 
 class LastCheckpoint(pl.Callback):

@@ -27,6 +27,8 @@ from dpexp.privacy.isolation.state import State
 from dpexp.privacy.isolation.surroundings import Surroundings
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.processes import Processes
+from dpexp.privacy.shared_ledger import SharedLedger
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _PARTS = 16  # of a chunk whose records branch differently, or of larger ones parts of as many records: more are slow
@@ -42,6 +44,7 @@ class Engine:
     Args:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
         bounds: where those of an adaptive plan have come to; by default they stay where they begin.
+        processes: those that have a part of each sample.
 
     Attributes:
         around: what a step might change besides the module.
@@ -57,8 +60,10 @@ class Engine:
         noise: GaussianNoise,
         observe: bool = False,
         bounds: Bounds | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.plan = self.now = plan
+        self._processes = processes or Processes()
         self.around = Surroundings()
         self._bounds = bounds or (Bounds(plan.following) if plan.following else None)
         self._noise = noise
@@ -80,6 +85,7 @@ class Engine:
         self._together = Together(module, self._parameters, self._values, self._ways)
         self._reached: Reached | None = None
         self._succeeded = False
+        self._contributed = False  # a record has, in some process
         self._failed = self._odd = 0
         self._reason_of_failure: Exception | None = None
         self._said: set[str] = set()
@@ -145,33 +151,46 @@ class Engine:
         if "failure" not in self._said:
             self._said.add("failure")
             warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {reason!r}")
-        if self._failed >= _ENOUGH:
+        if self._failed >= _ENOUGH and self._processes.alone:
             self.finish()
 
     def finish(self) -> None:
         """Ends the sample.
 
         Raises:
-            ConfigError, or what the last record raised: more than one record has failed, and none ever contributed.
+            ConfigError, or what the last record raised: more than one record has failed, and none ever contributed, in
+                no process.
         """
-        if self._failed > 1 and not self._succeeded and self._reason_of_failure is not None:
+        if not self._contributed:  # which all processes know alike
+            every = self._processes.gathered([self._succeeded, self._failed])
+            self._contributed = any(succeeded for succeeded, _ in every)
+            failed = sum(failed for _, failed in every)
+        if not self._contributed and failed > 1 and self._reason_of_failure is not None:
             reason = self._reason_of_failure
             raise ConfigError(str(reason)) if isinstance(reason, NoLoss) else reason
 
-    def release(self, ledger: LedgerWriter) -> dict[str, Tensor]:
+    def release(self, ledger: LedgerWriter | SharedLedger) -> dict[str, Tensor]:
         """Writes the sum query events, and only then returns v̂ for each parameter, and each value by its key:
-        (Σ_i c_i v^i + α N(0, σ̃²)) / qn."""
+        (Σ_i c_i v^i + α N(0, σ̃²)) / qn. Of several processes the first adds the noise, to the sum of all parts."""
         for group in self.now.groups:
             ledger.query(group.query())
         ledger.commit()
         released, self._sums = self._sums, {}
-        if self._whole:
-            return {
-                name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, released).items()
-            }
-        noisy = [(released[name], alpha * group.sigma) for group, alpha, name in by_parameter(self.now.groups)]
-        self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
+        self._processes.add_up(released)
+        if self._processes.first:
+            released = self._noised(released)
+        else:
+            kinds = {name: self._kind(name) for name in released}
+            released = {n: torch.empty(s.shape, device=kinds[n][0], dtype=kinds[n][1]) for n, s in released.items()}
+        self._processes.hand_out(released)
         return released
+
+    def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._whole:
+            return {name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, sums).items()}
+        noisy = [(sums[name], alpha * group.sigma) for group, alpha, name in by_parameter(self.now.groups)]
+        self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
+        return sums
 
     def _numbers(self, parameters: Iterable[str]) -> int:
         return sum(self._parameters[name].numel() for name in parameters)

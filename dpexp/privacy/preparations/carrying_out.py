@@ -19,6 +19,8 @@ from dpexp.privacy.laplace_noise import add_laplace
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.preparation import Preparation, preparations_of
+from dpexp.privacy.processes import Processes
+from dpexp.privacy.shared_ledger import SharedLedger
 from dpexp.privacy.stacking import Failed, Records
 
 
@@ -27,10 +29,11 @@ def prepare(
     plan: PrivacyPlan,
     loader: Any,
     physical_batch: int,
-    ledger: LedgerWriter,
+    ledger: LedgerWriter | SharedLedger,
     noise: KeyStream,
     randomness: KeyStream,
     done: int = 0,
+    processes: Processes | None = None,
 ) -> Iterator[None]:
     """Releases each preparation's sum, which is in the ledger before the noise is drawn, lets it be used, and yields.
 
@@ -40,7 +43,9 @@ def prepare(
         plan: made for `module`.
         loader: the user's, of which data set and collation are kept.
         done: so many need not be released again, since `module` holds them.
+        processes: of which the first sums and adds the noise, and hands out what is released.
     """
+    processes = processes or Processes()
     found = preparations_of(module)
     planned = {event.query: _but_for_noise(event) for event in plan.preparations}
     own = {name: _but_for_noise(one.query(name, plan.adjacency, 1.0)) for name, one in found.items()}
@@ -50,17 +55,20 @@ def prepare(
             "make the plan for the module that is trained."
         )
     for (name, preparation), event in list(zip(found.items(), plan.preparations, strict=True))[done:]:
-        with own_randomness(module.device, randomness):
-            total = _total(name, preparation, _before(found, name), loader, physical_batch, randomness)
+        total = torch.zeros(preparation.d, dtype=torch.float64)
+        with processes.together(), own_randomness(module.device, randomness):
+            if processes.first:
+                total = _total(name, preparation, _before(found, name), loader, physical_batch, randomness)
         ledger.sample(SamplingEvent("all", 1.0, plan.n))
         ledger.query(event)
         ledger.commit()
         parts = event.queries if isinstance(event, PartsEvent) else (event,)  # of each a number, or of the one all
         sums = [(part, query.scale) for part, query in zip(total.chunk(len(parts)), parts, strict=True)]
-        if event.noise == "laplace":
+        if processes.first and event.noise == "laplace":
             add_laplace(sums, noise)
-        else:
+        elif processes.first:
             GaussianNoise(noise).add_to(sums)
+        processes.hand_out({name: total})
         preparation.use(total.float(), plan.n)
         yield
 

@@ -1,0 +1,258 @@
+"""Several processes that train one model as one would, each with a part of every sample.
+
+All draw the same sample, from one key that the first process makes and sends to the others; process r of R takes every
+R-th record of it and clips each by itself. So what a record contributes, and how far it moves the sum, is as in one
+process. The parts are added up in the first process, which writes the round into the ledger, tells the others that it
+is there, adds the noise, once, to the whole sum, and hands out what is released. No other process ever holds more than
+its own part of a sum that has no noise, and none holds a release whose round is not in the ledger. Since all are handed
+the same bits, and begin with the same ones, their weights stay equal; this is compared every round.
+"""
+
+import hashlib
+import pickle
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.plan import PrivacyPlan
+
+_AT_ONCE = 2**22  # numbers that are sent together
+_LOOKED_AT = 32  # records, to see whether all processes have the same
+LOST = (
+    "another process of this training ended, so that this one does too; its own words say why. The ledger has every "
+    "round that was released."
+)
+
+
+class Processes:
+    """Those that train together; by default one alone, which then exchanges nothing.
+
+    Args:
+        device: of what is exchanged.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, device: torch.device | None = None) -> None:
+        self.rank, self.count = rank, count
+        self._device = device or torch.device("cpu")
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "Processes":
+        return cls(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes the ledger and adds the noise."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.count == 1
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What goes wrong in one process meanwhile ends all of them.
+
+        Raises:
+            ConfigError: of another process, with what it says.
+        """
+        if self.alone:
+            yield
+            return
+        wrong: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            wrong = error
+        if any(failed for (failed,) in self.gathered([wrong is not None])):
+            said: list[Any] = [None] * self.count
+            with _lost():
+                dist.all_gather_object(said, None if wrong is None else _words(wrong))
+            if wrong is None:
+                rank, words = next((rank, words) for rank, words in enumerate(said) if words is not None)
+                raise ConfigError(f"process {rank} of {self.count} stopped: {words}")
+        if wrong is not None:
+            raise wrong
+
+    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The whole numbers of each process, of 64 bits."""
+        own = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device=self._device)
+        if self.alone:
+            return [own.tolist()]
+        every = [torch.empty_like(own) for _ in range(self.count)]
+        with _lost():
+            dist.all_gather(every, own)
+        return torch.stack(every).tolist()
+
+    def same(self, **digests: int) -> None:
+        """
+        Raises:
+            ConfigError: a number is not the same in all processes.
+        """
+        every = self.gathered([*digests.values()])
+        for k, what in enumerate(digests):
+            if len({numbers[k] for numbers in every}) > 1:
+                raise ConfigError(_DIFFER[what])
+
+    def told(self, what: Any = None) -> Any:
+        """What the first process tells the others; it has to be small."""
+        box = [what]
+        if not self.alone:
+            with _lost():
+                dist.broadcast_object_list(box, 0, device=self._device)
+        return box[0]
+
+    def share(self, stream: KeyStream) -> None:
+        """Gives all processes the first one's key, from memory to memory."""
+        stream.key = self.told(stream.key)
+
+    def add_up(self, sums: Mapping[str, Tensor]) -> None:
+        """Adds the other processes' parts to the first one's tensors. What the others' hold then means nothing."""
+        if not self.alone:
+            self._in_turn([*sums.values()], lambda flat: dist.reduce(flat, 0))
+
+    def hand_out(self, released: Mapping[str, Tensor]) -> None:
+        """Gives all processes what the first one's tensors hold."""
+        if not self.alone:
+            self._in_turn([*released.values()], lambda flat: dist.broadcast(flat, 0))
+
+    def _in_turn(self, tensors: Sequence[Tensor], exchange: Any) -> None:
+        for some in _parcels(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in some]).to(self._device)
+            with _lost():
+                exchange(flat)
+            for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _parcels(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device after another, about as many numbers as are sent together."""
+    parcel: list[Tensor] = []
+    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.dtype), str(tensor.device))):  # stable
+        kind = (tensor.dtype, tensor.device)
+        if parcel and ((parcel[0].dtype, parcel[0].device) != kind or sum(t.numel() for t in parcel) >= _AT_ONCE):
+            yield parcel
+            parcel = []
+        parcel.append(tensor)
+    if parcel:
+        yield parcel
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConfigError(LOST) from error
+
+
+def _words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+
+
+# What must be the same everywhere
+
+_DIFFER = {
+    "plan": "the processes have different plans, so that none would hold; give all of them the same configuration.",
+    "records": "data: the training sets of the processes hold other records, or in another order, so that a record "
+    "could be in one sample twice; split and shuffle them by a fixed seed, such as pl.seed_everything(0).",
+    "sample": "data: the processes drew different samples, so that sampling is not what is accounted; their training "
+    "sets must have the same length.",
+    "weights": "model: the processes' weights differ, which releases leave equal; whatever else changes them "
+    "(a callback, a hook, an optimizer that draws random numbers) must do the same in every process.",
+}
+
+
+def digest_of_plan(plan: PrivacyPlan) -> int:
+    groups = [(g.name, g.S, g.sigma, g.alphas, [v.parameters for v in g.vectors]) for g in plan.groups]
+    return _number(repr((plan.adjacency, plan.n, plan.rounds, plan.sampling, groups, plan.preparations)).encode())
+
+
+def digest_of_rows(rows: Sequence[int]) -> int:
+    """Of which records a sample holds, in which order."""
+    return _number(np.asarray(rows, dtype=np.int64).tobytes())
+
+
+def digest_of_weights(module: nn.Module) -> int:
+    """Of the bits of all parameters, each tensor's added up."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().view(whole[p.element_size()]).sum(dtype=torch.int64) for p in module.parameters()]
+    return _number(torch.stack(sums).cpu().numpy().tobytes()) if sums else 0
+
+
+def digest_of_records(dataset: Dataset) -> int:
+    """Of some of a data set's records, evenly spread; what is random about them is drawn from a fixed seed."""
+    size = len(dataset)  # type: ignore[arg-type]
+    states = random.getstate(), np.random.get_state()
+    seen = hashlib.sha256(str(size).encode())
+    with torch.random.fork_rng([]):
+        for k in range(min(size, _LOOKED_AT)):
+            random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
+            try:
+                for leaf in tree_leaves(dataset[k * size // min(size, _LOOKED_AT)]):
+                    seen.update(leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else pickle.dumps(leaf))
+            except Exception as error:  # of a record that cannot be fetched, or compared
+                seen.update(type(error).__name__.encode())
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    return int.from_bytes(seen.digest()[:7], "big")
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
+
+
+# Lightning's strategies
+
+
+def take_over(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Lets Lightning's DDPStrategy start and connect processes, but not average gradients: the module is not wrapped
+    into DistributedDataParallel, whose hooks do that. The first process's weights and buffers go to all.
+
+    Raises:
+        ConfigError: another strategy, or something that only that wrapper could honour.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    name = type(strategy).__name__
+    if type(strategy) is not DDPStrategy:
+        raise ConfigError(f"trainer.strategy={name} cannot be honoured: {REASONS.get(name, OTHERS)}.")
+    if strategy._start_method != "popen":
+        raise ConfigError(
+            f"trainer.strategy=ddp_{strategy._start_method} trains in processes of which the one that began it learns "
+            "nothing, ε included; choose ddp."
+        )
+    if strategy._layer_sync is not None:
+        raise ConfigError("trainer.sync_batchnorm=true mixes the records of all processes; leave it out.")
+    if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
+        raise ConfigError(
+            "trainer.strategy: a DDPStrategy with a ddp_comm_hook changes how gradients are averaged, and here clipped "
+            "sums are added up instead; leave it out."
+        )
+
+    def configure() -> None:
+        processes = Processes.of(trainer)
+        processes.hand_out({name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)})
+
+    strategy.configure_ddp = configure  # type: ignore[method-assign]
+
+
+OTHERS = "only ddp, where every process holds the whole model, adds up clipped sums; choose ddp"
+_SHARDED = (
+    "it gives each process a part of every weight, so that none could tell a record's norm before all have spoken; "
+    "choose ddp (docs/fsdp.md says what it would take)"
+)
+REASONS = {"FSDPStrategy": _SHARDED, "ModelParallelStrategy": _SHARDED, "DeepSpeedStrategy": _SHARDED}
