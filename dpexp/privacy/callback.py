@@ -158,7 +158,13 @@ class PrivacyCallback(pl.Callback):
                 "new run, and account for both."
             )
         self._ledger = LedgerWriter(
-            self.ledger_path, self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed()
+            self.ledger_path,
+            self.plan.adjacency,
+            self.plan.sampling_events(),
+            resume,
+            self._position,
+            self._exposed(),
+            self.plan.record.told(),
         )
         begun = self._ledger.ledger.trained
         self._rounds_undone = begun - self.completed
