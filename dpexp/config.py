@@ -16,11 +16,13 @@ COMMAND = "DPEXP_COMMAND"  # an environment variable with the command line, for 
 
 @dataclass
 class Data:
-    """`id` is a name for the data set, under which what is spent on it is added up. `n` is a published constant.
+    """`id` is a name for the data set, under which what is spent on it is added up. `n` is a published constant,
+    and so is `users`, of records that are users.
     `module` is a LightningDataModule's `_target_` with its arguments."""
 
     id: str | None = None
     n: int = MISSING
+    users: int | None = None
     shape: list[int] | None = None
     classes: int | None = None
     root: str | None = None
@@ -38,6 +40,15 @@ class Privacy:
     adjacency: str | None = None
     noise_seed: int | None = None
     budget: Any = None
+
+
+@dataclass
+class Record:
+    kind: str = "example"
+    k: int | None = None
+    most: int | None = None
+    by: str | None = None
+    local: Any = None
 
 
 @dataclass
@@ -136,6 +147,7 @@ class Config:
     clip: Any = None
     allocation: Any = None
     noise: Noise = field(default_factory=Noise)
+    record: Record = field(default_factory=Record)
     metrics: Metrics = field(default_factory=Metrics)
     batchnorm: Any = None
     sampling: Sampling = field(default_factory=Sampling)

@@ -75,10 +75,13 @@ def dearest_curve(ledgers: Iterable[Ledger]) -> Array:
     """Rényi DP at ORDERS that holds whichever trial is run: at each order that of the dearest.
 
     Raises:
-        ConfigError: as for `trial_curve`, or the ledgers are stated for different adjacencies.
+        ConfigError: as for `trial_curve`, or the ledgers are stated for different adjacencies or privacy units.
     """
-    trials = {(ledger.adjacency, frozenset(ledger.rounds.items())): ledger for ledger in ledgers}
-    adjacencies = sorted({adjacency for adjacency, _ in trials})
+    trials = {(ledger.adjacency, frozenset(ledger.rounds.items()), ledger.unit): ledger for ledger in ledgers}
+    adjacencies = sorted({ledger.adjacency for ledger in trials.values()})
+    units = sorted({ledger.unit for ledger in trials.values()})
+    if len(units) > 1:
+        raise ConfigError(f"trials about different privacy units ({', '.join(units)}) cannot be selected among.")
     if len(adjacencies) > 1:
         raise ConfigError(f"trials for different adjacencies ({', '.join(adjacencies)}) cannot be selected among.")
     return np.max([trial_curve(ledger) for ledger in trials.values()], axis=0)

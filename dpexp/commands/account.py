@@ -90,7 +90,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     _print(ledger, sources, at, costs, cfg.epsilon)
     figures = risk(ledger, names[0]).figures()
     least = "by" if names[0] not in APPROXIMATIONS else "about, by"
-    console.print(f"In words, {least} {names[0]}: {in_words(figures)}", soft_wrap=True)
+    console.print(f"In words, {least} {names[0]}: {in_words(figures, ledger.unit)}", soft_wrap=True)
     if cfg.figure is not None:
         from dpexp.showing.spending import trade_off
 
@@ -150,7 +150,8 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     kinds = f"{distinct} distinct" if distinct > 1 else "all alike"
     once = len(ledger) - ledger.trained
     before = f", {once} release{'s' * (once > 1)} before training" if once else ""
-    console.print(f"{runs}{ledger.trained} rounds ({kinds}){before}, adjacency {ledger.adjacency}, δ = {up(at, 4)}")
+    of = f" of a {ledger.unit}" if ledger.record else ""
+    console.print(f"{runs}{ledger.trained} rounds ({kinds}){before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}")
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
         also = [up(delta(ledger, e, name), 4)] if e is not None else []

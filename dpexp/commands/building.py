@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.claims import CLAIMS, claimable, releases
 from dpexp.accounting.ledger import Ledger
-from dpexp.commands.values import check, reported
+from dpexp.commands.values import check, record_of, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.batchnorm import GROUP as BATCHNORM
@@ -91,6 +91,8 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: 
         calibrate=calibrate,
         noise=cfg.noise.kind,
         release=_released(cfg, module),
+        record=record_of(cfg),
+        users=OmegaConf.select(cfg, "data.users"),
     )
 
 
@@ -349,5 +351,10 @@ def quieten() -> None:
 
     for name in ("pytorch_lightning", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*GPU available but not used.*", ".*sync_dist=True.*"):
+    for message in (
+        ".*does not have many workers.*",
+        ".*LeafSpec.*",
+        ".*GPU available but not used.*",
+        ".*sync_dist=True.*",
+    ):
         warnings.filterwarnings("ignore", message)

@@ -39,6 +39,9 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
             {},
             f"The trials are stated for different adjacencies ({', '.join(adjacencies)}) and cannot be composed.",
         )
+    units = sorted({ledger.unit for ledger in every.values()})
+    if len(units) > 1:
+        return {}, f"The trials are about different privacy units ({', '.join(units)}) and cannot be composed."
     delta = float(frame["delta"].max())
     costs, sentences = {"delta": delta}, []
     if len(private):

@@ -373,6 +373,7 @@ def _result(
             "delta": cfg.privacy.delta,
             "risk": risk(ledger, reported(cfg)).figures(),
             "adjacency": plan.adjacency,
+            "unit": str(plan.record),
             "noise_multiplier": plan.noise_multiplier,
             "q": plan.sampling.q,
             "n": plan.n,

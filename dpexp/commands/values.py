@@ -14,6 +14,7 @@ from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_de
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.asked import check_kind, check_noise, check_norms, check_schedules, check_targets, claimed, sampled
+from dpexp.privacy.records import Record, make_record
 from dpexp.privacy.sampling import POLICIES
 from dpexp.privacy.schedules import schedule
 from dpexp.tracking.underway import BEGUN, PROMISED, RUN
@@ -65,6 +66,12 @@ def check(cfg: DictConfig) -> None:
 def reported(cfg: DictConfig) -> str:
     """The accountant whose ε is reported and calibrated with."""
     return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
+
+
+def record_of(cfg: DictConfig) -> Record:
+    """Whose data a record is; older configurations do not say."""
+    chosen = OmegaConf.select(cfg, "record")
+    return make_record(**OmegaConf.to_container(chosen, resolve=True)) if chosen else Record()  # type: ignore[arg-type]
 
 
 def refuse_taken(folder: Path) -> None:
@@ -149,6 +156,11 @@ def _check_mislabelled(cfg: DictConfig) -> None:
             "audit=mislabelled shows what comes of every trial, and the price of hydra/sweeper=private_select is for "
             "showing the best one alone; audit that afterwards."
         )
+    if record_of(cfg) != Record():
+        raise ConfigError(
+            f"audit=mislabelled puts single examples in or out, and record={cfg.record.kind} claims something for a "
+            f"{record_of(cfg)}; choose audit=dirac."
+        )
     policy, adjacency = cfg.sampling.policy, cfg.privacy.adjacency
     if cfg.privacy.enabled and POLICIES[policy].relies_on_n and claimed(policy, adjacency) == "replace_null":
         raise ConfigError(
@@ -169,8 +181,10 @@ def _check_accountants(names: list[str]) -> None:
 
 def _check_privacy(cfg: DictConfig) -> None:
     asked, privacy, kinds = cfg.sampling, cfg.privacy, OmegaConf.to_container(cfg.schedule, resolve=True)
+    record, users = record_of(cfg), OmegaConf.select(cfg, "data.users")
+    records = record.count(cfg.data.n, users) if privacy.enabled else None
     policy, rounds = sampled(
-        cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs
+        cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs, records
     )
     check_targets(privacy.epsilon, privacy.advantage, privacy.tpr)
     if not privacy.enabled:

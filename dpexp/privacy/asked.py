@@ -21,8 +21,9 @@ def sampled(
     maximum: int | None,
     steps: int | None,
     epochs: float | None,
+    records: int | None = None,
 ) -> tuple[Policy, int]:
-    """The sampling policy and the number of rounds T; arguments as of `make_plan`.
+    """The sampling policy and the number of rounds T; arguments as of `make_plan`. `records`: how many n examples are.
 
     Raises:
         ConfigError: a value out of range, or none or both of two alternatives.
@@ -32,7 +33,7 @@ def sampled(
     _exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
     _exactly_one("sampling", steps=steps, epochs=epochs)
     rate = q if q is not None else _rate(positive("sampling.expected_batch_size", expected_batch_size or 0), n)
-    policy = make_policy(sampling, rate, n, maximum)
+    policy = make_policy(sampling, rate, records or n, maximum, n / (records or n))
     rounds = policy.rounds(epochs) if epochs is not None else steps
     if rounds is None or rounds < 1:
         raise ConfigError(f"sampling.steps={rounds} must be at least 1.")

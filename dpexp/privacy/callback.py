@@ -169,7 +169,10 @@ class PrivacyCallback(pl.Callback):
                 f"dpexp or without a PrivacyCallback does, so ledger={self.ledger_path} may be another run's; begin a "
                 "new run, and account for both."
             )
-        about = self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed()
+        about = (
+            self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed(),
+            self.plan.record.told(),
+        )  # fmt: skip
         self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *about))
         begun = self._ledger.ledger.trained
         self._rounds_undone = begun - self.completed

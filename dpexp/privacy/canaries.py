@@ -1,7 +1,9 @@
 """Dirac canaries: records whose gradients are bounded vectors in coordinates of their own.
 
-Each canary is included by a fair coin. What the rounds release in its coordinates is its share of the sums and noise,
-and nothing else, so that whoever looks there is the strongest attacker whom a release may have.
+A canary is a record: where records are units of k examples, or users, it has k or `most` equal examples, so that what
+each of them would contribute alone is found if they are not clipped together. Each canary is included by a fair coin.
+What the rounds release in its coordinates is its share of the sums and noise, and nothing else, so that whoever looks
+there is the strongest attacker whom a release may have.
 
 Every vector of every group gets a table of extra coordinates, which belongs to it: clipped in the same group, by the
 same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
@@ -33,6 +35,7 @@ from dpexp.privacy.delivery import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import SMALL
 from dpexp.privacy.plan import Group, PrivacyPlan
+from dpexp.privacy.records import User
 
 LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g, if that contributes the most
 _LENGTHS = torch.cat([torch.tensor([LENGTH]), torch.logspace(-6, 6, 2800)]).double()  # others, 1 % apart
@@ -78,6 +81,7 @@ class Canaries(pl.Callback):
         self.plan = replace(plan, groups=tuple(groups), preparations=())  # which canaries, having no input, are not in
         self._tables = [list(tables[str(g)]) for g in range(len(groups))]  # type: ignore[call-overload]
         self._lengths = [[0.0] * len(group.vectors) for group in groups]
+        self._record = plan.record
         self._round = 0
         self._sums = np.zeros((parts, self.count + blanks))
         self._expected = np.zeros(parts)
@@ -145,8 +149,15 @@ class Canaries(pl.Callback):
     def _records(self, dataset: Any) -> "_Records":
         values = [1.0 if included else self.absent for included in self.included]
         canaries = [(i, value) for i, value in enumerate(values) if value is not None]
-        kept = len(dataset) - self.count if self.replacing else len(dataset)
-        return _Records(dataset, kept, canaries)
+        if isinstance(self._record, User) and self._record.by is None:
+            return _Lists(dataset, self._kept(len(dataset)), canaries, self._record.largest)
+        if isinstance(self._record, User):
+            return _Users(dataset, self._record, self._kept, canaries)
+        kept = self._kept(len(dataset) // self._record.largest) * self._record.largest  # a last unit may be shorter
+        return _Records(dataset, kept, canaries, self._record.largest)
+
+    def _kept(self, records: int) -> int:
+        return records - self.count if self.replacing else records
 
     def _replace_step(self, module: pl.LightningModule) -> None:
         training_step = module.training_step
@@ -181,11 +192,12 @@ def _length(group: Group) -> float:
 def _loss(
     tables: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[float]], which: Tensor, value: Tensor
 ) -> Tensor:  # fmt: skip
-    """Of canaries [B]: linear, with a gradient of the given length in the coordinate of each in each vector."""
+    """Of the equal examples [B] of a canary: linear, with a gradient of the given length in its coordinate in each
+    vector."""
     total = tables[0][0].new_zeros(())
     for own, some in zip(tables, lengths, strict=True):
         for table, length in zip(own, some, strict=True):
-            total = total + (F.embedding(which.clamp(min=0), table).squeeze(-1) * length * value.to(table)).sum()
+            total = total + (F.embedding(which.clamp(min=0), table).squeeze(-1) * length * value.to(table)).mean()
     return total
 
 
@@ -195,11 +207,12 @@ def _numbers(table: Tensor) -> Array:
 
 
 class _Records(Dataset):
-    """The user's records, as many as are kept, and then canaries: (record, number of the canary, factor of its
-    gradient). A canary has no record, and none of the user's has a part in what it contributes."""
+    """The user's examples, as many as are kept, and then those of canaries: (example, number of the canary, factor of
+    its gradient). A canary has no example, and none of the user's has a part in what it contributes."""
 
-    def __init__(self, dataset: Any, kept: int, canaries: Sequence[tuple[int, float]]) -> None:
-        self._dataset, self._kept, self._canaries = dataset, kept, canaries
+    def __init__(self, dataset: Any, kept: int, canaries: Sequence[tuple[int, float]], examples: int = 1) -> None:
+        self._dataset, self._kept = dataset, kept
+        self._canaries = [canary for canary in canaries for _ in range(examples)]
 
     def __len__(self) -> int:
         return self._kept + len(self._canaries)
@@ -208,6 +221,39 @@ class _Records(Dataset):
         if index < self._kept:
             return self._dataset[index], _NONE, 0.0
         return torch.zeros(()), *self._canaries[index - self._kept]
+
+
+class _Users(_Records):
+    """Of users: canaries are users of their own. Where they take places, it is those of the last users."""
+
+    def __init__(
+        self, dataset: Any, record: User, kept: Callable[[int], int], canaries: Sequence[tuple[int, float]]
+    ) -> None:
+        assert record.by is not None
+        of = [int(user) for user in getattr(dataset, record.by)]
+        users = [*dict.fromkeys(of)]
+        staying = {*users[: kept(len(users))]}
+        self._positions = [position for position, user in enumerate(of) if user in staying]
+        super().__init__(dataset, len(self._positions), canaries, record.most)
+        new = max(users, default=0) + 1
+        own = [new + which for which, _ in self._canaries]
+        setattr(self, record.by, [of[position] for position in self._positions] + own)
+
+    def __getitem__(self, index: int) -> tuple[Any, int, float]:
+        return super().__getitem__(self._positions[index] if index < self._kept else index)
+
+
+class _Lists(_Records):
+    """Of users that the data set gives as lists."""
+
+    def __init__(self, dataset: Any, kept: int, canaries: Sequence[tuple[int, float]], examples: int) -> None:
+        super().__init__(dataset, kept, canaries)
+        self._examples = examples
+
+    def __getitem__(self, index: int) -> Any:
+        if index < self._kept:
+            return [(example, _NONE, 0.0) for example in self._dataset[index]]
+        return [super().__getitem__(index)] * self._examples
 
 
 class _Collate:

@@ -33,6 +33,7 @@ from dpexp.privacy.isolation.randomness import renew, seed_everything
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.processes import Processes, digest_of_records, digest_of_rows
+from dpexp.privacy.records import Units
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.stacking import Alone, Failed, Parcel, Records
 
@@ -74,6 +75,42 @@ class _Rows(Dataset):
         return [Records(len(indices), [tensor[indices].unsqueeze(1) for tensor in self._tensors])]
 
 
+class _RowsOfUnits(Dataset):
+    """A TensorDataset's records of several examples, fetched and collated at once where they have equally many."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, drawn: list[list[int]]) -> list[Records]:
+        by_size: dict[int, list[list[int]]] = {}
+        for positions in drawn:
+            by_size.setdefault(len(positions), []).append(positions)
+        return [
+            Records(len(some), [tensor[torch.tensor(some)] for tensor in self._tensors]) for some in by_size.values()
+        ]
+
+
+class _Unit(Dataset):
+    """Records of several examples: a list of them for what was drawn of one."""
+
+    def __init__(self, dataset: Dataset, units: Units) -> None:
+        self._dataset, self._units = dataset, units
+
+    def __getitem__(self, drawn: Any) -> list[Any]:
+        return self._units.examples(self._dataset, drawn)
+
+
+class _CollatedUnit:
+    """The user's `collate_fn`, for one record: a list of its examples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, records: list[list[Any]]) -> Any:
+        (examples,) = records
+        return self._collate(examples)
+
+
 class _OneAtATime(Dataset):
     """A data set of which `__getitems__`, which is given several records at once, is not seen."""
 
@@ -98,9 +135,9 @@ class Chunk:
     digest: int = 0
 
 
-class RoundSampler(Sampler[list[int]]):
+class RoundSampler(Sampler[list[Any]]):
     """A batch sampler that draws one sample a round and yields it, or this process's part of it, in chunks of at most
-    `physical_batch`; an empty one as an empty chunk.
+    `physical_batch` examples; an empty one as an empty chunk.
 
     It is drawn in the main process, so loader workers change nothing. Every chunk yielded is also queued in
     `pending`, from which whoever consumes the loader's batches takes them in the same order, however far the
@@ -108,6 +145,7 @@ class RoundSampler(Sampler[list[int]]):
 
     Args:
         policy_at: the policy of each round.
+        units: of several examples, of which is yielded what is drawn of each.
     """
 
     def __init__(
@@ -117,6 +155,7 @@ class RoundSampler(Sampler[list[int]]):
         rounds: int,
         physical_batch: int,
         stream: KeyStream,
+        units: Units | None = None,
         processes: Processes | None = None,
     ) -> None:
         if size < 1:
@@ -126,11 +165,12 @@ class RoundSampler(Sampler[list[int]]):
         self.rounds = rounds
         self.physical_batch = physical_batch
         self.stream = stream
+        self.units = units
         self.processes = processes or Processes()
         self.completed = 0
         self.pending: deque[Chunk] = deque()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         pending: deque[Chunk] = deque()
         self.pending = pending
         samples: deque[list[int]] = deque()
@@ -141,11 +181,28 @@ class RoundSampler(Sampler[list[int]]):
                 began = t
             rows = samples.popleft()
             digest = 0 if self.processes.alone else digest_of_rows(rows)
-            rows = rows[self.processes.rank :: self.processes.count]
-            for start in range(0, max(1, len(rows)), self.physical_batch):
-                last = start + self.physical_batch >= len(rows)
-                pending.append(Chunk(start == 0, last, began, digest))
-                yield rows[start : start + self.physical_batch]
+            parts = self._parts(rows)
+            for k, part in enumerate(parts):
+                pending.append(Chunk(k == 0, k == len(parts) - 1, began, digest))
+                yield part
+
+    def _parts(self, rows: list[int]) -> list[list[Any]]:
+        """At least one. Records of several examples are sorted by how many these are: equally large ones are processed
+        together. All processes draw for the whole sample, so that they go on drawing the same."""
+        own = slice(self.processes.rank, None, self.processes.count)
+        if self.units is None:
+            rows = rows[own]
+            starts = range(0, max(1, len(rows)), self.physical_batch)
+            return [rows[start : start + self.physical_batch] for start in starts]
+        parts: list[list[Any]] = [[]]
+        examples = 0
+        for drawn in sorted([self.units.draw(i, self.stream) for i in rows][own], key=self.units.size):
+            examples += self.units.size(drawn)
+            if parts[-1] and examples > self.physical_batch:
+                parts.append([])
+                examples = self.units.size(drawn)
+            parts[-1].append(drawn)
+        return parts
 
     def epoch_end(self) -> int:
         """The round at which the epoch that is under way ends; rounds are never lost between epochs."""
@@ -190,24 +247,29 @@ class Rounds:
         processes: Processes | None = None,
     ) -> None:
         dataset = sampled_dataset(loader)
-        size = len(dataset)  # type: ignore[arg-type]
+        units = plan.record.units(dataset)
+        size = len(dataset if units is None else units)  # type: ignore[arg-type]
+        counted = plan.record.counted_by
+        kind = plan.record.plural
         if plan.sampling.relies_on_n and size != plan.n:
             raise ConfigError(
-                f"data.n={plan.n}, but the training set holds {size} records; sampling={plan.sampling.name} is only "
+                f"{counted}={plan.n}, but the training set holds {size} {kind}; sampling={plan.sampling.name} is only "
                 "what is accounted if they are equal."
             )
         if abs(size - plan.n) > plan.n / 10:
             warnings.warn(
-                f"data.n={plan.n}, but the training set holds {size} records (a private number, shown here alone): the "
-                f"average of a round is divided by q·n, so it is {size / plan.n:.2g} times as long as meant; (ε, δ) "
-                "holds all the same. Set data.n to a published number near it."
+                f"{counted}={plan.n}, but the training set holds {size} {kind} (a private number, shown here alone): "
+                f"the average of a round is divided by q·n, so it is {size / plan.n:.2g} times as long as meant; "
+                f"(ε, δ) holds all the same. Set {counted} to a published number near it."
             )
         processes = processes or Processes()
         if not processes.alone:
             processes.same(records=digest_of_records(dataset))
-        self.sampler = RoundSampler(lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, processes)
+        self.sampler = RoundSampler(
+            lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes
+        )
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
-        self._loader = _each_alone(loader, self.sampler, self._seeding)
+        self._loader = _each_alone(loader, self.sampler, self._seeding, units)
         self._chunks: Iterator[list[Records | Failed | Parcel]] = iter(())
 
     def __iter__(self) -> Iterator[Sample]:
@@ -252,14 +314,17 @@ def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iter
         yield from parts
 
 
-def _each_alone(loader: Any, order: Sampler[list[int]], seeding: _Seeding) -> DataLoader:
+def _each_alone(
+    loader: Any, order: Sampler[list[Any]], seeding: _Seeding, units: Units | None = None
+) -> DataLoader:  # fmt: skip
     """A loader of the user's records in chunks, each by itself: lists of `Records | Failed | Parcel`."""
     dataset = sampled_dataset(loader)
-    collate: Callable[[Any], list[Records | Failed | Parcel]] = Alone(loader.collate_fn)
+    collate: Callable[[Any], list[Records | Failed | Parcel]]
+    collate = Alone(loader.collate_fn if units is None else _CollatedUnit(loader.collate_fn))
     if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
-        dataset, collate = _Rows(dataset), _unchanged
+        dataset, collate = _Rows(dataset) if units is None else _RowsOfUnits(dataset), _unchanged
     else:
-        dataset = _OneAtATime(dataset)
+        dataset = _OneAtATime(dataset if units is None else _Unit(dataset, units))
     return DataLoader(
         dataset,
         batch_sampler=order,

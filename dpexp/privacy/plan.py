@@ -33,6 +33,7 @@ from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
 from dpexp.privacy.metrics import Release, releases
 from dpexp.privacy.preparations.preparation import queries
+from dpexp.privacy.records import Record
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
@@ -97,6 +98,7 @@ class PrivacyPlan:
         following: what the bounds follow, if they are adaptive; `groups` has those of the first round.
         calibration: how a knob was solved for, if one was.
         preparations: what is released of all records before the first round.
+        record: whose data a record is.
     """
 
     sampling: Policy
@@ -108,6 +110,7 @@ class PrivacyPlan:
     following: Following | None = None
     calibration: Calibration | None = None
     preparations: tuple[QueryEvent | PartsEvent, ...] = ()
+    record: Record = field(default_factory=Record)
 
     @property
     def noise_multiplier(self) -> float:
@@ -144,7 +147,7 @@ class PrivacyPlan:
             for t, times in self._alike(start, count):
                 now = self.at(t)
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += times
-        return Ledger(self.adjacency, dict(rounds))
+        return Ledger(self.adjacency, dict(rounds), record=self.record.told())
 
     @property
     def _pauses(self) -> tuple[int, ...]:
@@ -210,12 +213,15 @@ def make_plan(
     calibrate: str = "noise",
     noise: str = "gaussian",
     release: Mapping[str, Any] | None = None,
+    record: Record | None = None,
+    users: int | None = None,
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
 
     Args:
-        n: published number of training records.
-        sampling: policy; `q`: sampling rate, or `expected_batch_size` = q·n; `maximum`: of truncated_poisson.
+        n: published number of training examples.
+        sampling: policy; `q`: sampling rate, or `expected_batch_size` = q·n, of examples; `maximum`: of
+            truncated_poisson, of records.
         steps: rounds T, or `epochs` E for T = ⌈E/q⌉.
         epsilon: target at `delta`, for which z is solved with `accountant`; or give another target: `advantage`, the
             largest TPR - FPR of a test for one record, or `tpr`, the largest TPR at each FPR; or `noise_multiplier` z.
@@ -227,14 +233,16 @@ def make_plan(
             `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
         noise: `gaussian`, or `exact` (see `dpexp.privacy.exact`).
         release: values of records that are released besides gradients (see `dpexp.privacy.metrics.releases`).
+        record: default an example (see `dpexp.privacy.records`); `users`: published number of users, if it is a user.
 
     Raises:
         ConfigError: a value out of range, contradictory choices, a claim that cannot be made, or a model whose
             layers mix records.
     """
     refuse_mixing_layers(module)
-    policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs)
-    rate = policy.q
+    record = record or Record()
+    policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, record.count(n, users))
+    rate, n = policy.q, record.count(n, users)
     adjacency = claimed(sampling, adjacency)
     exact = check_kind(noise) == "exact"
     check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
@@ -259,6 +267,11 @@ def make_plan(
         target = Tpr(tpr) if tpr is not None else Advantage(float(advantage or 0))
     aimed = (epsilon is not None and delta is not None) or advantage is not None or tpr is not None
     preparations = queries(module, adjacency, target.mu if aimed else None)
+    if preparations and record != Record():
+        raise ConfigError(
+            f"prepare={preparations[0].query} bounds what one example gives, which bounds no {record}; leave it out, "
+            "or choose record=example."
+        )
     if exact and preparations:
         raise ConfigError(
             f"noise=exact cannot be had for prepare={preparations[0].query}, whose noise is in float64; choose "
@@ -286,6 +299,7 @@ def make_plan(
             schedule(steps, **(schedules or {})),
             following,
             preparations=preparations,
+            record=record,
         )
 
     z = noise_multiplier

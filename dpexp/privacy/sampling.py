@@ -128,9 +128,11 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(name: str, q: float, n: int, maximum: int | None = None) -> Policy:
-    """Raises:
-    ConfigError: an unknown policy, a value out of range, or a batch that is not whole where it must be.
+def make_policy(name: str, q: float, n: int, maximum: int | None = None, examples: float = 1.0) -> Policy:
+    """`examples`: of a record, on average.
+
+    Raises:
+        ConfigError: an unknown policy, a value out of range, or a batch that is not whole where it must be.
     """
     if name not in POLICIES:
         raise ConfigError(f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}.")
@@ -140,17 +142,17 @@ def make_policy(name: str, q: float, n: int, maximum: int | None = None) -> Poli
         return TruncatedPoisson(q, maximum)
     policy = POLICIES[name](q)
     if isinstance(policy, FixedSize | Shuffle):
-        whole_batch(q, n)
+        whole_batch(q, n, examples)
     return policy
 
 
-def whole_batch(q: float, n: int) -> int:
+def whole_batch(q: float, n: int, examples: float = 1.0) -> int:
     """q·n, which must be a whole number of records."""
     batch = round(q * n)
     if batch < 1 or not math.isclose(batch, q * n, rel_tol=1e-9):
         raise ConfigError(
             f"sampling.q={q}: q·n = {q * n:.6g} must be a whole number of records; "
-            f"sampling.expected_batch_size={max(1, batch)} is the nearest."
+            f"sampling.expected_batch_size={max(1, batch) * examples:.12g} is the nearest."
         )
     return batch
 

@@ -6,7 +6,7 @@ from typing import Any
 from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.rounding import up
-from dpexp.showing.terminal import NEIGHBOURS, before_training
+from dpexp.showing.terminal import before_training, neighbours
 from dpexp.showing.words import found, gaussian
 
 _NOT_COVERED = """\
@@ -37,7 +37,7 @@ def card(
     elif not result["private"]:
         lines += ["**Not private**: the noise seed is known, or private statistics were shown.", ""]
     elif "epsilon" in result:
-        adjacency, most = NEIGHBOURS[plan.adjacency], next(iter(result["epsilon"].values()))
+        adjacency, most = neighbours(plan.adjacency, str(plan.record)), next(iter(result["epsilon"].values()))
         lines += [f"**ε = {up(most, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.", ""]
     metrics = result.get("metrics", {})
     if metrics:
@@ -56,13 +56,13 @@ def card(
 
 
 def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
-    adjacency = NEIGHBOURS[plan.adjacency]
+    adjacency = neighbours(plan.adjacency, str(plan.record))
     lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {up(result['delta'], 4)} and", ""]
     lines += ["| accountant | ε |", "|---|---|"]
     lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
     risk = result["risk"]
-    lines += ["No test for whether a record was among the data does better than this:", ""]
+    lines += [f"No test for whether a {plan.record} was among the data does better than this:", ""]
     lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
     lines += [
         f"| 1 in {1 / fpr:.0f} of those who were not there | {found(risk, fpr)} of those who were |"
@@ -76,7 +76,8 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     q = _range((now.sampling.q for now in happened), 5)
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
     lines += [
-        f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} records; "
+        f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
+        f"{plan.record.plural}; "
         + ("exact noise, " if plan.exact else "")
         + (f"clip {plan.clip}, " if plan.clip else "")
         + f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}"

@@ -77,7 +77,7 @@ def _first(ledger: Ledger, count: int) -> Ledger:
         if taken:
             rounds[round_] = taken
         count -= taken
-    return Ledger(ledger.adjacency, rounds)
+    return Ledger(ledger.adjacency, rounds, record=ledger.record)
 
 
 def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figure:

@@ -28,11 +28,15 @@ from dpexp.showing.words import in_words
 
 console = Console()
 _NAMED = 40  # parameters
-NEIGHBOURS = {
-    "add_remove": "for adding or removing one record",
-    "replace_one": "for replacing one record by another",
-    "replace_null": "for replacing one record by the null record",
-}
+
+
+def neighbours(adjacency: str, unit: str = "record") -> str:
+    """What two data sets differ in that are to be told apart, in words."""
+    return {
+        "add_remove": f"for adding or removing one {unit}",
+        "replace_one": f"for replacing one {unit} by another",
+        "replace_null": f"for replacing one {unit} by the null {unit}",
+    }[adjacency]
 
 
 def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
@@ -42,7 +46,7 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         return
     console.print(
         f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
-        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} records), z = {plan.noise_multiplier:.4g}"
+        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.record.plural}), z = {plan.noise_multiplier:.4g}"
         + (", on a schedule" if plan.schedule != Schedule() else "")
         + (", exact noise" if plan.exact else "")
         + (f", clip {plan.clip}" if plan.clip else ""),
@@ -58,7 +62,7 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
             f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "
-            "even that one record, picked at random, is published as it is. Well below 1/n is usual."
+            f"even that one {plan.record}, picked at random, is published as it is. Well below 1/n is usual."
         )
     if cfg.privacy.noise_seed is not None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
@@ -260,8 +264,12 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
         console.print(f"[bold]{name}[/]: {', '.join(f'{number:.0f}' for number in told)}", soft_wrap=True)
     if "epsilon" in result:
         spent = ", ".join(f"{up(value, 4)} by {name}" for name, value in result["epsilon"].items())
-        console.print(f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {NEIGHBOURS[result['adjacency']]}")
-        console.print(f"[bold]In words[/]: {in_words(result['risk'])}", soft_wrap=True)
+        unit = result.get("unit", "record")
+        console.print(
+            f"[bold](ε, δ)[/]: ε = {spent}, δ = {up(result['delta'], 4)}, {neighbours(result['adjacency'], unit)}",
+            soft_wrap=True,
+        )
+        console.print(f"[bold]In words[/]: {in_words(result['risk'], unit)}", soft_wrap=True)
         if not result["private"]:
             console.print("[bold red]This guarantee does not cover what the run shows; see above.[/]")
     console.print(f"{'Ledger' if result['trained'] else 'Plan'} and result: {output}", soft_wrap=True)

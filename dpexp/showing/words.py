@@ -6,14 +6,16 @@ from dpexp.accounting.risk import FALSE_POSITIVES, tpr_at
 from dpexp.showing.rounding import up
 
 
-def in_words(risk: Mapping[str, float]) -> str:
+def in_words(risk: Mapping[str, float], unit: str = "record") -> str:
     """One line.
 
     Args:
         risk: figures by name, as `Risk.figures` has them.
+        unit: whose data is tested for.
     """
     rates = " and ".join(f"{found(risk, fpr)} at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
-    line = f"no test for one record has TPR - FPR above {up(risk['advantage'], 4)}, or finds more members than {rates}"
+    most = f"TPR - FPR above {up(risk['advantage'], 4)}, or finds more members than {rates}"
+    line = f"no test for one {unit} has {most}"
     return line + (f"; {gaussian(risk)}" if "mu" in risk else "")
 
 

@@ -238,9 +238,13 @@ def _at_most(known: Charge, folder: Path, why: str, lost: bool) -> Charge:
 
 
 def adjacencies(charges: list[Charge]) -> Iterator[tuple[str, str]]:
-    """(adjacency, name of a run) for those adjacencies that the runs are stated for; of each the first run."""
+    """(adjacency, name of a run) for those adjacencies, and privacy units other than a record, that the runs are stated
+    for; of each the first run."""
     seen = set()
     for charge in charges:
-        if charge.ledger is not None and charge.ledger.rounds and charge.ledger.adjacency not in seen:
-            seen.add(charge.ledger.adjacency)
-            yield charge.ledger.adjacency, charge.name
+        if charge.ledger is None or not charge.ledger.rounds:
+            continue
+        stated = charge.ledger.adjacency + (f" of a {charge.ledger.unit}" if charge.ledger.record else "")
+        if stated not in seen:
+            seen.add(stated)
+            yield stated, charge.name

@@ -321,14 +321,18 @@ def record_failure(cfg: DictConfig, error: Exception) -> None:
 
 def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     choices = _choices()
-    privacy = ("group", "bound", "mechanism", "clip", "allocation", "noise", "sampling") if cfg.privacy.enabled else ()
+    privacy = (
+        ("group", "bound", "mechanism", "clip", "allocation", "noise", "sampling", "record")
+        if cfg.privacy.enabled
+        else ()
+    )
     found = {f"dpexp.{name}": str(choices.get(name)) for name in ("data", "model", *privacy)}
     why = exposed(cfg)
     private = "yes" if why is None else f"no: {why}"
     found |= origin() | {"dpexp.private": private, "dpexp.pid": str(os.getpid())}
     found |= {"dpexp.trial": trial_key(cfg), "dpexp.seed": str(cfg.seed)}
     if plan is not None:
-        found |= {"dpexp.adjacency": plan.adjacency, "dpexp.calibrate": cfg.calibrate}
+        found |= {"dpexp.adjacency": plan.adjacency, "dpexp.unit": str(plan.record), "dpexp.calibrate": cfg.calibrate}
     parent = parent_id()
     return found | ({"mlflow.parentRunId": parent} if parent else {})
 

@@ -42,6 +42,10 @@ of several disjoint parts: {"query": "class_counts", "parts_by": "class", "queri
 …}, …]}. The sampling in the header is that of the other rounds. A reader that does not know such a query refuses the
 ledger, as it refuses whatever it does not know, so that the version is what it was.
 
+*Whose data.* A round is about records: examples, unless the header says otherwise, as {"record": {"kind":
+"microbatch", "k": 8}} for units of 8 examples or {"record": {"kind": "user", "most": 16, …}} for users, of each of whom
+at most 16 examples took part in a round. n counts them, and neighbours differ in one of them.
+
 *Not private.* Where a run's noise seed is known, or private statistics are shown, its header says so in "not_private".
 A resume can neither take that back nor begin it.
 

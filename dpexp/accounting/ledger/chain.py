@@ -11,7 +11,8 @@ from dpexp.accounting.ledger.events import Round
 VERSION = 2
 FORMAT = (
     "JSON Lines. In this line, run is a random number that only this run has, and not_private, if there, why what the "
-    "run shows is not covered by what its rounds cost. An object with a spec describes one kind of round: how its "
+    "run shows is not covered by what its rounds cost. A record is an example, or what record says. An object "
+    "with a spec describes one kind of round: how its "
     "sample was drawn, and the L2 bound S and the noise's standard deviation sigma of each sum that was released from "
     "it; or, where sums are of whole multiples of grid and noise is a discrete Gaussian, S2 and sigma2, the squares "
     "of both in units of grid squared; or a query of all records that is answered once, as before training, with its "

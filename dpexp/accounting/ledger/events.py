@@ -4,9 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dpexp.accounting.ledger.numbers import LARGEST_Z, is_number, is_whole
 from dpexp.accounting.ledger.one_off import PartsEvent, QueryEvent
+from dpexp.accounting.ledger.units import unit
 from dpexp.errors import ConfigError
 
 POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all")
@@ -169,15 +171,22 @@ class Ledger:
     Attributes:
         truncated: the file ends early, so that rounds may be missing.
         exposed: why what the rounds cost does not cover what their run shows, if it does not.
+        record: what is added, removed or replaced, as in the header; None: one example.
     """
 
     adjacency: str
     rounds: Mapping[Round, int]
     truncated: bool = False
     exposed: str | None = field(default=None, compare=False)
+    record: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
+
+    @property
+    def unit(self) -> str:
+        """Whose data is added, removed or replaced, in words."""
+        return unit(self.record)
 
     @property
     def trained(self) -> int:
@@ -189,11 +198,14 @@ def joined(ledgers: Sequence[Ledger]) -> Ledger:
     """What several runs on the same data cost together: their rounds, one run after the other.
 
     Raises:
-        ConfigError: they are stated for different adjacencies.
+        ConfigError: they are stated for different adjacencies, or privacy units.
     """
     adjacencies = sorted({ledger.adjacency for ledger in ledgers})
     if len(adjacencies) != 1:
         raise ConfigError(f"ledgers for different adjacencies ({', '.join(adjacencies)}) cannot be composed.")
+    units = sorted({ledger.unit for ledger in ledgers})
+    if len(units) != 1:
+        raise ConfigError(f"ledgers about different privacy units ({', '.join(units)}) cannot be composed.")
     rounds: Counter[Round] = Counter()
     epochs = 0
     for ledger in ledgers:
@@ -204,4 +216,4 @@ def joined(ledgers: Sequence[Ledger]) -> Ledger:
             rounds[round_] += count
         epochs = 1 + max((round_.sampling.epoch or 0 for round_ in rounds), default=0)
     exposed = next((ledger.exposed for ledger in ledgers if ledger.exposed is not None), None)
-    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers), exposed)
+    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers), exposed, ledgers[0].record)

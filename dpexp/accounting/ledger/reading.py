@@ -20,6 +20,7 @@ from dpexp.accounting.ledger.events import (
 )
 from dpexp.accounting.ledger.numbers import is_whole
 from dpexp.accounting.ledger.one_off import QueryEvent, parts
+from dpexp.accounting.ledger.units import checked
 from dpexp.errors import ConfigError
 
 NEWLINE, BRACE = b"\n{"
@@ -173,7 +174,8 @@ class _Told:
     """What the lines of a file have told so far.
 
     Raises:
-        ConfigError: the header's adjacency is unknown, or its reason for a run that is not private no text.
+        ConfigError: the header's adjacency or privacy unit is unknown, or its reason for a run that is not private no
+            text.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -183,6 +185,10 @@ class _Told:
             )
         if not isinstance(header.get("not_private"), str | None):
             raise ConfigError(f"{path}: the header's not_private {header['not_private']!r} is not understood.")
+        try:
+            self._record = checked(header.get("record"))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
         self._header = header
         self._specs: dict[int, Round] = {}
         self._rounds: Counter[Round] = Counter()
@@ -222,7 +228,8 @@ class _Told:
             self._rounds[self._specs[spec]] += times
 
     def contents(self, truncated: bool, chain: Chain | None = None) -> Contents:
-        ledger = Ledger(self._header["adjacency"], dict(self._rounds), truncated, self._header.get("not_private"))
+        exposed = self._header.get("not_private")
+        ledger = Ledger(self._header["adjacency"], dict(self._rounds), truncated, exposed, self._record)
         return Contents(ledger, self._header, self._specs, chain)
 
 

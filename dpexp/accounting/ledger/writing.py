@@ -39,6 +39,7 @@ class LedgerWriter:
         position: of the run to resume, when its checkpoint was made. The ledger must begin with what it had then, and
             may have gone on since.
         exposed: why the run is not private, if it is not; it goes into the header, and cannot be unsaid by a resume.
+        record: what is added, removed or replaced, for the header; None: one example.
 
     Raises:
         ConfigError: the file exists (or, with `resume`, does not, is damaged, lacks rounds that the run rescued, or
@@ -53,11 +54,13 @@ class LedgerWriter:
         resume: bool = False,
         position: Mapping[str, Any] | None = None,
         exposed: str | None = None,
+        record: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._adjacency = adjacency
         self._exposed = exposed
-        self._header = {"run": os.urandom(16).hex(), "adjacency": adjacency} | _planned(planned)
+        self._record = record
+        self._header = {"run": os.urandom(16).hex(), "adjacency": adjacency} | _of(record) | _planned(planned)
         if exposed is not None:
             self._header["not_private"] = exposed
         self._chain = Chain()  # what is in the file
@@ -124,6 +127,11 @@ class LedgerWriter:
                 f"ledger={self.path} was begun for adjacency {before.ledger.adjacency} and sampling {found}, "
                 f"but the run that would continue it plans {self._adjacency} and {planned}."
             )
+        if before.ledger.record != self._record:
+            raise ConfigError(
+                f"ledger={self.path} was begun with record={before.ledger.record or 'example'}, but the run that would "
+                f"continue it plans {self._record or 'example'}."
+            )
         if self._exposed is not None and before.ledger.exposed is None:
             raise ConfigError(
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
@@ -150,7 +158,7 @@ class LedgerWriter:
     @property
     def ledger(self) -> Ledger:
         """What has been committed so far."""
-        return Ledger(self._adjacency, dict(self._counts), exposed=self._exposed)
+        return Ledger(self._adjacency, dict(self._counts), exposed=self._exposed, record=self._record)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -314,6 +322,7 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
         file.write(
             chain.header(
                 {"adjacency": ledger.adjacency}
+                | _of(ledger.record)
                 | _planned(round_.sampling for round_ in ledger.rounds if round_.one_off is None)
             )
         )
@@ -327,6 +336,10 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
 def _times(found: os.stat_result) -> tuple[int, int]:
     """When a file was changed; whoever sets back the first of them changes the second."""
     return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _of(record: Mapping[str, Any] | None) -> dict[str, object]:
+    return {} if record is None else {"record": record}
 
 
 def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:

@@ -10,12 +10,19 @@ _TEST = 360
 
 
 class Digits(TensorData):
-    """1 437 training and 360 test images [1, 8, 8] in [-1, 1], split once and for all by a fixed permutation."""
+    """1 437 training and 360 test images [1, 8, 8] in [-1, 1], split once and for all by a fixed permutation.
 
-    def __init__(self, batch_size: int = 256, workers: int = 0) -> None:
+    Args:
+        users: among whom the training images are dealt out at random, once and for all: synthetic ones, since who wrote
+            a digit is not known. Each has one image at least; `train.user_of` has the user of each.
+    """
+
+    def __init__(self, batch_size: int = 256, workers: int = 0, users: int = 200) -> None:
         images, labels = load_digits(return_X_y=True)
         x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
         y = torch.as_tensor(labels, dtype=torch.long)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         train, test = order[:-_TEST], order[-_TEST:]
+        dealt = torch.randint(users, (len(train) - users,), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         super().__init__((x[train], y[train]), (x[test], y[test]), batch_size, workers)
+        self.train.user_of = torch.cat([torch.arange(users), dealt])  # type: ignore[attr-defined]
