@@ -177,7 +177,9 @@ _DIFFER = {
 
 def digest_of_plan(plan: PrivacyPlan) -> int:
     groups = [(g.name, g.S, g.sigma, g.alphas, [v.parameters for v in g.vectors]) for g in plan.groups]
-    return _number(repr((plan.adjacency, plan.n, plan.rounds, plan.sampling, groups, plan.preparations)).encode())
+    return _number(
+        repr((plan.record, plan.adjacency, plan.n, plan.rounds, plan.sampling, groups, plan.preparations)).encode()
+    )
 
 
 def digest_of_rows(rows: Sequence[int]) -> int:
