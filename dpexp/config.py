@@ -87,7 +87,7 @@ class Accountant:
 class Trainer:
     accelerator: str = "cpu"
     precision: str = "32-true"
-    physical_batch: int = 512
+    physical_batch: Any = 512
     workers: int = 0
     threads: int | None = None
     evaluations: int = 10

@@ -1,11 +1,13 @@
-"""Per-record clipping without per-record gradients: a wide MLP at a large batch."""
+"""What a private step takes: a wide MLP at a large batch, and a decoder as docs/memory.md computes it."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-STEP = Path(__file__).parent.parent / "benchmarks" / "step.py"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+STEP = BENCHMARKS / "step.py"
 
 
 def peak(candidate):
@@ -19,3 +21,14 @@ def peak(candidate):
 def test_a_wide_mlp_takes_less_than_one_and_a_half_times_plain_sgds_memory():
     """Held densely, its per-record gradients would take 50 GiB."""
     assert peak("dpexp flat") < 1.5 * peak("plain SGD")
+
+
+def test_a_decoder_of_ten_million_parameters_takes_what_is_computed(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    memory = importlib.import_module("memory")
+    computed = memory.computed(*memory.built("10M", "all", "meta"), "momentum", 16)["all"]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "memory.py", "10M", "--peak-of", "all", "16"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert 0.9 * computed < int(done.stdout.split()[-1]) < 1.3 * computed

@@ -323,7 +323,7 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
         ledger,
         delta=cfg.privacy.delta,
         accountant=accountants(cfg, plan)[0],
-        physical_batch=cfg.trainer.physical_batch,
+        physical_batch=None if cfg.trainer.physical_batch == "auto" else cfg.trainer.physical_batch,
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
     )

@@ -16,6 +16,7 @@ from dpexp.commands import processes, trial
 from dpexp.commands.building import make, policy_of, rounds_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.physical_batch import ON_A_CPU
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.carrying_out import PreparedPlainly
 from dpexp.showing.terminal import RoundBar
@@ -63,7 +64,8 @@ def trainer_for(
     policy = plan.sampling if plan else policy_of(cfg)
     rounds = plan.rounds if plan else rounds_of(cfg)
     per_epoch = max(1, round(policy.rounds_per_epoch))
-    private: pl.Callback = privacy or PreparedPlainly(cfg.data.n, cfg.trainer.physical_batch)
+    at_once = ON_A_CPU if cfg.trainer.physical_batch == "auto" else cfg.trainer.physical_batch
+    private: pl.Callback = privacy or PreparedPlainly(cfg.data.n, at_once)
     callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
     chosen = callbacks_of(cfg)
     if any(isinstance(callback, AVERAGING) for callback in chosen):

@@ -123,7 +123,10 @@ def _check_augment(augment: DictConfig | None) -> None:
 
 
 def _check_trainer(trainer: DictConfig) -> None:
-    for name, least in (("physical_batch", 1), ("threads", 1), ("evaluations", 0), ("workers", 0)):
+    at_once = trainer.physical_batch
+    if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
+        raise ConfigError(f"trainer.physical_batch={at_once} must be a whole number of at least 1, or auto.")
+    for name, least in (("threads", 1), ("evaluations", 0), ("workers", 0)):
         if trainer[name] is not None and trainer[name] < least:
             raise ConfigError(f"trainer.{name}={trainer[name]} must be at least {least}.")
 

@@ -34,6 +34,7 @@ from dpexp.privacy.isolation.silence import log_although_mute, mute, nothing_log
 from dpexp.privacy.isolation.surroundings import surroundings
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.physical_batch import first_batch, fitting
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.carrying_out import prepare
 from dpexp.privacy.processes import Processes, digest_of_plan, digest_of_weights, take_over
@@ -72,7 +73,8 @@ class PrivacyCallback(pl.Callback):
         delta: with it, `epsilon` spent so far is logged (and shown in the progress bar)
             after 1, 2, 4, 8, … rounds and about 20 times a run.
         accountant: which one computes it.
-        physical_batch: records processed at once. Memory and speed only; changes nothing that is computed.
+        physical_batch: records processed at once. Memory and speed only; changes nothing that is computed. None: on a
+            GPU as many as fit (see `physical_batch.fitting`).
         noise_seed: makes sampling and noise reproducible, which voids privacy towards whoever knows the seed.
         unsafe_diagnostics: log training loss, norms, clip fractions and sample sizes, which are private.
     """
@@ -84,11 +86,11 @@ class PrivacyCallback(pl.Callback):
         *,
         delta: float | None = None,
         accountant: str = "pld",
-        physical_batch: int = 256,
+        physical_batch: int | None = 256,
         noise_seed: int | None = None,
         unsafe_diagnostics: bool = False,
     ) -> None:
-        if physical_batch < 1:
+        if physical_batch is not None and physical_batch < 1:
             raise ConfigError(f"trainer.physical_batch={physical_batch} must be at least 1.")
         if delta is not None:
             check_delta(delta)
@@ -115,6 +117,7 @@ class PrivacyCallback(pl.Callback):
         self._awaited = False  # a sample was begun and has not been processed
         self._released = False  # the round has
         self._company_tried = False
+        self._fitted = True  # physical_batch is known
         self._said_alone = False
         self._step_of_its_own: Any = None
         self._metrics: dict[str, float] = {}  # of the values that the round released
@@ -161,7 +164,9 @@ class PrivacyCallback(pl.Callback):
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
-        rounds = Rounds(loader, self.plan, self.physical_batch, sampling, randomness, processes)
+        at_once = self.physical_batch or first_batch(pl_module.device)
+        self._fitted = self.physical_batch is not None or pl_module.device.type != "cuda"
+        rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes)
         resume = trainer.ckpt_path is not None
         if resume and self._position is None:
             raise ConfigError(
@@ -183,9 +188,8 @@ class PrivacyCallback(pl.Callback):
         processes.share(sampling)
         if self.plan.preparations:
             self._preparing = prepare(
-                pl_module, self.plan, loader, self.physical_batch, self._ledger, noise, randomness, self._prepared,
-                processes,
-            )  # fmt: skip
+                pl_module, self.plan, loader, at_once, self._ledger, noise, randomness, self._prepared, processes
+            )
         self._rounds, rounds.sampler.completed = rounds, self.completed
         source.instance, source.name = rounds, ""
 
@@ -336,9 +340,14 @@ class PrivacyCallback(pl.Callback):
             randomness = own_randomness(pl_module.device, self._rounds.randomness)
             with self._processes.together(), numbers_stay(pl_module, around), randomness, nothing_logged(trainer):
                 converted = trainer.precision_plugin.convert_input
-                sample = self._process_sample(
-                    pl_module, lambda record: _loss(training_step(converted(record), *args, **kwargs))
-                )
+
+                def loss_of(record: Any) -> Tensor:
+                    return _loss(training_step(converted(record), *args, **kwargs))
+
+                if not self._fitted:
+                    self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer, around)
+                    self._fitted = True
+                sample = self._process_sample(pl_module, loss_of)
             with self._processes.together():
                 self._engine.finish()
             if not self._processes.alone:

@@ -1,0 +1,95 @@
+"""How many records are processed at once, where nobody says: on a CPU a usual number, on a GPU as many as fit.
+
+What fits is tried in the first round, before its sample is processed, on copies of one record of the validation set,
+which is taken as public. The number follows from that record, the model and the device, and so from nothing private;
+what the tries add up is thrown away.
+"""
+
+import gc
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dpexp.privacy.batches import flattened
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.stacking import Records
+
+ON_A_CPU = 640
+FIRST = 16  # on a GPU, and all that is risked where nothing can be tried
+_LARGEST_SAMPLE = 1.25  # of q·n, of which a larger chunk is of no use
+_ROOM = 0.8  # of a GPU's memory that tries may take, since samples vary and optimizers allocate theirs later
+
+
+def first_batch(device: torch.device) -> int:
+    return FIRST if device.type == "cuda" else ON_A_CPU
+
+
+def fitting(
+    plan: PrivacyPlan, module: pl.LightningModule, loss_of: Callable[[Any], Tensor], trainer: pl.Trainer, around: Any
+) -> int:
+    """The largest power of two of records, up to a whole sample, that a pass takes without running out of memory."""
+    one = _public_record(trainer)
+    if one is None:
+        return FIRST
+    most = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
+
+    def attempt(size: int) -> None:
+        engine = Engine(plan, module, GaussianNoise(None))  # type: ignore[arg-type]
+        engine.around = around
+        engine.start()
+        records = Records(size, _copies(one, size)).to(module.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.accumulate(loss_of, records.batch, size)
+        if torch.cuda.max_memory_allocated(module.device) > _ROOM * torch.cuda.mem_get_info(module.device)[1]:
+            raise torch.OutOfMemoryError
+
+    try:
+        return doubled(attempt, most)
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def doubled(attempt: Callable[[int], None], most: int) -> int:
+    """The last of FIRST, 2·FIRST, …, until `most` is reached, that is attempted without running out of memory; FIRST
+    if even that is not, or if it fails for another reason."""
+    fits = size = FIRST
+    while True:
+        try:
+            attempt(size)
+        except torch.OutOfMemoryError:
+            return fits
+        except Exception:  # of a validation record that is none for training_step
+            return FIRST
+        fits = size
+        if size >= most:
+            return fits
+        size *= 2
+
+
+def _public_record(trainer: pl.Trainer) -> Any:
+    """The first record of the validation set, as a batch of one; None: there is none to be had."""
+    data = getattr(trainer, "datamodule", None)
+    if data is None or not is_overridden("val_dataloader", data, pl.LightningDataModule):
+        return None
+    loader = data.val_dataloader()
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
+        return None
+    return loader.collate_fn([loader.dataset[0]])
+
+
+def _copies(one: Any, size: int) -> Any:
+    leaves, structure = flattened(one)
+    return structure.unflatten(
+        [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    )
