@@ -5,7 +5,8 @@
     python benchmarks/processes.py speed [PROCESSES]  # default 2
 
 *kills*: a fit in two or three processes is begun, and one of them killed by SIGKILL: by itself before or after a chosen
-call, or from outside at a random time. Every process writes a byte to a file of its own the moment that it has a
+call, or from outside at a random time after they have connected (one that dies before is the business of whatever
+started them, which then ends the others). Every process writes a byte to a file of its own the moment that it has a
 release. Afterwards the ledger must hold at least as many rounds as any process has seen releases, at most one more, and
 all others must have stopped within seconds.
 
@@ -40,7 +41,7 @@ from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.processes import Processes
 from dpexp.privacy.shared_ledger import SharedLedger
 
-N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 2.0, 30.0
+N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 1.5, 30.0
 
 
 class Model(pl.LightningModule):
@@ -69,7 +70,11 @@ def trainer_of(count: int, *callbacks: pl.Callback, **options: Any) -> pl.Traine
 
 class Witness(pl.Callback):
     def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
         self._seen = os.open(folder / f"seen{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        (self._folder / f"connected{self._rank}").touch()
 
     def on_before_optimizer_step(self, *args: Any) -> None:
         os.write(self._seen, b".")
@@ -158,7 +163,10 @@ def kills(times: int, late: bool) -> bool:
             port = free_port()
             children = [fork(folder, rank, count, port, lambda rank=rank: prepare(rank)) for rank in range(count)]
             if point is None:
-                time.sleep(chance.uniform(0.2, LONGEST))
+                until = time.monotonic() + TOO_LONG
+                while len([*folder.glob("connected*")]) < count and time.monotonic() < until:
+                    time.sleep(0.01)
+                time.sleep(chance.uniform(0, LONGEST))
                 os.kill(children[victim], signal.SIGKILL)
             _, status = os.waitpid(children[victim], 0)
             died, others = time.monotonic(), [child for child in children if child != children[victim]]
