@@ -1,9 +1,15 @@
 """Several processes release what one does, for the same key, and one ledger says so."""
 
-import pytest
-import torch
-from several import ROUNDS, N, all_of, mistaken, start
+import json
+import re
 
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+from several import ROUNDS, N, Net, all_of, layers, mistaken, start
+
+import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 
 KINDS = ("plain", "adaptive", "metrics", "exact", "shuffled", "batchnorm", "prepared")
@@ -70,3 +76,53 @@ def test_a_mistake_of_one_process_is_a_sentence_in_all_and_a_resumed_fit_goes_on
         ledger_so_far(tmp_path / "step" / "plain.jsonl")
     )
     assert len(read_ledger(tmp_path / "resumed" / "plain.jsonl")) == ROUNDS
+
+
+JOB = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=3", "trainer.evaluations=1")
+
+
+def test_a_job_of_two_processes_leaves_one_folder(dpexp_job, tmp_path):
+    output = dpexp_job(*JOB, "trainer.strategy=ddp", "trainer.devices=2")
+    result = json.loads((output / "result.json").read_text())
+    assert result["rounds"] == 3 == len(read_ledger(output / "ledger.jsonl")) and result["private"]
+    assert len([*tmp_path.rglob("config.yaml")]) == 2, "Hydra's, and the job's"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("trainer.strategy=fsdp", "trainer.devices=2"), "gives each process a part of every weight"),
+        (("trainer.strategy=deepspeed_stage_3",), "gives each process a part of every weight"),
+        (("trainer.strategy=ddp_spawn", "trainer.devices=2"), "choose ddp"),
+        (("trainer.devices=2",), "several processes need trainer.strategy=ddp"),
+        (("trainer.devices=0",), "trainer.devices=0 must be at least 1"),
+        (("trainer.strategy=ddp", "trainer.num_nodes=2"), "start it on every node"),
+        (("trainer.strategy=ddp", "trainer.devices=2", "diagnostics=unsafe"), "one process's records"),
+        (("trainer.strategy=ddp", "trainer.devices=2", "audit=dirac"), "choose trainer.devices=1"),
+        (("trainer.strategy=ddp", "trainer.devices=2", "privacy.enabled=false"), "choose trainer.devices=1"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_a_process_starts(dpexp_job, arguments, words):
+    given = [argument for argument in JOB if "enabled" not in str(arguments) or "noise" not in argument]
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        dpexp_job(*given, *arguments)
+
+
+def test_another_number_of_processes_than_asked_for_is_refused(dpexp_job, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit, match="2 processes were started"):
+        dpexp_job(*JOB)
+
+
+def test_lightnings_other_strategies_are_refused_by_the_callback(tmp_path):
+    class Sharded(DDPStrategy):
+        pass
+
+    module = Net(layers())
+    plan = dpexp.make_plan(module, n=N, q=0.1, steps=1, noise_multiplier=1.0)
+    for strategy, words in ((Sharded(), "Sharded cannot be honoured"), ("ddp_fork", "ddp_fork trains in processes")):
+        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+        privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")
+        with pytest.raises(dpexp.ConfigError, match=words):
+            privacy.setup(trainer, module, "fit")

@@ -351,10 +351,6 @@ def quieten() -> None:
 
     for name in ("pytorch_lightning", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for message in (
-        ".*does not have many workers.*",
-        ".*LeafSpec.*",
-        ".*GPU available but not used.*",
-        ".*sync_dist=True.*",
-    ):
+    advice = "many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"
+    for message in (f".*{words}.*" for words in advice):
         warnings.filterwarnings("ignore", message)

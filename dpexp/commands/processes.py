@@ -26,7 +26,7 @@ from dpexp import config
 from dpexp.errors import ConfigError
 from dpexp.privacy.processes import LOST, OTHERS, REASONS
 
-_SECONDS = 10.0  # that processes have for ending by themselves after one of them has
+_SECONDS = 5.0  # that processes have for ending by themselves after one of them has
 
 
 def asked(cfg: DictConfig) -> int:

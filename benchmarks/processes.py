@@ -1,0 +1,301 @@
+"""Several processes that train as one: what a kill leaves, and what they cost beside Lightning's plain DDP.
+
+    python benchmarks/processes.py kills [KILLS]      # default 50
+    python benchmarks/processes.py kills KILLS late   # a ledger that is written late, to show that it would be found
+    python benchmarks/processes.py speed [PROCESSES]  # default 2
+
+*kills*: a fit in two or three processes is begun, and one of them killed by SIGKILL: by itself before or after a chosen
+call, or from outside at a random time after they have connected (one that dies before is the business of whatever
+started them, which then ends the others). Every process writes a byte to a file of its own the moment that it has a
+release. Afterwards the ledger must hold at least as many rounds as any process has seen releases, at most one more, and
+all others must have stopped within seconds.
+
+*speed*: rounds a second of the same model with the PrivacyCallback and without it, in turn, in the same processes.
+"""
+
+import os
+import random
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from kills import write_late
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import dpexp
+from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.processes import Processes
+from dpexp.privacy.shared_ledger import SharedLedger
+
+N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 1.5, 30.0
+
+
+class Model(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer_of(count: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    several: dict[str, Any] = {"strategy": "ddp", "devices": count, "plugins": [TorchElasticEnvironment()]}
+    return pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[*callbacks], **several, **options,
+    )  # fmt: skip
+
+
+# What a kill leaves
+
+
+class Witness(pl.Callback):
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._seen = os.open(folder / f"seen{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        (self._folder / f"connected{self._rank}").touch()
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        os.write(self._seen, b".")
+
+
+POINTS = [
+    (owner, call, when)
+    for owner, call in (
+        (Engine, "start"), (Engine, "accumulate"), (Engine, "release"), (SharedLedger, "commit"),
+        (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "add_up"), (Processes, "hand_out"),
+        (Engine, "_noised"),
+    )
+    for when in ("before", "after")
+]  # fmt: skip
+OF_THE_FIRST = {(LedgerWriter, "commit"), (Engine, "_noised")}
+
+
+def arm(owner: Any, call: str, when: str, nth: int) -> None:
+    real, calls = getattr(owner, call), 0
+
+    def armed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if calls == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, call, armed)
+
+
+def train(folder: Path, rank: int, count: int) -> None:
+    torch.manual_seed(0)
+    module = Model(nn.Linear(2, 2))
+    plan = dpexp.make_plan(module, n=N, q=0.2, steps=ROUNDS, noise_multiplier=1.0)
+    privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
+    data = DataLoader(TensorDataset(torch.randn(N, 2), torch.zeros(N, dtype=torch.long)))
+    trainer_of(count, privacy, Witness(folder, rank), max_epochs=-1).fit(module, data)
+
+
+def fork(folder: Path, rank: int, count: int, port: int, prepare: Any) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    try:
+        with (folder / f"said{rank}").open("w") as said:
+            os.dup2(said.fileno(), 2), os.dup2(said.fileno(), 1)
+            prepare()
+            train(folder, rank, count)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def kills(times: int, late: bool) -> bool:
+    chance, named, surplus, seconds, failures = random.Random(0), Counter[str](), Counter[int](), [], []
+    finished = 0
+    with tempfile.TemporaryDirectory() as whole:
+        while named.total() < times:
+            folder = Path(whole) / str(named.total() + finished)
+            folder.mkdir()
+            count = chance.choice((2, 3))
+            point = chance.choice([*POINTS, *[None] * (len(POINTS) // 2)])
+            victim = 0 if point and point[:2] in OF_THE_FIRST else chance.randrange(count)
+            nth = chance.randint(1, 12)
+
+            def prepare(rank: int, point: Any = point, victim: int = victim, nth: int = nth) -> None:
+                if late:
+                    write_late()
+                if point and rank == victim:
+                    arm(*point, nth)
+
+            port = free_port()
+            children = [fork(folder, rank, count, port, lambda rank=rank: prepare(rank)) for rank in range(count)]
+            if point is None:
+                until = time.monotonic() + TOO_LONG
+                while len([*folder.glob("connected*")]) < count and time.monotonic() < until:
+                    time.sleep(0.01)
+                time.sleep(chance.uniform(0, LONGEST))
+                os.kill(children[victim], signal.SIGKILL)
+            _, status = os.waitpid(children[victim], 0)
+            died, others = time.monotonic(), [child for child in children if child != children[victim]]
+            while others and time.monotonic() - died < TOO_LONG:
+                others = [child for child in others if os.waitpid(child, os.WNOHANG) == (0, 0)]
+                time.sleep(0.01)
+            for child in others:
+                failures.append(f"a process was still there after {TOO_LONG:.0f} s, in {folder}")
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            if not os.WIFSIGNALED(status):
+                finished += 1
+                continue
+            seconds.append(time.monotonic() - died)
+            name = f"{point[2]} {point[0].__name__}.{point[1]}" if point else "at a random time"
+            named[name] += 1
+            seen = [path.stat().st_size for path in folder.glob("seen*")]
+            ledger = folder / "ledger.jsonl"
+            rounds = len(ledger_so_far(ledger)) if ledger.exists() and b"\n" in ledger.read_bytes() else 0
+            more = rounds - max(seen, default=0)
+            surplus[more] += 1
+            if not 0 <= more <= 1:
+                failures.append(f"killed {name}: {max(seen, default=0)} releases, {rounds} rounds")
+    for name, number in sorted(named.items()):
+        print(f"{number:5} {name}")
+    print(f"{named.total():5} kills of one of two or three processes; {finished} runs finished before theirs")
+    for more, number in sorted(surplus.items()):
+        print(f"{number:5} ledgers with {more:+d} rounds beside the releases that any process saw")
+    print(f"the others had stopped after {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s (longest)")
+    for failure in failures:
+        print(f"FAILED {failure}")
+    print(f"{len(failures)} failed")
+    return not failures
+
+
+# What they cost
+
+
+class Whole(Dataset):
+    """Batches made at once, so that plain training does not wait for collation."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+        return [tensor[rows] for tensor in self._tensors]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Clock(pl.Callback):
+    """Seconds of each round but the first few."""
+
+    def on_train_start(self, *args: Any) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.monotonic())
+
+    def fastest(self) -> float:
+        return min(b - a for a, b in zip(self.ends[3:], self.ends[4:], strict=False))
+
+    def median(self) -> float:
+        return statistics.median(b - a for a, b in zip(self.ends[3:], self.ends[4:], strict=False))
+
+
+def nets() -> dict[str, tuple[nn.Module, torch.Size]]:
+    return {
+        "MLP 784-1000-10": (
+            nn.Sequential(nn.Flatten(), nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 10)), torch.Size([1, 28, 28]),
+        ),
+        "CNN, 27k parameters": (
+            nn.Sequential(
+                nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU(),
+                nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10),
+            ), torch.Size([1, 28, 28]),
+        ),
+    }  # fmt: skip
+
+
+def speed(rank: int, count: int, port: int, folder: str) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    warnings.simplefilter("ignore")
+    quieten()
+    size, batch, steps = 4096, 512, 24
+    for name, (net, shape) in nets().items():
+        torch.manual_seed(0)
+        x, y = torch.randn(size, *shape), torch.randint(10, (size,))
+        found: dict[str, list[float]] = {"plain": [], "private": []}
+        for turn in range(4):
+            clock, module = Clock(), Model(net)
+            loader = DataLoader(Whole(x, y), batch_size=batch // count, shuffle=True, collate_fn=_as_it_is)
+            trainer_of(count, clock, max_steps=steps).fit(module, loader)
+            found["plain"].append(clock.median())
+            plan = dpexp.make_plan(module, n=size, q=batch / size, steps=steps, noise_multiplier=1.0)
+            privacy = dpexp.PrivacyCallback(plan, Path(folder) / f"{name[:3]}{turn}.jsonl", physical_batch=batch)
+            clock = Clock()
+            loader = DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True)
+            trainer_of(count, privacy, clock, max_epochs=-1).fit(module, loader)
+            found["private"].append(clock.median())
+        if rank == 0:
+            ratio = statistics.median(a / b for a, b in zip(found["private"], found["plain"], strict=True))
+            plain, private = (1 / min(found[kind]) for kind in ("plain", "private"))
+            print(f"{name}: plain DDP {plain:.1f} rounds/s, private {private:.1f}; {ratio:.2f} times its time (median)")
+
+
+def quieten() -> None:
+    import logging
+
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    quieten()
+    if sys.argv[1:2] == ["speed"]:
+        count = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(speed, (count, free_port(), folder), nprocs=count)
+        sys.exit(0)
+    sys.exit(0 if kills(int(sys.argv[2]) if len(sys.argv) > 2 else 50, "late" in sys.argv) else 1)
