@@ -81,7 +81,8 @@ class Canaries(pl.Callback):
         self.plan = replace(plan, groups=tuple(groups), preparations=())  # which canaries, having no input, are not in
         self._tables = [list(tables[str(g)]) for g in range(len(groups))]  # type: ignore[call-overload]
         self._lengths = [[0.0] * len(group.vectors) for group in groups]
-        self._record = plan.record
+        self._record, local = plan.record, plan.record.local
+        self._reach = local.lr * len(local.batches(plan.record.largest)) if local else 1.0  # of a user who trains
         self._round = 0
         self._sums = np.zeros((parts, self.count + blanks))
         self._expected = np.zeros(parts)
@@ -119,7 +120,7 @@ class Canaries(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         for g, group in self._groups(_now(trainer)):
-            length = _length(group) / math.sqrt(len(group.alphas))
+            length = _length(group) / math.sqrt(len(group.alphas)) / self._reach
             self._lengths[g][:] = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
 
     def on_before_optimizer_step(
@@ -161,13 +162,15 @@ class Canaries(pl.Callback):
 
     def _replace_step(self, module: pl.LightningModule) -> None:
         training_step = module.training_step
-        tables, lengths = self._tables, self._lengths
+        held: Any = module.get_submodule(_TABLES)
+        lengths = self._lengths
 
         @wraps(training_step)
         def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             own, which, value = batch
             if (which == _NONE).all():
                 return training_step(own, *args, **kwargs)
+            tables = [[*held[str(g)]] for g in range(len(held))]  # weights that a user trains may be in their place
             return _loss(tables, lengths, which, value)
 
         # Lightning asks what it takes, of the function beneath a method, and looks beneath one wrapper only.

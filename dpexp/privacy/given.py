@@ -12,7 +12,7 @@ from torch._C import _functorch
 
 from dpexp.privacy.groups import value_key
 
-_PASSES = "dpexp.privacy.engine.passes"
+_PASSES = ("dpexp.privacy.engine.passes", "dpexp.privacy.engine.local")
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch", "dpexp.privacy.engine.on_records")
 
 _given: ContextVar["_Given | None"] = ContextVar("given", default=None)
@@ -104,7 +104,7 @@ def _elsewhere() -> bool:
     """Whether a transform's code runs between the engine's pass and here: it may have put the pass's own vmap aside,
     and another in its place."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _PASSES:
+    while frame is not None and frame.f_globals.get("__name__") not in _PASSES:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith(_TRANSFORMS) and name != "torch._functorch.functional_call":  # which is no transform
             return True

@@ -13,6 +13,7 @@ from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.engine.branches import Differ
 from dpexp.privacy.engine.chunk import Chunk, look, records
 from dpexp.privacy.engine.clipping import add_clipped, by_parameter
+from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.looped import DEDUCED, culprit
 from dpexp.privacy.engine.passes import NoLoss, Together, gradients_of_one
 from dpexp.privacy.engine.precision import full_precision
@@ -83,6 +84,9 @@ class Engine:
         self._sums: dict[str, Tensor] = {}
         self._ways = Ways(Way(singly=plan.exact))  # in company what is rounded may be rounded otherwise
         self._together = Together(module, self._parameters, self._values, self._ways)
+        local = plan.record.local
+        self._training = local and Training(module, self._parameters, self._values, local)
+        self._one_by_one = plan.exact  # users who train
         self._reached: Reached | None = None
         self._succeeded = False
         self._contributed = False  # a record has, in some process
@@ -136,7 +140,7 @@ class Engine:
         self._reached = state.reached
         try:
             chunk = Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS), look(leaves, structure))
-            self._accumulate(chunk, self._ways.first)
+            self._accumulate_trained(chunk) if self._training else self._accumulate(chunk, self._ways.first)
         except BaseException:
             self._restore(state)
             raise
@@ -248,6 +252,30 @@ class Engine:
         self._succeeded = True
         return self._together.own_error is None
 
+    def _accumulate_trained(self, chunk: Chunk) -> None:
+        """Users who train: several at once, or one after another. Both ways find the same vectors, but for rounding."""
+        assert self._training
+        for start in range(0, chunk.size, self._training.at_once):
+            part = chunk.part([*range(start, min(start + self._training.at_once, chunk.size))])
+            found: tuple[dict[str, Use], Tensor] | None = None
+            if part.size > 1 and not self._one_by_one:
+                try:
+                    found = self._training.together(part)
+                except _NOT_OF_A_RECORD:
+                    raise
+                except Exception as reason:
+                    self._one_by_one = True
+                    self._warn_of_slowness("users", "one after another", why(reason))
+                finally:
+                    self._restore(part.state)
+            if found is None:
+                self._accumulate_singly(part)
+                continue
+            uses, losses = found
+            with full_precision(losses.device), torch.no_grad():
+                self._clip_and_add(uses, losses)
+            self._succeeded = True
+
     def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor] | Exception:
         """What `Together` finds, or why it does not."""
         try:
@@ -320,9 +348,7 @@ class Engine:
         well = True
         for i in range(chunk.size):
             try:
-                gradients, loss, caught = gradients_of_one(
-                    chunk.loss_of, chunk.one(i), self._parameters, self._values, chunk.state
-                )
+                gradients, loss, caught = self._of_one(chunk, i)
                 self._restore(chunk.state)
                 with full_precision(loss.device), torch.no_grad():
                     uses: dict[str, Use] = {n: Dense(g[None].to(_summed(g.dtype))) for n, g in gradients.items()}
@@ -337,6 +363,11 @@ class Engine:
                 self._succeeded = True
                 well = well and caught is None
         return well
+
+    def _of_one(self, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor, Exception | None]:
+        if self._training:
+            return self._training.one(chunk, i)
+        return gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values, chunk.state)
 
     def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
         observation = {"loss": losses}

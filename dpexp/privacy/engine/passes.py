@@ -27,7 +27,7 @@ from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.isolation.randomness import of_python
 from dpexp.privacy.isolation.state import State
 
-_ONE_LOSS = "training_step must return one number for a record: its loss."
+ONE_LOSS = "training_step must return one number for a record: its loss."
 
 
 class NoLoss(Exception):
@@ -122,7 +122,7 @@ class Together:
         if chance is not None:
             self._questions = self._most_asked = max(self._most_asked, chance.asked)
         if losses.dim() != 1:
-            raise NoLoss(_ONE_LOSS)
+            raise NoLoss(ONE_LOSS)
         total = losses.sum()
         with torch.no_grad():
             if backward(total, chunk.state) is not None:
@@ -152,7 +152,7 @@ def gradients_of_one(
     with values.given() as given, Guard(state) as guard:
         loss = loss_of(one)
     if loss.dim():
-        raise NoLoss(_ONE_LOSS)
+        raise NoLoss(ONE_LOSS)
     released = {key: value.clone() for key, value in given().items()}
     caught = backward(loss, state) or guard.error
     gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}
