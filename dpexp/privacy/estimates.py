@@ -8,7 +8,7 @@ from torch import Tensor
 from dpexp.privacy.adaptive import UNCLIPPED
 from dpexp.privacy.batchnorm import GROUP as BATCHNORM
 from dpexp.privacy.groups import value_key
-from dpexp.privacy.metrics import numbers_of
+from dpexp.privacy.metrics import shown_as
 from dpexp.privacy.plan import PrivacyPlan
 
 _RECENT = 5  # the smoothed value is the mean over the last fifth of the releases
@@ -58,5 +58,5 @@ def _of_round(now: PrivacyPlan, released: Mapping[str, Tensor]) -> Iterator[tupl
         for vector, alpha in zip(group.vectors, group.alphas, strict=True):
             if vector.is_value and group.name != UNCLIPPED and not vector.name.startswith(f"{BATCHNORM}/"):
                 numbers = released[value_key(vector.name)].tolist()
-                for name, number in zip(numbers_of(vector), numbers, strict=True):
+                for name, number in zip(shown_as(vector.name, len(numbers)), numbers, strict=True):
                     yield name, number, alpha * group.sigma / (now.sampling.q * now.n)

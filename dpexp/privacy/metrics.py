@@ -53,16 +53,18 @@ def releases(asked: Mapping[str, Any]) -> dict[str, Release]:
     for name in named:
         if named.count(name) > 1:
             raise ConfigError(f"metrics.release: {name} is released by two groups; once a round is enough.")
-    shown = [name for release in found.values() for vector in release.vectors for name in numbers_of(vector)]
+    shown = [
+        name for release in found.values() for vector in release.vectors for name in shown_as(vector.name, vector.d)
+    ]
     for name in shown:
         if shown.count(name) > 1 or name.startswith(("S/", "alpha/")):
             raise ConfigError(f"metrics.release: {name} is what another number is shown as; rename one of them.")
     return found
 
 
-def numbers_of(vector: Vector) -> list[str]:
-    """What a value's numbers are shown as."""
-    return [vector.name] if vector.d == 1 else [f"{vector.name}/{k}" for k in range(vector.d)]
+def shown_as(value: str, d: int) -> list[str]:
+    """The names of a value's d numbers."""
+    return [value] if d == 1 else [f"{value}/{k}" for k in range(d)]
 
 
 def _release(key: str, name: str, entry: Any) -> Release:
