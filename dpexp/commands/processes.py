@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -125,36 +126,49 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
     results = multiprocessing.get_context("spawn").SimpleQueue()
     arguments = (job, cfg, HydraConfig.instance().cfg, count, port, results)
     begun = multiprocessing.start_processes(_process, arguments, count, join=False, start_method="spawn")
+
+    def stop(*_: Any) -> None:
+        for process in begun.processes:
+            process.terminate()
+        raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, stop) if in_main else None
     try:
         connection.wait([process.sentinel for process in begun.processes])
-        _wait(begun)
+        _wait(begun, _SECONDS)
+        codes = [process.exitcode for process in begun.processes]
+        for ended, code in enumerate(codes):
+            if code is not None and code < 0:
+                raise ConfigError(
+                    f"process {ended} of {count} was ended by {signal.Signals(-code).name}, and so all others end; the "
+                    "ledger has every round that was released."
+                )
         while not begun.join():
             pass
     except KeyboardInterrupt:  # which a terminal sends to all
-        _wait(begun)
-        for process in begun.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGINT)
-        _wait(begun)
-        raise
+        _wait(begun, 6 * _SECONDS)
+        sys.exit(1)
     except multiprocessing.ProcessExitedException as error:
         if results.empty():
-            raise ConfigError(
-                f"process {error.error_index} of {count} ended with {error.signal_name or error.exit_code}, and so did "
-                "all others; the ledger has every round that was released."
-            ) from error
+            words = "and so all others end; the ledger has every round that was released"
+            raise ConfigError(f"{error}, {words}.") from error
     finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
         for process in begun.processes:
-            if process.is_alive():
-                process.kill()
+            process.terminate()
+        _wait(begun, _SECONDS)
+        for process in begun.processes:
+            process.kill()
     result = results.get()
     if isinstance(result, BaseException):
         raise result
     return result
 
 
-def _wait(begun: Any) -> None:
-    until = time.monotonic() + _SECONDS
+def _wait(begun: Any, seconds: float) -> None:
+    until = time.monotonic() + seconds
     for process in begun.processes:
         process.join(max(0.0, until - time.monotonic()))
 
@@ -169,6 +183,8 @@ def _process(
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(count),
     }  # fmt: skip
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if rank == 0 else lambda *_: os._exit(1))
     try:
         result = job(cfg)
     except ConfigError as error:

@@ -36,9 +36,13 @@ class Checkpoints(pl.Callback):
 def save(trainer: pl.Trainer, path: Path) -> None:
     """Whole or not at all."""
     beside = path.with_suffix(".part")
-    trainer.save_checkpoint(beside)
-    if trainer.is_global_zero:
-        os.replace(beside, path)
+    if trainer.world_size == 1:
+        trainer.save_checkpoint(beside)
+    elif trainer.is_global_zero:  # without waiting for the others, of which one may be interrupted elsewhere
+        trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), beside)
+    else:
+        return
+    os.replace(beside, path)
 
 
 class LastCheckpoint(pl.Callback):
