@@ -275,7 +275,18 @@ def trial_key(cfg: DictConfig) -> str:
     assert isinstance(content, dict)
     aside = ["tracking", "rounds", "checkpoint", "register", "verbose"]
     if not cfg.privacy.enabled:  # twins of whatever is private
-        aside += ["privacy", "group", "bound", "mechanism", "clip", "allocation", "accountant", "calibrate", "schedule"]
+        aside += [
+            "privacy",
+            "record",
+            "group",
+            "bound",
+            "mechanism",
+            "clip",
+            "allocation",
+            "accountant",
+            "calibrate",
+            "schedule",
+        ]
     content = {section: value for section, value in content.items() if section not in aside}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
