@@ -1,7 +1,6 @@
 """The Lightning callback that carries out a privacy plan."""
 
 import math
-import warnings
 from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.claims import check_claim, check_delta, check_names
@@ -23,7 +21,7 @@ from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.diagnostics import log_diagnostics
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.passes import NoLoss
+from dpexp.privacy.engine.passes import loss_in
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.isolation.numbers import numbers_stay
@@ -47,10 +45,10 @@ from dpexp.privacy.refusals import (
 )
 from dpexp.privacy.shared_ledger import SharedLedger, ledger_of
 from dpexp.privacy.signal import Signals
+from dpexp.privacy.spectral import refresh_spectral_norms
 from dpexp.privacy.stacking import Failed, Records
 
 EPSILON_READINGS = 20
-_ALONE = 8  # records of a chunk, to say that each is processed alone
 
 
 class PrivacyCallback(pl.Callback):
@@ -118,7 +116,6 @@ class PrivacyCallback(pl.Callback):
         self._released = False  # the round has
         self._company_tried = False
         self._fitted = True  # physical_batch is known
-        self._said_alone = False
         self._step_of_its_own: Any = None
         self._metrics: dict[str, float] = {}  # of the values that the round released
         self._counts = torch.zeros(0)
@@ -342,7 +339,7 @@ class PrivacyCallback(pl.Callback):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
-                    return _loss(training_step(converted(record), *args, **kwargs))
+                    return loss_in(training_step(converted(record), *args, **kwargs))
 
                 if not self._fitted:
                     self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer, around)
@@ -371,13 +368,6 @@ class PrivacyCallback(pl.Callback):
                 else:
                     with signals_wait(), in_sight():
                         self._process(pl_module, loss_of, records)
-            if len(parts) > _ALONE and not self._said_alone and all(getattr(p, "size", 1) == 1 for p in parts):
-                self._said_alone = True
-                warnings.warn(
-                    "data: no two records of a batch look alike, so that each is processed alone, which is slow: they "
-                    "hold tensors of different shapes, or values that are no tensors and differ; leave out of a batch "
-                    "what training_step does not use."
-                )
         return chunk.digest
 
     def _process(self, pl_module: pl.LightningModule, loss_of: Any, records: Records) -> None:
@@ -402,20 +392,3 @@ class PrivacyCallback(pl.Callback):
         if self._rounds is not None:
             self._rounds.close()
         self._rounds = self._engine = None
-
-
-def _loss(output: Any) -> Tensor:
-    loss = output["loss"] if isinstance(output, dict) else output
-    if not isinstance(loss, Tensor):
-        raise NoLoss(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
-    return loss
-
-
-def refresh_spectral_norms(module: torch.nn.Module) -> None:
-    """One power iteration a round, from the weights alone: those of training_step are set back."""
-    for layer in module.modules():
-        for original in getattr(layer, "parametrizations", {}).values():
-            for parametrization in original:
-                if isinstance(parametrization, _SpectralNorm) and parametrization.training:
-                    with torch.no_grad():
-                        parametrization(original.original)

@@ -37,6 +37,8 @@ from dpexp.privacy.records import Units
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.stacking import Alone, Failed, Parcel, Records
 
+_ALONE = 8  # records of a chunk, to say that each is processed alone
+
 
 @dataclass
 class Sample:
@@ -271,6 +273,7 @@ class Rounds:
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
         self._loader = _each_alone(loader, self.sampler, self._seeding, units)
         self._chunks: Iterator[list[Records | Failed | Parcel]] = iter(())
+        self._said_alone = False
 
     def __iter__(self) -> Iterator[Sample]:
         """Draws nothing before it is asked for the first: Lightning begins an iteration just to see whether it can."""
@@ -294,6 +297,13 @@ class Rounds:
             renew(device, self.randomness)
             chunk = self.sampler.pending.popleft()
             last = chunk.last
+            if len(parts) > _ALONE and not self._said_alone and all(getattr(part, "size", 1) == 1 for part in parts):
+                self._said_alone = True
+                warnings.warn(
+                    "data: no two records of a batch look alike, so that each is processed alone, which is slow: they "
+                    "hold tensors of different shapes, or values that are no tensors and differ; leave out of a batch "
+                    "what training_step does not use."
+                )
             yield chunk, parts
 
 

@@ -28,7 +28,8 @@ from dpexp.privacy.isolation.reached import can_be_kept
 from dpexp.privacy.isolation.state import CHANGED, State
 from dpexp.privacy.isolation.surroundings import Surroundings
 
-DEDUCED = "config.problem_type"  # by models of transformers from each batch of labels, where it is not given
+# By models of transformers from each batch of labels, where it is not given; by recurrent layers from their weights.
+DEDUCED = "config.problem_type", "_flat_weights", "_flat_weight_refs"
 
 
 def culprit(error: BaseException, root: nn.Module, looped: Set[str]) -> str | None:
@@ -154,7 +155,7 @@ class _Others(nn.Module):
 
 def _beyond_torchs_own(changed: list[str]) -> bool:
     """Recurrent layers rebuild lists of their weights whenever these are replaced, as they are here."""
-    return any(not name.endswith(("_flat_weights", "_flat_weight_refs", DEDUCED)) for name in changed)
+    return any(not name.endswith(DEDUCED) for name in changed)
 
 
 class _Looped(OnRecords):

@@ -34,6 +34,18 @@ class NoLoss(Exception):
     """A step has no loss for a record."""
 
 
+def loss_in(output: Any) -> Tensor:
+    """The loss that a step returned, by itself or in a dictionary.
+
+    Raises:
+        NoLoss: it returned none.
+    """
+    loss = output["loss"] if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise NoLoss(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
+    return loss
+
+
 class Together:
     """Passes of several records.
 
