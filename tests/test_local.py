@@ -1,7 +1,8 @@
-"""Users who train, against FedAvg written out with plain torch; several at once against one after another."""
+"""Users who train, against FedAvg written out with plain torch."""
 
 import copy
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import adaptive, bounds, groups, mechanisms
 from dpexp.privacy.clips import Automatic
-from dpexp.privacy.engine.local import Training
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.records import Local, User
 from tests.audited import attacked
@@ -76,20 +76,6 @@ def in_order(monkeypatch):
     monkeypatch.setattr(KeyStream, "permutation", lambda self, size: torch.arange(size))
 
 
-@pytest.fixture
-def one_by_one(monkeypatch):
-    def refused(self, chunk):
-        raise RuntimeError
-
-    monkeypatch.setattr(Training, "together", refused)
-
-
-@pytest.fixture
-def only_together(monkeypatch):
-    """But for users of whom there is one of a size."""
-    monkeypatch.setattr(Training, "one", lambda self, chunk, i: pytest.fail("one after another"))
-
-
 @pytest.mark.parametrize("kind", [TensorDataset, Items, OfUsers])
 @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
 def test_a_users_vector_is_how_far_its_training_goes(local, kind, tmp_path, quiet, in_order):
@@ -146,25 +132,12 @@ MODELS = {"cnn": Model, "transformer": Transformer, "tied": Tied}
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
-def test_several_at_once_are_as_one_after_another(make, local, tmp_path, quiet, in_order, monkeypatch):
+def test_models_train_as_by_hand(make, tmp_path, quiet, in_order):
     x, y = rows(12)
-    user_of = [i // 3 for i in range(12)]
-
-    def run():
-        dataset = a_data_set(TensorDataset, x.double(), y, user_of)
-        return released(tmp_path, dataset, User(8, "user_of", local), make(), users=4)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "one", lambda self, chunk, i: pytest.fail("one after another"))
-        together, plan = run()
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "together", lambda self, chunk: 1 / 0)
-        single, _ = run()
-    hand = by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan)
-    for name in hand:
-        assert torch.allclose(together[name], single[name], atol=1e-9, rtol=0)
-        assert torch.allclose(single[name], hand[name], atol=1e-9, rtol=0)
+    local = LOCALS["batches"]
+    dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
+    found, plan = released(tmp_path, dataset, User(8, "user_of", local), make(), users=4)
+    close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan))
 
 
 @pytest.mark.parametrize("make", [Frozen, Unused])
@@ -236,7 +209,7 @@ class Branching(Model):
         return self.loss(batch) * (2 if batch[0].sum() > 0 else 1)
 
 
-def test_what_vmap_refuses_is_done_one_after_another(tmp_path, quiet, in_order):
+def test_a_step_may_branch(tmp_path, quiet, in_order):
     x, y = rows(12)
     local = LOCALS["epochs"]
     dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
@@ -247,6 +220,43 @@ def test_what_vmap_refuses_is_done_one_after_another(tmp_path, quiet, in_order):
             return super().loss(batch) * (2 if batch[0].sum() > 0 else 1)
 
     close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, ByHand), plan))
+
+
+class Own(Model):
+    """Draws from a generator of its own, and leaves a trace in what is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.Generator().manual_seed(5)
+
+    def training_step(self, batch):
+        x, y, trace = batch
+        trace.append(float(x.sum()))
+        return self.loss((x * torch.randn(x.shape, generator=self.own, dtype=x.dtype) * len(trace), y))
+
+
+class Traced(Items):
+    trace: ClassVar[list] = []
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i], self.trace
+
+
+def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
+    """To the last bit, though steps amplify it."""
+    x, y = rows(12)
+    user_of = [i // 3 for i in range(12)]
+
+    def total(some):
+        dataset = a_data_set(Traced, x[some], y[some], [user_of[i] for i in some])
+        record = User(8, "user_of", Local(lr=2.0, steps=30))
+        return released(tmp_path, dataset, record, Own(), users=4, precision="32-true")[0]
+
+    apart = [total([i for i in range(12) if user_of[i] == user]) for user in range(4)]
+    whole = total([*range(12)])
+    for name in whole:
+        assert torch.allclose(whole[name], sum(one[name] for one in apart), atol=1e-6, rtol=0)
+    assert not Traced.trace
 
 
 class Elsewhere(Model):
@@ -302,11 +312,7 @@ def test_users_who_train_go_with(choices, tmp_path):
     assert plan.ledger().record["local"] == {"lr": 0.3, "steps": None, "epochs": 3, "batch_size": None}
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_values_are_means_over_local_steps(together, tmp_path, quiet, monkeypatch):
-    monkeypatch.setattr(
-        Training, *(("one", lambda *_: pytest.fail("one by one")) if together else ("together", lambda *_: 1 / 0))
-    )
+def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
     x, y = rows(12)
     local = Local(lr=0.3, epochs=2)
     dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])

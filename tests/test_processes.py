@@ -8,9 +8,15 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
 from several import ROUNDS, N, Net, all_of, layers, mistaken, start
+from torch import distributed as dist
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
+from dpexp.privacy.adaptive import Adaptive
+from dpexp.privacy.clips import Global
+from dpexp.privacy.processes import digest_of_plan, digest_of_records, digest_of_weights, nothing_collected
+from dpexp.privacy.records import User
 
 KINDS = ("plain", "adaptive", "metrics", "exact", "shuffled", "batchnorm", "prepared")
 
@@ -126,3 +132,70 @@ def test_lightnings_other_strategies_are_refused_by_the_callback(tmp_path):
         privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")
         with pytest.raises(dpexp.ConfigError, match=words):
             privacy.setup(trainer, module, "fit")
+
+
+def a_plan(**choices):
+    return dpexp.make_plan(torch.nn.Linear(3, 2), n=40, q=0.5, steps=2, noise_multiplier=1.0, **choices)
+
+
+def test_plans_that_differ_in_whatever_they_say_are_told_apart():
+    others = [
+        {"schedules": {"S": [50, 50]}}, {"bound": Adaptive()}, {"bound": Adaptive(quantile=0.9)}, {"clip": Global(3.0)},
+        {"noise": "exact"}, {"release": {"loss": {"S": 1, "share": 0.1, "every": 2}}},
+        {"release": {"loss": {"S": 1, "share": 0.1}}},
+    ]  # fmt: skip
+    digests = [digest_of_plan(a_plan(**choices)) for choices in ({}, *others)]
+    assert len(set(digests)) == len(digests) and digest_of_plan(a_plan()) == digests[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_data_in_another_order_is_told_apart(dtype):
+    x = torch.randn(1000, 3).to(dtype)
+    other = x.clone()
+    other[[500, 501]] = other[[501, 500]]
+    listed = [Listed(tensor) for tensor in (x, x.flip(0))]
+    for a, b in ((TensorDataset(x), TensorDataset(other)), listed):
+        assert digest_of_records(a) != digest_of_records(b)
+        assert digest_of_records(a) == digest_of_records(a)
+    places = [Subset(listed[0], [*range(500)]), Subset(listed[0], [*range(250), 251, 250, *range(252, 500)])]
+    assert digest_of_records(places[0]) != digest_of_records(places[1])
+
+
+class Listed(Dataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], "a name"
+
+
+def test_who_is_a_users_is_compared():
+    data, digests = TensorDataset(torch.zeros(6, 2)), []
+    for data.user_of in ([0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 2, 2]):
+        digests.append(digest_of_records(data, User(2, "user_of").units(data)))
+    assert digests[0] != digests[1]
+
+
+def test_weights_that_differ_in_place_alone_are_told_apart():
+    model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.BatchNorm1d(50))
+    before = digest_of_weights(model)
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight.flip(0))
+    after = digest_of_weights(model)
+    model[1].running_mean += 1
+    assert len({before, after, digest_of_weights(model)}) == 3
+
+
+def test_a_step_finds_no_other_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        with nothing_collected():
+            assert not dist.is_initialized()
+            with pytest.raises(ValueError, match="has not been initialized"):
+                dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1))
+    finally:
+        dist.destroy_process_group()

@@ -27,6 +27,7 @@ from dpexp import config
 from dpexp.errors import ConfigError
 from dpexp.privacy.processes import LOST, OTHERS, REASONS
 
+_WORDS = 10_000  # of an error
 _SECONDS = 5.0  # that processes have for ending by themselves after one of them has
 
 
@@ -188,7 +189,7 @@ def _process(
     try:
         result = job(cfg)
     except ConfigError as error:
-        results.put(error)
+        results.put(ConfigError(str(error)[:_WORDS]))  # more would not go through before somebody reads
         sys.exit(1)
     if rank == 0:
         results.put(result)

@@ -35,8 +35,16 @@ from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.physical_batch import first_batch, fitting
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.carrying_out import prepare
-from dpexp.privacy.processes import Processes, digest_of_plan, digest_of_weights, take_over
+from dpexp.privacy.processes import (
+    Processes,
+    digest_of_plan,
+    digest_of_weights,
+    give_back,
+    nothing_collected,
+    take_over,
+)
 from dpexp.privacy.refusals import (
+    NO_POSITION,
     refuse_callbacks,
     refuse_hooks,
     refuse_mixing_layers,
@@ -144,33 +152,30 @@ class PrivacyCallback(pl.Callback):
             self._replace_step(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refuse_settings(trainer, pl_module, self.plan.rounds)
         self._processes = processes = Processes.of(trainer)
-        if self.unsafe_diagnostics and not processes.alone:
-            raise ConfigError(
-                f"diagnostics=unsafe shows one process's records, and there are {processes.count}; train in one."
-            )
-        processes.same(plan=digest_of_plan(self.plan))
-        refuse_mixing_layers(pl_module)
-        refuse_hooks(pl_module)
-        refuse_unreleased(pl_module, self.plan)
         noise, sampling, randomness = KeyStream(), KeyStream(), KeyStream()
-        self._engine = Engine(
-            self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes
-        )
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
-        loader = source.dataloader()
+        resume = trainer.ckpt_path is not None
         at_once = self.physical_batch or first_batch(pl_module.device)
         self._fitted = self.physical_batch is not None or pl_module.device.type != "cuda"
-        rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes)
-        resume = trainer.ckpt_path is not None
-        if resume and self._position is None:
-            raise ConfigError(
-                f"the checkpoint {trainer.ckpt_path} does not say what its run's ledger held, as none made by an older "
-                f"dpexp or without a PrivacyCallback does, so ledger={self.ledger_path} may be another run's; begin a "
-                "new run, and account for both."
+        with processes.together():
+            refuse_settings(trainer, pl_module, self.plan.rounds)
+            if self.unsafe_diagnostics and not processes.alone:
+                raise ConfigError(
+                    f"diagnostics=unsafe shows one process's records, and there are {processes.count}; train in one."
+                )
+            refuse_mixing_layers(pl_module)
+            refuse_hooks(pl_module)
+            refuse_unreleased(pl_module, self.plan)
+            self._engine = Engine(
+                self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes
             )
+            loader = source.dataloader()
+            rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes)
+            if resume and self._position is None:
+                raise ConfigError(NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
+        processes.same(plan=digest_of_plan(self.plan), records=rounds.digest)
         about = (
             self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed(),
             self.plan.record.told(),
@@ -196,7 +201,8 @@ class PrivacyCallback(pl.Callback):
         return "unsafe diagnostics" if self.unsafe_diagnostics else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refuse_optimizers(trainer, pl_module)
+        with self._processes.together():
+            refuse_optimizers(trainer, pl_module)
         for _ in self._preparing:
             self._prepared += 1
         mute(pl_module)
@@ -289,6 +295,7 @@ class PrivacyCallback(pl.Callback):
     # Afterwards
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        give_back(trainer)
         self._close(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -335,7 +342,13 @@ class PrivacyCallback(pl.Callback):
             assert self._rounds and self._engine
             self._engine.around = around = surroundings(trainer)
             randomness = own_randomness(pl_module.device, self._rounds.randomness)
-            with self._processes.together(), numbers_stay(pl_module, around), randomness, nothing_logged(trainer):
+            with (
+                self._processes.together(),
+                nothing_collected(),
+                numbers_stay(pl_module, around),
+                randomness,
+                nothing_logged(trainer),
+            ):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
@@ -348,7 +361,8 @@ class PrivacyCallback(pl.Callback):
             with self._processes.together():
                 self._engine.finish()
             if not self._processes.alone:
-                self._processes.same(sample=sample, weights=digest_of_weights(pl_module))
+                now = digest_of_plan(self._engine.now)
+                self._processes.same(plan=now, sample=sample, weights=digest_of_weights(pl_module))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = private_step  # type: ignore[method-assign]
@@ -376,7 +390,7 @@ class PrivacyCallback(pl.Callback):
             records = records.to(pl_module.device)
         except Exception as error:
             return self._engine.fail(records.size, error)
-        if records.size > 1 and not self._company_tried:
+        if records.size > 1 and self.plan.record.told() is None and not self._company_tried:
             self._company_tried = True
             refuse_company(pl_module, loss_of, records.batch, pl_module.device, self._engine.around)
         self._engine.accumulate(loss_of, records.batch, records.size)

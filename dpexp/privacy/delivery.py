@@ -235,6 +235,9 @@ class Rounds:
         loader: the user's, of which data set, collation and workers are kept.
         stream: of samples; randomness: of the loader processes' random numbers.
 
+    Attributes:
+        digest: of the records, where several processes have a part.
+
     Raises:
         ConfigError: the loader's records cannot be sampled as the plan says.
     """
@@ -265,8 +268,7 @@ class Rounds:
                 f"(ε, δ) holds all the same. Set {counted} to a published number near it."
             )
         processes = processes or Processes()
-        if not processes.alone:
-            processes.same(records=digest_of_records(dataset))
+        self.digest = 0 if processes.alone else digest_of_records(dataset, units)
         self.sampler = RoundSampler(
             lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes
         )

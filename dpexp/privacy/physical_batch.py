@@ -85,7 +85,10 @@ def _public_record(trainer: pl.Trainer) -> Any:
     loader = data.val_dataloader()
     if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
         return None
-    return loader.collate_fn([loader.dataset[0]])
+    try:
+        return loader.collate_fn([loader.dataset[0]])
+    except Exception:  # of an empty set, or one whose records cannot be collated alone
+        return None
 
 
 def _copies(one: Any, size: int) -> Any:

@@ -11,6 +11,7 @@ the same bits, and begin with the same ones, their weights stay equal; this is c
 import hashlib
 import pickle
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
@@ -30,6 +31,8 @@ from dpexp.privacy.plan import PrivacyPlan
 
 _AT_ONCE = 2**22  # numbers that are sent together
 _LOOKED_AT = 32  # records, to see whether all processes have the same
+_PLACES = 1024
+_WORDS = 5000
 LOST = (
     "another process of this training ended, so that this one does too; its own words say why. The ledger has every "
     "round that was released."
@@ -80,8 +83,11 @@ class Processes:
             with _lost():
                 dist.all_gather_object(said, None if wrong is None else _words(wrong))
             if wrong is None:
-                rank, words = next((rank, words) for rank, words in enumerate(said) if words is not None)
-                raise ConfigError(f"process {rank} of {self.count} stopped: {words}")
+                rank, (own, words) = next((rank, told) for rank, told in enumerate(said) if told is not None)
+                # what is not dpexp's own sentence may quote a record, and says so by its cause
+                raise ConfigError(f"process {rank} of {self.count} stopped: {words}") from (
+                    None if own else RuntimeError(words)
+                )
         if wrong is not None:
             raise wrong
 
@@ -118,14 +124,21 @@ class Processes:
         stream.key = self.told(stream.key)
 
     def add_up(self, sums: Mapping[str, Tensor]) -> None:
-        """Adds the other processes' parts to the first one's tensors. What the others' hold then means nothing."""
+        """Adds the other processes' parts to the first one's tensors, which alone is sent them: a reduction would pass
+        sums of several through the others."""
         if not self.alone:
-            self._in_turn([*sums.values()], lambda flat: dist.reduce(flat, 0))
+            self._in_turn([*sums.values()], self._gather)
 
     def hand_out(self, released: Mapping[str, Tensor]) -> None:
         """Gives all processes what the first one's tensors hold."""
         if not self.alone:
             self._in_turn([*released.values()], lambda flat: dist.broadcast(flat, 0))
+
+    def _gather(self, flat: Tensor) -> None:
+        every = [torch.empty_like(flat) for _ in range(self.count)] if self.first else None
+        dist.gather(flat, every, 0)
+        for other in (every or [])[1:]:
+            flat += other
 
     def _in_turn(self, tensors: Sequence[Tensor], exchange: Any) -> None:
         for some in _parcels(tensors):
@@ -153,13 +166,15 @@ def _parcels(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _lost() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
-        raise ConfigError(LOST) from error
+    except RuntimeError:
+        raise ConfigError(LOST) from None
 
 
-def _words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+def _words(error: Exception) -> tuple[bool, str]:
+    """Whether it is a sentence of dpexp's own, and what it says."""
+    text = " ".join(str(error).split())[:_WORDS]
+    own = isinstance(error, ConfigError) and error.__cause__ is None
+    return own, text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
 
 # What must be the same everywhere
@@ -176,10 +191,8 @@ _DIFFER = {
 
 
 def digest_of_plan(plan: PrivacyPlan) -> int:
-    groups = [(g.name, g.S, g.sigma, g.alphas, [v.parameters for v in g.vectors]) for g in plan.groups]
-    return _number(
-        repr((plan.record, plan.adjacency, plan.n, plan.rounds, plan.sampling, groups, plan.preparations)).encode()
-    )
+    """Of all that it says; functions count by name."""
+    return _number(re.sub(r" at 0x\w+", "", repr(plan)).encode())
 
 
 def digest_of_rows(rows: Sequence[int]) -> int:
@@ -188,28 +201,56 @@ def digest_of_rows(rows: Sequence[int]) -> int:
 
 
 def digest_of_weights(module: nn.Module) -> int:
-    """Of the bits of all parameters, each tensor's added up."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [p.detach().view(whole[p.element_size()]).sum(dtype=torch.int64) for p in module.parameters()]
-    return _number(torch.stack(sums).cpu().numpy().tobytes()) if sums else 0
+    """Of the bits of all parameters and buffers: of each, sums over its numbers by their place modulo 1024."""
+    seen = hashlib.sha256()
+    for tensor in (*module.parameters(), *module.buffers()):
+        plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+        flat = plain.contiguous().view(-1).view(whole)
+        even = len(flat) // _PLACES * _PLACES
+        sums = flat[:even].view(-1, _PLACES).sum(0, dtype=torch.int64)
+        seen.update(torch.cat([sums, flat[even:].to(torch.int64)]).cpu().numpy().tobytes())
+    return int.from_bytes(seen.digest()[:7], "big")
 
 
-def digest_of_records(dataset: Dataset) -> int:
-    """Of some of a data set's records, evenly spread; what is random about them is drawn from a fixed seed."""
+def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
+    """Of the tensors of a TensorDataset, of the places of a Subset, else of some of a data set's records, evenly
+    spread; what is random about them is drawn from a fixed seed.
+
+    Args:
+        examples: which of them each record has; None: one each.
+    """
     size = len(dataset)  # type: ignore[arg-type]
+    seen = hashlib.sha256(pickle.dumps((size, examples)))
+    if type(dataset) is TensorDataset:
+        for tensor in dataset.tensors:
+            seen.update(_bytes(tensor))
+        return int.from_bytes(seen.digest()[:7], "big")
+    if type(dataset) is Subset:
+        seen.update(np.asarray(dataset.indices, dtype=np.int64).tobytes())
     states = random.getstate(), np.random.get_state()
-    seen = hashlib.sha256(str(size).encode())
     with torch.random.fork_rng([]):
         for k in range(min(size, _LOOKED_AT)):
             random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
             try:
-                for leaf in tree_leaves(dataset[k * size // min(size, _LOOKED_AT)]):
-                    seen.update(leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else pickle.dumps(leaf))
-            except Exception as error:  # of a record that cannot be fetched, or compared
-                seen.update(type(error).__name__.encode())
+                leaves = tree_leaves(dataset[k * size // min(size, _LOOKED_AT)])
+            except Exception as error:  # of a record that cannot be fetched
+                leaves = [type(error).__name__]
+            for leaf in leaves:
+                seen.update(_bytes(leaf))
     random.setstate(states[0])
     np.random.set_state(states[1])
     return int.from_bytes(seen.digest()[:7], "big")
+
+
+def _bytes(leaf: Any) -> bytes:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized:
+        plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return repr((leaf.dtype, leaf.shape)).encode() + plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    try:
+        return pickle.dumps(leaf)
+    except Exception:
+        return type(leaf).__name__.encode()
 
 
 def _number(content: bytes) -> int:
@@ -247,9 +288,14 @@ def take_over(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     def configure() -> None:
         processes = Processes.of(trainer)
-        processes.hand_out({name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)})
+        processes.hand_out({**dict(module.named_parameters()), **dict(module.named_buffers())})
 
     strategy.configure_ddp = configure  # type: ignore[method-assign]
+
+
+def give_back(trainer: pl.Trainer) -> None:
+    """What `take_over` has taken: the strategy may train again."""
+    trainer.strategy.__dict__.pop("configure_ddp", None)
 
 
 OTHERS = "only ddp, where every process holds the whole model, adds up clipped sums; choose ddp"
@@ -258,3 +304,19 @@ _SHARDED = (
     "choose ddp (docs/fsdp.md says what it would take)"
 )
 REASONS = {"FSDPStrategy": _SHARDED, "ModelParallelStrategy": _SHARDED, "DeepSpeedStrategy": _SHARDED}
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Meanwhile code that asks finds no other processes: what is computed from a record would be told the others, or
+    hold their records."""
+    if not dist.is_available():
+        yield
+        return
+    world = dist.distributed_c10d._world
+    before = world.default_pg
+    world.default_pg = None
+    try:
+        yield
+    finally:
+        world.default_pg = before

@@ -28,6 +28,7 @@ Imports nothing slow.
 """
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -216,12 +217,13 @@ class User(Record):
     def units(self, dataset: Any) -> Units:
         if self.by is None:
             return _Lists(len(dataset), self.most, self.local is not None)
-        user_of = getattr(dataset, self.by, None)
-        if user_of is None or len(user_of) != len(dataset):
-            has = f"none on its {type(dataset).__name__}" if user_of is None else f"{len(user_of)} numbers"
+        user_of: Any = getattr(dataset, self.by, None)
+        listed = hasattr(user_of, "__len__") and hasattr(user_of, "__getitem__") and not isinstance(user_of, Mapping)
+        if not listed or len(user_of) != len(dataset) or not all(map(_is_number, user_of)):
+            has = f"none on its {type(dataset).__name__}" if user_of is None else f"a {type(user_of).__name__}"
             raise ConfigError(
                 f"record.by={self.by} must be an attribute of the training data set that has the user of each of its "
-                f"{len(dataset)} examples; there is {has}."
+                f"examples, a list of as many whole numbers; there is {has}."
             )
         examples: dict[int, list[int]] = defaultdict(list)
         for position, user in enumerate(user_of):
@@ -275,6 +277,11 @@ class _Lists(Units):
 
         i, key = drawn
         examples = dataset[i]
+        if not isinstance(examples, list | tuple):
+            raise ConfigError(
+                f"record.by=null takes a data set that has for each index a list of a user's examples; it has a "
+                f"{type(examples).__name__}."
+            )
         if self._shuffled or len(examples) > self._most:
             return [examples[k] for k in KeyStream(key).permutation(len(examples))[: self._most].tolist()]
         return [*examples]
@@ -309,6 +316,13 @@ def make_record(
         raise ConfigError(
             f"record.local={dict(local or {})} must give lr, and steps or epochs, and may give batch_size ({error})."
         ) from error
+
+
+def _is_number(user: Any) -> bool:
+    try:
+        return operator.index(user) == user
+    except TypeError:
+        return False
 
 
 def _whole(key: str, value: Any) -> None:

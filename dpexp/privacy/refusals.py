@@ -10,6 +10,11 @@ from torch import nn
 
 from dpexp.errors import ConfigError
 
+NO_POSITION = (
+    "the checkpoint {checkpoint} does not say what its run's ledger held, as none made by an older dpexp or without a "
+    "PrivacyCallback does, so ledger={ledger} may be another run's; begin a new run, and account for both."
+)
+
 
 def refuse_mixing_layers(module: nn.Module) -> None:
     """Refuses layers that combine the records of a batch, or store statistics of them.

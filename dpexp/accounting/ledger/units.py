@@ -33,4 +33,7 @@ def unit(record: Mapping[str, Any] | None) -> str:
     example may, and units of 8 are others than units of 4."""
     if record is None:
         return "record"
-    return "user" if record["kind"] == "user" else f"unit of {record['k']} examples"
+    if record["kind"] == "user":
+        by = record.get("by")
+        return "user" if by in (None, "user_of") else f"user ({by})"
+    return f"unit of {record['k']} examples"

@@ -86,7 +86,6 @@ class Engine:
         self._together = Together(module, self._parameters, self._values, self._ways)
         local = plan.record.local
         self._training = local and Training(module, self._parameters, self._values, local)
-        self._one_by_one = plan.exact  # users who train
         self._reached: Reached | None = None
         self._succeeded = False
         self._contributed = False  # a record has, in some process
@@ -140,7 +139,7 @@ class Engine:
         self._reached = state.reached
         try:
             chunk = Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS), look(leaves, structure))
-            self._accumulate_trained(chunk) if self._training else self._accumulate(chunk, self._ways.first)
+            self._accumulate_singly(chunk) if self._training else self._accumulate(chunk, self._ways.first)
         except BaseException:
             self._restore(state)
             raise
@@ -251,30 +250,6 @@ class Engine:
             self._clip_and_add(uses, losses)
         self._succeeded = True
         return self._together.own_error is None
-
-    def _accumulate_trained(self, chunk: Chunk) -> None:
-        """Users who train: several at once, or one after another. Both ways find the same vectors, but for rounding."""
-        assert self._training
-        for start in range(0, chunk.size, self._training.at_once):
-            part = chunk.part([*range(start, min(start + self._training.at_once, chunk.size))])
-            found: tuple[dict[str, Use], Tensor] | None = None
-            if part.size > 1 and not self._one_by_one:
-                try:
-                    found = self._training.together(part)
-                except _NOT_OF_A_RECORD:
-                    raise
-                except Exception as reason:
-                    self._one_by_one = True
-                    self._warn_of_slowness("users", "one after another", why(reason))
-                finally:
-                    self._restore(part.state)
-            if found is None:
-                self._accumulate_singly(part)
-                continue
-            uses, losses = found
-            with full_precision(losses.device), torch.no_grad():
-                self._clip_and_add(uses, losses)
-            self._succeeded = True
 
     def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor] | Exception:
         """What `Together` finds, or why it does not."""

@@ -5,14 +5,13 @@ v is clipped, summed and noised as a gradient is; the average takes the place of
 server's: SGD with rate 1 adds the average change to the weights (FedAvg), Adam gives FedAdam.
 
 Weights that are trained are tensors of the user's own, which the module has in the place of its parameters while its
-loss is computed. Users are trained at once by vmap over them where the module allows it: then too each sees its own
-examples and weights only, and a step that vmap refuses, that catches errors, or that draws numbers by Python's or
-NumPy's generator is taken by one user after another.
+loss is computed. One user is trained after another: several at once would round otherwise than each alone, and many
+steps amplify that without limit, so that one user's vector would depend on who else was there.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,32 +20,22 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.behind import nothing_behind_vmap
 from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.passes import ONE_LOSS, NoLoss, backward
 from dpexp.privacy.engine.precision import full_precision
-from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.given import Values
 from dpexp.privacy.isolation.guard import Guard
-from dpexp.privacy.isolation.randomness import of_python
 from dpexp.privacy.records import Local
-
-_HELD = 2**25  # numbers of weights that are trained at once
 
 
 class Training:
-    """Users' training.
-
-    Attributes:
-        at_once: how many users may be trained together.
-    """
+    """Users' training."""
 
     def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values, local: Local) -> None:
         self._module = module
         self._parameters = parameters
         self._values = values
         self._local = local
-        self.at_once = max(1, _HELD // max(1, sum(p.numel() for p in parameters.values())))
 
     def one(self, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor, Exception | None]:
         """A record's vectors, the values that it gave for release (their means over its steps), and the mean of its
@@ -74,48 +63,6 @@ class Training:
                     weights = {name: self._next(w, w.grad) for name, w in weights.items()}
             released = {key: value.clone() for key, value in given().items()}
         return self._moved(weights) | released, torch.stack(losses).mean(), caught
-
-    def together(self, chunk: Chunk) -> tuple[dict[str, Use], Tensor]:
-        """The same of all records of a chunk: uses of [B, ...], and losses [B].
-
-        Raises:
-            Exception: they cannot be trained together.
-        """
-        drawn, gradient = of_python(), torch.func.grad_and_value(self._loss, has_aux=True)
-
-        def one(*leaves: Any) -> tuple[dict[str, Tensor], Tensor]:
-            weights, losses, values = self._weights(), [], defaultdict(list)
-            with nothing_behind_vmap(), Guard(chunk.state) as guard:
-                for batch in self._batches(chunk, [*leaves]):
-                    gradients, (loss, given) = gradient(weights, chunk.loss_of, batch)
-                    losses.append(loss.detach())
-                    for key, value in given.items():
-                        values[key].append(value)
-                    with full_precision(loss.device):
-                        weights = {name: self._next(w, gradients[name]) for name, w in weights.items()}
-            if guard.error is not None:
-                raise RuntimeError("training_step catches an error, which may be of one user alone.") from guard.error
-            released = {key: torch.stack(some).mean(0) for key, some in values.items()}
-            return self._moved(weights) | released, torch.stack(losses).mean()
-
-        in_dims = tuple(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves)
-        vectors, losses = torch.func.vmap(one, in_dims=in_dims, randomness="different")(*chunk.copies())
-        if of_python() != drawn:
-            raise RuntimeError(
-                "training_step draws random numbers by Python's or NumPy's generator, once for all users."
-            )
-        self._refuse_others([losses.requires_grad, *(v.requires_grad for v in vectors.values())])
-        return {name: Dense(v) for name, v in vectors.items()}, losses
-
-    def _loss(
-        self, weights: dict[str, Tensor], loss_of: Callable[[Any], Tensor], batch: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and the values that the step gave for release."""
-        with self._having(weights), self._values.given() as given:
-            loss = loss_of(batch)
-        if loss.dim():
-            raise NoLoss(ONE_LOSS)
-        return loss, given()
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self._parameters.items()}
@@ -153,7 +100,9 @@ class Training:
                     "record.local divides a user's examples into batches, so that its batch must hold tensors whose "
                     "first dimension runs over the examples, and nothing else."
                 )
-            some = [leaf[rows.start : rows.stop].clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            some = [
+                leaf[rows.start : rows.stop].clone() if isinstance(leaf, Tensor) else deepcopy(leaf) for leaf in leaves
+            ]
             yield tree_unflatten(some, chunk.structure)
 
     def _refuse_others(self, reached: Any) -> None:
