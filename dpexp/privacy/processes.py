@@ -288,7 +288,8 @@ def take_over(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     def configure() -> None:
         processes = Processes.of(trainer)
-        processes.hand_out({**dict(module.named_parameters()), **dict(module.named_buffers())})
+        kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        processes.hand_out({name: tensor.detach() for name, tensor in kept.items()})
 
     strategy.configure_ddp = configure  # type: ignore[method-assign]
 
