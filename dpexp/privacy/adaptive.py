@@ -152,6 +152,20 @@ class Bounds:
         parts = own if self.joint else whole[None] / group.S
         return ((1 - parts) / RAMP).nan_to_num(0, posinf=1, neginf=0).clamp(0, 1)
 
+    def follow(
+        self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
+    ) -> dict[str, float]:
+        """Moves the bounds by what a round's counts say; returns the round's bounds and fractions as metrics.
+
+        Args:
+            completed: the round's number; history: see `Estimates`, to which the bounds are added.
+        """
+        shown = dict(self.shown(now))
+        for name, bound in shown.items():
+            history.setdefault(name, []).append((completed, bound, 0.0))
+        fractions = self.update(counts)
+        return shown | {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in fractions.items()}
+
     def update(self, released: Tensor) -> dict[str, float]:
         """Follows a round's counts Σ_i b_i/qn [k], noise included; returns b̂ by name."""
         found = {}

@@ -250,11 +250,12 @@ class PrivacyCallback(pl.Callback):
                 "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
             )
         if self.bounds:
-            self._follow(self.bounds, self._engine.now)
+            history = self.estimates.history
+            self._metrics |= self.bounds.follow(self._engine.now, self._counts, self.completed + 1, history)
         self.completed = self._rounds.sampler.completed = self.completed + 1
         done = self.completed >= self.plan.rounds
-        early = self.completed.bit_count() == 1
-        if self.delta is not None and (early or done or self.completed % self._reading_every == 0):
+        due = self.completed.bit_count() == 1 or self.completed % self._reading_every == 0
+        if self.delta is not None and (due or done):
             self._read_epsilon(trainer)
             log_although_mute(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
@@ -265,14 +266,6 @@ class PrivacyCallback(pl.Callback):
         if self.unsafe_diagnostics:
             log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
-
-    def _follow(self, bounds: Bounds, now: PrivacyPlan) -> None:
-        """Moves the bounds by what the round's counts say."""
-        for name, bound in bounds.shown(now):
-            self.estimates.history.setdefault(name, []).append((self.completed + 1, bound, 0.0))
-            self._metrics[name] = bound
-        fractions = bounds.update(self._counts)
-        self._metrics |= {f"private/{UNCLIPPED}/{name}": fraction for name, fraction in fractions.items()}
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         unmute(pl_module)
