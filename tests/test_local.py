@@ -346,11 +346,11 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
     assert value.item() == pytest.approx(hand, abs=1e-9)
 
 
-TRAINED = User(3, "user_of", Local(lr=0.1, epochs=2, batch_size=2))
+TRAINED = User(3, "user_of", Local(lr=0.1, steps=2, batch_size=2))
 
 
 def test_an_honest_training_of_users_refutes_no_claim(tmp_path):
-    found = attacked(tmp_path, canaries=500, **choices_of("user", record=TRAINED, steps=2, noise_multiplier=2**0.5))
+    found = attacked(tmp_path, canaries=400, **choices_of("user", record=TRAINED, steps=1, noise_multiplier=1.0))
     assert not found.exceeded
     assert abs(found.mu_found - 1) < 4 * found.mu_error
 
@@ -360,5 +360,5 @@ def test_users_who_train_unclipped_are_caught(tmp_path, monkeypatch):
 
     twice_the_bound(monkeypatch)
     assert attacked(
-        tmp_path, canaries=500, **choices_of("user", record=TRAINED, steps=2, noise_multiplier=2**0.5)
+        tmp_path, canaries=400, **choices_of("user", record=TRAINED, steps=1, noise_multiplier=1.0)
     ).exceeded

@@ -21,17 +21,17 @@ from dpexp.privacy.records import User
 KINDS = ("plain", "adaptive", "metrics", "exact", "shuffled", "batchnorm", "prepared")
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_do_what_one_does(tmp_path, count):
+@pytest.mark.parametrize("count, kinds", [(2, KINDS), (4, ("plain", "adaptive", "exact"))])
+def test_several_processes_do_what_one_does(tmp_path, count, kinds):
     """One start for all: it takes seconds."""
-    (one,) = start(all_of, 1, tmp_path / "1", KINDS)
-    found = start(all_of, count, tmp_path / "several", KINDS)
-    for what in KINDS:
+    (one,) = start(all_of, 1, tmp_path / "1", kinds)
+    found = start(all_of, count, tmp_path / "several", kinds)
+    for what in kinds:
         releases_are_those_of_one_process(one[what], [each[what] for each in found])
         all_have_the_same_bits([each[what] for each in found])
         ledgers = [(tmp_path / folder / f"{what}.jsonl").read_bytes() for folder in ("1", "several")]
         assert ledgers[0] == ledgers[1], "but for the run's number, which here is the same"
-    assert len([*(tmp_path / "several").glob("*.jsonl")]) == len(KINDS)
+    assert len([*(tmp_path / "several").glob("*.jsonl")]) == len(kinds)
     each_takes_its_part(one["plain"]["sizes"], [each["plain"]["sizes"] for each in found])
 
 
