@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 STEP = BENCHMARKS / "step.py"
 
@@ -23,6 +25,7 @@ def test_a_wide_mlp_takes_less_than_one_and_a_half_times_plain_sgds_memory():
     assert peak("dpexp flat") < 1.5 * peak("plain SGD")
 
 
+@pytest.mark.whole
 def test_a_decoder_of_ten_million_parameters_takes_what_is_computed(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     memory = importlib.import_module("memory")

@@ -21,7 +21,7 @@ from dpexp.privacy.records import User
 KINDS = ("plain", "adaptive", "metrics", "exact", "shuffled", "batchnorm", "prepared")
 
 
-@pytest.mark.parametrize("count, kinds", [(2, KINDS), (4, ("plain", "adaptive", "exact"))])
+@pytest.mark.parametrize("count, kinds", [(2, KINDS), pytest.param(4, KINDS, marks=pytest.mark.whole)])
 def test_several_processes_do_what_one_does(tmp_path, count, kinds):
     """One start for all: it takes seconds."""
     (one,) = start(all_of, 1, tmp_path / "1", kinds)

@@ -77,4 +77,4 @@ def _square(group: Group, released: Mapping[str, Tensor]) -> Tensor:
         for vector, alpha in zip(group.vectors, group.alphas, strict=True)
         for name in vector.parameters
     ]
-    return torch.linalg.vector_norm(torch.stack([length.cpu() for length in lengths])) ** 2
+    return torch.linalg.vector_norm(torch.stack([length.to(lengths[0].device) for length in lengths])) ** 2
