@@ -19,7 +19,8 @@ class Classifier(pl.LightningModule):
     Args:
         optimizer: parameters -> optimizer.
         scheduler: optimizer -> learning rate scheduler, stepped every round; or None.
-        augment, multiplicity: a record's loss in training is the mean over so many views of it (see `augment.views`).
+        augment: makes a view of a record (see `augment.views`); None: a record is its only one.
+        multiplicity: of so many views the mean is a record's loss in training.
     """
 
     METRICS = ("test_loss", "test_accuracy")
