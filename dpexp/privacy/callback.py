@@ -161,10 +161,8 @@ class PrivacyCallback(pl.Callback):
         self._fitted = self.physical_batch is not None or pl_module.device.type != "cuda"
         with processes.together():
             refuse_settings(trainer, pl_module, self.plan.rounds)
-            if self.unsafe_diagnostics and not processes.alone:
-                raise ConfigError(
-                    f"diagnostics=unsafe shows one process's records, and there are {processes.count}; train in one."
-                )
+            if self.unsafe_diagnostics:
+                processes.refuse_company("diagnostics=unsafe shows one process's records")
             refuse_mixing_layers(pl_module)
             refuse_hooks(pl_module)
             refuse_unreleased(pl_module, self.plan)

@@ -63,6 +63,14 @@ class Processes:
     def alone(self) -> bool:
         return self.count == 1
 
+    def refuse_company(self, why: str) -> None:
+        """
+        Raises:
+            ConfigError: there are several, where that is of no use.
+        """
+        if not self.alone:
+            raise ConfigError(f"{why}, and there are {self.count}; train in one.")
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """What goes wrong in one process meanwhile ends all of them.
