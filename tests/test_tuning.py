@@ -12,7 +12,7 @@ import dpexp
 from dpexp.errors import ConfigError
 from dpexp.training.models import mlp
 from dpexp.training.tuning import All, Bias, Head, Lora, head_of
-from dpexp.training.weights import begin_from, save_weights
+from dpexp.training.weights import about, begin_from, save_weights
 
 
 def body():
@@ -66,7 +66,8 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
     other = mlp([6], 7, [5, 4])
     its_head = other[5].weight.clone()
     with pytest.warns(UserWarning, match="begins anew"):
-        assert begin_from(other, path, head_of(other)) == {"private": "True"}
+        begin_from(other, path, head_of(other))
+        assert about(path) == {"private": "True"}
     assert torch.equal(other[1].weight, first[1].weight) and torch.equal(other[3].bias, first[3].bias)
     assert torch.equal(other[5].weight, its_head)
     same = mlp([6], 3, [5, 4])
@@ -85,6 +86,15 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
 
 FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.evaluations=0")
 PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
+
+
+TELLING = r"come from a training without privacy on the records of this job's data\.module"
+NETWORK = "{_target_: dpexp.training.models.mlp, shape: [1, 8, 8], classes: 10}"
+BACKBONE = (
+    "data.module._target_=dpexp.training.data.Features", "~data.module.users", "+data.module.cache=cache",
+    "+data.module.of={_target_: dpexp.training.data.Digits, users: 200}", "+data.module.at_once=8",
+    f"+data.module.by={{_target_: dpexp.training.data.Backbone, model: {NETWORK}}}",
+)  # fmt: skip
 
 
 def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
@@ -110,8 +120,26 @@ def test_a_model_that_was_tuned_by_lora_is_found_again(dpexp_job):
 
 def test_weights_of_the_same_records_without_privacy_are_refused(dpexp_job):
     first = dpexp_job(*FAST, "privacy.enabled=false") / "weights.safetensors"
-    with pytest.raises(SystemExit, match=r"was trained without privacy on the records of this job's data\.module"):
+    with pytest.raises(SystemExit, match=TELLING):
         dpexp_job(*FAST, f"model.weights={first}")
     private = dpexp_job(*FAST) / "weights.safetensors"
     dpexp_job(*FAST, f"model.weights={private}")
     dpexp_job(*FAST, f"model.weights={first}", "privacy.enabled=false")
+
+
+def test_so_are_those_that_came_from_them(dpexp_job):
+    telling = dpexp_job(*FAST, "privacy.enabled=false") / "weights.safetensors"
+    between = dpexp_job(*FAST, "data=synthetic", "data.shape=[1,8,8]", "data.classes=10", f"model.weights={telling}")
+    after = dpexp_job(*FAST, *PUBLIC, "data.classes=10", f"model.weights={between / 'weights.safetensors'}")
+    with pytest.raises(SystemExit, match=TELLING):
+        dpexp_job(*FAST, f"model.weights={after / 'weights.safetensors'}")
+    with pytest.raises(SystemExit, match=TELLING):
+        dpexp_job(*FAST, *BACKBONE, f"+data.module.by.weights={after / 'weights.safetensors'}")
+
+
+def test_features_of_a_public_network(dpexp_job, tmp_path):
+    public = dpexp_job(*FAST, *PUBLIC, "data.classes=10") / "weights.safetensors"
+    job = ("model=logistic", *FAST[1:], *BACKBONE, f"+data.module.by.weights={public}", "data.shape=[128]")
+    private = dpexp_job(*job)
+    assert load_file(private / "weights.safetensors")["1.weight"].shape == (10, 128)
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # training and test set

@@ -29,7 +29,7 @@ from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
 from dpexp.training.classifier import Classifier
 from dpexp.training.tuning import All, head_of
-from dpexp.training.weights import begin_from
+from dpexp.training.weights import about, begin_from
 
 
 def planned(cfg: DictConfig) -> PrivacyPlan:
@@ -169,7 +169,9 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
         model = normalise(model)
     tuning = make("tuning", cfg.tuning) if OmegaConf.select(cfg, "tuning") else All()  # older ones have none
     if begun and isinstance(weights, Path):
-        _begin(cfg, model, weights, getattr(tuning, "head", None))
+        begin_from(model, weights, head_of(model, getattr(tuning, "head", None)))
+    for path in begun_from(cfg) if begun and cfg.privacy.enabled else ():
+        _refuse_telling(cfg, path)
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"tuning={type(tuning).__name__}: no parameter of the model is left to be trained.")
@@ -216,21 +218,35 @@ def _weights(cfg: DictConfig) -> Any:
     return None if given is None else _ITS_OWN
 
 
-def _begin(cfg: DictConfig, model: torch.nn.Module, path: Path, head: str | None) -> None:
+def _refuse_telling(cfg: DictConfig, path: Path) -> None:
     """Raises:
-    ConfigError: the file is of another model, or of a training on this job's records without privacy.
+    ConfigError: a file's weights come, perhaps by way of others, from a training on this job's records without privacy.
     """
-    about = begin_from(model, path, head_of(model, head))
-    if cfg.privacy.enabled and about.get("private") == "False" and about.get("data") == data_fingerprint(cfg):
+    if data_fingerprint(cfg) in told_by(path):
         raise ConfigError(
-            f"model.weights={path} was trained without privacy on the records of this job's data.module, which would "
-            "be told by it; begin from public data, or from a private job (whose ε is spent besides)."
+            f"the weights {path} come from a training without privacy on the records of this job's data.module, which "
+            "would be told by them; begin from public data, or from a private job (whose ε is spent besides)."
         )
+
+
+def told_by(path: Path) -> set[str]:
+    """Fingerprints of data that a file's weights tell of, without an ε."""
+    said = about(path)
+    own = {said["data"]} if said.get("private") == "False" and "data" in said else set()
+    return own | set(said.get("tells_of", "").split())
+
+
+def begun_from(cfg: DictConfig) -> list[Path]:
+    """The files of weights that a job begins from: of its model, and of what makes its data's features."""
+    given = _weights(cfg), OmegaConf.select(cfg, "data.module.by.weights")
+    return [Path(str(path)).expanduser() for path in given if path is not None and path is not _ITS_OWN]
 
 
 def data_fingerprint(cfg: DictConfig) -> str:
     """The same for jobs on the same records, as far as their configurations tell."""
-    told = OmegaConf.to_container(cfg.data.module, resolve=True)
+    told: Any = OmegaConf.to_container(cfg.data.module, resolve=True)
+    while isinstance(told.get("of"), dict):  # features of those records
+        told = told["of"]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -15,6 +15,27 @@ def logistic(shape: Sequence[int], classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
 
 
+def scattering_linear(shape: Sequence[int], classes: int, groups: int = 27) -> nn.Module:
+    """Group normalization without parameters, and logistic regression on what it gives: Tramèr & Boneh 2021
+    (arXiv 2011.11660), for scattering features [channels, H, W]."""
+    linear = nn.Linear(math.prod(shape), classes)
+    return nn.Sequential(nn.GroupNorm(groups, shape[0], affine=False), nn.Flatten(), linear)
+
+
+def scattering_cnn(shape: Sequence[int], classes: int, groups: int = 27, widths: Sequence[int] = (16, 32)) -> nn.Module:
+    """Group normalization without parameters, and a small tanh CNN, for scattering features [channels, 7 or 8, same]
+    (after Tramèr & Boneh 2021)."""
+    first, second = widths
+    if shape[1] not in (7, 8):
+        raise ConfigError(f"model=scattering_cnn takes features of 7×7 or 8×8; data.shape={list(shape)}.")
+    return nn.Sequential(
+        nn.GroupNorm(groups, shape[0], affine=False),
+        nn.Conv2d(shape[0], first, 3, stride=2, padding=1), nn.Tanh(), nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(first, second, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, stride=1),
+        nn.Flatten(), nn.Linear(second * 2 * 2, 32), nn.Tanh(), nn.Linear(32, classes),
+    )  # fmt: skip
+
+
 def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> nn.Module:
     """Fully connected tanh layers of the given widths."""
     widths = [math.prod(shape), *hidden]

@@ -42,22 +42,30 @@ def load_weights(module: nn.Module, path: Path) -> None:
         raise ConfigError(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from error
 
 
-def begin_from(module: nn.Module, path: Path, head: Collection[str]) -> dict[str, str]:
+def about(path: Path) -> dict[str, str]:
+    """What a file's head says about it.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the weights {path} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def begin_from(module: nn.Module, path: Path, head: Collection[str]) -> None:
     """Takes over what a file holds, by name. The head begins anew where the file has none, or one of another shape.
 
     Args:
         head: names of its parameters.
-
-    Returns:
-        What the file's head says about it.
 
     Raises:
         ConfigError: the file is of another model, or no such file.
     """
     try:
         given = load_file(path)
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.weights={path} cannot be read: {' '.join(str(error).split())[:300]}") from error
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -73,4 +81,3 @@ def begin_from(module: nn.Module, path: Path, head: Collection[str]) -> dict[str
     if anew:
         warnings.warn(f"model.weights: the head ({', '.join(anew)}) is another one in {path}, and begins anew.")
     module.load_state_dict({name: given[name] for name in own if name not in anew}, strict=False)
-    return about

@@ -2,9 +2,13 @@
 
 from dpexp.training.data.cifar10 import Cifar10
 from dpexp.training.data.digits import Digits
+from dpexp.training.data.features import Backbone, Features, Scattering
 from dpexp.training.data.idx import FashionMnist, Mnist
 from dpexp.training.data.shakespeare import Shakespeare
 from dpexp.training.data.synthetic import Synthetic
 from dpexp.training.data.tensors import TensorData
 
-__all__ = ["Cifar10", "Digits", "FashionMnist", "Mnist", "Shakespeare", "Synthetic", "TensorData"]
+__all__ = [
+    "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "Mnist", "Scattering", "Shakespeare", "Synthetic",
+    "TensorData",
+]  # fmt: skip

@@ -1,0 +1,152 @@
+"""Features of records in their place, computed once and kept in a file."""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytorch_lightning as pl
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from dpexp.errors import ConfigError
+from dpexp.training.data.tensors import TensorData
+from dpexp.training.weights import load_weights
+
+
+class Features(TensorData):
+    """What a fixed map makes of another data module's x. The map knows no data, and sees records so that what it makes
+    of one depends on no other.
+
+    Args:
+        of: whose training and test sets hold (x, y).
+        by: x [B, ...] -> features [B, ...].
+        cache: the folder of files of features, under a name that is of the records and of the map. They are as private
+            as the records.
+        at_once: records that the map is given together. Above 1 its result for a record must be the same bits
+            whatever the others are.
+    """
+
+    def __init__(
+        self,
+        of: pl.LightningDataModule,
+        by: Callable[[Tensor], Tensor],
+        cache: str,
+        at_once: int = 1,
+        batch_size: int = 512,
+        workers: int = 0,
+    ) -> None:
+        sets = [_in_memory(of, part) for part in ("train", "test")]
+        folder = Path(cache).expanduser()
+        train, test = ((kept(x, by, folder, at_once), y) for x, y in sets)
+        super().__init__(train, test, batch_size, workers)
+
+
+def _in_memory(of: pl.LightningDataModule, part: str) -> tuple[Tensor, Tensor]:
+    """
+    Raises:
+        ConfigError: a set is not of tensors (x, y).
+    """
+    dataset: Dataset = getattr(of, f"{part}_dataloader")().dataset
+    if not (isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2):
+        raise ConfigError(
+            f"data.module.of={type(of).__name__}: its {part} set is a {type(dataset).__name__}, and Features wants a "
+            "TensorDataset of (x, y)."
+        )
+    return cast(tuple[Tensor, Tensor], dataset.tensors)
+
+
+def kept(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) -> Tensor:
+    """The features of x, from their file if there is one, and otherwise into it."""
+    name = hashlib.sha256(str(by).encode() + bytes(str(x.shape), "ascii") + x.numpy().tobytes()).hexdigest()[:32]
+    path = folder / f"{name}.safetensors"
+    with contextlib.suppress(OSError, SafetensorError):
+        return load_file(path)["features"]
+    features = made(x, by, at_once)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, unfinished = tempfile.mkstemp(dir=folder)
+    os.close(descriptor)
+    try:
+        save_file({"features": features}, unfinished)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+    return features
+
+
+def made(x: Tensor, by: Callable[[Tensor], Tensor], at_once: int = 1) -> Tensor:
+    """The features of x, with progress shown."""
+    from rich.progress import track
+
+    features = torch.empty(0)
+    with torch.no_grad():
+        for start in track(range(0, len(x), at_once), "features", transient=True):
+            some = by(x[start : start + at_once]).contiguous()
+            if not start:
+                features = torch.empty(len(x), *some.shape[1:], dtype=some.dtype)
+            features[start : start + len(some)] = some
+    return features
+
+
+class Scattering:
+    """Scattering coefficients of the first two orders: wavelet moduli, averaged over 2^J pixels (Bruna & Mallat 2013;
+    Oyallon et al. 2019), by kymatio.
+
+    An image [c, H, W] in [-1, 1] has c (1 + JL + L²J(J-1)/2) channels of H/2^J × W/2^J.
+    """
+
+    def __init__(self, shape: list[int], J: int = 2, L: int = 8) -> None:
+        """
+        Raises:
+            ConfigError: kymatio is not there.
+        """
+        try:
+            # kymatio's own top level imports what SciPy no longer has.
+            from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
+        except ImportError as error:
+            raise ConfigError("scattering features need kymatio: pip install 'dpexp[scattering]'.") from error
+        self.of = f"scattering J={J} L={L} of {[*shape]}"
+        self._transform = ScatteringTorch2D(J=J, L=L, shape=tuple(shape[1:]))
+
+    def __str__(self) -> str:
+        return self.of
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, c, H, W] -> [B, channels, H/2^J, W/2^J]."""
+        return self._transform(((x + 1) / 2).contiguous()).flatten(1, 2)
+
+
+class Backbone:
+    """What a network that was trained on other data makes of a record, up to its head."""
+
+    def __init__(self, model: nn.Module, weights: str, head: int = 1) -> None:
+        """
+        Args:
+            model: an nn.Sequential.
+            weights: weights.safetensors of the job that trained it.
+            head: how many of its last layers are left out.
+
+        Raises:
+            ConfigError: the file does not fit the model, or the model is no nn.Sequential of more layers.
+        """
+        if not isinstance(model, nn.Sequential) or not 0 < head < len(model):
+            raise ConfigError(
+                f"data.module.by.model: {type(model).__name__} is no nn.Sequential of more than {head} layers."
+            )
+        path = Path(weights).expanduser()
+        load_weights(model, path)
+        self._layers = nn.Sequential(*list(model)[:-head]).eval()
+        self._digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self._digest} up to {len(self._layers)} of {self._layers}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._layers(x)

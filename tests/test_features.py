@@ -1,0 +1,103 @@
+"""Features are of one record each, made once, and tell whose weights made them."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpexp.errors import ConfigError
+from dpexp.training.data import Backbone, Features, Scattering, TensorData
+from dpexp.training.data.features import made
+from dpexp.training.models import scattering_cnn, scattering_linear
+from dpexp.training.weights import save_weights
+
+SQUARES = 3
+
+
+class Squares:
+    """Counts how often it is asked."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __str__(self):
+        return "squares"
+
+    def __call__(self, x):
+        self.asked += len(x)
+        return x**2
+
+
+def data(seed=0, n=10):
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorData((x, torch.arange(n) % 2), (x[:SQUARES] + 1, torch.arange(SQUARES)))
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
+    by, of = Squares(), data()
+    first = Features(of, by, str(tmp_path), at_once)
+    assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2) and by.asked == 10 + SQUARES
+    assert torch.equal(first.test.tensors[0], of.test.tensors[0] ** 2)
+    assert first.train.tensors[1] is of.train.tensors[1]
+    again = Features(data(), by, str(tmp_path), at_once)
+    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == 10 + SQUARES
+    Features(data(seed=1), by, str(tmp_path), at_once)
+    assert by.asked == 2 * (10 + SQUARES), "other records have other features"
+    assert not list(tmp_path.glob("tmp*"))
+
+
+def test_a_file_that_was_cut_short_is_made_again(tmp_path):
+    by = Squares()
+    Features(data(), by, str(tmp_path))
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:50])
+    again = Features(data(), by, str(tmp_path))
+    assert torch.equal(again.train.tensors[0], data().train.tensors[0] ** 2)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 16])
+def test_scattering_is_of_each_image_by_itself_to_the_bit(at_once):
+    scattering = Scattering([3, 32, 32])
+    x = torch.rand(16, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    features = made(x, scattering, at_once)
+    assert features.shape == (16, 243, 8, 8)
+    others = torch.where(torch.arange(16).view(-1, 1, 1, 1) == 9, x, 1e30 * torch.ones(()))
+    assert torch.equal(made(others, scattering, at_once)[9], features[9])
+    assert torch.equal(scattering(x[9:10])[0], features[9])
+
+
+def test_scattering_is_wavelet_moduli():
+    """Of a constant image the averages alone are not zero; a shift by less than 2^J pixels changes little."""
+    scattering = Scattering([1, 28, 28])
+    flat = scattering(torch.ones(1, 1, 28, 28))[0]
+    assert flat.shape == (81, 7, 7) and torch.allclose(flat[0], torch.ones(7, 7), atol=1e-4)
+    assert flat[1:].abs().max() < 1e-4
+    x = torch.zeros(1, 1, 28, 28) - 1
+    x[..., 10:18, 10:18] = 1
+    a, b = scattering(x), scattering(x.roll(1, -1))
+    assert (a - b).norm() < 0.5 * (x - x.roll(1, -1)).norm()
+
+
+def test_a_backbone_is_a_network_up_to_its_head(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Tanh(), nn.Linear(3, 2))
+    save_weights(model, tmp_path / "weights.safetensors", {"private": "False"})
+    fresh = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Tanh(), nn.Linear(3, 2))
+    features = Features(data(), Backbone(fresh, str(tmp_path / "weights.safetensors")), str(tmp_path / "cache"))
+    assert torch.allclose(features.train.tensors[0], model[0](data().train.tensors[0]).tanh())
+    for wrong in (0, 4):
+        with pytest.raises(ConfigError, match=r"no nn\.Sequential of more than"):
+            Backbone(fresh, str(tmp_path / "weights.safetensors"), head=wrong)
+
+
+def test_what_is_no_set_of_x_and_y_is_refused(tmp_path):
+    of = data()
+    of.train = torch.utils.data.TensorDataset(torch.zeros(3, 4))
+    with pytest.raises(ConfigError, match="wants a TensorDataset of"):
+        Features(of, Squares(), str(tmp_path))
+
+
+@pytest.mark.parametrize("model", [scattering_linear, scattering_cnn])
+@pytest.mark.parametrize("shape", [(81, 7, 7), (243, 8, 8)])
+def test_models_of_scattering_features(model, shape):
+    assert model(shape, 10)(torch.randn(2, *shape)).shape == (2, 10)
