@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dpexp import config
 from dpexp.commands import sweep, sweepers, trial, values
 from dpexp.commands.overrides import check, sentence
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 
 config.register()
 sweepers.register()
@@ -35,7 +35,7 @@ def job(cfg: DictConfig) -> float | None:
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         try:
             return _run(cfg)
-        except ConfigError as error:
+        except (ConfigError, RecordError) as error:
             sys.exit(f"dpexp: {error}")
     try:
         return _run(cfg)
@@ -108,7 +108,7 @@ def main() -> None:
             return
         check(sys.argv[1:])
         _job()
-    except ConfigError as error:
+    except (ConfigError, RecordError) as error:
         sys.exit(f"dpexp: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"dpexp: {sentence(error)}")

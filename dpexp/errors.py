@@ -1,4 +1,4 @@
-"""The one exception that a person's mistake raises: its message is a whole sentence."""
+"""The exceptions whose messages are whole sentences: of a person's mistake, and of a record."""
 
 
 class ConfigError(ValueError):
@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class ClaimRefuted(ConfigError):
     """An audit found more than a job claims. The message says what."""
+
+
+class RecordError(ValueError):
+    """A record that has no loss. It contributes nothing; if none of all records has one, the message says why."""

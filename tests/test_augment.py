@@ -9,7 +9,7 @@ from reference import stacked
 from torch import nn
 from torch.nn import functional as F
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy import bounds
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
@@ -154,8 +154,20 @@ def test_what_goes_with_x_is_repeated():
     ],
 )
 def test_what_cannot_be_augmented_is_refused(make, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises((ConfigError, RecordError), match=words):
         make()
+
+
+def test_a_record_that_cannot_be_augmented_contributes_nothing():
+    engine, module, (x, y) = case(S=0.1)
+    expected = sums_of(engine, augmented(module, FlipCrop(0, flip=False)), (x, y))
+    engine.start()
+    with pytest.warns(UserWarning, match="contribute nothing"):
+        for grey in (torch.randn(1, 1, 8, 8), torch.randn(1, 1, 0, 0, dtype=torch.float64)):
+            engine.accumulate(augmented(module, FlipCrop(0, flip=False)), (grey, y[:1, None]), 1)
+    engine.accumulate(augmented(module, FlipCrop(0, flip=False)), stacked((x, y)), len(y))
+    engine.finish()
+    assert difference(expected, engine._sums) < 1e-12
 
 
 @pytest.mark.parametrize("privacy", ["privacy.epsilon=3", "privacy.enabled=false"])

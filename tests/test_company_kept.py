@@ -332,6 +332,77 @@ def test_arrays_in_a_batch_are_each_records_own():
     assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12) and array[0] == 1
 
 
+class Noted:
+    """Is its own copy, as a registry may be."""
+
+    total = 0.0
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def method(self):
+        pass
+
+
+def noted(x):
+    return x
+
+
+SHARED = {
+    "a class": (lambda: type("Local", (), {"total": 0.0}), lambda thing: thing),
+    "a function": (lambda: noted, lambda thing: thing),
+    "what is its own copy": (Noted, lambda thing: thing),
+    "a method": (lambda: Noted().method, lambda thing: thing.__self__),
+}
+
+
+@pytest.mark.parametrize("singly", [True, False])
+@pytest.mark.parametrize("what", SHARED)
+def test_what_copies_of_a_batch_share_is_set_back(what, singly):
+    make, holder = SHARED[what]
+
+    def adding(m, batch):
+        x, thing = batch
+        held = holder(thing)
+        before = getattr(held, "total", 0.0)
+        if singly:
+            held.total = before + float(x.abs().sum())
+        else:
+            held.total = before + x.detach().abs().sum()
+        return m.linear(x).sum() * (1 + before)
+
+    x = torch.randn(N, 4, 6).double()
+    totals = []
+    for rows in (x, x[1:], x[:1]):
+        module, thing = Model(adding).double(), make()
+        engine, _ = engine_of(module)
+        engine.start()
+        engine.accumulate(module, (rows, thing), len(rows))
+        totals.append(engine._sums["linear.weight"])
+        assert not float(getattr(holder(thing), "total", 0.0))
+    assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12)
+
+
+def test_the_graph_of_a_record_leads_to_no_other():
+    def looking(m, x):
+        shown = x.grad_fn or x
+        asking(x)
+        for following, _ in getattr(shown, "next_functions", ()):
+            if following is not None and hasattr(following, "variable"):
+                return m.linear(x).sum() * following.variable.detach().sum()
+        return m.linear(x).sum()
+
+    totals = []
+    x = torch.randn(N, 4, 6).double()
+    for rows in (x, x[1:], x[:1]):
+        module = Model(looking).double()
+        engine, _ = engine_of(module)
+        engine.start()
+        engine.accumulate(module, rows.clone().requires_grad_(), len(rows))
+        totals.append(engine._sums["linear.weight"])
+    assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12)
+
+
 def test_hooks_on_parameters_are_refused_whenever_they_were_registered():
     module = Model(lambda m, x: m.linear(x).sum())
     module.linear.weight.register_hook(lambda g: g.sign())

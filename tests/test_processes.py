@@ -1,5 +1,6 @@
 """Several processes release what one does, for the same key, and one ledger says so."""
 
+import contextlib
 import json
 import re
 
@@ -9,14 +10,21 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 from several import ROUNDS, N, Net, all_of, layers, mistaken, start
 from torch import distributed as dist
+from torch.distributed import _functional_collectives, nn  # noqa: F401
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
+from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import Adaptive
 from dpexp.privacy.clips import Global
-from dpexp.privacy.processes import digest_of_plan, digest_of_records, digest_of_weights, nothing_collected
+from dpexp.privacy.delivery import RoundSampler
+from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.isolation.state import State
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.processes import Processes, digest_of_plan, digest_of_records, digest_of_weights, nothing_collected
 from dpexp.privacy.records import User
+from dpexp.privacy.sampling import All
 
 KINDS = ("plain", "adaptive", "metrics", "exact", "shuffled", "batchnorm", "prepared")
 
@@ -188,14 +196,64 @@ def test_weights_that_differ_in_place_alone_are_told_apart():
     model[1].running_mean += 1
     assert len({before, after, digest_of_weights(model)}) == 3
 
+    rolled = torch.nn.Linear(2048, 1, bias=False)
+    before = digest_of_weights(rolled)
+    with torch.no_grad():
+        rolled.weight.copy_(rolled.weight.roll(1024))
+    assert digest_of_weights(rolled) != before
 
-def test_a_step_finds_no_other_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+
+EXCHANGES = {
+    "the default group": lambda group, store: dist.all_reduce(torch.zeros(1)),
+    "a kept group": lambda group, store: dist.all_reduce(torch.zeros(1), group=group),
+    "its methods": lambda group, store: group.allreduce([torch.zeros(1)]).wait(),
+    "gathering with gradients": lambda group, store: dist.nn.all_gather(torch.zeros(1), group=group),
+    "functional": lambda group, store: dist._functional_collectives.all_reduce(torch.zeros(1), "sum", group),
+    "a group by its name": lambda group, store: torch.ops._c10d_functional.all_reduce(
+        torch.zeros(1), "sum", group.group_name
+    ),
+    "a kept store": lambda group, store: store.set("key", "value"),
+    "a store of its own": lambda group, store: dist.HashStore().set("key", "value"),
+}
+
+
+@pytest.mark.parametrize("way", EXCHANGES)
+def test_a_step_finds_no_other_process(tmp_path, way):
+    store = dist.FileStore(str(tmp_path / "meet"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = dist.group.WORLD
     try:
-        with nothing_collected():
+        refused = pytest.raises((ConfigError, ValueError), match=r"exchanges something|has not been initialized")
+        with refused, nothing_collected(), Guard(State(torch.nn.Linear(1, 1))):
             assert not dist.is_initialized()
-            with pytest.raises(ValueError, match="has not been initialized"):
-                dist.all_reduce(torch.zeros(1))
-        dist.all_reduce(torch.zeros(1))
+            EXCHANGES[way](group, store)
+        EXCHANGES[way](group, store)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_refusal_that_a_step_caught_ends_it_all_the_same(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meet"), 1), rank=0, world_size=1)
+    group = dist.group.WORLD
+    try:
+        refused, caught = pytest.raises(ConfigError, match="exchanges something"), contextlib.suppress(ConfigError)
+        with refused, nothing_collected(), caught:
+            group.allreduce([torch.zeros(1)])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_which_process_takes_a_record_is_chance_and_each_is_taken_once():
+    key, count = KeyStream.known(0, "dealing", 0).key, 3
+    taken = [
+        RoundSampler(lambda t: All(), 3000, 2, 5000, KeyStream(), None, Processes(rank, count), KeyStream(key))
+        for rank in range(count)
+    ]
+    rounds = [[set(part) for part in sampler] + [set(part) for part in sampler] for sampler in taken]
+    for parts in zip(*rounds, strict=True):
+        assert set.union(*parts) == {*range(3000)} and sum(map(len, parts)) == 3000
+        assert all(abs(len(part) - 1000) < 130 for part in parts)  # five standard deviations
+    first = rounds[0][0]
+    assert 300 < len(first & rounds[0][1]) < 370, "a third of a third, drawn anew each round"
+    odd = sum(record % 2 for record in first)
+    assert abs(odd - len(first) / 2) < 80

@@ -122,8 +122,8 @@ def test_weights_of_the_same_records_without_privacy_are_refused(dpexp_job):
     first = dpexp_job(*FAST, "privacy.enabled=false") / "weights.safetensors"
     with pytest.raises(SystemExit, match=TELLING):
         dpexp_job(*FAST, f"model.weights={first}")
-    private = dpexp_job(*FAST) / "weights.safetensors"
-    dpexp_job(*FAST, f"model.weights={private}")
+    with pytest.raises(SystemExit, match=TELLING):
+        dpexp_job(*FAST, f"model.weights={first}", "data.users=150")  # other users, the same records
     dpexp_job(*FAST, f"model.weights={first}", "privacy.enabled=false")
 
 
@@ -135,6 +135,17 @@ def test_so_are_those_that_came_from_them(dpexp_job):
         dpexp_job(*FAST, f"model.weights={after / 'weights.safetensors'}")
     with pytest.raises(SystemExit, match=TELLING):
         dpexp_job(*FAST, *BACKBONE, f"+data.module.by.weights={after / 'weights.safetensors'}")
+
+
+def test_what_private_trainings_on_the_same_records_spent_is_said(dpexp_job):
+    first = dpexp_job(*FAST)
+    with pytest.warns(UserWarning, match=r"on the same records, at ε = [\d.]+, δ = 0.0001, besides"):
+        second = dpexp_job(*FAST, f"model.weights={first / 'weights.safetensors'}")
+    spent = f"at ε = {about(first / 'weights.safetensors')['epsilon']}, δ = 0.0001: that is spent besides"
+    assert spent in (second / "card.md").read_text() and "spent besides" not in (first / "card.md").read_text()
+    with pytest.warns(UserWarning, match="besides"):
+        third = dpexp_job(*FAST, f"model.weights={second / 'weights.safetensors'}")
+    assert (third / "card.md").read_text().count("that is spent besides") == 2
 
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):

@@ -1,7 +1,5 @@
 """What a composed configuration asks for, made: module, plan, callback, Trainer."""
 
-import hashlib
-import json
 import re
 import warnings
 from pathlib import Path
@@ -16,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.claims import CLAIMS, claimable, releases
 from dpexp.accounting.ledger import Ledger
+from dpexp.commands.ancestry import ITS_OWN, refuse_telling, weights_of
 from dpexp.commands.values import check, record_of, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
@@ -29,7 +28,7 @@ from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
 from dpexp.training.classifier import Classifier
 from dpexp.training.tuning import All, head_of
-from dpexp.training.weights import about, begin_from
+from dpexp.training.weights import begin_from
 
 
 def planned(cfg: DictConfig) -> PrivacyPlan:
@@ -160,8 +159,8 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
     Args:
         begun: with the weights that the configuration begins from; False where others are loaded anyway.
     """
-    weights = _weights(cfg)
-    model = make("model", cfg.model if weights is _ITS_OWN else _without(cfg, "model", "weights"))
+    weights = weights_of(cfg)
+    model = make("model", cfg.model if weights is ITS_OWN else _without(cfg, "model", "weights"))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
     normalise = _batchnorm(cfg)
@@ -170,8 +169,8 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
     tuning = make("tuning", cfg.tuning) if OmegaConf.select(cfg, "tuning") else All()  # older ones have none
     if begun and isinstance(weights, Path):
         begin_from(model, weights, head_of(model, getattr(tuning, "head", None)))
-    for path in begun_from(cfg) if begun and cfg.privacy.enabled else ():
-        _refuse_telling(cfg, path)
+    if begun and cfg.privacy.enabled:
+        refuse_telling(cfg)
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"tuning={type(tuning).__name__}: no parameter of the model is left to be trained.")
@@ -205,49 +204,6 @@ def _without(cfg: DictConfig, section: str, key: str) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     cfg[section].pop(key, None)
     return cfg[section]
-
-
-_ITS_OWN = object()
-
-
-def _weights(cfg: DictConfig) -> Any:
-    """The file to begin from, or None; `_ITS_OWN` where `weights` is an argument of the model's maker."""
-    given = cfg.model.get("weights")
-    if isinstance(given, str) and given.endswith(".safetensors"):
-        return Path(given).expanduser()
-    return None if given is None else _ITS_OWN
-
-
-def _refuse_telling(cfg: DictConfig, path: Path) -> None:
-    """Raises:
-    ConfigError: a file's weights come, perhaps by way of others, from a training on this job's records without privacy.
-    """
-    if data_fingerprint(cfg) in told_by(path):
-        raise ConfigError(
-            f"the weights {path} come from a training without privacy on the records of this job's data.module, which "
-            "would be told by them; begin from public data, or from a private job (whose ε is spent besides)."
-        )
-
-
-def told_by(path: Path) -> set[str]:
-    """Fingerprints of data that a file's weights tell of, without an ε."""
-    said = about(path)
-    own = {said["data"]} if said.get("private") == "False" and "data" in said else set()
-    return own | set(said.get("tells_of", "").split())
-
-
-def begun_from(cfg: DictConfig) -> list[Path]:
-    """The files of weights that a job begins from: of its model, and of what makes its data's features."""
-    given = _weights(cfg), OmegaConf.select(cfg, "data.module.by.weights")
-    return [Path(str(path)).expanduser() for path in given if path is not None and path is not _ITS_OWN]
-
-
-def data_fingerprint(cfg: DictConfig) -> str:
-    """The same for jobs on the same records, as far as their configurations tell."""
-    told: Any = OmegaConf.to_container(cfg.data.module, resolve=True)
-    while isinstance(told.get("of"), dict):  # features of those records
-        told = told["of"]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _augment(cfg: DictConfig) -> Any:

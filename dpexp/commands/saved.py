@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from dpexp.commands.building import begun_from, data_fingerprint, module_of, told_by
+from dpexp.commands.ancestry import heading, spent_before
+from dpexp.commands.building import module_of
 from dpexp.commands.values import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -49,14 +50,13 @@ def keep(
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
-    before = sorted({told for path in begun_from(cfg) if path.exists() for told in told_by(path)})
-    save_weights(model, output / WEIGHTS, about | {"data": data_fingerprint(cfg), "tells_of": " ".join(before)})
+    save_weights(model, output / WEIGHTS, about | heading(cfg))
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
     lost = no_tensors(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, no tensors: a model made from it begins anew there")
-    text = card(names, result, plan, run_id or str(output), lost)
+    text = card(names, result, plan, run_id or str(output), lost, spent_before(cfg))
     (output / CARD).write_text(text)
     if run_id is None:
         return about

@@ -153,7 +153,7 @@ class PrivacyCallback(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._processes = processes = Processes.of(trainer)
-        noise, sampling, randomness = KeyStream(), KeyStream(), KeyStream()
+        sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
         # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
         source = trainer.fit_loop._data_source
         resume = trainer.ckpt_path is not None
@@ -170,7 +170,7 @@ class PrivacyCallback(pl.Callback):
                 self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes
             )
             loader = source.dataloader()
-            rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes)
+            rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
             if resume and self._position is None:
                 raise ConfigError(NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
         processes.same(plan=digest_of_plan(self.plan), records=rounds.digest)
@@ -183,9 +183,10 @@ class PrivacyCallback(pl.Callback):
         self._rounds_undone = begun - self.completed
         if self._noise_seed is not None:
             own = "randomness" if processes.first else f"randomness of process {processes.rank}"
-            for purpose, stream in (("sampling", sampling), ("noise", noise), (own, randomness)):
+            for purpose, stream in zip(("sampling", "dealing", "noise", own), streams, strict=True):
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
         processes.share(sampling)
+        processes.share(dealing)
         if self.plan.preparations:
             self._preparing = prepare(
                 pl_module, self.plan, loader, at_once, self._ledger, noise, randomness, self._prepared, processes
@@ -343,7 +344,7 @@ class PrivacyCallback(pl.Callback):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
-                    return loss_in(training_step(converted(record), *args, **kwargs))
+                    return loss_in(lambda: training_step(converted(record), *args, **kwargs))
 
                 if not self._fitted:
                     self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer, around)

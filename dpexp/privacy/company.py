@@ -33,9 +33,11 @@ def refuse_company(
     random numbers, so that randomness does not matter, and the same labels, so that weights do not. A layer that is
     random in training may take more or fewer random numbers for another record; there it is judged in evaluation alone.
 
+    The two are made up, of random numbers and ones: what a record holds decides nothing.
+
     Args:
         loss_of: the loss of a batch.
-        batch: tensors [B, 1, ...], of records that look alike (see delivery.Records).
+        batch: tensors [B, 1, ...], of records that look alike (see delivery.Records), of which the shapes are taken.
         around: see isolation.State.
 
     Raises:
@@ -45,7 +47,8 @@ def refuse_company(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.dim() < 2 or leaf.shape[1] != 1 or len(leaf) < 2 for leaf in tensors):
         return
-    pair = tree_unflatten([leaf[:2, 0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    made_up = [_made_up(leaf[:2, 0]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    pair = tree_unflatten(made_up, structure)
     modes = {layer: layer.training for layer in module.modules()}
     try:
         for training in (False, True):
@@ -64,6 +67,14 @@ def refuse_company(
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+
+
+def _made_up(x: Tensor) -> Tensor:
+    """Numbers of that type and shape: normal ones; whole ones that are labels, indices and masks of most models."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.ones_like(x)
+    normal = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return normal.to(x.device, x.dtype).requires_grad_(x.requires_grad)
 
 
 _WHICH = [(False, False), (False, True), (True, False), (True, True)]  # of the two records is disturbed

@@ -148,6 +148,7 @@ class RoundSampler(Sampler[list[Any]]):
     Args:
         policy_at: the policy of each round.
         units: of several examples, of which is yielded what is drawn of each.
+        dealing: a stream that all processes have in common: of which process takes which record.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class RoundSampler(Sampler[list[Any]]):
         stream: KeyStream,
         units: Units | None = None,
         processes: Processes | None = None,
+        dealing: KeyStream | None = None,
     ) -> None:
         if size < 1:
             raise ConfigError("data: the training set is empty.")
@@ -169,6 +171,7 @@ class RoundSampler(Sampler[list[Any]]):
         self.stream = stream
         self.units = units
         self.processes = processes or Processes()
+        self.dealing = dealing or KeyStream()
         self.completed = 0
         self.pending: deque[Chunk] = deque()
 
@@ -190,21 +193,31 @@ class RoundSampler(Sampler[list[Any]]):
 
     def _parts(self, rows: list[int]) -> list[list[Any]]:
         """At least one. Records of several examples are sorted by how many these are: equally large ones are processed
-        together. All processes draw for the whole sample, so that they go on drawing the same."""
-        own = slice(self.processes.rank, None, self.processes.count)
+        together. All processes draw for the whole sample, so that they go on drawing the same.
+
+        Which process takes a record is drawn for each by itself. So where processes are not alike, in what is compared
+        or in anything else, it is chance that tells how a record is computed, and no other record.
+        """
         if self.units is None:
-            rows = rows[own]
+            rows = self._own(rows)
             starts = range(0, max(1, len(rows)), self.physical_batch)
             return [rows[start : start + self.physical_batch] for start in starts]
         parts: list[list[Any]] = [[]]
         examples = 0
-        for drawn in sorted([self.units.draw(i, self.stream) for i in rows][own], key=self.units.size):
+        for drawn in sorted(self._own([self.units.draw(i, self.stream) for i in rows]), key=self.units.size):
             examples += self.units.size(drawn)
             if parts[-1] and examples > self.physical_batch:
                 parts.append([])
                 examples = self.units.size(drawn)
             parts[-1].append(drawn)
         return parts
+
+    def _own(self, sample: list[Any]) -> list[Any]:
+        """What this process takes of it."""
+        if self.processes.alone:
+            return sample
+        taken = self.dealing.words(len(sample)).remainder(self.processes.count).eq(self.processes.rank)
+        return [sample[k] for k in taken.nonzero().flatten().tolist()]
 
     def epoch_end(self) -> int:
         """The round at which the epoch that is under way ends; rounds are never lost between epochs."""
@@ -233,7 +246,8 @@ class Rounds:
 
     Args:
         loader: the user's, of which data set, collation and workers are kept.
-        stream: of samples; randomness: of the loader processes' random numbers.
+        stream: of samples; randomness: of the loader processes' random numbers; dealing: of which process takes which
+            record.
 
     Attributes:
         digest: of the records, where several processes have a part.
@@ -250,6 +264,7 @@ class Rounds:
         stream: KeyStream,
         randomness: KeyStream,
         processes: Processes | None = None,
+        dealing: KeyStream | None = None,
     ) -> None:
         dataset = sampled_dataset(loader)
         units = plan.record.units(dataset)
@@ -270,7 +285,7 @@ class Rounds:
         processes = processes or Processes()
         self.digest = 0 if processes.alone else digest_of_records(dataset, units)
         self.sampler = RoundSampler(
-            lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes
+            lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes, dealing
         )
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
         self._loader = _each_alone(loader, self.sampler, self._seeding, units)
@@ -287,7 +302,7 @@ class Rounds:
     def close(self) -> None:
         """Ends the loader's processes, and drops the keys, so that they are nowhere."""
         self._chunks = iter(())
-        del self.sampler.stream, self.randomness
+        del self.sampler.stream, self.sampler.dealing, self.randomness
         self._seeding.key = b""
 
     def sample(self, device: torch.device) -> Iterator[tuple[Chunk, list[Records | Failed]]]:

@@ -1,7 +1,7 @@
 """Several processes that train one model as one would, each with a part of every sample.
 
-All draw the same sample, from one key that the first process makes and sends to the others; process r of R takes every
-R-th record of it and clips each by itself. So what a record contributes, and how far it moves the sum, is as in one
+All draw the same sample, from one key that the first process makes and sends to the others, and for each record of it
+which process takes it and clips it by itself. So what a record contributes, and how far it moves the sum, is as in one
 process. The parts are added up in the first process, which writes the round into the ledger, tells the others that it
 is there, adds the noise, once, to the whole sum, and hands out what is released. No other process ever holds more than
 its own part of a sum that has no noise, and none holds a release whose round is not in the ledger. Since all are handed
@@ -12,9 +12,9 @@ import hashlib
 import pickle
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytorch_lightning as pl
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.isolation.guard import EXCHANGES
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 
@@ -209,14 +210,15 @@ def digest_of_rows(rows: Sequence[int]) -> int:
 
 
 def digest_of_weights(module: nn.Module) -> int:
-    """Of the bits of all parameters and buffers: of each, sums over its numbers by their place modulo 1024."""
+    """Of the bits of all parameters and buffers: of each, weighted sums over its numbers by their place modulo 1024."""
     seen = hashlib.sha256()
     for tensor in (*module.parameters(), *module.buffers()):
         plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
         flat = plain.contiguous().view(-1).view(whole)
         even = len(flat) // _PLACES * _PLACES
-        sums = flat[:even].view(-1, _PLACES).sum(0, dtype=torch.int64)
+        rows = flat[:even].view(-1, _PLACES).to(torch.int64)
+        sums = (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)[:, None]).sum(0)
         seen.update(torch.cat([sums, flat[even:].to(torch.int64)]).cpu().numpy().tobytes())
     return int.from_bytes(seen.digest()[:7], "big")
 
@@ -237,17 +239,21 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
     if type(dataset) is Subset:
         seen.update(np.asarray(dataset.indices, dtype=np.int64).tobytes())
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([]):
-        for k in range(min(size, _LOOKED_AT)):
-            random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
-            try:
-                leaves = tree_leaves(dataset[k * size // min(size, _LOOKED_AT)])
-            except Exception as error:  # of a record that cannot be fetched
-                leaves = [type(error).__name__]
-            for leaf in leaves:
-                seen.update(_bytes(leaf))
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+    try:
+        with torch.random.fork_rng([]):
+            for k in range(min(size, _LOOKED_AT)):
+                random.seed(0), np.random.seed(0), torch.manual_seed(0)  # type: ignore[func-returns-value]
+                try:
+                    leaves = tree_leaves(dataset[k * size // min(size, _LOOKED_AT)])
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # of a record that cannot be fetched
+                    leaves = [type(error).__name__]
+                for leaf in leaves:
+                    seen.update(_bytes(leaf))
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
     return int.from_bytes(seen.digest()[:7], "big")
 
 
@@ -317,15 +323,54 @@ REASONS = {"FSDPStrategy": _SHARDED, "ModelParallelStrategy": _SHARDED, "DeepSpe
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Meanwhile code that asks finds no other processes: what is computed from a record would be told the others, or
-    hold their records."""
-    if not dist.is_available():
+    """Meanwhile code that asks finds no other processes, and groups and stores that it has kept exchange nothing: what
+    is computed from a record would be told the others, or hold their records.
+
+    Raises:
+        ConfigError: something was to be exchanged, even if training_step caught that.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
         yield
         return
     world = dist.distributed_c10d._world
     before = world.default_pg
     world.default_pg = None
+    tried: list[ConfigError] = []
+    exchanges = [(kind, name, function) for kind in _channels() for name, function in _exchanging(kind)]
+    for kind, name, _ in exchanges:
+        setattr(kind, name, _refusing(name, tried))
     try:
         yield
     finally:
         world.default_pg = before
+        for kind, name, function in exchanges:
+            setattr(kind, name, function)
+        if tried:
+            raise tried[0]
+
+
+_TELLS_NOTHING = {"rank", "size", "name"}
+
+
+def _channels() -> Iterator[type]:
+    """By which processes exchange anything: groups and stores, and all kinds of them."""
+    kinds: list[Any] = [dist.ProcessGroup, dist.distributed_c10d.Backend, dist.Store]
+    for kind in kinds:
+        kinds += [other for other in kind.__subclasses__() if other not in kinds]
+    yield from kinds
+
+
+def _exchanging(kind: type) -> list[tuple[str, Any]]:
+    return [
+        (name, function) for name, function in vars(kind).items()
+        if not name.startswith(("__", "_pybind11")) and name not in _TELLS_NOTHING and callable(function)
+        and not isinstance(function, type)
+    ]  # fmt: skip
+
+
+def _refusing(name: str, tried: list[ConfigError]) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        tried.append(ConfigError(EXCHANGES.format(name=name)))
+        raise tried[-1]
+
+    return refuse

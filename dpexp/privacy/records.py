@@ -35,6 +35,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import TensorDataset
+
 from dpexp.accounting.ledger.units import unit
 from dpexp.errors import ConfigError
 
@@ -216,6 +218,11 @@ class User(Record):
 
     def units(self, dataset: Any) -> Units:
         if self.by is None:
+            if isinstance(dataset, TensorDataset):
+                raise ConfigError(
+                    "record.by=null takes a data set that has for each index a list of a user's examples; a "
+                    "TensorDataset has tensors. Name with record.by its attribute that has the user of each example."
+                )
             return _Lists(len(dataset), self.most, self.local is not None)
         user_of: Any = getattr(dataset, self.by, None)
         listed = hasattr(user_of, "__len__") and hasattr(user_of, "__getitem__") and not isinstance(user_of, Mapping)

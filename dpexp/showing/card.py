@@ -15,12 +15,19 @@ _NOT_COVERED = """\
 - whatever the training code itself writes to files or to the network."""
 
 
+_BEGUN = (
+    "Its training began from weights of another on the same records, at {spent}: that is spent besides, and the sum "
+    "bounds both."
+)
+
+
 def card(
     names: Mapping[str, str],
     result: Mapping[str, Any],
     plan: PrivacyPlan | None,
     load: str,
     lost: Sequence[str] = (),
+    before: Sequence[str] = (),
 ) -> str:
     """Markdown.
 
@@ -30,6 +37,7 @@ def card(
         plan: None for a model that was trained without privacy.
         load: the argument of `dpexp.load`.
         lost: names of state that is not kept.
+        before: what trainings on the same records have spent from whose weights this one began.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
     if plan is None:
@@ -46,6 +54,7 @@ def card(
         lines.append("")
     if plan is not None and "epsilon" in result:
         lines += _guarantee(names, result, plan)
+        lines += [f"{_BEGUN.format(spent=one)}\n" for one in before]
     if lost:
         lines += [f"**Not kept**: {', '.join(lost)}, which are no tensors; a model made again begins anew there.", ""]
     lines += [

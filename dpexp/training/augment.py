@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 
 Augment = Callable[[Tensor], Tensor]
 
@@ -28,10 +28,10 @@ def views(batch: Any, augment: Augment, multiplicity: int = 1) -> Any:
         multiplicity: K.
 
     Raises:
-        ConfigError: the batch is no tuple that begins with a tensor.
+        RecordError: the batch is no tuple that begins with a tensor.
     """
     if isinstance(batch, Mapping) or not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
-        raise ConfigError(
+        raise RecordError(
             f"augment: views are made of x in batches (x, y, …), and a batch of the data is a {type(batch).__name__}; "
             "set augment=none."
         )
@@ -64,10 +64,10 @@ class FlipCrop:
         """[C, H, W] -> [C, H, W]: one lookup by drawn indices, so that many records' views are one operation.
 
         Raises:
-            ConfigError: x is no image, or too small for what it is shifted by.
+            RecordError: x is no image, or too small for what it is shifted by.
         """
         if x.dim() != 3 or min(x.shape[1:]) <= self.pixels:
-            raise ConfigError(
+            raise RecordError(
                 f"augment.pixels={self.pixels}: flip_crop takes images [C, H, W] of more pixels than that, and the "
                 f"data's x has the shape {list(x.shape)}."
             )

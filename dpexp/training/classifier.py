@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from dpexp.errors import ConfigError
+from dpexp.errors import RecordError
 from dpexp.training.augment import Augment, views
 
 
@@ -47,7 +47,7 @@ class Classifier(pl.LightningModule):
         """Of (x, y), or of a batch by name.
 
         Raises:
-            ConfigError: the model computes no loss of its own.
+            RecordError: the model computes no loss of its own.
         """
         if not isinstance(batch, Mapping):
             x, y = batch
@@ -56,7 +56,7 @@ class Classifier(pl.LightningModule):
         outputs = self.model(**batch)
         loss = getattr(outputs, "loss", None)
         if loss is None:
-            raise ConfigError(
+            raise RecordError(
                 f"data: its batches hold {', '.join(batch)}, of which {type(self.model).__name__} computes no loss; "
                 "give a model of transformers `labels` too, another model tuples (x, y)."
             )

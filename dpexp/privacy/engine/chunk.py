@@ -37,13 +37,19 @@ class Chunk:
 
     def copies(self) -> list[Any]:
         """The leaves, which may be written to."""
-        return [leaf.clone() if isinstance(leaf, Tensor) else deepcopy(leaf) for leaf in self.leaves]
+        return [copied(leaf) for leaf in self.leaves]
 
     def one(self, i: int) -> Any:
         """A copy: what lies beside a record in memory is out of its reach."""
-        return tree_unflatten(
-            [leaf[i].clone() if isinstance(leaf, Tensor) else deepcopy(leaf) for leaf in self.leaves], self.structure
-        )
+        some = [copied(leaf[i] if isinstance(leaf, Tensor) else leaf) for leaf in self.leaves]
+        return tree_unflatten(some, self.structure)
+
+
+def copied(leaf: Any) -> Any:
+    """Of a tensor its numbers: from its graph others' could be had."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return deepcopy(leaf)
 
 
 def look(leaves: list[Any], structure: Any) -> Hashable:
@@ -57,10 +63,10 @@ def look(leaves: list[Any], structure: Any) -> Hashable:
 def _look(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.dtype, leaf.shape[1:], leaf.stride()[1:], leaf.requires_grad
-    return (type(leaf), repr(leaf)) if type(leaf) in _PLAIN else object()
+    return (type(leaf), repr(leaf)) if type(leaf) in PLAIN else object()
 
 
-_PLAIN = (str, int, float, bool, bytes, type(None))
+PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 def records(batch: Any, size: int) -> tuple[list[Any], Any]:

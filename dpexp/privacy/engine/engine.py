@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.engine.branches import Differ
-from dpexp.privacy.engine.chunk import Chunk, look, records
+from dpexp.privacy.engine.chunk import PLAIN, Chunk, look, records
 from dpexp.privacy.engine.clipping import add_clipped, by_parameter
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.looped import DEDUCED, culprit
-from dpexp.privacy.engine.passes import NoLoss, Together, gradients_of_one
+from dpexp.privacy.engine.passes import Together, gradients_of_one
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.uses import Dense, Use
@@ -135,7 +135,8 @@ class Engine:
         leaves, structure = records(batch, size)
         for parameter in self._module.parameters():
             parameter.grad = None
-        state = State(self._module, self.around, self._reached)
+        handed = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
+        state = State(self._module, self.around, self._reached, handed)
         self._reached = state.reached
         try:
             chunk = Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS), look(leaves, structure))
@@ -170,7 +171,9 @@ class Engine:
             failed = sum(failed for _, failed in every)
         if not self._contributed and failed > 1 and self._reason_of_failure is not None:
             reason = self._reason_of_failure
-            raise ConfigError(str(reason)) if isinstance(reason, NoLoss) else reason
+            if isinstance(reason, RecordError):
+                raise ConfigError(str(reason)) from reason
+            raise reason
 
     def release(self, ledger: LedgerWriter | SharedLedger) -> dict[str, Tensor]:
         """Writes the sum query events, and only then returns v̂ for each parameter, and each value by its key:

@@ -11,7 +11,6 @@ steps amplify that without limit, so that one user's vector would depend on who 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
-from dpexp.errors import ConfigError
-from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.passes import ONE_LOSS, NoLoss, backward
+from dpexp.errors import ConfigError, RecordError
+from dpexp.privacy.engine.chunk import Chunk, copied
+from dpexp.privacy.engine.passes import ONE_LOSS, backward
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.given import Values
 from dpexp.privacy.isolation.guard import Guard
@@ -42,7 +41,7 @@ class Training:
         losses; and an error that PyTorch raised, if that was caught.
 
         Raises:
-            NoLoss: it has none, or its examples cannot be told apart.
+            RecordError: it has none, or its examples cannot be told apart.
         """
         leaves = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
         weights = self._weights()
@@ -55,7 +54,7 @@ class Training:
                     with Guard(chunk.state) as guard:
                         loss = chunk.loss_of(batch)
                     if loss.dim():
-                        raise NoLoss(ONE_LOSS)
+                        raise RecordError(ONE_LOSS)
                     caught = backward(loss, chunk.state) or guard.error or caught
                 self._refuse_others(p.grad is not None for p in self._parameters.values())
                 losses.append(loss.detach())
@@ -89,20 +88,18 @@ class Training:
         """What each step is given, of a record's leaves [m, ...]: copies, which may be written to.
 
         Raises:
-            NoLoss: it is not known which numbers are of which example.
+            RecordError: it is not known which numbers are of which example.
         """
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
         m = sizes.pop() if len(sizes) == 1 else 0
         for rows in self._local.batches(max(m, 1)):
             if not m or (self._local.batch_size is not None and len(tensors) < len(leaves)):
-                raise NoLoss(
+                raise RecordError(
                     "record.local divides a user's examples into batches, so that its batch must hold tensors whose "
                     "first dimension runs over the examples, and nothing else."
                 )
-            some = [
-                leaf[rows.start : rows.stop].clone() if isinstance(leaf, Tensor) else deepcopy(leaf) for leaf in leaves
-            ]
+            some = [copied(leaf[rows.start : rows.stop] if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
             yield tree_unflatten(some, chunk.structure)
 
     def _refuse_others(self, reached: Any) -> None:

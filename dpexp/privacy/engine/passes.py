@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_unflatten
 
+from dpexp.errors import RecordError
 from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.behind import nothing_behind_vmap
 from dpexp.privacy.engine.branches import Asked, Restart
@@ -30,19 +31,22 @@ from dpexp.privacy.isolation.state import State
 ONE_LOSS = "training_step must return one number for a record: its loss."
 
 
-class NoLoss(Exception):
-    """A step has no loss for a record."""
-
-
-def loss_in(output: Any) -> Tensor:
-    """The loss that a step returned, by itself or in a dictionary.
+def loss_in(step: Callable[[], Any]) -> Tensor:
+    """The loss that a step returns, by itself or in a dictionary.
 
     Raises:
-        NoLoss: it returned none.
+        RecordError: it returned none.
+        RuntimeError: it wanted to end the program, which one record may not.
     """
-    loss = output["loss"] if isinstance(output, dict) else output
+    try:
+        output = step()
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+    loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
-        raise NoLoss(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
+        raise RecordError(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
     return loss
 
 
@@ -134,7 +138,7 @@ class Together:
         if chance is not None:
             self._questions = self._most_asked = max(self._most_asked, chance.asked)
         if losses.dim() != 1:
-            raise NoLoss(ONE_LOSS)
+            raise RecordError(ONE_LOSS)
         total = losses.sum()
         with torch.no_grad():
             if backward(total, chunk.state) is not None:
@@ -159,12 +163,12 @@ def gradients_of_one(
     gave for release, and its loss; and an error that PyTorch raised, if that was caught.
 
     Raises:
-        NoLoss: it has none.
+        RecordError: it has none.
     """
     with values.given() as given, Guard(state) as guard:
         loss = loss_of(one)
     if loss.dim():
-        raise NoLoss(ONE_LOSS)
+        raise RecordError(ONE_LOSS)
     released = {key: value.clone() for key, value in given().items()}
     caught = backward(loss, state) or guard.error
     gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}

@@ -44,6 +44,8 @@ class Guard(TorchFunctionMode):
             if func == _DATA[0]:
                 return args[0].detach()
             raise ConfigError(CHANGED.format(name=self._state.name(args[0])))
+        if _exchanges(func):
+            raise ConfigError(EXCHANGES.format(name=packet(func)))
         if _learns_statistics(func, args, kwargs or {}):
             raise ConfigError(
                 "model: a call of batch_norm in training mode mixes the records of a batch, which no clipping of one "
@@ -97,6 +99,20 @@ def _learns_statistics(func: Any, args: tuple, kwargs: dict) -> bool:
     given = dict(enumerate(args))
     mean, training = kwargs.get("running_mean", given.get(place)), kwargs.get("training", given.get(5))
     return isinstance(mean, Tensor) and bool(training)
+
+
+EXCHANGES = (
+    "model: training_step exchanges something with other processes ({name}), which would mix their records with its "
+    "own; compute a record's loss from that record alone."
+)
+
+
+def _exchanges(func: Any) -> bool:
+    """Operators that reach process groups by their names."""
+    operator = packet(func)
+    if not isinstance(operator, torch._ops.OpOverloadPacket):
+        return False
+    return operator._qualified_op_name.partition("::")[0] in ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
 
 
 def packet(func: Any) -> Any:

@@ -33,6 +33,10 @@ _OPEN = (
     "weakref",
     "torch.distributions",
     "torch.quasirandom",
+    "torch.optim",
+    "torch.utils.data",
+    "torch.amp",
+    "dpexp.training",
 )
 _DICTS = {dict, OrderedDict}
 _OF_FUNCTIONS = (
@@ -55,13 +59,14 @@ class Reached:
 
     Args:
         fixed: tensors that are not looked into.
+        also: what else it is reached from.
 
     Attributes:
         known: ids of all of it.
         kept: what may be set back.
     """
 
-    def __init__(self, module: nn.Module, fixed: Iterable[Tensor]) -> None:
+    def __init__(self, module: nn.Module, fixed: Iterable[Tensor], also: Iterable[Any] = ()) -> None:
         self.kept: list[Kept] = []
         self._empty: list[tuple[dict, Kept | None, Any, bool]] = []  # as most dictionaries of modules are
         self._bare: list[OrderedDict] = []  # without attributes
@@ -71,7 +76,8 @@ class Reached:
         self.known = {*_GLOBAL, *self._fixed}
         parameters = list(module.named_parameters())
         self._bodies += [(parameter, parameter.__class__, vars(parameter)) for _, parameter in parameters]
-        self._walk([(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)])
+        ahead = [(module, None, None), *((vars(parameter), None, name) for name, parameter in parameters)]
+        self._walk([*ahead, *((thing, None, "the batch's") for thing in also)])
 
     def is_still(self, module: nn.Module, fixed: Iterable[Tensor]) -> bool:
         """Whether to look again would find just the same."""

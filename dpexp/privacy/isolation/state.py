@@ -1,6 +1,8 @@
 """What a module and its surroundings hold before a step, and are made to hold after it."""
 
 from collections import deque
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ class State:
 
     Args:
         before: of an earlier state of the module, which saves the look if nothing has changed since.
+        handed: what else the step is handed, of which a copy may share what it reaches: classes, functions, and objects
+            that are their own copies.
 
     Attributes:
         known: ids of all that was reached.
@@ -31,7 +35,13 @@ class State:
         around: what else a step can get hold of.
     """
 
-    def __init__(self, module: nn.Module, around: Surroundings | None = None, before: Reached | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Surroundings | None = None,
+        before: Reached | None = None,
+        handed: Iterable[Any] = (),
+    ) -> None:
         self.around = around = around or Surroundings()
         parameters = list(module.named_parameters())
         fixed = [*((f"the parameter {name}", parameter) for name, parameter in parameters), *around.tensors]
@@ -39,8 +49,9 @@ class State:
         self._trained = [(parameter, parameter.requires_grad) for _, parameter in parameters]
         tensors = [tensor for _, tensor in fixed]
         self.reached = before if before and before.is_still(module, tensors) else Reached(module, tensors)
+        self._handed = Reached(nn.Module(), tensors, handed) if handed else None
         self._around: list[Kept] = []
-        self.known = {*self.reached.known}
+        self.known = {*self.reached.known, *(self._handed.known if self._handed else ())}
         self._seeds, self._generators = Seeds(), Generators()
         for holder in around.holders:
             self._keep_shallowly(holder if isinstance(holder, dict) else vars(holder))
@@ -52,8 +63,10 @@ class State:
             ConfigError: a parameter was changed, or something else that cannot be set back. All else was.
         """
         lost: list[str] = []
-        changed = self.reached.set_back()
-        for kept in (*self.reached.kept, *self.reached.filled(), *self._around):
+        all_reached = [reached for reached in (self.reached, self._handed) if reached]
+        changed = [name for reached in all_reached for name in reached.set_back()]
+        several = [kept for reached in all_reached for kept in (*reached.kept, *reached.filled())]
+        for kept in (*several, *self._around):
             try:
                 changed += kept.set_back() if kept.differs() else []
             except Exception:
@@ -81,7 +94,8 @@ class State:
     def name(self, tensor: Tensor) -> str:
         """Of a tensor that was reached."""
         named = {id(fixed): name for name, fixed, _ in self._fixed}
-        return ({id(kept.thing): kept.name for kept in (*self.reached.kept, *self._around)} | named)[id(tensor)]
+        kept = (*self.reached.kept, *(self._handed.kept if self._handed else ()), *self._around)
+        return ({id(one.thing): one.name for one in kept} | named)[id(tensor)]
 
     def _keep_shallowly(self, attributes: dict) -> None:
         if id(attributes) in self.known:
