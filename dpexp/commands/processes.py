@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
@@ -191,6 +192,10 @@ def _process(
     except ConfigError as error:
         results.put(ConfigError(str(error)[:_WORDS]))  # more would not go through before somebody reads
         sys.exit(1)
+    except Exception:
+        if rank > 0:  # of the first one's whoever started them hears
+            traceback.print_exc()
+        raise
     if rank == 0:
         results.put(result)
 
