@@ -14,6 +14,7 @@ from dpexp.errors import ConfigError
 from dpexp.training.data import Cifar10, Digits, Mnist, Synthetic
 from dpexp.training.data.files import standard_file
 from dpexp.training.data.idx import read_idx
+from dpexp.training.data.tensors import dealt_out
 
 
 def idx(values):
@@ -92,3 +93,10 @@ def test_a_file_with_another_checksum_is_not_taken(tmp_path, monkeypatch):
     (tmp_path / "x.gz").write_bytes(b"not what it should be")
     with pytest.raises(ConfigError, match=r"lacks x\.gz \(md5 0123\).*put the file into that folder"):
         standard_file(str(tmp_path), "http://127.0.0.1:9/x.gz", "0123")
+
+
+@pytest.mark.parametrize("count, users", [(1000, 100), (5, 100), (7, 7)])
+def test_records_are_dealt_out_among_users_who_all_have_some(count, users):
+    users_of = dealt_out(count, users)
+    assert len(users_of) == count and set(users_of.tolist()) == {*range(min(users, count))}
+    assert torch.equal(users_of, dealt_out(count, users))

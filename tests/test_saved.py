@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import dpexp
+from dpexp.__main__ import main
 from dpexp.commands.evaluate import evaluate
 from dpexp.commands.predict import predict
 from dpexp.errors import ConfigError
@@ -23,9 +25,25 @@ from dpexp.training.data import Digits
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder in which a job was run; its MLflow store names files there."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setattr(sys, "argv", ["dpexp", *QUICK, "group=per_layer", "accountant=all", "register=digits"])
+        main()
+    return home
+
+
 @pytest.fixture
-def job(dpexp_job):
-    return dpexp_job(*QUICK, "group=per_layer", "accountant=all", "register=digits")
+def job(trained, dpexp_job, tmp_path):
+    """A copy of that job's folder."""
+    shutil.copytree(trained / "outputs", tmp_path / "outputs")
+    (output,) = (path.parent for path in (tmp_path / "outputs").glob("*/*/result.json"))
+    return output
 
 
 def result_of(output):

@@ -3,7 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 
-from dpexp.training.data.tensors import TensorData
+from dpexp.training.data.tensors import TensorData, dealt_out
 
 _SPLIT_SEED = 0
 _TEST = 360
@@ -23,6 +23,5 @@ class Digits(TensorData):
         y = torch.as_tensor(labels, dtype=torch.long)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         train, test = order[:-_TEST], order[-_TEST:]
-        dealt = torch.randint(users, (len(train) - users,), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         super().__init__((x[train], y[train]), (x[test], y[test]), batch_size, workers)
-        self.train.user_of = torch.cat([torch.arange(users), dealt])  # type: ignore[attr-defined]
+        self.train.user_of = dealt_out(len(train), users)  # type: ignore[attr-defined]

@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 from dpexp.training.data.files import standard_file
-from dpexp.training.data.tensors import TensorData
+from dpexp.training.data.tensors import TensorData, dealt_out
 
 
 class _IdxImages(TensorData):
-    """60 000 training and 10 000 test images [1, 28, 28] in [-1, 1]."""
+    """60 000 training and 10 000 test images [1, 28, 28] in [-1, 1].
+
+    Args:
+        users: among how many synthetic users the training images are dealt out; `train.user_of` has the user of each.
+    """
 
     mirror: str
     md5: ClassVar[dict[str, str]]
 
-    def __init__(self, root: str, batch_size: int = 512, workers: int = 0) -> None:
+    def __init__(self, root: str, batch_size: int = 512, workers: int = 0, users: int = 1000) -> None:
         super().__init__(self._read(root, "train"), self._read(root, "t10k"), batch_size, workers)
+        self.train.user_of = dealt_out(len(self.train), users)  # type: ignore[attr-defined]
 
     def _read(self, root: str, part: str) -> tuple[Tensor, Tensor]:
         images, labels = (

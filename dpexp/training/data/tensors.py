@@ -1,6 +1,7 @@
 """A data module over tensors in memory."""
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,3 +37,11 @@ class TensorData(pl.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader:
         return DataLoader(self.test, 1000)
+
+
+def dealt_out(count: int, users: int) -> Tensor:
+    """The user of each of so many records [count], dealt out at random, once and for all: synthetic users, for data
+    sets that know of none. Each has one record at least, as long as there are as many."""
+    users = min(users, count)
+    dealt = torch.randint(users, (count - users,), generator=torch.Generator().manual_seed(0))
+    return torch.cat([torch.arange(users), dealt])
