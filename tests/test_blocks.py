@@ -91,7 +91,9 @@ def test_independent_noise_beside_counts_with_its_own_norm():
     assert release.z == pytest.approx((1 / 4 + 9 / 16) ** -0.5) and count == 2
 
 
-@pytest.mark.parametrize("adjacency, policy, z", [("replace_one", "poisson_replaced", 0.5), ("replace_null", "poisson", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "adjacency, policy, z", [("replace_one", "poisson_replaced", 0.5), ("replace_null", "poisson", 1)]
+)
 def test_adjacencies(adjacency, policy, z):
     assert releases(Ledger(adjacency, {round_(): 8}), "pld") == {Release(z, 0.2, policy): 2}
 

@@ -1,11 +1,11 @@
 """What rounds cost whose noise is correlated: banded C, and samples that come round (Choquette-Choo et al. 2023, arXiv
 2306.08153).
 
-In a block of rounds 0 … N-1, round t releases G_t + σ̃ y_t, where G_t sums what the sample's records add, C y = Z with
-independent standard normal Z_t, and C is a lower triangular Toeplitz matrix with the bands c_0 … c_{b-1} in each column.
-Each record belongs to one of b parts, drawn at random without regard to the others, and is sampled in the rounds t ≡ its
-part (mod b) alone, each time independently at rate qb. Then the block costs no more than ⌈N/b⌉ rounds of Poisson samples
-at rate qb with independent noise, z = σ̃/(S‖c‖).
+In a block of rounds 0 … N-1, round t releases X_t = G_t + σ̃ y_t, where G_t sums what the sample's records add, C y = Z
+with independent standard normal Z_t, and C is a lower triangular Toeplitz matrix with the bands c_0 … c_{b-1} in each
+column. Each record belongs to one of b parts, drawn at random without regard to the others, and is sampled in rounds
+t ≡ its part (mod b) alone, each time independently at rate qb. Then the block costs no more than ⌈N/b⌉ rounds of
+Poisson samples at rate qb with independent noise, z = σ̃/(S‖c‖).
 
 *Proof.* Whoever has the releases X up to round t has C(X/σ̃) up to round t, and the other way round. A record that is
 sampled in round t and adds v there, ‖v‖ ≤ S, adds c_i v/σ̃ to row t+i of C(X/σ̃), i < b, and nothing to any other; the

@@ -119,8 +119,8 @@ class SumQueryEvent:
             made = isinstance(self.bands, tuple) and all(map(is_number, self.bands))
             if not (made and self.bands and self.bands[0] != 0 and 1e-8 <= math.hypot(*self.bands) <= 1e8):
                 raise ConfigError(
-                    f"group {self.group!r}: bands={self.bands!r} must be numbers, the first of which is not 0, of a norm "
-                    "between 1e-8 and 1e8."
+                    f"group {self.group!r}: bands={self.bands!r} must be numbers, the first of which is not 0, of a "
+                    "norm between 1e-8 and 1e8."
                 )
 
     @property
