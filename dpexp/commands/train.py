@@ -379,6 +379,8 @@ def _result(
             "n": plan.n,
             "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
         }
+        if len(plan.bands) > 1:
+            result["bands"] = plan.bands
         if plan.calibration is not None:
             result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
     return result

@@ -6,18 +6,19 @@ m(x) = a(x)/c(x), since Toeplitz matrices multiply as their series do (McKenna 2
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.signal import lfilter
+from scipy.signal import correlate, lfilter
 
 from dpexp.accounting.renyi import Array
 from dpexp.privacy.banded import Banded
 
 Plan = TypeVar("Plan")
+_LONGEST = 2**13  # rounds over which noise is correlated; beyond the bands correlations fall off quickly
 
 
 def coefficients(noise: Banded, b: int, rounds: int) -> tuple[float, ...]:
@@ -75,6 +76,27 @@ def optimal(b: int, rounds: int, momentum: float = 0.0) -> tuple[float, ...]:
 def inverse(c: tuple[float, ...], length: int) -> Array:
     """d = 1/c, the first column of C⁻¹ [length]."""
     return lfilter([1.0], c, np.eye(1, length)[0])
+
+
+@lru_cache(maxsize=64)
+def spread(c: tuple[float, ...], rounds: int) -> Array:
+    """The standard deviation of y_t, t < rounds: √Σ_{k<=t} d_k²."""
+    return np.sqrt(np.cumsum(inverse(c, rounds) ** 2))
+
+
+def deviation(sigma: float, c: Sequence[float]) -> float:
+    """Of the noise σ̃ y_t, at its largest: σ̃ if it is independent, and more if it is correlated."""
+    return sigma * float(spread(tuple(c), _LONGEST)[-1]) if len(c) > 1 else sigma
+
+
+@lru_cache(maxsize=64)
+def ties(c: tuple[float, ...], rounds: int) -> tuple[float, float]:
+    """Σ_k ρ_k² and Σ_k |ρ_k| over all k, with the correlations ρ_k of y_t and y_{t+k} after many rounds: by how much at
+    most the variances of a sum over rounds, of ‖y_t‖² and of y_t itself, exceed those of independent rounds."""
+    d = inverse(c, min(rounds, _LONGEST))
+    found = correlate(d, d)
+    found /= found.max()
+    return float(np.dot(found, found)), float(np.abs(found).sum())
 
 
 def _workload(rounds: int, momentum: float) -> Array:
