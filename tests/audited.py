@@ -50,6 +50,7 @@ ALLOCATIONS = {
     "min_variance": allocation.MinVariance(),
     "weighted": allocation.Weighted({"model.0": 0.3, "model.2": 0.7}),
 }
+WHOLE = {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(4, "sqrt"), "steps": 16, "noise_multiplier": 2.0}
 VECTORS = ("layer", "parameter")
 CLIPS = {"abadi": Abadi(), "automatic": Automatic(), "psac": Psac(), "global": Global(4.0)}
 N = 2000  # published, and true but for the canaries where the policy takes any number
@@ -102,10 +103,6 @@ def a_forgotten_column_norm(patch):
         )
 
     patch.setattr(CorrelatedNoise, "add_to", longer)
-
-
-def a_record_sampled_whosever_turn_it_is(patch):
-    patch.setattr(sampling.CyclicPoisson, "parted", sampling.Policy.parted)
 
 
 def half_the_noise(patch):

@@ -9,7 +9,7 @@ Every vector of every group gets a table of extra coordinates, which belongs to 
 same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
 A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to do
 (but as short as a clip rule demands that would drop it), and changes its sign from vector to vector, group to group and
-round to round, so that noise which these share would cancel in what the attacker adds up. Who knows when it may have
+turn to turn, so that noise which these share would cancel in what the attacker adds up. Who knows when it may have
 been sampled, as where samples come round, looks at these rounds alone (see `matched`).
 """
 
@@ -169,7 +169,7 @@ class Canaries(pl.Callback):
         yield from ((places[group.name], group) for group in now.groups)
 
     def _sign(self, place: int) -> int:
-        return 1 - 2 * ((place + self._round) % 2)
+        return 1 - 2 * ((place + self._round // self._turns) % 2)
 
     def _records(self, dataset: Any) -> "_Records":
         values = [1.0 if included else self.absent for included in self.included]

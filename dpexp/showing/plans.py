@@ -25,7 +25,8 @@ _ALIKE = 1.1  # plans whose numbers differ by less are drawn as one
 def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A plan's groups, from plan.json: group, share, and per coordinate of the released average: record = αS/(qn√d),
     what one record can add at most; noise = ασ̃/(qn), or more if it is correlated; and average = αS/√d, what a sample of
-    expected size comes to at most. α is the largest scale of the group's vectors, for the noise the root mean square over its coordinates."""
+    expected size comes to at most. α is the largest scale of the group's vectors, for the noise the root mean square
+    over its coordinates."""
     expected = plan["sampling"]["q"] * plan["n"]
     found = []
     for group in plan["groups"]:
