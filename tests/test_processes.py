@@ -18,7 +18,7 @@ from dpexp.privacy.clips import Global
 from dpexp.privacy.processes import digest_of_plan, digest_of_records, digest_of_weights, nothing_collected
 from dpexp.privacy.records import User
 
-KINDS = ("plain", "adaptive", "metrics", "exact", "shuffled", "batchnorm", "prepared")
+KINDS = ("plain", "adaptive", "metrics", "exact", "banded", "shuffled", "batchnorm", "prepared")
 
 
 @pytest.mark.parametrize("count, kinds", [(2, KINDS), pytest.param(4, KINDS, marks=pytest.mark.whole)])
