@@ -49,7 +49,10 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
         (["noise=banded", "privacy.noise_multiplier=1"], "noise.bands=auto goes by the noise that a target needs"),
         (["noise=exact", "noise.bands=2"], "noise.bands=2 is of noise=banded alone"),
         (["sampling.parts=2"], "sampling.parts=2"),
-        (["noise=banded", "noise.bands=2", "calibrate=q", "privacy.noise_multiplier=1"], "any value"),
+        (
+            ["noise=banded", "noise.bands=2", "calibrate=q", "privacy.noise_multiplier=1", "privacy.epsilon=2"],
+            "needs a q that can take any value",
+        ),
     ],
 )
 def test_mistakes_are_a_sentence(dpexp_job, arguments, sentence):

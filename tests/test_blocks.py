@@ -150,6 +150,15 @@ def test_noise_that_reaches_a_records_next_round_is_refused(event, message):
         epsilon(run, 1e-5)
 
 
+def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
+    """A group that pauses would have its columns closer to one another than a record's rounds are; bands that change
+    are no longer a column's."""
+    both = (*round_().queries, SumQueryEvent("other", 1.0, 1.0, bands=bands(4)))
+    for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6))):
+        with pytest.raises(ConfigError, match="block 0 have different rates, numbers of parts or bands"):
+            epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
+
+
 def test_a_block_of_different_parts_is_refused():
     for other in (round_(parts=5, c=(1.0,)), round_(q=0.06, c=(1.0,))):
         with pytest.raises(ConfigError, match="block 0 have different rates"):

@@ -16,7 +16,8 @@ where the record is in the data, s = 1 with probability qb: a Poisson-sampled Ga
 part has at most ⌈N/b⌉ rounds, and what happens in them composes adaptively. ∎
 
 So σ̃ may depend on the round and on earlier releases: what counts is S/σ̃ in the round in which the record is. Several
-groups add their squares, also where some of them have independent noise, c = (1,), or are not released in every round.
+groups add their squares, also where some of them have independent noise, c = (1,), and are not released in every round;
+those with more bands are in every round of a block, with the same c.
 A record in another's place is in the same part and in the same samples: there the query is sampled in the same way, and
 moves by up to 2S‖c‖. With qb = 1 nothing is random about a part's rounds, and they are full batches. Rounds of other
 jobs may lie in between (concurrent composition: Vadhan & Zhang 2023, arXiv 2207.08335; Haney et al. 2023, arXiv
@@ -28,8 +29,9 @@ A resumed job knows nothing of the noise before, and begins a new block, with ne
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
-from dpexp.accounting.ledger import Round, SamplingEvent
+from dpexp.accounting.ledger import Round, SumQueryEvent
 from dpexp.errors import ConfigError
 
 
@@ -37,27 +39,29 @@ class Blocks:
     """The rounds of each block, of which the order is not known."""
 
     def __init__(self) -> None:
-        self._alike: dict[int, tuple[float, int]] = {}
+        self._alike: dict[int, tuple[Any, ...]] = {}
         self._rounds: dict[int, list[tuple[float, int]]] = defaultdict(list)
 
-    def add(self, sampling: SamplingEvent, z: float, count: int) -> None:
+    def add(self, round_: Round, z: float, count: int) -> None:
         """
         Raises:
-            ConfigError: other rounds of the block have another rate, or another number of parts.
+            ConfigError: other rounds of the block have another rate, another number of parts, or other bands.
         """
+        sampling = round_.sampling
         assert sampling.block is not None and sampling.parts is not None
-        about = sampling.rate, sampling.parts
+        banded = [query for query in round_.queries if isinstance(query, SumQueryEvent) and query.bands is not None]
+        about = sampling.rate, sampling.parts, sorted((query.group, query.bands) for query in banded)
         if self._alike.setdefault(sampling.block, about) != about:
             raise ConfigError(
-                f"the ledger's rounds of block {sampling.block} have different rates or numbers of parts, so they "
-                "cannot have been samples of the same parts."
+                f"the ledger's rounds of block {sampling.block} have different rates, numbers of parts or bands, so "
+                "they cannot have been of one block, which is what they are accounted as."
             )
         self._rounds[sampling.block].append((z, count))
 
     def participations(self) -> Iterator[tuple[float, float, int]]:
         """(z, rate, how many): a record is in one round of b, and those may be the costliest of the block."""
         for block, rounds in self._rounds.items():
-            rate, parts = self._alike[block]
+            rate, parts, _ = self._alike[block]
             left = math.ceil(sum(count for _, count in rounds) / parts)
             for z, count in sorted(rounds):
                 yield z, rate, min(count, left)

@@ -176,7 +176,7 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
         check_bands(round_)
         z = round_.noise_multiplier / sensitivity
         if sampling.block is not None:
-            blocks.add(sampling, z, count)
+            blocks.add(round_, z, count)
         elif sampling.epoch is not None:
             epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
             dealt[sampling.epoch] += count * sampling.q
