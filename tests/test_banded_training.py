@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
 from dpexp.accounting.claims import releases
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import Ledger, joined, read_ledger
 from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
 from dpexp.privacy import adaptive, allocation, bands, groups, mechanisms
@@ -183,6 +183,14 @@ def test_a_resume_begins_a_new_block(tmp_path):
     assert blocks == {0: 5, 5: 2, 7: 7} and len(first) == 7
     ((release, count),) = releases(ledger).items()
     assert count == 2 + 1 + 3 and release.q == pytest.approx(0.45)
+
+
+def test_what_a_resumed_job_will_have_cost_is_known_before():
+    plan = plan_for(Model(), **CHOICES)
+    (round_,) = plan.ledger().rounds
+    before = Ledger("add_remove", {round_: 5})
+    assert sum(releases(joined([before, plan.ledger(5)])).values()) == 2 + 3
+    assert sum(releases(plan.ledger()).values()) == 4
 
 
 def test_a_resumes_noise_and_parts_are_its_own(tmp_path):
