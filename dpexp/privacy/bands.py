@@ -18,6 +18,7 @@ from dpexp.accounting.renyi import Array
 from dpexp.privacy.banded import Banded
 
 Plan = TypeVar("Plan")
+_OVERFLOWN = 1e3  # above the logarithm of any number; were it far above, line searches would lose their way
 _LONGEST = 2**13  # rounds over which noise is correlated; beyond the bands correlations fall off quickly
 
 
@@ -118,8 +119,8 @@ def _log_error(u: Array, rounds: int, momentum: float) -> tuple[float, Array]:
     weights = rounds - np.arange(rounds)
     m = lfilter([1.0], c, _workload(rounds, momentum))
     total = float(np.dot(weights, m**2))
-    if not math.isfinite(total) or total <= 0:
-        return 1e300, np.zeros_like(u)
+    if not math.isfinite(total):  # 1/c grows too fast for any number
+        return _OVERFLOWN, np.zeros_like(u)
     h = lfilter([1.0], c, (2 * weights * m)[::-1])[::-1]
     slopes = -np.array([np.dot(h[j:], m[: rounds - j]) for j in range(1, len(c))])
     norm = float(np.dot(c, c))

@@ -171,6 +171,7 @@ class RoundSampler(Sampler[list[Any]]):
         self.processes = processes or Processes()
         self.completed = 0
         self.turns: list[Sequence[int]] = []  # whose it is, one after the other; drawn before the first round
+        self._first = 0  # this job's
         self.pending: deque[Chunk] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
