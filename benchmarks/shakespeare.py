@@ -21,7 +21,7 @@ EPSILONS = (2, 4, 8, 16, 32)
 FOUND = Path("shakespeare.jsonl")
 SERVERS = {
     "DP-FedAvg": [],
-    "DP-FedAdam": ["optimizer=adam", "optimizer.lr=0.01", "~optimizer.momentum"],
+    "DP-FedAdam": ["optimizer=adam", "optimizer.lr=0.03", "~optimizer.momentum"],
 }
 PLAIN = ["privacy.epsilon=null", "privacy.noise_multiplier=1e-5", "bound.value=1000"]
 

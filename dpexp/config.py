@@ -53,7 +53,12 @@ class Record:
 
 @dataclass
 class Noise:
+    """`bands`, `coefficients` and `momentum` are of correlated noise."""
+
     kind: str = MISSING
+    bands: Any = None
+    coefficients: str | None = None
+    momentum: float | None = None
 
 
 @dataclass
@@ -67,6 +72,7 @@ class Sampling:
     q: float | None = None
     expected_batch_size: float | None = None
     maximum: int | None = None
+    parts: int | None = None
     steps: int | None = None
     epochs: float | None = None
 

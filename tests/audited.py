@@ -12,8 +12,10 @@ import dpexp
 from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy import adaptive, allocation, bounds, groups, mechanisms, sampling
+from dpexp.privacy.banded import Banded
 from dpexp.privacy.canaries import Canaries
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked
+from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.engine import clipping, engine
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
@@ -28,6 +30,7 @@ SAMPLINGS = {
     "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "maximum": 1050},
     "fixed_size": {"sampling": "fixed_size", "q": 0.5},
     "shuffle": {"sampling": "shuffle", "q": 0.5},
+    "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(2, "sqrt")},
 }
 MECHANISMS = {
     "separate": {"bound": bounds.Fixed(0.5)},
@@ -47,6 +50,7 @@ ALLOCATIONS = {
     "min_variance": allocation.MinVariance(),
     "weighted": allocation.Weighted({"model.0": 0.3, "model.2": 0.7}),
 }
+WHOLE = {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(4, "sqrt"), "steps": 16, "noise_multiplier": 2.0}
 VECTORS = ("layer", "parameter")
 CLIPS = {"abadi": Abadi(), "automatic": Automatic(), "psac": Psac(), "global": Global(4.0)}
 N = 2000  # published, and true but for the canaries where the policy takes any number
@@ -84,6 +88,21 @@ def trained(folder, canaries=N, records=50, seed=0, module=None, data=None, trai
 
 
 # Sabotage of the real code
+
+
+def a_forgotten_column_norm(patch):
+    """The ledger tells of ‖c‖ = 1, and the noise has c_0 = 1."""
+    add_to = CorrelatedNoise.add_to
+
+    def longer(self, sums, divisor=1.0):
+        bands = [one.bands for one in sums]
+        add_to(
+            self,
+            [one._replace(bands=tuple(c / b[0] for c in b)) for one, b in zip(sums, bands, strict=True)],
+            divisor,
+        )
+
+    patch.setattr(CorrelatedNoise, "add_to", longer)
 
 
 def half_the_noise(patch):

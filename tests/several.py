@@ -17,6 +17,7 @@ import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy import batchnorm
 from dpexp.privacy.adaptive import Adaptive
+from dpexp.privacy.banded import Banded
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.preparations import Prepared, Standardise
 
@@ -95,6 +96,7 @@ def _module_and_options(what):
         "adaptive": {"bound": Adaptive(initial=0.3)},
         "metrics": {"release": {"train_loss": {"S": 4.0, "share": 0.1, "every": 2}}},
         "exact": {"noise": "exact"},
+        "banded": {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")},
         "shuffled": {"sampling": "shuffle", "q": 3 / N},
     }[what]
 

@@ -241,7 +241,12 @@ def test_an_epoch_of_shuffled_batches_costs_one_release():
 
 def test_every_claim_is_allowed_or_refused_by_name():
     for policy, adjacency, name in itertools.product(POLICIES, ADJACENCIES, NAMES):
-        facts = {"truncated_poisson": {"maximum": 120}, "shuffle": {"epoch": 0}}.get(policy, {})
+        facts = {
+            "truncated_poisson": {"maximum": 120},
+            "shuffle": {"epoch": 0},
+            "cyclic_poisson": {"parts": 2, "block": 0},
+        }
+        facts = facts.get(policy, {})
         run = of(policy, adjacency, q=1.0 if policy == "all" else 0.1, rounds=3, **facts)
         if name in CLAIMS[policy].get(adjacency, ()):
             assert 0 < epsilon(run, 1e-5, name) < 50
@@ -256,6 +261,7 @@ def test_the_table_of_claims():
     assert CLAIMS["truncated_poisson"] == {"replace_null": ("pld",)}
     assert CLAIMS["fixed_size"] == {"replace_one": ("pld", "rdp")}
     assert set(CLAIMS["shuffle"]) == {"replace_one", "replace_null"}
+    assert CLAIMS["cyclic_poisson"] == CLAIMS["poisson"]
 
 
 @pytest.mark.parametrize("name", NAMES)

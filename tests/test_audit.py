@@ -50,6 +50,17 @@ def test_other_vectors_than_gradients_refute_no_claim(sampling, released, tmp_pa
     assert found.mu_found > 0.55 * found.mu_claimed
 
 
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("choices", [{}, MECHANISMS["joint"], RELEASED["adaptive"], RELEASED["metrics"]])
+def test_correlated_noise_refutes_no_claim_and_hides_no_more_than_it_says(choices, adjacency, tmp_path):
+    """Whole parts, of which each record has four rounds; what comes after the last of them is cut off."""
+    found = attacked(tmp_path, adjacency=adjacency, **audited.WHOLE, **choices)
+    assert not found.exceeded
+    mu = {"add_remove": 1.0, "replace_one": 2.0}[adjacency]  # √4 rounds / 2, and a sum may move by 2S
+    assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
+    assert 0.85 * mu < found.mu_found < mu + 4 * found.mu_error
+
+
 @pytest.mark.parametrize("clip", [*CLIPS.values(), audited.Forgetful()], ids=lambda clip: clip.name)
 @pytest.mark.parametrize("mechanism", ["separate", "joint"])
 def test_a_clip_rule_refutes_no_claim_and_wastes_none(clip, mechanism, tmp_path):
@@ -77,6 +88,9 @@ CAUGHT = [
     (audited.twice_the_counts, RELEASED["adaptive"]),
     (audited.twice_the_counts, RELEASED["adaptive, joint"]),
     (audited.half_the_noise, RELEASED["metrics"]),
+    (audited.a_forgotten_column_norm, audited.WHOLE),
+    (audited.twice_the_rate, SAMPLINGS["cyclic_poisson"]),
+    (audited.the_same_noise_each_round, audited.WHOLE),
     (audited.half_the_noise, RELEASED["adaptive, joint"]),
 ]  # fmt: skip
 
@@ -107,12 +121,13 @@ def test_what_no_score_shows_another_test_catches(sabotage, test, tmp_path, monk
 def test_with_next_to_no_noise_a_canary_adds_what_the_bound_allows(sampling, mechanism, tmp_path):
     """Neither more, though its gradient is longer, nor less; and records add nothing in its coordinates."""
     choices = SAMPLINGS[sampling]
+    parts = 2 if sampling == "cyclic_poisson" else 1
     run = trained(
-        tmp_path, 100, steps=1, noise_multiplier=1e-4, vectors_by="parameter", **MECHANISMS[mechanism], **choices
+        tmp_path, 100, steps=parts, noise_multiplier=1e-4, vectors_by="parameter", **MECHANISMS[mechanism], **choices
     )
-    absent = {"replace_one": -0.5}.get(run.plan.adjacency, 0.0)
-    present = (absent + 1) / choices["q"]
-    drawn = {True: {0.0, present}, False: {0.0, absent / choices["q"]}}
+    absent, rate = {"replace_one": -0.5}.get(run.plan.adjacency, 0.0), choices["q"] * parts
+    present = (absent + 1) / rate
+    drawn = {True: {0.0, present}, False: {0.0, absent / rate}}
     for score, included in zip(run.scores(), run.included, strict=True):
         assert min(abs(score - value) for value in drawn[bool(included)]) < 1e-3
 

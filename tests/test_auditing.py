@@ -122,4 +122,4 @@ def test_noise_that_parts_share_cancels():
     signal = np.concatenate([rng.random(m) < 0.5, np.zeros(600, bool)])
     shared = rng.normal(size=m + 600)
     sums = np.stack([3 * signal + 100 * shared, 2 * signal - 50 * shared])
-    assert np.allclose(scores(sums, np.array([3.0, 2.0]), m), signal[:m], atol=1e-3)
+    assert np.allclose(scores(sums, np.array([[3.0], [2.0]]), m), signal[:m], atol=1e-3)

@@ -26,7 +26,7 @@ from dpexp.privacy.processes import Processes, digest_of_plan, digest_of_records
 from dpexp.privacy.records import User
 from dpexp.privacy.sampling import All
 
-KINDS = ("plain", "adaptive", "metrics", "exact", "shuffled", "batchnorm", "prepared")
+KINDS = ("plain", "adaptive", "metrics", "exact", "banded", "shuffled", "batchnorm", "prepared")
 
 
 @pytest.mark.parametrize("count, kinds", [(2, KINDS), pytest.param(4, KINDS, marks=pytest.mark.whole)])

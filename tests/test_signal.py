@@ -10,9 +10,14 @@ from mlflow import MlflowClient
 from torch import nn
 
 import dpexp
+from dpexp.privacy.banded import Banded
+from dpexp.privacy.correlated import CorrelatedNoise, Noisy
+from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.mechanisms import Joint
+from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.signal import Signals, course
 from dpexp.showing.signal import signal_and_noise
+from tests.test_banded import toeplitz
 
 LENGTH = 3.0
 
@@ -32,6 +37,33 @@ def test_the_signal_is_found_within_its_band_at_the_stated_rate(length):
     errors = (found.signal - length**2) / found.sd
     assert abs(errors.mean()) < 3 / math.sqrt(20) and 0.6 < errors.std() < 1.5
     assert found.sd[0] == pytest.approx(math.sqrt((2 * 500 * 0.2**4 + 4 * 0.2**2 * length**2) / 100), rel=0.02)
+
+
+@pytest.mark.parametrize("length", [0.0, LENGTH])
+def test_of_correlated_noise_too(length):
+    """As it is added: larger than σ̃, and alike in rounds that follow one another. The band is no narrower than the
+    errors are, and where there is no signal, no wider."""
+    d, rounds = 500, 2000
+    plan = dpexp.make_plan(
+        nn.Linear(d, 1, bias=False), n=100, q=0.1, steps=rounds, noise_multiplier=2.0, sampling="cyclic_poisson",
+        noise=Banded(8),
+    )  # fmt: skip
+    noise, signals = CorrelatedNoise(GaussianNoise(KeyStream.known(2, "noise", 0))), Signals()
+    (group,) = plan.groups
+    for t in range(rounds):
+        total = torch.full((1, d), 10 * length / math.sqrt(d), dtype=torch.float64)
+        noise.add_to([Noisy("weight", total, group.sigma, group.bands)], divisor=10.0)
+        signals.add(plan, t + 1, {"weight": total})
+    found = course(signals.history["all"])
+    inverse = np.linalg.inv(toeplitz(group.bands, 300))
+    assert found.noise[-1] == pytest.approx(d * 0.2**2 * (inverse @ inverse.T)[-1, -1], rel=1e-6)
+    assert found.noise[0] < found.noise[1], "it grows over the first rounds"
+    errors = (found.signal - length**2) / found.sd
+    assert abs(errors.mean()) < 3 / math.sqrt(20) and errors.std() < 1.5
+    if not length:
+        assert errors.std() > 0.6
+        naive = found.signal.std() / math.sqrt(2 * found.noise[-1] ** 2 / d / 100)
+        assert naive > 1.2, "as if rounds were independent, it would be too narrow"
 
 
 def test_each_vector_counts_in_units_of_its_scale():

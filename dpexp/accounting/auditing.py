@@ -96,12 +96,12 @@ def scores(sums: Array, expected: Array, m: int) -> Array:
 
     Args:
         sums: [D, m + blanks] of the coordinates in each of D parts of the release, of which the blanks have no canary.
-        expected: [D], what an included canary adds to each on average.
+        expected: [D, m + blanks], what an included canary adds to each on average.
 
     With C the covariance of the noise, as the blank coordinates show it, the combination is C⁻¹1 of the parts in units
     of what is expected. Noise that is shared between parts cancels.
     """
-    parts = sums / expected[:, None]
+    parts = sums / expected
     noise = np.atleast_2d(np.cov(parts[:, m:]))
     noise += np.eye(len(noise)) * (1e-12 * np.trace(noise) / len(noise) + 1e-300)
     weights = np.linalg.solve(noise, np.ones(len(noise)))

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dpexp.accounting.blocks import Blocks, check_bands
 from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent
 from dpexp.errors import ConfigError
 
@@ -20,6 +21,7 @@ OF_LAPLACE = ("pld", "rdp", "moments", "strong", "basic")  # those that compose 
 CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
     # Removing a record from a Poisson sample and nulling it are the same pair of distributions.
     "poisson": {"add_remove": NAMES, "replace_null": NAMES, "replace_one": ("pld",)},
+    "cyclic_poisson": {"add_remove": NAMES, "replace_null": NAMES, "replace_one": ("pld",)},
     "truncated_poisson": {"replace_null": ("pld",)},
     "fixed_size": {"replace_one": ("pld", "rdp")},
     "shuffle": {"replace_one": NAMES, "replace_null": NAMES},
@@ -152,14 +154,16 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     """The ledger's distinct releases with their counts.
 
     A record is in one batch of each epoch of `shuffle`, without it being random which in any useful way: an epoch
-    counts as the one of its rounds that is the costliest.
+    counts as the one of its rounds that is the costliest. Of `cyclic_poisson` see `dpexp.accounting.blocks`.
 
     Raises:
-        ConfigError: the claim cannot be made, or an epoch has more batches than 1/q.
+        ConfigError: the claim cannot be made, an epoch has more batches than 1/q, or noise is correlated further than
+            the sampling keeps a record's rounds apart.
     """
     counts: dict[Release, int] = defaultdict(int)
     epochs: dict[int, float] = {}
     dealt: dict[int, float] = defaultdict(float)
+    blocks = Blocks()
     sensitivity = _SENSITIVITY[ledger.adjacency]
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
@@ -169,8 +173,11 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
             z = 1 / round_.one_off.ratio(ledger.adjacency)
             counts[Release(z, policy="laplace" if round_.one_off.noise == "laplace" else "poisson")] += count
             continue
+        check_bands(round_)
         z = round_.noise_multiplier / sensitivity
-        if sampling.epoch is not None:
+        if sampling.block is not None:
+            blocks.add(round_, z, count)
+        elif sampling.epoch is not None:
             epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
             dealt[sampling.epoch] += count * sampling.q
             if dealt[sampling.epoch] > 1 + 1e-9:
@@ -183,13 +190,17 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
         elif sampling.policy == "fixed_size" and sampling.q < 1:
             size = math.ceil(sampling.q * sampling.n * (1 - 1e-9))  # whole, but for rounding
             counts[Release(z, size / sampling.n, sampling.policy, sampling.n)] += count
-        elif sampling.q < 1 and ledger.adjacency == "replace_one":
-            counts[Release(z, sampling.q, "poisson_replaced")] += count
         else:
-            counts[Release(z, sampling.q)] += count
+            counts[_poisson(z, sampling.q, ledger.adjacency)] += count
     for z in epochs.values():
         counts[Release(z)] += 1
+    for z, rate, count in blocks.participations():
+        counts[_poisson(z, rate, ledger.adjacency)] += count
     return _alike(counts)
+
+
+def _poisson(z: float, q: float, adjacency: str) -> Release:
+    return Release(z, q, "poisson_replaced" if q < 1 and adjacency == "replace_one" else "poisson")
 
 
 def _alike(counts: Mapping[Release, int]) -> dict[Release, int]:

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp.accounting.claims import CLAIMS, claimable, releases
 from dpexp.accounting.ledger import Ledger
 from dpexp.commands.ancestry import ITS_OWN, refuse_telling, weights_of
-from dpexp.commands.values import check, record_of, reported
+from dpexp.commands.values import check, noise_of, record_of, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
+from dpexp.privacy.banded import AUTO, Banded
 from dpexp.privacy.batchnorm import GROUP as BATCHNORM
 from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback
@@ -51,7 +53,7 @@ def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     privacy = cfg.privacy
     targets = {"epsilon": privacy.epsilon, "advantage": privacy.advantage}
     targets["tpr"] = None if privacy.tpr is None else {**privacy.tpr}
-    return _plan(cfg, module, cfg.calibrate, noise_multiplier=privacy.noise_multiplier, **targets)
+    return _plan(cfg, module, cfg.calibrate, noise_of(cfg), noise_multiplier=privacy.noise_multiplier, **targets)
 
 
 def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
@@ -59,10 +61,15 @@ def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preparation in preparations_of(module).values():
         preparation.share, preparation.noise_multiplier = None, 1.0
-    return _plan(cfg, module, "noise", noise_multiplier=None if explicit else 1.0)
+    kind = noise_of(cfg)
+    if isinstance(kind, Banded) and kind.bands == AUTO:
+        kind = replace(kind, bands=1)
+    return _plan(cfg, module, "noise", kind, noise_multiplier=None if explicit else 1.0)
 
 
-def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: Any) -> PrivacyPlan:
+def _plan(
+    cfg: DictConfig, module: pl.LightningModule, calibrate: str, kind: str | Banded, **noise: Any
+) -> PrivacyPlan:  # fmt: skip
     sampling = cfg.sampling
     group, bound, mechanism, clip, allocation = (
         make(section, cfg[section]) for section in ("group", "bound", "mechanism", "clip", "allocation")
@@ -74,6 +81,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: 
         q=sampling.q,
         expected_batch_size=sampling.expected_batch_size,
         maximum=sampling.maximum,
+        parts=sampling.get("parts"),
         steps=sampling.steps,
         epochs=sampling.epochs,
         **noise,
@@ -88,7 +96,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, **noise: 
         schedules=_contained(cfg.schedule),
         accountant=reported(cfg),
         calibrate=calibrate,
-        noise=cfg.noise.kind,
+        noise=kind,
         release=_released(cfg, module),
         record=record_of(cfg),
         users=OmegaConf.select(cfg, "data.users"),

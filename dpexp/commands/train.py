@@ -305,7 +305,7 @@ def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[d
 
         assert plan is not None  # without one there is no claim, and `check` has said so
         found, figure = audited(cfg, plan, output)
-        terminal.audited(found, plan.sampling.name, plan.sampling.q)
+        terminal.audited(found, plan.sampling.name, plan.sampling.event(plan.n, 0).rate)
     figure.savefig(output / "audit.png", dpi=150)
     return found.summary(), "; ".join(found.exceeded)
 
@@ -379,6 +379,8 @@ def _result(
             "n": plan.n,
             "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
         }
+        if len(plan.bands) > 1:
+            result["bands"] = plan.bands
         if plan.calibration is not None:
             result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
     return result

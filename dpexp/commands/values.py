@@ -13,7 +13,17 @@ from omegaconf.errors import OmegaConfBaseException
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
-from dpexp.privacy.asked import check_kind, check_noise, check_norms, check_schedules, check_targets, claimed, sampled
+from dpexp.privacy.asked import (
+    check_banded,
+    check_kind,
+    check_noise,
+    check_norms,
+    check_schedules,
+    check_targets,
+    claimed,
+    sampled,
+)
+from dpexp.privacy.banded import Banded
 from dpexp.privacy.records import Record, make_record
 from dpexp.privacy.sampling import POLICIES
 from dpexp.privacy.schedules import schedule
@@ -72,6 +82,21 @@ def record_of(cfg: DictConfig) -> Record:
     """Whose data a record is; older configurations do not say."""
     chosen = OmegaConf.select(cfg, "record")
     return make_record(**OmegaConf.to_container(chosen, resolve=True)) if chosen else Record()  # type: ignore[arg-type]
+
+
+def noise_of(cfg: DictConfig) -> str | Banded:
+    """The kind of noise, with what else is asked of it.
+
+    Raises:
+        ConfigError: it is unknown, makes no sense, or takes nothing of what is asked.
+    """
+    asked = {key: cfg.noise.get(key) for key in ("bands", "coefficients", "momentum")}
+    given = {key: value for key, value in asked.items() if value is not None}
+    if check_kind(cfg.noise.kind) == "banded":
+        return Banded(**given)
+    for key, value in given.items():
+        raise ConfigError(f"noise.{key}={value} is of noise=banded alone, and noise={cfg.noise.kind} is chosen.")
+    return str(cfg.noise.kind)
 
 
 def refuse_taken(folder: Path) -> None:
@@ -186,9 +211,11 @@ def _check_privacy(cfg: DictConfig) -> None:
     asked, privacy, kinds = cfg.sampling, cfg.privacy, OmegaConf.to_container(cfg.schedule, resolve=True)
     record, users = record_of(cfg), OmegaConf.select(cfg, "data.users")
     records = record.count(cfg.data.n, users) if privacy.enabled else None
+    parts = asked.get("parts")  # which older configurations have not
     policy, rounds = sampled(
-        cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs, records
-    )
+        cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs, records,
+        parts,
+    )  # fmt: skip
     check_targets(privacy.epsilon, privacy.advantage, privacy.tpr)
     if not privacy.enabled:
         return
@@ -201,7 +228,10 @@ def _check_privacy(cfg: DictConfig) -> None:
             privacy.tpr,
         )  # fmt: skip
     check_claim(policy.name, adjacency, reported(cfg))
-    check_kind(cfg.noise.kind)
+    noise = noise_of(cfg)
+    if isinstance(noise, Banded):
+        aims = privacy.epsilon, privacy.advantage, privacy.tpr
+        check_banded(noise, policy.name, cfg.calibrate, any(aim is not None for aim in aims), parts)
     check_norms(OmegaConf.select(cfg, "norms", default="exact"))
     assert isinstance(kinds, dict)
     check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]

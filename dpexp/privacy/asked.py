@@ -7,10 +7,11 @@ from dpexp.accounting.claims import adjacencies, check_advantage, check_claim, c
 from dpexp.accounting.knobs import KNOBS
 from dpexp.accounting.ledger import ADJACENCIES
 from dpexp.errors import ConfigError
+from dpexp.privacy.banded import AUTO, Banded
 from dpexp.privacy.bounds import positive
 from dpexp.privacy.sampling import Policy, make_policy
 
-NOISES = ("gaussian", "exact")
+NOISES = ("gaussian", "exact", "banded")
 
 
 def sampled(
@@ -22,6 +23,7 @@ def sampled(
     steps: int | None,
     epochs: float | None,
     records: int | None = None,
+    parts: int | None = None,
 ) -> tuple[Policy, int]:
     """The sampling policy and the number of rounds T; arguments as of `make_plan`. `records`: how many n examples are.
 
@@ -33,7 +35,7 @@ def sampled(
     _exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
     _exactly_one("sampling", steps=steps, epochs=epochs)
     rate = q if q is not None else _rate(positive("sampling.expected_batch_size", expected_batch_size or 0), n)
-    policy = make_policy(sampling, rate, records or n, maximum, n / (records or n))
+    policy = make_policy(sampling, rate, records or n, maximum, n / (records or n), parts)
     rounds = policy.rounds(epochs) if epochs is not None else steps
     if rounds is None or rounds < 1:
         raise ConfigError(f"sampling.steps={rounds} must be at least 1.")
@@ -68,15 +70,42 @@ def check_norms(norms: str) -> None:
         raise ConfigError(f"norms={norms} is unknown; known: exact.")
 
 
-def check_kind(noise: str) -> str:
+def check_kind(noise: str | Banded) -> str:
     """The kind of noise.
 
     Raises:
         ConfigError: it is unknown.
     """
-    if noise not in NOISES:
-        raise ConfigError(f"noise={noise} is unknown; choose {' or '.join(NOISES)}.")
-    return noise
+    kind = "banded" if isinstance(noise, Banded) else noise
+    if kind not in NOISES:
+        raise ConfigError(f"noise={kind} is unknown; choose {', '.join(NOISES[:-1])} or {NOISES[-1]}.")
+    return kind
+
+
+def check_banded(noise: Banded, sampling: str, calibrate: str, aimed: bool, parts: int | None = None) -> None:
+    """Whether such noise can be had beside what else was asked.
+
+    Args:
+        aimed: there is a target, for which z is solved if the knob is the noise.
+
+    Raises:
+        ConfigError: names what contradicts it.
+    """
+    if sampling != "cyclic_poisson" and noise.bands != 1:
+        raise ConfigError(
+            f"noise=banded with noise.bands={noise.bands} needs samples that keep a record's rounds apart, and "
+            f"sampling={sampling} does not; choose sampling=cyclic_poisson."
+        )
+    if noise.bands == AUTO and (calibrate != "noise" or not aimed):
+        raise ConfigError(
+            "noise.bands=auto goes by the noise that a target needs; give privacy.epsilon, advantage or tpr with "
+            "calibrate=noise, or a number of bands."
+        )
+    if parts is not None and isinstance(noise.bands, int) and noise.bands > parts:
+        raise ConfigError(
+            f"noise.bands={noise.bands} must be at most sampling.parts={parts}, which is how far apart a record's "
+            "rounds are; or leave sampling.parts out, for as many parts as bands."
+        )
 
 
 def check_noise(
@@ -146,6 +175,9 @@ def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str)
     unknown = sorted(set(schedules) - {"z", "q", "S"})
     if unknown:
         raise ConfigError(f"schedule.{unknown[0]} is unknown; known: z, q, S.")
+    given = [f"schedule.{name}={kind}" for name, kind in schedules.items() if kind is not None]
+    if given and sampling == "cyclic_poisson":
+        raise ConfigError(f"{given[0]} cannot be had with sampling=cyclic_poisson; choose sampling=poisson.")
     varies = sampling in ("poisson", "truncated_poisson")
     if schedules.get("q") is not None and not varies:
         raise ConfigError(f"schedule.q={schedules['q']} needs sampling=poisson; {sampling}'s q cannot vary.")
@@ -157,7 +189,7 @@ def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str)
         raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
 
 
-def check_adaptive(schedules: Mapping[str, Any], calibrate: str, noise: str) -> None:
+def check_adaptive(schedules: Mapping[str, Any], calibrate: str, noise: str | Banded) -> None:
     """Whether bounds may follow quantiles beside what else was asked.
 
     Raises:

@@ -9,10 +9,12 @@ Every vector of every group gets a table of extra coordinates, which belongs to 
 same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
 A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to do
 (but as short as a clip rule demands that would drop it), and changes its sign from vector to vector, group to group and
-round to round, so that noise which these share would cancel in what the attacker adds up.
+turn to turn, so that noise which these share would cancel in what the attacker adds up. Who knows when it may have
+been sampled, as where samples come round, looks at these rounds alone (see `matched`).
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -29,17 +32,18 @@ from torch.utils.data.dataloader import default_collate
 
 from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
+from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.clips import asked
-from dpexp.privacy.delivery import sampled_dataset
+from dpexp.privacy.delivery import RoundSampler, sampled_dataset
 from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.matched import PARITIES, Matched
 from dpexp.privacy.noise import SMALL
 from dpexp.privacy.plan import Group, PrivacyPlan
 from dpexp.privacy.records import User
 
 LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g, if that contributes the most
 _LENGTHS = torch.cat([torch.tensor([LENGTH]), torch.logspace(-6, 6, 2800)]).double()  # others, 1 % apart
-_PARITIES = 2  # rounds of which what is released is kept apart
 _TABLES = "dpexp_canaries"  # an attribute of the audited module
 _NONE = -1  # the canary that a record of the user's is
 # What stands in the place of a canary that is not included (None: nothing), as a factor of its gradient.
@@ -63,7 +67,7 @@ class Canaries(pl.Callback):
         self.count = min(count, plan.n) if self.replacing else count
         self.included = stream.words(self.count).lt(2**62).numpy()  # fair coins
         self.absent = ABSENT[plan.adjacency]
-        parts = len(plan.groups) * _PARITIES
+        parts = len(plan.groups) * PARITIES
         blanks = max(500, 10 * parts)  # coordinates without a canary, which show the noise alone
         tables = nn.ModuleDict()
         groups = []
@@ -84,8 +88,14 @@ class Canaries(pl.Callback):
         self._record, local = plan.record, plan.record.local
         self._reach = local.lr * len(local.batches(plan.record.largest)) if local else 1.0  # of a user who trains
         self._round = 0
-        self._sums = np.zeros((parts, self.count + blanks))
-        self._expected = np.zeros(parts)
+        self._turns = plan.sampling.event(plan.n, 0).parts or 1
+        if self._turns > plan.rounds:
+            raise ConfigError(
+                f"audit=dirac looks at every record's rounds, of which some have none in {plan.rounds} with "
+                f"sampling.parts={self._turns}; choose more rounds."
+            )
+        self._stream, self._coordinates = stream, self.count + blanks
+        self._matched: list[Matched] = []
         self._replace_step(module)
 
     def put_into(self, data: pl.LightningDataModule) -> None:
@@ -110,8 +120,10 @@ class Canaries(pl.Callback):
 
     def scores(self) -> Array:
         """The attacker's [m], in which an included canary counts 1 more than another on average."""
-        used = self._expected > 0
-        return scores(self._sums[used], self._expected[used], self.count)
+        sums = np.concatenate([one.sums for one in self._matched])
+        expected = np.concatenate([one.expected for one in self._matched])
+        used = expected.min(1) > 0
+        return scores(sums[used], expected[used], self.count)
 
     @property
     def middle(self) -> float:
@@ -128,16 +140,28 @@ class Canaries(pl.Callback):
     ) -> None:
         """Reads the released averages."""
         now = _now(trainer)
+        if not self._matched:
+            turn = self._turn(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
+            self._matched = [Matched(turn, self._turns) for _ in self._tables]
         difference = 1.0 if self.absent is None else 1.0 - self.absent
         for g, group in self._groups(now):
-            part = g * _PARITIES + self._round % _PARITIES
-            weight = now.sampling.q * group.S / group.sigma**2
+            weight = now.sampling.event(now.n, 0).rate * difference * group.S / group.sigma
+            sums = np.zeros(self._coordinates)
             for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
-                numbers = _numbers(table)[: self._sums.shape[1]]
-                sums = numbers * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
-                self._sums[part] += self._sign(g + j) * weight * sums
-            self._expected[part] += weight * now.sampling.q * group.S * difference
+                numbers = _numbers(table)[: self._coordinates]
+                sums += (-1) ** j * numbers * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
+            self._matched[g].add(self._round, sums / group.sigma, weight, self._sign(g), group.bands)
         self._round += 1
+
+    def _turn(self, sampler: RoundSampler) -> NDArray[np.int64]:
+        """Which part each canary is in. Those that are included are the last records; the others, and coordinates
+        without one, are as if they were somewhere."""
+        turn = (self._stream.words(self._coordinates) % self._turns).numpy()
+        there = [k for k, included in enumerate(self.included) if included or self.absent is not None]
+        for part, records in enumerate(sampler.turns):
+            for record in records[bisect_left(records, sampler.size - len(there)) :]:
+                turn[there[record - sampler.size]] = part
+        return turn
 
     def _groups(self, now: PrivacyPlan) -> Iterator[tuple[int, Group]]:
         """Those that a round releases, with their places in the plan."""
@@ -145,7 +169,7 @@ class Canaries(pl.Callback):
         yield from ((places[group.name], group) for group in now.groups)
 
     def _sign(self, place: int) -> int:
-        return 1 - 2 * ((place + self._round) % 2)
+        return 1 - 2 * ((place + self._round // self._turns) % 2)
 
     def _records(self, dataset: Any) -> "_Records":
         values = [1.0 if included else self.absent for included in self.included]

@@ -10,7 +10,7 @@ import hashlib
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,18 +173,23 @@ class RoundSampler(Sampler[list[Any]]):
         self.processes = processes or Processes()
         self.dealing = dealing or KeyStream()
         self.completed = 0
+        self.turns: list[Sequence[int]] = []  # whose it is, one after the other; drawn before the first round
+        self._first = 0  # this job's
         self.pending: deque[Chunk] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         pending: deque[Chunk] = deque()
         self.pending = pending
+        if not self.turns:
+            self.turns, self._first = self.policy_at(0).parted(self.size, self.stream), self.completed
         samples: deque[list[int]] = deque()
-        began = self.completed
+        began = self._first
         for t in range(self.completed, self.epoch_end()):
+            policy, part = self.policy_at(t), self.turns[t % len(self.turns)]
             if not samples:
-                samples.extend(self.policy_at(t).samples(self.size, self.stream))
-                began = t
-            rows = samples.popleft()
+                samples.extend(policy.samples(len(part), self.stream))
+                began = self._first if policy.in_blocks else t
+            rows = [part[k] for k in samples.popleft()]
             digest = 0 if self.processes.alone else digest_of_rows(rows)
             parts = self._parts(rows)
             for k, part in enumerate(parts):

@@ -23,19 +23,29 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError
-from dpexp.privacy.adaptive import UNCLIPPED, Adaptive, Following
-from dpexp.privacy.allocation import Allocation, Explicit, Measured, Proportional
-from dpexp.privacy.asked import check_adaptive, check_kind, check_noise, check_schedules, claimed, sampled
-from dpexp.privacy.bounds import Bound, Fixed, positive
+from dpexp.privacy.adaptive import Following
+from dpexp.privacy.allocation import Allocation, Explicit, Proportional
+from dpexp.privacy.asked import (
+    check_adaptive,
+    check_banded,
+    check_kind,
+    check_noise,
+    check_schedules,
+    claimed,
+    sampled,
+)
+from dpexp.privacy.banded import AUTO, Banded
+from dpexp.privacy.bands import candidates, coefficients, error, least
+from dpexp.privacy.besides import besides
+from dpexp.privacy.bounds import Bound, Fixed
 from dpexp.privacy.clips import Abadi, Clip, check_clip, in_words
 from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.mechanisms import Mechanism, Separate
-from dpexp.privacy.metrics import Release, releases
 from dpexp.privacy.preparations.preparation import queries
 from dpexp.privacy.records import Record
 from dpexp.privacy.refusals import refuse_mixing_layers
-from dpexp.privacy.sampling import Policy
+from dpexp.privacy.sampling import CyclicPoisson, Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
 
 _LARGEST_BOUND = 1e20
@@ -51,6 +61,7 @@ class Group:
         share: w_g, the group's part of the budget.
         exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.exact`).
         every: it is released in each round whose number, counted from 1, this divides.
+        bands: c, by which its noise is correlated from round to round, σ̃ y_t with C y = Z; (1,): it is not.
         clip: how much of a record is added, by its norm; whatever it says, at most S.
     """
 
@@ -63,6 +74,7 @@ class Group:
     exact: bool = False
     every: int = 1
     clip: Clip = field(default_factory=Abadi)
+    bands: tuple[float, ...] = (1.0,)
 
     @property
     def is_of_values(self) -> bool:
@@ -82,7 +94,7 @@ class Group:
         """The event that one release of this group writes."""
         if self.exact:
             return DiscreteSumQueryEvent(self.name, self.lattice.grid, self.lattice.S2, SIGMA2)
-        return SumQueryEvent(self.name, self.S, self.sigma)
+        return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,11 @@ class PrivacyPlan:
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
 
     @property
+    def bands(self) -> tuple[float, ...]:
+        """c of the noise of gradients."""
+        return max((group.bands for group in self.groups), key=len)
+
+    @property
     def exact(self) -> bool:
         return any(group.exact for group in self.groups)
 
@@ -143,7 +160,7 @@ class PrivacyPlan:
         for start, count in self.schedule.stretches(self.rounds, (*epochs, since)):
             if start < since:
                 continue
-            epoch = start - start % per_epoch if isinstance(per_epoch, int) else None
+            epoch = start - start % per_epoch if isinstance(per_epoch, int) else since
             for t, times in self._alike(start, count):
                 now = self.at(t)
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += times
@@ -194,6 +211,7 @@ def make_plan(
     q: float | None = None,
     expected_batch_size: float | None = None,
     maximum: int | None = None,
+    parts: int | None = None,
     steps: int | None = None,
     epochs: float | None = None,
     epsilon: float | None = None,
@@ -211,7 +229,7 @@ def make_plan(
     schedules: Mapping[str, Any] | None = None,
     accountant: str = "pld",
     calibrate: str = "noise",
-    noise: str = "gaussian",
+    noise: str | Banded = "gaussian",
     release: Mapping[str, Any] | None = None,
     record: Record | None = None,
     users: int | None = None,
@@ -221,7 +239,7 @@ def make_plan(
     Args:
         n: published number of training examples.
         sampling: policy; `q`: sampling rate, or `expected_batch_size` = q·n, of examples; `maximum`: of
-            truncated_poisson, of records.
+            truncated_poisson, of records; `parts`: of cyclic_poisson, by default as many as noise has bands.
         steps: rounds T, or `epochs` E for T = ⌈E/q⌉.
         epsilon: target at `delta`, for which z is solved with `accountant`; or give another target: `advantage`, the
             largest TPR - FPR of a test for one record, or `tpr`, the largest TPR at each FPR; or `noise_multiplier` z.
@@ -231,7 +249,7 @@ def make_plan(
         schedules: of z, q and S; see `dpexp.privacy.schedules.schedule`.
         calibrate: the knob that is solved for the target: `noise`, or from the noise given (`noise_multiplier`, or
             `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
-        noise: `gaussian`, or `exact` (see `dpexp.privacy.exact`).
+        noise: `gaussian`, `exact` (see `dpexp.privacy.exact`), or a `Banded` (`banded`: by its defaults), correlated.
         release: values of records that are released besides gradients (see `dpexp.privacy.metrics.releases`).
         record: default an example (see `dpexp.privacy.records`); `users`: published number of users, if it is a user.
 
@@ -241,19 +259,23 @@ def make_plan(
     """
     refuse_mixing_layers(module)
     record = record or Record()
-    policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, record.count(n, users))
+    policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, record.count(n, users), parts)
     rate, n = policy.q, record.count(n, users)
     adjacency = claimed(sampling, adjacency)
     exact = check_kind(noise) == "exact"
+    banded = Banded() if noise == "banded" else noise if isinstance(noise, Banded) else None
     check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
     check_schedules(schedules or {}, sampling, calibrate)
+    if banded:
+        aims = epsilon, advantage, tpr
+        check_banded(banded, sampling, calibrate, any(aim is not None for aim in aims), parts)
     members = (group or flat())(module)
     if not members:
         raise ConfigError("model: it has no trainable parameter, so there is nothing to release.")
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
     clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
     w = (allocation or Proportional()).shares(grouped, clipping)
-    values, following = _besides(grouped, release or {}, bound, mechanism or Separate(), allocation)
+    values, following = besides(grouped, release or {}, bound, mechanism or Separate(), allocation)
     left = 1 - sum(value.share for value in values.values())
     if left <= 0:
         raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
@@ -278,81 +300,62 @@ def make_plan(
             "noise=gaussian, or leave the preparation out."
         )
 
-    def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
-        return PrivacyPlan(
-            policy if q == rate else replace(policy, q=q),
-            n,
-            steps,
-            (
-                *(
-                    Group(name, grouped[name], c.alphas, S, z * S / math.sqrt(share), share, exact, clip=rule)
-                    for name, c in clipping.items()
-                    for share, S in [(left * w[name], scale * c.S)]
-                ),
-                *(
-                    Group(name, v.vectors, c.alphas, c.S, z * c.S / math.sqrt(v.share), v.share, exact, v.every)
-                    for name, v in values.items()
-                    for c in [v.clipping]
-                ),
-            ),
-            adjacency,
-            schedule(steps, **(schedules or {})),
-            following,
-            preparations=preparations,
-            record=record,
-        )
+    def with_bands(b: int) -> PrivacyPlan:
+        c = coefficients(banded, b, rounds) if banded else (1.0,)
+        sampled_by = replace(policy, parts=parts or b) if isinstance(policy, CyclicPoisson) else policy
 
-    z = noise_multiplier
-    if isinstance(allocation, Explicit):  # of gradients
-        z = allocation.noise_multiplier(clipping) * math.sqrt(left)
-    if z is not None and calibrate == "noise":
-        plan = plan_at(z)
-        plan.ledger()  # every round's numbers make sense
-        return _checked(plan)
-    if epsilon is not None and delta is None:
-        raise ConfigError("privacy.delta must be given with privacy.epsilon.")
-    check_claim(sampling, adjacency, accountant)
-    z = z or 1.0
-    ways: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
-        "noise": (plan_at, 1.0),
-        "q": (lambda q: plan_at(z * q / rate, q=q), rate),
-        "q_at_fixed_z": (lambda q: plan_at(z, q=q), rate),
-        "steps": (lambda steps: plan_at(z, steps=int(steps)), rounds),
-        "bound": (lambda scale: plan_at(z / scale, scale=scale), 1.0),
-    }
-    at, start = ways[calibrate]
-    solved = solve(
-        calibrate, lambda value: at(value).ledger(), target, accountant,
-        start=start, lowest=1 / n if calibrate.startswith("q") else None,
-    )  # fmt: skip
-    return _checked(replace(at(solved.value), calibration=solved))
+        def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
+            of_gradients = (
+                Group(name, grouped[name], own.alphas, S, z * S / math.sqrt(w_g), w_g, exact, clip=rule, bands=c)
+                for name, own in clipping.items()
+                for w_g, S in [(left * w[name], scale * own.S)]
+            )
+            of_values = (
+                Group(name, v.vectors, own.alphas, own.S, z * own.S / math.sqrt(v.share), v.share, exact, v.every)
+                for name, v in values.items()
+                for own in [v.clipping]
+            )
+            return PrivacyPlan(
+                sampled_by if q == rate else replace(sampled_by, q=q),
+                n,
+                steps,
+                (*of_gradients, *of_values),
+                adjacency,
+                schedule(steps, **(schedules or {})),
+                following,
+                preparations=preparations,
+                record=record,
+            )
 
+        z = noise_multiplier
+        if isinstance(allocation, Explicit):  # of gradients
+            z = allocation.noise_multiplier(clipping) * math.sqrt(left)
+        if z is not None and calibrate == "noise":
+            plan = plan_at(z)
+            plan.ledger()  # every round's numbers make sense
+            return _checked(plan)
+        if epsilon is not None and delta is None:
+            raise ConfigError("privacy.delta must be given with privacy.epsilon.")
+        check_claim(sampling, adjacency, accountant)
+        z = z or 1.0
+        ways: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
+            "noise": (plan_at, 1.0),
+            "q": (lambda q: plan_at(z * q / rate, q=q), rate),
+            "q_at_fixed_z": (lambda q: plan_at(z, q=q), rate),
+            "steps": (lambda steps: plan_at(z, steps=int(steps)), rounds),
+            "bound": (lambda scale: plan_at(z / scale, scale=scale), 1.0),
+        }
+        at, start = ways[calibrate]
+        solved = solve(
+            calibrate, lambda value: at(value).ledger(), target, accountant,
+            start=start, lowest=1 / n if calibrate.startswith("q") else None,
+        )  # fmt: skip
+        return _checked(replace(at(solved.value), calibration=solved))
 
-def _besides(
-    grouped: Mapping[str, tuple[Vector, ...]],
-    release: Mapping[str, Any],
-    bound: Bound | None,
-    mechanism: Mechanism,
-    allocation: Allocation | None,
-) -> tuple[dict[str, Release], Following | None]:
-    """What is released besides groups of gradients, by name, and what adaptive bounds follow by it.
-
-    Raises:
-        ConfigError: names that are taken, or as `releases` and `Adaptive.following`.
-    """
-    values = releases(release)
-    both = sorted(set(values) & set(grouped))
-    if both:
-        raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
-    named = {vector.name for value in values.values() for vector in value.vectors}
-    if UNCLIPPED in {*values, *named, *grouped}:
-        raise ConfigError(f"{UNCLIPPED} is what bound=adaptive counts under; rename what else is called so.")
-    if not isinstance(bound, Adaptive):
-        if isinstance(allocation, Measured):
-            raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
-        return values, None
-    following = bound.following(grouped, mechanism, allocation or Proportional())
-    return values | {UNCLIPPED: following.counts(positive("bound.share", bound.share))}, following
+    if not banded or banded.bands != AUTO:
+        return with_bands(int(banded.bands) if banded else parts or 1)
+    made = (with_bands(b) for b in candidates(rate, rounds, parts))
+    return least((plan.noise_multiplier * error(plan.bands, rounds, banded.momentum), plan) for plan in made)
 
 
 def _checked(plan: PrivacyPlan) -> PrivacyPlan:

@@ -2,10 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dpexp.accounting.ledger import SamplingEvent
+from dpexp.accounting.ledger import SamplingEvent, rate_in_part
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,13 +20,14 @@ class Policy(ABC):
     q: float
     name: ClassVar[str]
     relies_on_n: ClassVar[bool] = True  # the training set must hold exactly n records
+    in_blocks: ClassVar[bool] = False  # all of a job's samples depend on one another
 
     def __post_init__(self) -> None:
         if not 0 < self.q <= 1:
             raise ConfigError(f"sampling.q={self.q} must lie in (0, 1].")
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
-        """The event of one sample. `epoch` is the round in which the samples that it is disjoint with began."""
+        """The event of one sample. `epoch` is the round in which the samples that it depends on began."""
         return SamplingEvent(self.name, self.q, n)
 
     @property
@@ -40,9 +42,13 @@ class Policy(ABC):
         whole = round(rounds)
         return whole if math.isclose(rounds, whole, rel_tol=1e-9) else math.ceil(rounds)
 
+    def parted(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
+        """The records in parts, whose turn it is one after the other as long as a job runs: here, all in one."""
+        return [range(size)]
+
     @abstractmethod
     def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
-        """Indices of the next sample, or of the next several where those depend on each other."""
+        """Indices of the next sample from a part of that size, or of the next several that depend on each other."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,36 @@ class Poisson(Policy):
 
     def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [_independent(self.q, size, stream)]
+
+
+@dataclass(frozen=True)
+class CyclicPoisson(Policy):
+    """Each record belongs to one of b `parts`, at random; round i samples part i mod b, each of its records
+    independently with probability q·b (Choquette-Choo et al. 2023, arXiv 2306.08153). So a record's rounds are at least
+    b apart."""
+
+    parts: int = 1
+    name: ClassVar[str] = "cyclic_poisson"
+    relies_on_n: ClassVar[bool] = False
+    in_blocks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (isinstance(self.parts, int) and self.parts >= 1):
+            raise ConfigError(f"sampling.parts={self.parts} must be a whole number of at least 1.")
+        rate_in_part(self.q, self.parts)
+
+    def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
+        return SamplingEvent(self.name, self.q, n, parts=self.parts, block=epoch)
+
+    def parted(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
+        if self.parts == 1:
+            return super().parted(size, stream)
+        part_of = stream.words(size) % self.parts
+        return [part_of.eq(part).nonzero().flatten().tolist() for part in range(self.parts)]
+
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        return [_independent(rate_in_part(self.q, self.parts), size, stream)]
 
 
 @dataclass(frozen=True)
@@ -124,11 +160,13 @@ class All(Policy):
 
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Poisson, TruncatedPoisson, FixedSize, Shuffle, All)
+    policy.name: policy for policy in (Poisson, TruncatedPoisson, FixedSize, Shuffle, All, CyclicPoisson)
 }
 
 
-def make_policy(name: str, q: float, n: int, maximum: int | None = None, examples: float = 1.0) -> Policy:
+def make_policy(
+    name: str, q: float, n: int, maximum: int | None = None, examples: float = 1.0, parts: int | None = None
+) -> Policy:
     """`examples`: of a record, on average.
 
     Raises:
@@ -138,8 +176,12 @@ def make_policy(name: str, q: float, n: int, maximum: int | None = None, example
         raise ConfigError(f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}.")
     if (maximum is None) == (name == "truncated_poisson"):
         raise ConfigError(f"sampling.maximum={maximum}: sampling=truncated_poisson needs it, and no other takes it.")
+    if parts is not None and name != "cyclic_poisson":
+        raise ConfigError(f"sampling.parts={parts} is of sampling=cyclic_poisson alone.")
     if maximum is not None:
         return TruncatedPoisson(q, maximum)
+    if parts is not None:
+        return CyclicPoisson(q, parts)
     policy = POLICIES[name](q)
     if isinstance(policy, FixedSize | Shuffle):
         whole_batch(q, n, examples)

@@ -6,6 +6,9 @@ v̂_j = v̄_j + N(0, s_j² I) with s_j = α_j σ̃/qn. In units of α_j, as the 
 
 so that Σ_j ‖v̂_j/α_j‖² - d (σ̃/qn)² estimates the signal's squared length without bias; its variance is
 2 d (σ̃/qn)⁴ + 4 (σ̃/qn)² Σ_j ‖v̄_j/α_j‖².
+
+Correlated noise σ̃ y_t is larger, by the spread of y_t. Means over rounds then vary as if there were fewer of them: the
+first term is multiplied by Σ_k ρ_k², the second by at most Σ_k |ρ_k| (see `bands.ties`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpexp.privacy.bands import spread, ties
 from dpexp.privacy.plan import Group, PrivacyPlan
 
 _WINDOWS = 20  # that a run's rounds are averaged in
@@ -24,11 +28,13 @@ class Signals:
     """What releases tell of the gradients of each group.
 
     Attributes:
-        history: by group, of each release its round, Σ_j ‖v̂_j/α_j‖², d and σ̃/qn.
+        history: by group, of each release its round, Σ_j ‖v̂_j/α_j‖², d and the noise's standard deviation; and, of
+            correlated noise, both factors.
     """
 
-    def __init__(self, history: dict[str, list[tuple[int, float, int, float]]] | None = None) -> None:
+    def __init__(self, history: dict[str, list[tuple[float, ...]]] | None = None) -> None:
         self.history = history or {}
+        self._added = 0  # since the job began, and its noise with it
 
     def add(self, now: PrivacyPlan, completed: int, released: Mapping[str, Tensor]) -> None:
         """Notes a round's releases.
@@ -40,8 +46,14 @@ class Signals:
         groups = [group for group in now.groups if not group.is_of_values]
         squares = torch.stack([_square(group, released) for group in groups]).tolist()
         for group, square in zip(groups, squares, strict=True):
-            told = (completed, square, group.d, group.sigma / (now.sampling.q * now.n))
+            sd = group.sigma / (now.sampling.q * now.n)
+            told: tuple[float, ...] = (completed, square, group.d, sd)
+            if len(group.bands) > 1:
+                rounds = max(now.rounds, self._added + 1)
+                sd *= float(spread(group.bands, rounds)[self._added])
+                told = (completed, square, group.d, sd, *ties(group.bands, rounds))
             self.history.setdefault(group.name, []).append(told)
+        self._added += 1
 
 
 class Course(NamedTuple):
@@ -54,7 +66,7 @@ class Course(NamedTuple):
     noise: np.ndarray
 
 
-def course(history: Sequence[tuple[int, float, int, float]]) -> Course:
+def course(history: Sequence[tuple[float, ...]]) -> Course:
     """The signal and the noise of a group, in about 20 windows of equally many rounds."""
     told = np.array(history, dtype=float)
     windows = np.array_split(told, min(_WINDOWS, len(told)))
@@ -63,10 +75,11 @@ def course(history: Sequence[tuple[int, float, int, float]]) -> Course:
 
 def _over(window: np.ndarray) -> tuple[float, float, float, float]:
     """The last round, the mean of the signal's estimates and its standard deviation, and the mean of the noise."""
-    rounds, square, d, sd = window.T
+    rounds, square, d, sd, *ties = window.T
+    of_squares, of_sums = ties or (1.0, 1.0)
     noise = d * sd**2
     signal = (square - noise).mean()
-    variance = (2 * d * sd**4 + 4 * sd**2 * max(signal, 0)).mean()
+    variance = (2 * d * sd**4 * of_squares + 4 * sd**2 * max(signal, 0) * of_sums).mean()
     return rounds[-1], signal, np.sqrt(variance / len(window)), noise.mean()
 
 

@@ -88,6 +88,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
         f"{plan.record.plural}; "
         + ("exact noise, " if plan.exact else "")
+        + _correlated(plan)
         + (f"clip {plan.clip}, " if plan.clip else "")
         + f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}"
         f"{schedule}.", "",
@@ -104,6 +105,13 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         _NOT_COVERED, "",
     ]  # fmt: skip
     return lines
+
+
+def _correlated(plan: PrivacyPlan) -> str:
+    if len(plan.bands) == 1:
+        return ""
+    shown = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
+    return f"noise correlated over b = {len(plan.bands)} rounds, c = ({shown}), "
 
 
 def _range(values: Iterable[float], digits: int = 4) -> str:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from pandas import DataFrame
 
+from dpexp.privacy.bands import deviation
 from dpexp.showing.panels import caption
 from dpexp.showing.settings import shared
 
@@ -23,15 +24,17 @@ _ALIKE = 1.1  # plans whose numbers differ by less are drawn as one
 
 def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A plan's groups, from plan.json: group, share, and per coordinate of the released average: record = αS/(qn√d),
-    what one record can add at most; noise = ασ̃/(qn); and average = αS/√d, what a sample of expected size comes to at
-    most. α is the largest scale of the group's vectors, for the noise the root mean square over its coordinates."""
+    what one record can add at most; noise = ασ̃/(qn), or more if it is correlated; and average = αS/√d, what a sample of
+    expected size comes to at most. α is the largest scale of the group's vectors, for the noise the root mean square
+    over its coordinates."""
     expected = plan["sampling"]["q"] * plan["n"]
     found = []
     for group in plan["groups"]:
         dims, alphas = [vector["d"] for vector in group["vectors"]], group["alphas"]
         average = max(alphas) * group["S"] / math.sqrt(sum(dims))
         scale = math.sqrt(sum(d * alpha**2 for d, alpha in zip(dims, alphas, strict=True)) / sum(dims))
-        numbers = {"record": average / expected, "noise": scale * group["sigma"] / expected, "average": average}
+        noise = scale * deviation(group["sigma"], group.get("bands", (1.0,)))  # which older plans have not
+        numbers = {"record": average / expected, "noise": noise / expected, "average": average}
         found.append({"group": group["name"], "share": group["share"]} | numbers)
     return found
 

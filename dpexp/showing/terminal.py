@@ -19,6 +19,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.accounting.membership import Membership
+from dpexp.privacy.bands import deviation
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
@@ -49,6 +50,7 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
         f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.record.plural}), z = {plan.noise_multiplier:.4g}"
         + (", on a schedule" if plan.schedule != Schedule() else "")
         + (", exact noise" if plan.exact else "")
+        + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
         + (f", clip {plan.clip}" if plan.clip else ""),
         soft_wrap=True,
     )
@@ -95,10 +97,11 @@ def before_training(event: QueryEvent | PartsEvent, plan: PrivacyPlan, delta: fl
 
 
 def plan_table(plan: PrivacyPlan) -> Table:
-    """One line a group; the noise is that of one coordinate of the released average (α_j σ̃_g / qn)."""
+    """One line a group; the noise is that of one coordinate of the released average (α_j σ̃_g / qn, or more if it is
+    correlated)."""
     table = Table("group", "vectors", "d_g", "S_g", "σ̃_g", "share", "noise per coordinate")
     for group in plan.groups:
-        noises = [alpha * group.sigma / (plan.sampling.q * plan.n) for alpha in group.alphas]
+        noises = [alpha * deviation(group.sigma, group.bands) / (plan.sampling.q * plan.n) for alpha in group.alphas]
         low, high = f"{min(noises):.3g}", f"{max(noises):.3g}"
         table.add_row(
             group.name + (f", every {group.every} rounds" if group.every > 1 else ""),

@@ -161,6 +161,8 @@ class Tracked:
                 tried = {f"calibration/{plan.calibration.knob}": value, f"calibration/{plan.calibration.target}": cost}
                 self._outbox.metrics(tried, step)
         self._outbox.metrics(values, 0)
+        if len(plan.bands) > 1:
+            self._outbox.params({"plan.bands": str(len(plan.bands))})
         (self._output / "plan.json").write_text(plan_json(plan))
         write_ledger(self._output / "planned_ledger.jsonl", planned)
         self._outbox.file(self._output / "plan.json")

@@ -36,6 +36,11 @@ has the same header: two ledgers that went on from there both count in full what
 "sigma2": 281474976710656} in place of S and sigma: whole multiples of the grid were summed, with squared norms of at
 most S2, and discrete Gaussians of parameter sigma2 were added.
 
+*Correlated noise.* A query with "bands": [0.86, 0.43, …] had noise that depends on that of the rounds before, in the
+same block: the rounds since the one, counted from 0, that "block" of their sampling names, in which a job began or was
+resumed. Their sampling is {"policy": "cyclic_poisson", "q": 0.01, "n": 60000, "parts": 8, "block": 0}. What such rounds
+cost is said in `dpexp.accounting.blocks`.
+
 *Before training.* A query of all records that is answered once is a round of its own, on a sample of all, with one
 query: {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": 1.4142135623730951, "scale": 16.0}; or one of each
 of several disjoint parts: {"query": "class_counts", "parts_by": "class", "queries": [{"query": "0", "noise": "laplace",
@@ -70,6 +75,7 @@ from dpexp.accounting.ledger.events import (
     SamplingEvent,
     SumQueryEvent,
     joined,
+    rate_in_part,
 )
 from dpexp.accounting.ledger.numbers import LARGEST_Z
 from dpexp.accounting.ledger.one_off import PartsEvent, QueryEvent
@@ -91,6 +97,7 @@ __all__ = [
     "holds",
     "joined",
     "ledger_so_far",
+    "rate_in_part",
     "read_ledger",
     "write_ledger",
 ]

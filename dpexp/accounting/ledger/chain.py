@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dpexp.accounting.ledger.events import Round
+from dpexp.accounting.ledger.events import Query, Round, SumQueryEvent
 
 VERSION = 2
 FORMAT = (
@@ -17,11 +17,13 @@ FORMAT = (
     "it; or, where sums are of whole multiples of grid and noise is a discrete Gaussian, S2 and sigma2, the squares "
     "of both in units of grid squared; or a query of all records that is answered once, as before training, with its "
     "noise, that noise's scale, and how far a record more or less (S) or another in its place (S_replaced) moves the "
-    "answer; or under parts_by one such query of each of several disjoint parts. [line, spec, link] is one round of "
-    "that kind, written before its result was used. An object with rounds closes the ledger: that many rounds were "
-    "written in all, and sha256 is that of all lines before it; a ledger whose last line is another ends early. line "
-    "counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the file before the link; it has no "
-    "key, so it shows accidents, not forgery."
+    "answer; or under parts_by one such query of each of several disjoint parts. Where noise was correlated from round "
+    "to round, bands are c: sigma y_t was added, with y_t = (Z_t - c_1 y_{t-1} - c_2 y_{t-2} - ...)/c_0 and "
+    "independent Z_t of standard deviation 1, y being 0 before the round whose number, from 0, is block. [line, spec, "
+    "link] is one round of that kind, written before its result was used. An object with rounds closes the ledger: "
+    "that many rounds were written in all, and sha256 is that of all lines before it; a ledger whose last line is "
+    "another ends early. line counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the file "
+    "before the link; it has no key, so it shows accidents, not forgery."
 )
 
 
@@ -44,7 +46,7 @@ class Chain:
 
     def spec(self, round_: Round) -> bytes:
         sampling = {key: value for key, value in asdict(round_.sampling).items() if value is not None}
-        queries = [asdict(query) for query in round_.queries]
+        queries = [_facts(query) for query in round_.queries]
         line = self._object({"spec": self.specs, "sampling": sampling, "queries": queries})
         self.specs += 1
         return line
@@ -82,3 +84,10 @@ class Chain:
         self.lines += 1
         self.size += len(before) + len(after)
         return before + after
+
+
+def _facts(query: Query) -> dict[str, Any]:
+    facts = asdict(query)
+    if isinstance(query, SumQueryEvent) and query.bands is None:
+        del facts["bands"]
+    return facts

@@ -11,7 +11,7 @@ from dpexp.accounting.ledger.one_off import PartsEvent, QueryEvent
 from dpexp.accounting.ledger.units import unit
 from dpexp.errors import ConfigError
 
-POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all")
+POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all", "cyclic_poisson")
 ADJACENCIES = ("add_remove", "replace_one", "replace_null")
 
 
@@ -22,11 +22,13 @@ class SamplingEvent:
     Attributes:
         policy: `poisson` (each record independently at rate q), `truncated_poisson` (the same, then a random subset
             of at most `maximum`), `fixed_size` (q·n of n, without replacement), `shuffle` (a batch of a partition of
-            the records into 1/q equal ones) or `all`.
+            the records into 1/q equal ones), `all`, or `cyclic_poisson` (each record is in one of `parts` parts, drawn
+            at random, whose turn it is every so many rounds; then each of its records independently at rate q·parts).
         q: the rate at which a record is included.
         n: the number of records, published.
         maximum: of `truncated_poisson` alone.
         epoch: of `shuffle` alone; samples of the same epoch are disjoint.
+        parts, block: of `cyclic_poisson` alone; rounds of the same block are of the same parts, one after the other.
     """
 
     policy: str
@@ -34,6 +36,8 @@ class SamplingEvent:
     n: int
     maximum: int | None = None
     epoch: int | None = None
+    parts: int | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -48,22 +52,57 @@ class SamplingEvent:
             batch = self.q * self.n
             if round(batch) < 1 or not math.isclose(batch, round(batch), rel_tol=1e-9):
                 raise ConfigError(f"sampling policy {self.policy}: q·n={batch} must be a whole number of records.")
-        for name, owner, least in (("maximum", "truncated_poisson", 1), ("epoch", "shuffle", 0)):
+        for name, (owner, least) in _OWN.items():
             value = getattr(self, name)
             if (value is not None) != (self.policy == owner):
                 raise ConfigError(f"sampling policy {self.policy}: {name}={value}, which is for {owner} alone.")
             if value is not None and not (is_whole(value) and value >= least):
                 raise ConfigError(f"sampling {name}={value} must be a whole number of at least {least}.")
+        if self.parts is not None:
+            rate_in_part(self.q, self.parts)
+
+    @property
+    def rate(self) -> float:
+        """At which a record is included in a round that it can be in."""
+        return self.q if self.parts is None else rate_in_part(self.q, self.parts)
+
+
+# What some policies have, and the least that it may be.
+_OWN = {
+    "maximum": ("truncated_poisson", 1), "epoch": ("shuffle", 0), "parts": ("cyclic_poisson", 1),
+    "block": ("cyclic_poisson", 0),
+}  # fmt: skip
+
+
+def rate_in_part(q: float, parts: int) -> float:
+    """q·b, at which each record of the part whose turn it is is sampled; 1 if it is that but for rounding.
+
+    Raises:
+        ConfigError: it is above 1.
+    """
+    rate = q * parts
+    if rate > 1 + 1e-9:
+        raise ConfigError(
+            f"sampling.parts={parts} at q={q:.6g}: each record of a part would be sampled at rate {rate:.6g}, which "
+            f"must be at most 1; choose at most {max(1, math.floor((1 + 1e-9) / q))} parts."
+        )
+    return 1.0 if rate > 1 - 1e-9 else rate
 
 
 @dataclass(frozen=True)
 class SumQueryEvent:
     """A Gaussian sum query with privacy tuple (S, σ̃): vectors of L2 norm at most S were summed and noise of
-    standard deviation σ̃ was added to the sum (paper, sections 2 and 6)."""
+    standard deviation σ̃ was added to the sum (paper, sections 2 and 6).
+
+    Attributes:
+        bands: c of correlated noise: σ̃ y_t was added, with y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0 and Z_t of standard
+            deviation 1. None: independent noise, c = (1,).
+    """
 
     group: str
     S: float
     sigma: float
+    bands: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, str):
@@ -76,11 +115,18 @@ class SumQueryEvent:
                 f"group {self.group!r}: S/sigma={self.S}/{self.sigma} must lie between 1e-8 and 1e8, beyond which "
                 "accounting loses its digits."
             )
+        if self.bands is not None:
+            made = isinstance(self.bands, tuple) and all(map(is_number, self.bands))
+            if not (made and self.bands and self.bands[0] != 0 and 1e-8 <= math.hypot(*self.bands) <= 1e8):
+                raise ConfigError(
+                    f"group {self.group!r}: bands={self.bands!r} must be numbers, the first of which is not 0, of a "
+                    "norm between 1e-8 and 1e8."
+                )
 
     @property
     def squared_ratio(self) -> float:
-        """(S/σ̃)²."""
-        return (self.S / self.sigma) ** 2
+        """(S/σ̃)² ‖c‖²: of what a record adds to Z (see `dpexp.accounting.blocks`)."""
+        return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
 
 
 SMOOTHING = 64  # t²
@@ -159,8 +205,13 @@ class Round:
         return next((query for query in self.queries if isinstance(query, QueryEvent | PartsEvent)), None)
 
     @property
+    def bands(self) -> int:
+        """b, of whichever query has the most."""
+        return max(len(query.bands or (1.0,)) if isinstance(query, SumQueryEvent) else 1 for query in self.queries)
+
+    @property
     def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2): a round of sum queries as one Gaussian sum query (paper, equation 1)."""
+        """z = (Σ_g (S_g/σ̃_g)²‖c_g‖²)^(-1/2): a round of sum queries as one Gaussian sum query (paper, equation 1)."""
         return 1 / math.sqrt(sum(query.squared_ratio for query in self.queries))  # type: ignore[union-attr, misc]
 
 
@@ -207,13 +258,14 @@ def joined(ledgers: Sequence[Ledger]) -> Ledger:
     if len(units) != 1:
         raise ConfigError(f"ledgers about different privacy units ({', '.join(units)}) cannot be composed.")
     rounds: Counter[Round] = Counter()
-    epochs = 0
+    begun = 0
     for ledger in ledgers:
         for round_, count in ledger.rounds.items():
-            if round_.sampling.epoch is not None:  # epochs of different runs are not disjoint
-                sampling = replace(round_.sampling, epoch=round_.sampling.epoch + epochs)
-                round_ = replace(round_, sampling=sampling)
+            for name in ("epoch", "block"):  # of different runs have nothing in common
+                number = getattr(round_.sampling, name)
+                if number is not None:
+                    round_ = replace(round_, sampling=replace(round_.sampling, **{name: number + begun}))
             rounds[round_] += count
-        epochs = 1 + max((round_.sampling.epoch or 0 for round_ in rounds), default=0)
+        begun = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
     exposed = next((ledger.exposed for ledger in ledgers if ledger.exposed is not None), None)
     return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers), exposed, ledgers[0].record)

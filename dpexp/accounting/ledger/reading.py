@@ -238,6 +238,8 @@ def _query(**facts: Any) -> Query:
         return parts(**facts)
     if "query" in facts:
         return QueryEvent(**facts)
+    if isinstance(facts.get("bands"), list):
+        facts["bands"] = tuple(facts["bands"])
     return DiscreteSumQueryEvent(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
 
 

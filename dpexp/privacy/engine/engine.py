@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
+from dpexp.privacy.correlated import CorrelatedNoise, Noisy
 from dpexp.privacy.engine.branches import Differ
 from dpexp.privacy.engine.chunk import PLAIN, Chunk, look, records
 from dpexp.privacy.engine.clipping import add_clipped, by_parameter
@@ -68,6 +69,7 @@ class Engine:
         self.around = Surroundings()
         self._bounds = bounds or (Bounds(plan.following) if plan.following else None)
         self._noise = noise
+        self._correlated = CorrelatedNoise(noise)
         self._whole = WholeNoise(noise.stream) if plan.exact else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
@@ -194,8 +196,9 @@ class Engine:
     def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._whole:
             return {name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, sums).items()}
-        noisy = [(sums[name], alpha * group.sigma) for group, alpha, name in by_parameter(self.now.groups)]
-        self._noise.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
+        groups = by_parameter(self.now.groups)
+        noisy = [Noisy(name, sums[name], alpha * group.sigma, group.bands) for group, alpha, name in groups]
+        self._correlated.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
         return sums
 
     def _numbers(self, parameters: Iterable[str]) -> int:

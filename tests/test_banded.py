@@ -1,0 +1,186 @@
+"""Correlated noise: its bands, its law as it is released, and the samples that go with it."""
+
+import copy
+import io
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest, chi2, chisquare
+
+from dpexp.privacy import bands
+from dpexp.privacy.banded import Banded
+from dpexp.privacy.correlated import CorrelatedNoise, Noisy
+from dpexp.privacy.delivery import RoundSampler
+from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.sampling import CyclicPoisson, make_policy
+
+CYCLIC = {"sampling": "cyclic_poisson"}
+
+
+def toeplitz(c, rounds):
+    C = np.zeros((rounds, rounds))
+    for j, c_j in enumerate(c[:rounds]):
+        C += c_j * np.eye(rounds, k=-j)
+    return C
+
+
+# Coefficients
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["sqrt", "optimal"])
+@pytest.mark.parametrize("b, rounds", [(1, 5), (4, 30), (8, 8)])
+def test_the_error_is_that_of_the_matrices(kind, b, rounds, momentum):
+    """By numpy's inverse, of the workload as a matrix: momentum's recursion, summed."""
+    c = bands.coefficients(Banded(b, kind, momentum), b, rounds)
+    assert len(c) == b and 1 - 1e-12 < math.hypot(*c) <= 1
+    C, momenta = toeplitz(c, rounds), toeplitz(momentum ** np.arange(rounds), rounds)
+    A = np.tril(np.ones((rounds, rounds))) @ momenta
+    expected = np.linalg.norm(A @ np.linalg.inv(C)) / math.sqrt(rounds)
+    assert bands.error(c, rounds, momentum) == pytest.approx(expected, rel=1e-10)
+    assert bands.inverse(c, rounds) == pytest.approx(np.linalg.inv(C)[:, 0], abs=1e-12)
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    u, h = np.array([0.6, 0.3, 0.3]), 1e-6
+    _, gradient = bands._log_error(u, 40, 0.7)
+    for j in range(3):
+        up, down = (bands._log_error(u + sign * h * np.eye(3)[j], 40, 0.7)[0] for sign in (1, -1))
+        assert gradient[j] == pytest.approx((up - down) / (2 * h), rel=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_without_a_cut_the_square_root_is_one(momentum):
+    """C² = A up to scale (Kalinin & Lampert 2024, theorem 1)."""
+    c = toeplitz(bands.square_root(12, momentum), 12)
+    A = np.tril(np.ones((12, 12))) @ toeplitz(momentum ** np.arange(12), 12)
+    assert c @ c / c[0, 0] ** 2 == pytest.approx(A, abs=1e-12)
+
+
+def test_the_square_roots_norms_are_landaus_constants():
+    """Σ_k (binom(2k, k)/4^k)²: 1, 5/4, 89/64, 381/256 (OEIS A056982 below the line)."""
+    for b, landau in enumerate([1, 5 / 4, 89 / 64, 381 / 256], 1):
+        assert bands.square_root(b)[0] == pytest.approx(landau**-0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("rounds", [50, 977, 20_000])
+@pytest.mark.parametrize("b", [2, 4, 32])
+def test_the_optimum_is_one(b, rounds):
+    """Its gradient is next to 0, however many rounds there are, for which steps may overflow on the way."""
+    c = np.array(bands.optimal(b, rounds, 0.9))
+    _, at_the_end = bands._log_error(c[1:] / c[0], rounds, 0.9)
+    root = np.array(bands.square_root(b, 0.9))
+    _, at_the_beginning = bands._log_error(root[1:] / root[0], rounds, 0.9)
+    assert np.abs(at_the_end).max() < 1e-5 < 1e-3 < np.abs(at_the_beginning).max()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_optimal_bands_are_better_and_more_of_them_too(momentum):
+    found = [bands.error(bands.optimal(b, 200, momentum), 200, momentum) for b in (1, 2, 4, 8, 16)]
+    assert found == sorted(found, reverse=True)
+    for b, error in zip((2, 4, 8, 16), found[1:], strict=True):
+        assert error < bands.error(bands.square_root(b, momentum), 200, momentum)
+
+
+@pytest.mark.parametrize("rounds", [50, 977])
+def test_the_least_error_is_that_of_a_search(rounds):
+    """Two bands: no c_1 does better."""
+    best = bands.error(bands.optimal(2, rounds), rounds)
+    tried = [math.hypot(1, t) * bands.error((1.0, t), rounds) for t in np.linspace(-0.9, 0.999, 400)]
+    assert min(tried) >= best * (1 - 1e-9) and min(tried) < best * 1.001
+
+
+# Samples
+
+
+def sampler(parts, q=0.05, size=240, rounds=400, seed=0):
+    return RoundSampler(lambda t: CyclicPoisson(q, parts), size, rounds, 10**6, KeyStream.known(seed, "sampling", 0))
+
+
+def drawn(sampler):
+    """[rounds, size]: who is in which sample."""
+    seen = []
+    while sampler.completed < sampler.rounds:
+        for rows in sampler:
+            chunk = sampler.pending.popleft()
+            row = torch.zeros(sampler.size, dtype=torch.long)
+            row[rows] = 1
+            seen.append(row)
+            assert chunk.epoch == 0, "one block, as long as the job runs"
+            sampler.completed += 1
+    return torch.stack(seen)
+
+
+def test_each_record_is_sampled_in_its_own_part_alone_at_the_stated_rate():
+    parts, q = 4, 0.05
+    seen = drawn(sampler(parts, q))
+    by_turn = torch.stack([seen[turn::parts].sum(0) for turn in range(parts)])
+    assert ((by_turn > 0).sum(0) == 1).all(), "over all of Lightning's epochs, which begin every 20 rounds"
+    part_of = by_turn.argmax(0)
+    assert chisquare(part_of.bincount(minlength=parts).numpy()).pvalue > 1e-3, "parts are drawn evenly"
+    assert binomtest(int(seen.sum()), seen.numel(), q).pvalue > 1e-3
+    counts = by_turn.max(0).values.double()
+    assert chisquare(counts.numpy()).pvalue > 1e-3 and counts.mean() == pytest.approx(100 * q * parts, rel=0.05)
+    own = torch.stack([seen[part_of[i] :: parts, i][:100] for i in range(240)])
+    together = int((own[part_of == 0][:-1] * own[part_of == 0][1:]).sum())
+    assert binomtest(together, 100 * (int((part_of == 0).sum()) - 1), (q * parts) ** 2).pvalue > 1e-3, "independently"
+
+
+def test_parts_are_drawn_independently():
+    """Not dealt out: how many there are in one varies as it should."""
+    sizes = [len(CyclicPoisson(0.1, 4).parted(1000, KeyStream.known(k, "sampling", 0))[0]) for k in range(400)]
+    assert np.var(sizes) == pytest.approx(1000 * 0.25 * 0.75, rel=0.3)
+
+
+def test_whole_parts_come_round_in_turn():
+    seen = drawn(sampler(4, q=0.25, rounds=12))
+    assert (seen[:4].sum(0) == 1).all() and (seen[4:8] == seen[:4]).all()
+
+
+def test_one_part_samples_as_poisson_does():
+    one, plain = drawn(sampler(1)), make_policy("poisson", 0.05, 240)
+    stream = KeyStream.known(0, "sampling", 0)
+    for row in one:
+        (rows,) = plain.samples(240, stream)
+        assert row.nonzero().flatten().tolist() == rows
+
+
+# Noise
+
+
+def test_the_noise_has_the_law_of_the_inverse():
+    """Covariance C⁻¹C⁻ᵀ over rounds, of large tensors and of small ones, which are drawn otherwise."""
+    c, rounds, d = bands.optimal(4, 12), 12, 40_000
+    noise = CorrelatedNoise(GaussianNoise(KeyStream.known(3, "noise", 0)))
+    large, small = torch.zeros(rounds, d, dtype=torch.float64), torch.zeros(rounds, 2000)
+    for t in range(rounds):
+        noise.add_to([Noisy("large", large[t], 3.0, c), Noisy("small", small[t], 0.5, c)], divisor=2.0)
+    inverse = np.linalg.inv(toeplitz(c, rounds))
+    for drawn_, sigma in ((large, 1.5), (small, 0.25)):
+        white = toeplitz(c, rounds) @ (drawn_.double().numpy() / sigma)
+        n = drawn_.shape[1]
+        squares = (white**2).sum(1)
+        assert ((chi2.ppf(1e-4, n) < squares) & (squares < chi2.ppf(1 - 1e-4, n))).all()
+        off = white @ white.T / math.sqrt(n)
+        assert np.abs(off[~np.eye(rounds, dtype=bool)]).max() < 4.5
+        assert np.cov(drawn_.double().numpy() / sigma) == pytest.approx(inverse @ inverse.T, abs=6 * 2 / math.sqrt(n))
+
+
+def test_groups_have_noise_of_their_own_and_values_independent_noise():
+    c, n = bands.square_root(3), 20_000
+    noise = CorrelatedNoise(GaussianNoise(KeyStream.known(4, "noise", 0)))
+    drawn_ = {name: torch.zeros(4, n, dtype=torch.float64) for name in "abv"}
+    for t in range(4):
+        noise.add_to([Noisy(name, drawn_[name][t], 1.0, (1.0,) if name == "v" else c) for name in "abv"])
+    every = np.concatenate([toeplitz(c, 4) @ drawn_["a"].numpy(), toeplitz(c, 4) @ drawn_["b"].numpy(), drawn_["v"]])
+    assert np.corrcoef(every) == pytest.approx(np.eye(12), abs=5 / math.sqrt(n))
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps, lambda noise: torch.save(noise, io.BytesIO())])
+def test_past_noise_is_neither_copied_nor_saved(way):
+    with pytest.raises(TypeError, match="past noise is secret"):
+        way(CorrelatedNoise(GaussianNoise()))

@@ -1,0 +1,65 @@
+"""Jobs with correlated noise, from the command line."""
+
+import json
+
+import pytest
+from mlflow import MlflowClient
+from omegaconf import OmegaConf
+
+from dpexp.accounting.claims import releases
+from dpexp.accounting.ledger import read_ledger
+from dpexp.commands.values import noise_of
+from dpexp.privacy.banded import Banded
+
+SMALL = ("model=logistic", "trainer.evaluations=0", "sampling.expected_batch_size=64")
+
+
+def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
+    output = dpexp_job(*SMALL, "noise=banded", "sampling.steps=40", "noise.momentum=0")
+    result = json.loads((output / "result.json").read_text())
+    ledger = read_ledger(output / "ledger.jsonl")
+    ((round_, count),) = ledger.rounds.items()
+    b = round_.bands
+    assert b > 1 and count == 40 and round_.sampling.parts == b and round_.sampling.policy == "cyclic_poisson"
+    assert sum(releases(ledger).values()) == -(-40 // b)
+    assert result["bands"] == list(round_.queries[0].bands) and result["epsilon"]["pld"] <= 3.0
+    assert f"noise correlated over b = {b} rounds, c = (" in (output / "card.md").read_text()
+    assert f"noise correlated over {b} rounds" in capsys.readouterr().out
+    run = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db").get_run(result["mlflow_run_id"])
+    assert run.data.params["plan.bands"] == str(b) and run.data.params["noise.bands"] == "auto"
+
+
+def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
+    output = dpexp_job(
+        *SMALL, "noise=banded", "noise.bands=3", "sampling.parts=5", "sampling.steps=12", "tracking=none",
+        "privacy.noise_multiplier=1.0", "optimizer=adam",
+    )  # fmt: skip
+    ((round_, _),) = read_ledger(output / "ledger.jsonl").rounds.items()
+    assert (round_.bands, round_.sampling.parts) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["noise=banded", "sampling=poisson"], "choose sampling=cyclic_poisson"),
+        (["noise=banded", "noise.bands=0"], "noise.bands=0 must be a whole number of at least 1, or auto"),
+        (["noise=banded", "noise.bands=99"], "at most 22 parts"),
+        (["noise=banded", "sampling.parts=2", "noise.bands=3"], "must be at most sampling.parts=2"),
+        (["noise=banded", "schedule.z=[1,2]"], "cannot be had with sampling=cyclic_poisson"),
+        (["noise=banded", "privacy.noise_multiplier=1"], "noise.bands=auto goes by the noise that a target needs"),
+        (["noise=exact", "noise.bands=2"], "noise.bands=2 is of noise=banded alone"),
+        (["sampling.parts=2"], "sampling.parts=2"),
+        (
+            ["noise=banded", "noise.bands=2", "calibrate=q", "privacy.noise_multiplier=1", "privacy.epsilon=2"],
+            "needs a q that can take any value",
+        ),
+    ],
+)
+def test_mistakes_are_a_sentence(dpexp_job, arguments, sentence):
+    with pytest.raises(SystemExit, match=sentence):
+        dpexp_job(*SMALL, *arguments)
+
+
+def test_older_configurations_say_nothing_of_bands():
+    assert noise_of(OmegaConf.create({"noise": {"kind": "gaussian"}})) == "gaussian"
+    assert noise_of(OmegaConf.create({"noise": {"kind": "banded", "bands": 4}})) == Banded(4)
