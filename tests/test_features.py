@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from dpexp.errors import ConfigError
@@ -10,7 +11,7 @@ from dpexp.training.data.features import made
 from dpexp.training.models import scattering_cnn, scattering_linear
 from dpexp.training.weights import save_weights
 
-SQUARES = 3
+SQUARES, MADE_UP = 3, 4
 
 
 class Squares:
@@ -36,14 +37,34 @@ def data(seed=0, n=10):
 def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
     by, of = Squares(), data()
     first = Features(of, by, str(tmp_path), at_once)
-    assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2) and by.asked == 10 + SQUARES
+    assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2) and by.asked == 10 + SQUARES + 2 * MADE_UP
     assert torch.equal(first.test.tensors[0], of.test.tensors[0] ** 2)
     assert first.train.tensors[1] is of.train.tensors[1]
     again = Features(data(), by, str(tmp_path), at_once)
-    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == 10 + SQUARES
+    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == 10 + SQUARES + 4 * MADE_UP
     Features(data(seed=1), by, str(tmp_path), at_once)
-    assert by.asked == 2 * (10 + SQUARES), "other records have other features"
+    assert by.asked == 2 * (10 + SQUARES) + 6 * MADE_UP, "other records have other features"
     assert not list(tmp_path.glob("tmp*"))
+
+
+def test_another_map_has_other_features(tmp_path):
+    for factor in range(1, 4):
+        features = Features(data(), lambda x, factor=factor: factor * x, str(tmp_path))
+        assert torch.equal(features.train.tensors[0], factor * data().train.tensors[0])
+    layers = [nn.Sequential(nn.Softplus(beta=1), nn.Linear(4, 4)) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1][0].beta, layers[1][0].extra_repr = 5.0, layers[0][0].extra_repr  # says of itself what the other says
+    made = [Features(data(), one, str(tmp_path)).train.tensors[0] for one in layers]
+    assert str(layers[0]) == str(layers[1]) and not torch.equal(*made)
+
+
+def test_a_file_that_holds_something_else_is_made_again(tmp_path):
+    features = Features(data(), Squares(), str(tmp_path))
+    for content in ({"other": torch.zeros(2)}, {"features": torch.zeros(2, 4)}):
+        for path in tmp_path.iterdir():
+            save_file(content, path)
+        again = Features(data(), Squares(), str(tmp_path))
+        assert torch.equal(again.train.tensors[0], features.train.tensors[0])
 
 
 def test_a_file_that_was_cut_short_is_made_again(tmp_path):

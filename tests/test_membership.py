@@ -218,6 +218,12 @@ def test_what_has_no_canaries_is_refused(test, message):
         mislabelled(Of(test), 300, 0)
 
 
+@pytest.mark.parametrize("label", [-1, 10])
+def test_labels_of_no_class_are_refused(label):
+    with pytest.raises(ConfigError, match=r"data\.classes=10: the test set has the labels"):
+        mislabelled(Of([(torch.zeros(4), label if k == 50 else k % 2) for k in range(100)]), 300, 0, 10)
+
+
 def test_more_canaries_than_places_are_refused():
     data = Of([(torch.zeros(4), k % 2) for k in range(100)], train=50)
     put_into(data, mislabelled(data, 100, 0), [True] * 100, plan_of(sampling="fixed_size", n=50))

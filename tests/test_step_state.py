@@ -377,12 +377,20 @@ def test_a_checkpoint_saved_on_the_way_out_holds_no_record(tmp_path, how, physic
     assert (torch.load(tmp_path / "c.ckpt", weights_only=False)["state_dict"]["last"] == 0).all()
 
 
-def test_a_step_ends_no_job_for_one_record(tmp_path):
+class Speechless(ValueError):
+    def __str__(self):
+        raise SystemExit(3)
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("error", [SystemExit, Speechless, GeneratorExit])
+def test_a_step_ends_no_job_for_one_record(tmp_path, error):
     class Leaving(Model):
         def training_step(self, batch, batch_idx):
             x, y = batch
             if x.detach().abs().max() > 100:
-                raise SystemExit(3)
+                raise error(3)
             return F.cross_entropy(self.net(x), y)
 
     def release(records):

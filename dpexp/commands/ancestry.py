@@ -4,7 +4,8 @@ import hashlib
 import json
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ def refuse_telling(cfg: DictConfig) -> None:
         ConfigError: a file's weights come, perhaps by way of others, from a training on this job's records without
             privacy.
     """
-    for path in _begun_from(cfg):
-        if data_fingerprint(cfg) in _tells_of(about(path)):
+    for said in _begun_from(cfg):
+        if data_fingerprint(cfg) in _tells_of(said):
             raise ConfigError(
-                f"the weights {path} come from a training without privacy on the records of this job's data.module, "
-                "which would be told by them; begin from public data, or from a private job (whose ε is spent besides)."
+                f"the weights {said['path']} come from a training without privacy on the records of this job's "
+                "data.module, which would be told by them; begin from public data, or from a private job (whose ε is "
+                "spent besides)."
             )
     for spent in spent_before(cfg):
         warnings.warn(f"the weights that training begins from were trained on the same records, at {spent}, besides")
@@ -43,15 +45,14 @@ def refuse_telling(cfg: DictConfig) -> None:
 
 def spent_before(cfg: DictConfig) -> list[str]:
     """(ε, δ) of the private trainings on the same records from which the weights come that a job begins from."""
-    own, found = data_fingerprint(cfg), set()
-    for path in _begun_from(cfg):
-        found |= {one for one in _spent(about(path)) if one.startswith(own)} if path.exists() else set()
+    own = data_fingerprint(cfg)
+    found = {one for said in _begun_from(cfg) for one in _spent(said) if one.startswith(own)}
     return [f"ε = {epsilon}, δ = {delta}" for _, epsilon, delta, _ in (one.split("/") for one in sorted(found))]
 
 
 def heading(cfg: DictConfig) -> dict[str, str]:
     """What the head of a job's own file of weights says of records."""
-    before = [about(path) for path in _begun_from(cfg) if path.exists()]
+    before = [*_begun_from(cfg)]
     tells_of = sorted({one for said in before for one in _tells_of(said)})
     spent = sorted({one for said in before for one in _spent(said)})
     own = {"data": data_fingerprint(cfg), "job": secrets.token_hex(8)}
@@ -67,10 +68,21 @@ def data_fingerprint(cfg: DictConfig) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _begun_from(cfg: DictConfig) -> list[Path]:
-    """Files of weights: of the model, and of what makes its data's features."""
-    given = weights_of(cfg), OmegaConf.select(cfg, "data.module.by.weights")
-    return [Path(str(path)).expanduser() for path in given if path is not None and path is not ITS_OWN]
+def _begun_from(cfg: DictConfig) -> Iterator[dict[str, str]]:
+    """What is said by the heads of the files of weights that model and data are made from, wherever they are named."""
+    for text in {*_texts([OmegaConf.to_container(part, resolve=True) for part in (cfg.model, cfg.data.module)])}:
+        path = Path(text).expanduser()
+        with suppress(ConfigError, OSError, ValueError):
+            if path.is_file():
+                yield {"path": text} | about(path)
+
+
+def _texts(thing: Any) -> Iterator[str]:
+    if isinstance(thing, str):
+        yield thing
+    elif isinstance(thing, dict | list):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            yield from _texts(part)
 
 
 def _tells_of(said: Mapping[str, str]) -> set[str]:

@@ -46,7 +46,7 @@ def canaries_of(cfg: DictConfig) -> list[Canary]:
     ConfigError: the data have no records that could be canaries.
     """
     pl.seed_everything(cfg.seed, verbose=False)
-    return mislabelled(make("data.module", cfg.data.module), cfg.audit.canaries_count, cfg.seed)
+    return mislabelled(make("data.module", cfg.data.module), cfg.audit.canaries_count, cfg.seed, cfg.data.classes)
 
 
 def attacked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[Membership, Figure]:

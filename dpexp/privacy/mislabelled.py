@@ -28,12 +28,15 @@ class Canary(NamedTuple):
     right: Any
 
 
-def mislabelled(data: pl.LightningDataModule, count: int, seed: int) -> list[Canary]:
+def mislabelled(data: pl.LightningDataModule, count: int, seed: int, classes: int | None = None) -> list[Canary]:
     """At most so many records of the test set, each with another label than its own, of those that the others have.
     Which records, and which labels, follows from the seed: both are public.
 
+    Args:
+        classes: how many there are said to be.
+
     Raises:
-        ConfigError: there are no records with labels, or too few.
+        ConfigError: there are no records with labels, or too few, or a label is of no class.
     """
     choice = np.random.default_rng(seed)
     try:
@@ -50,11 +53,13 @@ def mislabelled(data: pl.LightningDataModule, count: int, seed: int) -> list[Can
             "nothing."
         )
     labels = [_label(item) for item in items]
-    classes = sorted(set(labels))
-    if len(classes) < 2:
+    found = sorted(set(labels))
+    if classes is not None and not 0 <= found[0] <= found[-1] < classes:
+        raise ConfigError(f"data.classes={classes}: the test set has the labels {found[0]} to {found[-1]}.")
+    if len(found) < 2:
         raise ConfigError(f"{_WHO} needs records of several classes; all that were chosen have the label {labels[0]}.")
     return [
-        Canary(_relabelled(item, int(choice.choice([other for other in classes if other != label]))), item)
+        Canary(_relabelled(item, int(choice.choice([other for other in found if other != label]))), item)
         for item, label in zip(items, labels, strict=True)
     ]
 

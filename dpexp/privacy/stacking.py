@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import default_collate
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, words_of
 from dpexp.privacy.batches import flattened
 
 
@@ -40,10 +40,7 @@ class Failed:
         """
         if isinstance(error, KeyboardInterrupt):
             raise error
-        try:
-            said = str(error)
-        except BaseException:
-            said = "it does not say why"
+        said = words_of(error)
         return cls(ConfigError(said) if type(error) is ConfigError else RuntimeError(f"{type(error).__name__}: {said}"))
 
     def to(self, device: torch.device) -> "Failed":

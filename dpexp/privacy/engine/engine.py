@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.errors import ConfigError, RecordError
+from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.correlated import CorrelatedNoise, Noisy
 from dpexp.privacy.engine.branches import Differ
@@ -156,7 +156,8 @@ class Engine:
         self._failed, self._reason_of_failure = self._failed + count, reason
         if "failure" not in self._said:
             self._said.add("failure")
-            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {reason!r}")
+            said = f"{type(reason).__name__}: {words_of(reason)}"
+            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {said}")
         if self._failed >= _ENOUGH and self._processes.alone:
             self.finish()
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 import dpexp
+from dpexp.errors import words_of
 
 
 def why(error: BaseException) -> str:
     """The line of code, outside of PyTorch, in which an error arose, what it says, and what to write there."""
-    said = (str(error) or type(error).__name__).splitlines()[0]
+    said = (words_of(error) or type(error).__name__).splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.endswith(_CHECKPOINT) for frame in frames):
         said = f"checkpointing: {said}"

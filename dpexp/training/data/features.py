@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import cast
 
 import pytorch_lightning as pl
@@ -18,6 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 from dpexp.errors import ConfigError
 from dpexp.training.data.tensors import TensorData
 from dpexp.training.weights import load_weights
+
+_MADE_UP = 4
 
 
 class Features(TensorData):
@@ -64,12 +67,13 @@ def _in_memory(of: pl.LightningDataModule, part: str) -> tuple[Tensor, Tensor]:
 
 def kept(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) -> Tensor:
     """The features of x, from their file if there is one, and otherwise into it."""
-    name = hashlib.sha256(str(by).encode() + bytes(str(x.shape), "ascii") + x.numpy().tobytes()).hexdigest()[:32]
-    path = folder / f"{name}.safetensors"
-    with contextlib.suppress(OSError, SafetensorError):
-        return load_file(path)["features"]
+    path = folder / f"{_name(x, by)}.safetensors"
+    with contextlib.suppress(OSError, SafetensorError, KeyError):
+        found = load_file(path)["features"]
+        if len(found) == len(x):
+            return found
     features = made(x, by, at_once)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(dir=folder)
     os.close(descriptor)
     try:
@@ -79,6 +83,17 @@ def kept(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) 
         os.unlink(unfinished)
         raise
     return features
+
+
+def _name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
+    """Of the records, and of the map: what it is called, and what it makes of a few made-up records."""
+    kind = by if isinstance(by, type | FunctionType) else type(by)
+    called = f"{kind.__module__}.{kind.__qualname__}" + (str(by) if type(by).__str__ is not object.__str__ else "")
+    made_up = torch.randn(_MADE_UP, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    known = hashlib.sha256(f"{called} {x.dtype} {tuple(x.shape)}".encode())
+    for tensor in (x, made(made_up, by)):
+        known.update(tensor.contiguous().numpy().tobytes())
+    return known.hexdigest()[:32]
 
 
 def made(x: Tensor, by: Callable[[Tensor], Tensor], at_once: int = 1) -> Tensor:
