@@ -578,6 +578,24 @@ def test_losses_of_records_on_their_own_are_not_mistaken_for_such(tmp_path, modu
         assert released.norm() > 1e-3, "they train"
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bool, torch.int64])
+@pytest.mark.parametrize("padded", [True, False])
+def test_masks_are_not_mistaken_for_company(tmp_path, kind, padded):
+    """And no record decides whether they are."""
+
+    class Masked(Model):
+        def training_step(self, batch, batch_idx):
+            x, mask = batch
+            each = self.net(x).square().mean(-1)
+            return (each * mask).sum() / mask.sum()
+
+    mask = torch.ones(6, 5, dtype=torch.float32)
+    mask[0, 3:] = 0 if padded else 1
+    records = [(x, m) for x, m in zip(torch.randn(6, 5, 4).double(), mask.to(kind), strict=True)]
+    (released,), _ = trained(tmp_path, Masked(), records)
+    assert released.norm() > 0
+
+
 def test_large_inputs_are_not_mistaken_for_company(tmp_path):
     net = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, CLASSES))
     module = Model(net).float()

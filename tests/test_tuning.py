@@ -137,7 +137,7 @@ def test_so_are_those_that_came_from_them(dpexp_job):
         dpexp_job(*FAST, *BACKBONE, f"+data.module.by.weights={after / 'weights.safetensors'}")
     (renamed := after / "other.st").write_bytes((after / "weights.safetensors").read_bytes())
     with pytest.raises(SystemExit, match=TELLING):
-        dpexp_job(*FAST, f"+model.more={{of: [{renamed}]}}")
+        dpexp_job(*FAST, *BACKBONE, f"+data.module.by.weights={renamed}")
 
 
 def test_what_private_trainings_on_the_same_records_spent_is_said(dpexp_job):

@@ -39,22 +39,22 @@ def refuse_telling(cfg: DictConfig) -> None:
                 "data.module, which would be told by them; begin from public data, or from a private job (whose ε is "
                 "spent besides)."
             )
-    for spent in spent_before(cfg):
+    for spent in spent_before(heading(cfg)):
         warnings.warn(f"the weights that training begins from were trained on the same records, at {spent}, besides")
 
 
-def spent_before(cfg: DictConfig) -> list[str]:
+def spent_before(origin: Mapping[str, str]) -> list[str]:
     """(ε, δ) of the private trainings on the same records from which the weights come that a job begins from."""
-    own = data_fingerprint(cfg)
-    found = {one for said in _begun_from(cfg) for one in _spent(said) if one.startswith(own)}
-    return [f"ε = {epsilon}, δ = {delta}" for _, epsilon, delta, _ in (one.split("/") for one in sorted(found))]
+    before = (one.split("/") for one in origin["spent"].split())
+    return [f"ε = {epsilon}, δ = {delta}" for data, epsilon, delta, _ in before if data == origin["data"]]
 
 
 def heading(cfg: DictConfig) -> dict[str, str]:
-    """What the head of a job's own file of weights says of records."""
+    """What the head of a job's own file of weights is to say of records; from the files that it begins from, which may
+    be others when it ends."""
     before = [*_begun_from(cfg)]
     tells_of = sorted({one for said in before for one in _tells_of(said)})
-    spent = sorted({one for said in before for one in _spent(said)})
+    spent = sorted({one for said in before for one in _spent(said) if one.count("/") == 3})
     own = {"data": data_fingerprint(cfg), "job": secrets.token_hex(8)}
     return own | {"tells_of": " ".join(tells_of), "spent": " ".join(spent)}
 

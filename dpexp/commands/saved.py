@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from dpexp.commands.ancestry import heading, spent_before
+from dpexp.commands.ancestry import spent_before
 from dpexp.commands.building import module_of
 from dpexp.commands.values import check
 from dpexp.config import tracking_uri
@@ -35,8 +35,12 @@ def keep(
     result: dict[str, Any],
     output: Path,
     run_id: str | None,
+    origin: dict[str, str],
 ) -> dict[str, str]:
     """Writes weights, card, and for a run of MLflow's also its own form of the model, into the job's folder.
+
+    Args:
+        origin: see `ancestry.heading`.
 
     Returns:
         What tells the model from others in a registry.
@@ -50,13 +54,13 @@ def keep(
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
-    save_weights(model, output / WEIGHTS, about | heading(cfg))
+    save_weights(model, output / WEIGHTS, about | origin)
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
     lost = no_tensors(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, no tensors: a model made from it begins anew there")
-    text = card(names, result, plan, run_id or str(output), lost, spent_before(cfg))
+    text = card(names, result, plan, run_id or str(output), lost, spent_before(origin))
     (output / CARD).write_text(text)
     if run_id is None:
         return about

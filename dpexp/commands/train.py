@@ -20,6 +20,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
 from dpexp.accounting.risk import risk
 from dpexp.commands import processes, trial
+from dpexp.commands.ancestry import heading
 from dpexp.commands.building import (
     accountants,
     add_scheduler,
@@ -90,7 +91,7 @@ def _accompany(cfg: DictConfig) -> None:
         return
     output, cfg.checkpoint.resume = said
     processes.use_threads(cfg)
-    module, data, _, trainer = _job(cfg, output, plan_for)
+    module, data, _, trainer, _ = _job(cfg, output, plan_for)
     _fit(cfg, module, data, trainer, output)
     _tested(module, data, trainer)
 
@@ -150,6 +151,7 @@ class _Job(NamedTuple):
     data: pl.LightningDataModule
     plan: PrivacyPlan | None
     trainer: pl.Trainer
+    origin: dict[str, str]
 
 
 def _job(
@@ -175,7 +177,7 @@ def _job(
     callback = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, callback, output)
     check_objective(cfg, module, trainer)
-    return _Job(module, data, plan, trainer)
+    return _Job(module, data, plan, trainer, heading(cfg))
 
 
 def check_trial(cfg: DictConfig) -> None:
@@ -226,7 +228,7 @@ def _shown(cfg: DictConfig) -> DictConfig:
 
 
 def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None") -> dict[str, Any]:
-    module, data, plan, trainer = job
+    module, data, plan, trainer, origin = job
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
@@ -253,7 +255,7 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         _draw_signals(released[0].signals, output)
     result |= _prepared(module, plan, output)
     try:
-        about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None)
+        about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None, origin)
     except Exception as error:  # of a model that cannot be written: what was spent and measured is not lost with it
         warnings.warn(f"the model could not be kept: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     else:

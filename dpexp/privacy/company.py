@@ -5,7 +5,7 @@ break privacy. They would train on nothing, or on something else, and spend ε o
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,31 +47,58 @@ def refuse_company(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.dim() < 2 or leaf.shape[1] != 1 or len(leaf) < 2 for leaf in tensors):
         return
-    made_up = [_made_up(leaf[:2, 0]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    pair = tree_unflatten(made_up, structure)
     modes = {layer: layer.training for layer in module.modules()}
+    refused: ConfigError | None = None
     try:
-        for training in (False, True):
-            for layer, mode in modes.items():
-                layer.training = mode and training
-            state = State(module, around)
-            for seed in range(_TRIES):
-                runs = {which: _run(module, loss_of, pair, which, seed, device, state) for which in _WHICH}
-                losses = [runs[which].loss for which in _WHICH]
-                interaction = losses[0] - losses[1] - losses[2] + losses[3]
-                judged = not (training and any(run.random for run in runs.values()))
-                if judged and abs(interaction) > _tolerance(module) * max(map(abs, losses)):
-                    raise ConfigError(_sentence(module, runs[_WHICH[0]], runs[_WHICH[1]]))
+        for pair in _pairs(leaves):
+            moved, mixing = _mixing(module, loss_of, tree_unflatten(pair, structure), device, around, modes)
+            if moved and mixing is None:
+                return
+            refused = refused or mixing
     except _Incomputable:  # for two, so that it does not rely on company
-        pass
+        return
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+    if refused:
+        raise refused
 
 
-def _made_up(x: Tensor) -> Tensor:
+def _pairs(leaves: list[Any]) -> Iterator[list[Any]]:
+    """Two records of random numbers; and, where several tensors could be masks, with each of them once all ones."""
+    several = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    for masks in (set[int](), *({k} for k in several if len(several) > 1 and leaves[k][0].numel() > 1)):
+        yield [_made_up(leaf[:2, 0], k in masks) if isinstance(leaf, Tensor) else leaf for k, leaf in enumerate(leaves)]
+
+
+def _mixing(
+    module: nn.Module,
+    loss_of: Callable[[Any], Tensor],
+    pair: Any,
+    device: torch.device,
+    around: Surroundings,
+    modes: dict[nn.Module, bool],
+) -> tuple[bool, ConfigError | None]:
+    """Whether what is disturbed changes the loss; and which module mixes the two, if one does."""
+    moved = False
+    for training in (False, True):
+        for layer, mode in modes.items():
+            layer.training = mode and training
+        state = State(module, around)
+        for seed in range(_TRIES):
+            runs = {which: _run(module, loss_of, pair, which, seed, device, state) for which in _WHICH}
+            losses = [runs[which].loss for which in _WHICH]
+            moved = moved or losses[0] != losses[1]
+            interaction = losses[0] - losses[1] - losses[2] + losses[3]
+            judged = not (training and any(run.random for run in runs.values()))
+            if judged and abs(interaction) > _tolerance(module) * max(map(abs, losses)):
+                return moved, ConfigError(_sentence(module, runs[_WHICH[0]], runs[_WHICH[1]]))
+    return moved, None
+
+
+def _made_up(x: Tensor, mask: bool = False) -> Tensor:
     """Numbers of that type and shape: normal ones; whole ones that are labels, indices and masks of most models."""
-    if not (x.is_floating_point() or x.is_complex()):
+    if mask or not (x.is_floating_point() or x.is_complex()):
         return torch.ones_like(x)
     normal = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return normal.to(x.device, x.dtype).requires_grad_(x.requires_grad)
