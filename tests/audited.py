@@ -19,6 +19,7 @@ from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.engine import clipping, engine
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.sampling import CyclicPoisson
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.synthetic import Synthetic
 
@@ -209,6 +210,21 @@ def alpha_forgotten_in_the_noise(patch):
 def twice_the_rate(patch):
     independent = sampling._independent
     patch.setattr(sampling, "_independent", lambda q, *rest: independent(min(1.0, 2 * q), *rest))
+
+
+def all_records_in_each_part(patch):
+    patch.setattr(CyclicPoisson, "parted", lambda self, size, stream: [range(size)] * self.parts)
+
+
+def a_parts_rounds_in_a_row(patch):
+    parted = CyclicPoisson.parted
+
+    class InARow(list):
+        def __getitem__(self, k):
+            self.asked = getattr(self, "asked", -1) + 1
+            return super().__getitem__(self.asked // len(self) % len(self))
+
+    patch.setattr(CyclicPoisson, "parted", lambda self, size, stream: InARow(parted(self, size, stream)))
 
 
 def a_round_that_no_ledger_tells_of(patch):

@@ -90,6 +90,8 @@ CAUGHT = [
     (audited.half_the_noise, RELEASED["metrics"]),
     (audited.a_forgotten_column_norm, audited.WHOLE),
     (audited.twice_the_rate, SAMPLINGS["cyclic_poisson"]),
+    (audited.all_records_in_each_part, audited.WHOLE),
+    (audited.a_parts_rounds_in_a_row, audited.WHOLE),
     (audited.the_same_noise_each_round, audited.WHOLE),
     (audited.half_the_noise, RELEASED["adaptive, joint"]),
 ]  # fmt: skip

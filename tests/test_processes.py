@@ -11,6 +11,8 @@ from pytorch_lightning.strategies import DDPStrategy
 from several import ROUNDS, N, Net, all_of, layers, mistaken, start
 from torch import distributed as dist
 from torch.distributed import _functional_collectives, nn  # noqa: F401
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import dpexp
@@ -212,6 +214,9 @@ EXCHANGES = {
     "a group by its name": lambda group, store: torch.ops._c10d_functional.all_reduce(
         torch.zeros(1), "sum", group.group_name
     ),
+    "DTensor": lambda group, store: DTensor.from_local(
+        torch.zeros(2), DeviceMesh.from_group(group, "cpu"), [Shard(0)], run_check=False
+    ).full_tensor(),
     "a kept store": lambda group, store: store.set("key", "value"),
     "a store of its own": lambda group, store: dist.HashStore().set("key", "value"),
 }
@@ -228,6 +233,20 @@ def test_a_step_finds_no_other_process(tmp_path, way):
             assert not dist.is_initialized()
             EXCHANGES[way](group, store)
         EXCHANGES[way](group, store)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_method_that_was_bound_before_is_found_out(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meet"), 1), rank=0, world_size=1)
+    group = dist.group.WORLD
+    kept = [group.allreduce, group._get_backend(torch.device("cpu")).allreduce]
+    try:
+        for exchange in kept:
+            with pytest.raises(ConfigError, match="exchanges something"), nothing_collected():
+                exchange([torch.zeros(1)]).wait()
+        with nothing_collected():
+            pass
     finally:
         dist.destroy_process_group()
 

@@ -14,7 +14,6 @@ been sampled, as where samples come round, looks at these rounds alone (see `mat
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -96,6 +95,8 @@ class Canaries(pl.Callback):
             )
         self._stream, self._coordinates = stream, self.count + blanks
         self._matched: list[Matched] = []
+        self._places: NDArray[np.int64] | None = None  # among the records
+        self._last: tuple[Sequence[int], NDArray[np.bool_]] | None = None
         self._replace_step(module)
 
     def put_into(self, data: pl.LightningDataModule) -> None:
@@ -141,8 +142,8 @@ class Canaries(pl.Callback):
         """Reads the released averages."""
         now = _now(trainer)
         if not self._matched:
-            turn = self._turn(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
-            self._matched = [Matched(turn, self._turns) for _ in self._tables]
+            self._matched = [Matched(self._coordinates) for _ in self._tables]
+        there = self._there(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
         difference = 1.0 if self.absent is None else 1.0 - self.absent
         for g, group in self._groups(now):
             weight = now.sampling.event(now.n, 0).rate * difference * group.S / group.sigma
@@ -150,18 +151,20 @@ class Canaries(pl.Callback):
             for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
                 numbers = _numbers(table)[: self._coordinates]
                 sums += (-1) ** j * numbers * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
-            self._matched[g].add(self._round, sums / group.sigma, weight, self._sign(g), group.bands)
+            self._matched[g].add(self._round, sums / group.sigma, weight, self._sign(g), group.bands, there)
         self._round += 1
 
-    def _turn(self, sampler: RoundSampler) -> NDArray[np.int64]:
-        """Which part each canary is in. Those that are included are the last records; the others, and coordinates
-        without one, are as if they were somewhere."""
-        turn = (self._stream.words(self._coordinates) % self._turns).numpy()
-        there = [k for k, included in enumerate(self.included) if included or self.absent is not None]
-        for part, records in enumerate(sampler.turns):
-            for record in records[bisect_left(records, sampler.size - len(there)) :]:
-                turn[there[record - sampler.size]] = part
-        return turn
+    def _there(self, sampler: RoundSampler) -> NDArray[np.bool_]:
+        """Whether each canary might have been in the round: in what was sampled from, whatever that should have been.
+        Those that are included are the last records; the others, and coordinates without one, are as others are."""
+        if self._places is None:
+            self._places = (self._stream.words(self._coordinates) % sampler.size).numpy()
+            included = [k for k, included in enumerate(self.included) if included or self.absent is not None]
+            self._places[included] = np.arange(sampler.size - len(included), sampler.size)
+        part = sampler.sampled_from[self._round]
+        if self._last is None or self._last[0] is not part:
+            self._last = part, np.isin(self._places, np.asarray(part, dtype=np.int64))
+        return self._last[1]
 
     def _groups(self, now: PrivacyPlan) -> Iterator[tuple[int, Group]]:
         """Those that a round releases, with their places in the plan."""

@@ -174,6 +174,7 @@ class RoundSampler(Sampler[list[Any]]):
         self.dealing = dealing or KeyStream()
         self.completed = 0
         self.turns: list[Sequence[int]] = []  # whose it is, one after the other; drawn before the first round
+        self.sampled_from: dict[int, Sequence[int]] = {}  # in each round, for those who look for canaries
         self._first = 0  # this job's
         self.pending: deque[Chunk] = deque()
 
@@ -189,12 +190,11 @@ class RoundSampler(Sampler[list[Any]]):
             if not samples:
                 samples.extend(policy.samples(len(part), self.stream))
                 began = self._first if policy.in_blocks else t
-            rows = [part[k] for k in samples.popleft()]
+            rows, self.sampled_from[t] = [part[k] for k in samples.popleft()], part
             digest = 0 if self.processes.alone else digest_of_rows(rows)
-            parts = self._parts(rows)
-            for k, part in enumerate(parts):
-                pending.append(Chunk(k == 0, k == len(parts) - 1, began, digest))
-                yield part
+            for k, chunk in enumerate(chunks := self._parts(rows)):
+                pending.append(Chunk(k == 0, k == len(chunks) - 1, began, digest))
+                yield chunk
 
     def _parts(self, rows: list[int]) -> list[list[Any]]:
         """At least one. Records of several examples are sorted by how many these are: equally large ones are processed

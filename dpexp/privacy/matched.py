@@ -1,9 +1,10 @@
-"""What an attacker makes of the releases that canaries are in, where noise is correlated and each record has its turn.
+"""What an attacker makes of the releases that canaries are in, where noise is correlated and records are not in any
+round.
 
 A canary that is in round t adds c_i times as much to row t+i of C(X/σ̃), i < b, whose noise is independent, standard
-normal and, for different rounds of its turn, another's. So Σ_i c_i (C(X/σ̃))_{t+i} is all that there is to know of it,
-and these, weighted by how much it may add, are added up over the rounds of its turn. With one band and one part, that
-is the sum over rounds.
+normal and, for rounds at least b apart, another's. So Σ_i c_i (C(X/σ̃))_{t+i} is all that there is to know of it, and
+these, weighted by how much it may add, are added up over the rounds in which it might have been. With one band and one
+part, that is the sum over rounds.
 """
 
 import numpy as np
@@ -17,33 +18,35 @@ PARITIES = 2  # of a record's turns, of which what is released is kept apart
 class Matched:
     """Of one group's releases in D coordinates.
 
-    Args:
-        turn: [D], the part of the canary in each; parts: how many there are.
-
     Attributes:
         sums, expected: [PARITIES, D], what was found, and what an included canary adds to it on average.
     """
 
-    def __init__(self, turn: NDArray[np.int64], parts: int) -> None:
-        self._turn, self._parts = turn, parts
+    def __init__(self, coordinates: int) -> None:
         self._released: dict[int, Array] = {}
-        self._weights: dict[int, float] = {}
-        self.sums, self.expected = np.zeros((2, PARITIES, len(turn)))
+        self._rounds: dict[int, tuple[float, NDArray[np.bool_], NDArray[np.int64]]] = {}
+        self._turns = np.zeros(coordinates, dtype=np.int64)
+        self.sums, self.expected = np.zeros((2, PARITIES, coordinates))
 
-    def add(self, t: int, released: Array, weight: float, sign: int, bands: tuple[float, ...]) -> None:
+    def add(
+        self, t: int, released: Array, weight: float, sign: int, bands: tuple[float, ...], there: NDArray[np.bool_]
+    ) -> None:
         """Takes round t.
 
         Args:
             released: [D], in units of σ̃; weight: what an included canary adds to it on average, but for its sign.
+            there: [D], whether the canary might have been in the round.
         """
-        self._released[t], self._weights[t] = released, sign * weight
+        self._released[t], self._rounds[t] = released, (sign * weight, there, self._turns % PARITIES)
+        self._turns = self._turns + there
         row = sum(c * self._released[t - i] for i, c in enumerate(bands) if t - i in self._released)
-        since = (t - self._turn) % self._parts
-        for i, c in enumerate(bands[: self._parts]):
-            if t - i not in self._weights:
+        for i, c in enumerate(bands):
+            if t - i not in self._rounds:
                 continue
-            those = since == i
-            parity = (t - i) // self._parts % PARITIES
-            self.sums[parity, those] += self._weights[t - i] * c * np.broadcast_to(row, those.shape)[those]
-            self.expected[parity, those] += (self._weights[t - i] * c) ** 2
-        self._released.pop(t - len(bands) + 1, None)
+            adds, those, parity = self._rounds[t - i]
+            for p in range(PARITIES):
+                own = those & (parity == p)
+                self.sums[p, own] += adds * c * np.broadcast_to(row, own.shape)[own]
+                self.expected[p, own] += (adds * c) ** 2
+        for past in (self._released, self._rounds):
+            past.pop(t - len(bands) + 1, None)

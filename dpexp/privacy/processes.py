@@ -333,7 +333,7 @@ def nothing_collected() -> Iterator[None]:
         yield
         return
     world = dist.distributed_c10d._world
-    before = world.default_pg
+    before, exchanged = world.default_pg, _exchanged()
     world.default_pg = None
     tried: list[ConfigError] = []
     exchanges = [(kind, name, function) for kind in _channels() for name, function in _exchanging(kind)]
@@ -347,9 +347,17 @@ def nothing_collected() -> Iterator[None]:
             setattr(kind, name, function)
         if tried:
             raise tried[0]
+        if _exchanged() != exchanged:  # by ways that go past all that
+            raise ConfigError(EXCHANGES.format(name="a collective"))
 
 
 _TELLS_NOTHING = {"rank", "size", "name"}
+
+
+def _exchanged() -> dict[Any, int]:
+    """How many collectives each group has carried out."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return {group: group._get_sequence_number_for_group() for group in groups}
 
 
 def _channels() -> Iterator[type]:
