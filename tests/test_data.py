@@ -12,6 +12,7 @@ import torch
 
 from dpexp.errors import ConfigError
 from dpexp.training.data import Cifar10, Digits, Mnist, Synthetic
+from dpexp.training.data.adult import COLUMNS, FEATURES, read_adult
 from dpexp.training.data.files import standard_file
 from dpexp.training.data.idx import read_idx
 from dpexp.training.data.tensors import dealt_out
@@ -100,3 +101,18 @@ def test_records_are_dealt_out_among_users_who_all_have_some(count, users):
     users_of = dealt_out(count, users)
     assert len(users_of) == count and set(users_of.tolist()) == {*range(min(users, count))}
     assert torch.equal(users_of, dealt_out(count, users))
+
+
+def test_adults_records_are_numbers_and_names(tmp_path):
+    (tmp_path / "adult.test").write_text(
+        "|1x3 Cross validator\n"
+        "25, Private, 226802, 11th, 7, Never-married, Sales, Own-child, Black, Male, 0, 0, 40, Cuba, <=50K.\n"
+        "50, ?, 100000, HS-grad, 16, Divorced, ?, Wife, White, Female, 99999, 0, 10, ?, >50K\n\n"
+    )
+    x, y = read_adult(tmp_path / "adult.test")
+    assert x.shape == (2, FEATURES) == (2, 105) and y.tolist() == [0, 1]
+    names = [(c, value) for c, values in COLUMNS.items() for value in (values if isinstance(values, tuple) else [""])]
+    first, second = ({names[k]: float(row[k]) for k in row.nonzero().flatten().tolist()} for row in x)
+    assert first[("age", "")] == 0.25 and first[("education-num", "")] == 7 / 16
+    assert {("workclass", "Private"), ("native-country", "Cuba"), ("sex", "Male")} <= {*first} and len(first) == 12
+    assert not {column for column, _ in second} & {"workclass", "occupation", "native-country"}, "missing"

@@ -1,5 +1,6 @@
 """Data sets as LightningDataModules. Their normalisation constants are published ones, never computed here."""
 
+from dpexp.training.data.adult import Adult
 from dpexp.training.data.cifar10 import Cifar10
 from dpexp.training.data.digits import Digits
 from dpexp.training.data.features import Backbone, Features, Scattering
@@ -9,6 +10,6 @@ from dpexp.training.data.synthetic import Synthetic
 from dpexp.training.data.tensors import TensorData
 
 __all__ = [
-    "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "Mnist", "Scattering", "Shakespeare", "Synthetic",
-    "TensorData",
+    "Adult", "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "Mnist", "Scattering", "Shakespeare",
+    "Synthetic", "TensorData",
 ]  # fmt: skip
