@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from zoo.text import classified, of
 
 import dpexp
-from dpexp.errors import ConfigError
+from dpexp.errors import RecordError
 from dpexp.privacy import bounds
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
@@ -138,7 +138,7 @@ def test_a_batch_by_name_is_trained_with_the_models_own_loss():
     assert measured["test_loss"] == model(**batch).loss
     assert measured["test_accuracy"] == (model(**batch).logits.argmax(1) == batch["labels"]).float().mean()
     del batch["labels"]
-    with pytest.raises(ConfigError, match=r"input_ids, attention_mask, of which \w+ computes no loss"):
+    with pytest.raises(RecordError, match=r"input_ids, attention_mask, of which \w+ computes no loss"):
         module.training_step(batch)
 
 

@@ -35,8 +35,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import TensorDataset
-
 from dpexp.accounting.ledger.units import unit
 from dpexp.errors import ConfigError
 
@@ -218,6 +216,8 @@ class User(Record):
 
     def units(self, dataset: Any) -> Units:
         if self.by is None:
+            from torch.utils.data import TensorDataset  # slow, and of no use before there are data
+
             if isinstance(dataset, TensorDataset):
                 raise ConfigError(
                     "record.by=null takes a data set that has for each index a list of a user's examples; a "
