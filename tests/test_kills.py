@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,6 +28,7 @@ def test_no_kill_leaves_a_ledger_with_fewer_rounds_than_were_released():
     assert re.search(r"20 kills, [1-9]\d* of them of resumed runs", printed)
 
 
+@pytest.mark.whole
 def test_a_writer_that_wrote_after_the_release_would_be_found_out():
     status, surplus, printed = kills("8", "late")
     assert status == 1 and min(surplus) < 0, printed

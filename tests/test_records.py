@@ -339,3 +339,9 @@ def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
 
     client = MlflowClient(f"sqlite:///{output.parent.parent}/mlflow.db")
     assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.unit"] == unit
+
+
+def test_a_data_set_of_tensors_has_no_lists_of_examples():
+    data = TensorDataset(torch.zeros(6, 2), torch.zeros(6))
+    with pytest.raises(ConfigError, match=r"record\.by=null takes a data set .* a TensorDataset has tensors"):
+        User(2, None).units(data)
