@@ -71,9 +71,8 @@ def data_fingerprint(cfg: DictConfig) -> str:
 def _begun_from(cfg: DictConfig) -> Iterator[dict[str, str]]:
     """What is said by the heads of the files of weights that model and data are made from, wherever they are named."""
     for text in {*_texts([OmegaConf.to_container(part, resolve=True) for part in (cfg.model, cfg.data.module)])}:
-        path = Path(text).expanduser()
-        with suppress(ConfigError, OSError, ValueError):
-            if path.is_file():
+        with suppress(ConfigError, OSError, ValueError, RuntimeError):  # of texts that name no file
+            if (path := Path(text).expanduser()).is_file():
                 yield {"path": text} | about(path)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_unflatten
 
-from dpexp.errors import RecordError
+from dpexp.errors import RecordError, words_of
 from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.behind import nothing_behind_vmap
 from dpexp.privacy.engine.branches import Asked, Restart
@@ -43,7 +43,7 @@ def loss_in(step: Callable[[], Any]) -> Tensor:
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise RuntimeError(f"{type(error).__name__}: {words_of(error)}") from None
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise RecordError(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
