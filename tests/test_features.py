@@ -109,6 +109,8 @@ def test_a_backbone_is_a_network_up_to_its_head(tmp_path):
     for wrong in (0, 4):
         with pytest.raises(ConfigError, match=r"no nn\.Sequential of more than"):
             Backbone(fresh, str(tmp_path / "weights.safetensors"), head=wrong)
+    with pytest.raises(ConfigError, match=r"data\.module\.by\.weights=nowhere: there is no such file"):
+        Backbone(fresh, "nowhere")
 
 
 def test_what_is_no_set_of_x_and_y_is_refused(tmp_path):

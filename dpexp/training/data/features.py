@@ -149,13 +149,15 @@ class Backbone:
             head: how many of its last layers are left out.
 
         Raises:
-            ConfigError: the file does not fit the model, or the model is no nn.Sequential of more layers.
+            ConfigError: the file is not there, or does not fit the model; or the model is no nn.Sequential of more layers.
         """
         if not isinstance(model, nn.Sequential) or not 0 < head < len(model):
             raise ConfigError(
                 f"data.module.by.model: {type(model).__name__} is no nn.Sequential of more than {head} layers."
             )
         path = Path(weights).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"data.module.by.weights={weights}: there is no such file.")
         load_weights(model, path)
         self._layers = nn.Sequential(*list(model)[:-head]).eval()
         self._digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
