@@ -149,7 +149,7 @@ class Backbone:
             head: how many of its last layers are left out.
 
         Raises:
-            ConfigError: the file is not there, or does not fit the model; or the model is no nn.Sequential of more layers.
+            ConfigError: there is no such file, it does not fit the model, or that is no nn.Sequential of more layers.
         """
         if not isinstance(model, nn.Sequential) or not 0 < head < len(model):
             raise ConfigError(
