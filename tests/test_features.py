@@ -99,6 +99,17 @@ def test_scattering_is_wavelet_moduli():
     assert (a - b).norm() < 0.5 * (x - x.roll(1, -1)).norm()
 
 
+def test_scattering_features_are_normalized_if_asked():
+    x = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    plain, normalized = Scattering([1, 28, 28])(x), Scattering([1, 28, 28], groups=27)(x)
+    for k in range(27):
+        own = plain[:, 3 * k : 3 * k + 3].flatten(1)
+        expected = (own - own.mean(1, keepdim=True)) / (own.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+        assert torch.allclose(normalized[:, 3 * k : 3 * k + 3].flatten(1), expected, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"data\.module\.by\.groups=10 must divide the 81 channels"):
+        Scattering([1, 28, 28], groups=10)
+
+
 def test_a_backbone_is_a_network_up_to_its_head(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Tanh(), nn.Linear(3, 2))

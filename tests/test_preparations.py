@@ -28,7 +28,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.laplace_noise import add_laplace
 from dpexp.privacy.plan import PrivacyPlan, make_plan
-from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise
+from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten
 from dpexp.privacy.preparations.carrying_out import _total, prepare
 from dpexp.privacy.preparations.preparation import queries
 from dpexp.showing.spending import epsilon_over_rounds
@@ -39,6 +39,7 @@ N, SHAPE = 60, [3, 2, 2]
 KINDS = {
     "pca": lambda **noise: Pca(SHAPE, 5, origin=0.5, **noise),
     "standardise": lambda **noise: Standardise(SHAPE, S=1.5, **noise),
+    "whiten": lambda **noise: Whiten(SHAPE, S=3.0, **noise),
     "laplace_counts": lambda **noise: ClassCounts(4, "laplace", **noise),
     "gaussian_counts": lambda **noise: ClassCounts(4, "gaussian", **noise),
 }
@@ -202,12 +203,18 @@ def test_a_record_that_fails_among_others_is_left_out_alone():
 def test_the_sums_are_those_of_one_record_at_a_time():
     x, y = records()
     moments, covariance, counts = np.zeros(6), np.zeros((12, 12)), np.zeros(4)
+    means, products = np.zeros((3, 4)), np.zeros((3, 3))
     for one, label in zip(x.double().numpy(), y.numpy(), strict=True):
         v = np.concatenate([one.mean((1, 2)), (one**2).mean((1, 2))])
         moments += v * min(1, 1.5 / np.linalg.norm(v))
         u = (one.ravel() - 0.5) / np.linalg.norm(one.ravel() - 0.5)
         covariance += np.outer(u, u)
         counts[label] += 1
+        places = one.reshape(3, 4)
+        product = sum(np.outer(place, place) for place in places.T) / 4
+        factor = min(1, 3.0 / math.sqrt(np.sum(places**2) / 4 + np.sum(product**2)))
+        means += factor * places / 2
+        products += factor * product
     assert np.allclose(total(made("standardise"), x, y), moments, rtol=1e-9)
     upper = np.triu_indices(12)
     weights = np.where(upper[0] == upper[1], 1, math.sqrt(2))
@@ -215,6 +222,11 @@ def test_the_sums_are_those_of_one_record_at_a_time():
     assert np.allclose(found, covariance[upper] * weights, rtol=1e-9)
     assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(covariance), rel=1e-9), "Frobenius"
     assert np.array_equal(total(made("laplace_counts"), x, y), counts)
+    found = total(made("whiten"), x, y).numpy()
+    i, j = np.triu_indices(3)
+    assert np.allclose(
+        found, np.concatenate([means.ravel(), products[i, j] * np.where(i == j, 1, math.sqrt(2))]), rtol=1e-9
+    )
 
 
 def test_pca_projects_onto_the_principal_components():
@@ -241,6 +253,40 @@ def test_standardise_gives_mean_0_and_variance_1():
     assert (seen.square().mean((0, 2, 3)) - 1).abs().max() < 1e-2
 
 
+@pytest.mark.parametrize("power", [0.5, 0.25])
+def test_whiten_evens_channels_out(power):
+    x, y = records(400)
+    mixed = torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.3, 0.2], [0.0, 0.0, 0.4]])
+    x = torch.einsum("cd,ndhw->nchw", mixed, x) + torch.tensor([0.3, -0.2, 0.0])[:, None, None]
+    own = Whiten(SHAPE, power, S=1000.0, noise_multiplier=1.0)
+    own.use(total(own, x, y).float(), 400)
+    flat = own(x).transpose(0, 1).flatten(1).double()
+    raw = (x - x.mean(0)).transpose(0, 1).flatten(1).double()
+    assert own(x).mean(0).abs().max() < 1e-4
+    before, after = (torch.linalg.eigvalsh(torch.cov(channels, correction=0)) for channels in (raw, flat))
+    assert torch.allclose(after, before.pow(1 - 2 * power), rtol=1e-3)
+    rows = Whiten([3], power, S=1000.0, noise_multiplier=1.0)
+    rows.use(total(rows, x[:, :, 0, 0], y).float(), 400)
+    assert torch.allclose(rows(x[:, :, 0, 0]).mean(0), torch.zeros(3), atol=1e-4)
+
+
+def test_of_directions_that_noise_hides_none_grows_without_bound():
+    own = Whiten([3], floor=0.25, noise_multiplier=1.0)
+    own.use(torch.tensor([0.0, 0, 0, 60, 0, 0, -60, 0, 600]), 60)
+    assert torch.linalg.eigvalsh(own.matrix).max() == pytest.approx((0.25 * 10) ** -0.5)
+    own.use(-torch.ones(9), 60)
+    assert torch.isfinite(own(torch.randn(2, 3))).all()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"power": 0}, {"power": 0.6}, {"power": "half"}, {"floor": 0}, {"floor": 2}, {"S": 0}]
+)
+def test_whitening_that_makes_no_sense_is_a_sentence(wrong):
+    (key,) = wrong
+    with pytest.raises(ConfigError, match=f"prepare.whiten.{key}="):
+        Whiten([3], noise_multiplier=1.0, **wrong)
+
+
 def test_noise_that_makes_a_variance_negative_leaves_numbers():
     own = Standardise([3], noise_multiplier=1.0)
     own.use(torch.tensor([60.0, 0, 0, 30, -60, 0]), 60)
@@ -255,7 +301,7 @@ def test_one_record_moves_what_comes_after_another_preparation_by_no_more_than_i
     first.components.copy_(torch.linalg.qr(torch.randn(64, 3, generator=random))[0].T)
     x = torch.randn(64, generator=random)
     x = scale * (x - first.components.T @ (first.components @ x)).clamp(-1.5, 1.5)
-    for own in (Pca([3], 2, noise_multiplier=1.0), Standardise([3], noise_multiplier=1.0)):
+    for own in (Pca([3], 2, noise_multiplier=1.0), *(of([3], noise_multiplier=1.0) for of in (Standardise, Whiten))):
         sums = [total(own, x.expand(m, 64), torch.zeros(m, dtype=torch.long), before=[first]) for m in (7, 8, 16, 17)]
         assert (sums[1] - sums[0]).norm() <= own.S * (1 + 1e-9) and (sums[3] - sums[2]).norm() <= own.S * (1 + 1e-9)
 

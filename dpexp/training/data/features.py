@@ -115,19 +115,26 @@ class Scattering:
     Oyallon et al. 2019), by kymatio.
 
     An image [c, H, W] in [-1, 1] has c (1 + JL + L²J(J-1)/2) channels of H/2^J × W/2^J.
+
+    Args:
+        groups: its channels are normalized in so many groups, without parameters; None: not.
     """
 
-    def __init__(self, shape: list[int], J: int = 2, L: int = 8) -> None:
+    def __init__(self, shape: list[int], J: int = 2, L: int = 8, groups: int | None = None) -> None:
         """
         Raises:
-            ConfigError: kymatio is not there.
+            ConfigError: kymatio is not there, or `groups` does not divide the channels.
         """
+        channels = shape[0] * (1 + J * L + L * L * J * (J - 1) // 2)
+        if groups and channels % groups:
+            raise ConfigError(f"data.module.by.groups={groups} must divide the {channels} channels.")
         try:
             # kymatio's own top level imports what SciPy no longer has.
             from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
         except ImportError as error:
             raise ConfigError("scattering features need kymatio: pip install 'dpexp[scattering]'.") from error
-        self.of = f"scattering J={J} L={L} of {[*shape]}"
+        self.of = f"scattering J={J} L={L} of {[*shape]}" + (f" in {groups} groups" if groups else "")
+        self._groups = groups
         self._transform = ScatteringTorch2D(J=J, L=L, shape=tuple(shape[1:]))
 
     def __str__(self) -> str:
@@ -135,7 +142,8 @@ class Scattering:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, c, H, W] -> [B, channels, H/2^J, W/2^J]."""
-        return self._transform(((x + 1) / 2).contiguous()).flatten(1, 2)
+        features = self._transform(((x + 1) / 2).contiguous()).flatten(1, 2)
+        return nn.functional.group_norm(features, self._groups) if self._groups else features
 
 
 class Backbone:

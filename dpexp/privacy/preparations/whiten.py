@@ -1,0 +1,79 @@
+"""Channels whose scales and correlations their private second moments even out (zero-phase whitening; Kessy, Lewin and
+Strimmer 2018, arXiv 1512.00809)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.bounds import positive
+from dpexp.privacy.engine.rounding import norms
+from dpexp.privacy.preparations.preparation import Preparation
+
+_MARGIN = 1 - 2.0**-40  # for products of two numbers, which may be small ones
+
+
+class Whiten(Preparation):
+    """Gives each feature mean 0, and multiplies channels by C^-power, of their covariance C as noisy sums tell it.
+
+    Of an image [channels, …] of P places a record's vector is (x/√P, x xᵀ/P), of x [channels, P], clipped to S. Of the
+    symmetric x xᵀ the upper triangle is released, what is off the diagonal times √2, so that the L2 norm is the
+    Frobenius norm.
+
+    Args:
+        shape: of one input.
+        power: in (0, 1/2]. With 1/2 channels are not correlated any more; below, large directions stay larger.
+        floor: eigenvalues of C below so much of the largest are taken for that much: noise hides them.
+        S: for features within [-1, 1], √(channels·(channels + 1)) clips none, and is the default.
+    """
+
+    mean: Tensor
+    matrix: Tensor
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        power: float = 0.5,
+        floor: float = 0.02,
+        S: float | None = None,
+        share: float | None = None,
+        noise_multiplier: float | None = None,
+    ) -> None:
+        super().__init__(share, noise_multiplier)
+        if not isinstance(power, int | float) or not 0 < power <= 0.5:
+            raise ConfigError(f"prepare.whiten.power={power} must be above 0 and at most 0.5.")
+        if not isinstance(floor, int | float) or not 0 < floor <= 1:
+            raise ConfigError(f"prepare.whiten.floor={floor} must be above 0 and at most 1.")
+        channels = shape[0]
+        self.S = math.sqrt(channels * (channels + 1)) if S is None else positive("prepare.whiten.S", S)
+        self.S_replaced = 2 * self.S
+        self._places = math.prod(shape[1:])
+        self.d = channels * self._places + channels * (channels + 1) // 2
+        self.power, self.floor, self._channels = power, floor, channels
+        self.register_buffer("mean", torch.zeros(channels, self._places))
+        self.register_buffer("matrix", torch.eye(channels))
+
+    def sums(self, x: Tensor, y: Tensor) -> Tensor:
+        scaled = x.double().reshape(len(x), self._channels, self._places) / math.sqrt(self._places)
+        i, j = torch.triu_indices(self._channels, self._channels)
+        products = (scaled @ scaled.mT)[:, i, j] * (1 + (i != j)).double().sqrt()
+        v = torch.cat([scaled.flatten(1), products], dim=1)
+        length = norms(v)[:, None]
+        factor = (_MARGIN * self.S / length.clamp(min=1e-300)).clamp(max=1.0)
+        return torch.where(torch.isfinite(length), v * factor, 0.0).sum(0)
+
+    def use(self, noisy: Tensor, n: int) -> None:
+        scaled, products = (noisy.double() / n).tensor_split([self.mean.numel()])
+        scaled = scaled.view_as(self.mean)
+        i, j = torch.triu_indices(self._channels, self._channels)
+        upper = torch.zeros(self._channels, self._channels, dtype=torch.float64)
+        upper[i, j] = products / (1 + (i != j)).double().sqrt()
+        values, vectors = torch.linalg.eigh(upper - scaled @ scaled.T, UPLO="U")
+        values = values.clamp(min=self.floor * float(values[-1].clamp(min=1e-6)))
+        self.matrix.copy_((vectors * values.pow(-self.power)) @ vectors.T)
+        self.mean.copy_(scaled * math.sqrt(self._places))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.matrix @ (x.reshape(len(x), *self.mean.shape) - self.mean)).view_as(x)
