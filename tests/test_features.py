@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dpexp.errors import ConfigError
-from dpexp.training.data import Backbone, Features, Scattering, TensorData
+from dpexp.training.data import Backbone, Features, RandomFeatures, Scattering, TensorData
 from dpexp.training.data.features import made
 from dpexp.training.models import scattering_cnn, scattering_linear
 from dpexp.training.weights import save_weights
@@ -108,6 +108,28 @@ def test_scattering_features_are_normalized_if_asked():
         assert torch.allclose(normalized[:, 3 * k : 3 * k + 3].flatten(1), expected, atol=1e-4)
     with pytest.raises(ConfigError, match=r"data\.module\.by\.groups=10 must divide the 81 channels"):
         Scattering([1, 28, 28], groups=10)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 16])
+def test_random_features_are_of_each_record_by_itself_to_the_bit(at_once):
+    lift = RandomFeatures(Scattering([1, 28, 28], groups=27), channels=81, count=18, groups=9)
+    x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    features = made(x, lift, at_once)
+    assert features.shape == (16, 99, 7, 7) and torch.equal(lift(x[9:10])[0], features[9])
+    others = torch.where(torch.arange(16).view(-1, 1, 1, 1) == 9, x, 1e30 * torch.ones(()))
+    assert torch.equal(made(others, lift, at_once)[9], features[9])
+
+
+def test_random_features_are_rectified_convolutions_with_kernels_that_know_no_data():
+    first, second = (RandomFeatures(lambda x: x, 4, 6, size=3, groups=2) for _ in range(2))
+    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0)).double().float()
+    assert torch.equal(first(x), second(x)) and torch.equal(first(x)[:, :4], x)
+    beside = first(x)[:, 4:].unflatten(1, (2, 3)).flatten(2)
+    assert beside.mean(2).abs().max() < 1e-5 and (beside.var(2, correction=0) - 1).abs().max() < 1e-2
+    assert (beside.amin(2, keepdim=True) == beside).double().mean() > 0.2, "what ReLU cuts off is one value"
+    for wrong in ({"groups": 4}, {"size": 2}):
+        with pytest.raises(ConfigError, match=r"groups=\d must divide count=6, and size=\d be odd"):
+            RandomFeatures(lambda x: x, 4, 6, **wrong)
 
 
 def test_a_backbone_is_a_network_up_to_its_head(tmp_path):

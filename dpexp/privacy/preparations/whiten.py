@@ -12,7 +12,7 @@ from dpexp.privacy.bounds import positive
 from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.preparations.preparation import Preparation
 
-_MARGIN = 1 - 2.0**-40  # for products of two numbers, which may be small ones
+_MARGIN = 1 - 2.0**-30  # for what rounding adds to products
 
 
 class Whiten(Preparation):
@@ -57,12 +57,15 @@ class Whiten(Preparation):
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         scaled = x.double().reshape(len(x), self._channels, self._places) / math.sqrt(self._places)
+        # ‖x xᵀ‖ = ‖xᵀ x‖, of which one is the smaller.
+        products = scaled @ scaled.mT if self._channels < self._places else scaled.mT @ scaled
+        length = torch.hypot(norms(scaled), norms(products))[:, None, None]
+        usable = torch.isfinite(length)
+        clipped = torch.where(usable, (_MARGIN * self.S / length.clamp(min=1e-300)).clamp(max=1.0) * scaled, 0.0)
+        rows, others = (v.transpose(0, 1).flatten(1) for v in (clipped, torch.where(usable, scaled, 0.0)))
         i, j = torch.triu_indices(self._channels, self._channels)
-        products = (scaled @ scaled.mT)[:, i, j] * (1 + (i != j)).double().sqrt()
-        v = torch.cat([scaled.flatten(1), products], dim=1)
-        length = norms(v)[:, None]
-        factor = (_MARGIN * self.S / length.clamp(min=1e-300)).clamp(max=1.0)
-        return torch.where(torch.isfinite(length), v * factor, 0.0).sum(0)
+        upper = (rows @ others.T)[i, j] * (1 + (i != j)).double().sqrt()
+        return torch.cat([clipped.sum(0).flatten(), upper])
 
     def use(self, noisy: Tensor, n: int) -> None:
         scaled, products = (noisy.double() / n).tensor_split([self.mean.numel()])

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -144,6 +145,40 @@ class Scattering:
         """[B, c, H, W] -> [B, channels, H/2^J, W/2^J]."""
         features = self._transform(((x + 1) / 2).contiguous()).flatten(1, 2)
         return nn.functional.group_norm(features, self._groups) if self._groups else features
+
+
+class RandomFeatures:
+    """Another map's features, and beside them those of random convolutions and ReLU (Saxe et al. 2011, "On random
+    weights and unsupervised feature learning"), normalized in groups without parameters. The weights are drawn from a
+    fixed seed, and know no data.
+    """
+
+    def __init__(
+        self, of: Callable[[Tensor], Tensor], channels: int, count: int, size: int = 3, groups: int = 1
+    ) -> None:
+        """
+        Args:
+            of: x [B, ...] -> features [B, channels, H, W]; count: of random channels; size: of their kernels, odd;
+            groups: of channels that are normalized together.
+
+        Raises:
+            ConfigError: `groups` does not divide `count`, or the size is even.
+        """
+        if count % groups or size % 2 == 0:
+            raise ConfigError(f"data.module.by: groups={groups} must divide count={count}, and size={size} be odd.")
+        self._of, self._groups = of, groups
+        self._kernels = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(0))
+        self._kernels /= math.sqrt(channels * size * size)
+
+    def __str__(self) -> str:
+        return f"{tuple(self._kernels.shape)} random kernels in {self._groups} groups, of {self._of}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, ...] -> [B, channels + count, H, W]."""
+        features = self._of(x)
+        # One at a time: how a convolution rounds may depend on how many it is of.
+        beside = torch.cat([nn.functional.conv2d(one[None], self._kernels, padding="same").relu() for one in features])
+        return torch.cat([features, nn.functional.group_norm(beside, self._groups)], dim=1)
 
 
 class Backbone:

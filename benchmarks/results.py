@@ -1,0 +1,185 @@
+"""Runs the experiments of docs/results.md, and writes its table and figure from their MLflow runs.
+
+    python benchmarks/results.py run DATA [NAME …]    # each at each of its seeds; what was run is not run again
+    python benchmarks/results.py write                # docs/results.md between its two marks, and docs/curves.png
+
+DATA holds the folders mnist, fashion_mnist, cifar10, adult and shakespeare. NAMEs are those of the table's first column, all
+if none is given. Runs are in the experiments results/NAME of $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+from matplotlib.figure import Figure
+from pandas import DataFrame
+
+from dpexp.config import tracking_uri
+
+PAGE = Path("docs/results.md")
+BEGIN, END = "<!-- written by benchmarks/results.py -->", "<!-- until here -->"
+CURVE = (0.5, 1, 2, 3, 8)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An experiment: the command that runs it, how often, and what others report for it.
+
+    Args:
+        command: what follows `python -m dpexp`.
+        folder: of DATA, which the command is given as data.root; None: it needs none.
+        published: their test accuracy, ε and source.
+        at: their figure as a point of the curve: (ε, accuracy).
+        seeds: so many, from 0 on.
+        epsilons: it is run at each; (): at that of the command.
+        aside: given when run, but of no consequence for what comes out, such as where features are kept.
+    """
+
+    command: str
+    folder: str | None
+    published: str = ""
+    seeds: int = 3
+    epsilons: tuple[float, ...] = ()
+    at: tuple[float, float] | None = None
+
+
+ROWS = {
+    "digits": Row("group=conv_fc mechanism=joint", None),
+    "pca_mlp": Row(
+        "experiment=pca_mlp", "mnist", "95 % at ε = 2, Abadi et al. 2016", epsilons=(2,), at=(2, 0.95),
+    ),
+    "mnist_cnn": Row("experiment=mnist_cnn", "mnist", "98.1 % at ε = 2.93, Papernot et al. 2021"),
+    "mnist_scattering": Row(
+        "experiment=mnist_scattering", "mnist", "98.7 % at ε = 3, Tramèr & Boneh 2021", seeds=1, at=(3, 0.987)
+    ),
+    "fashion_scattering": Row(
+        "experiment=fashion_scattering", "fashion_mnist", "89.7 % at ε = 3, Tramèr & Boneh 2021", seeds=1, at=(3, 0.897)
+    ),
+    "mnist_frontier": Row(
+        "experiment=mnist_frontier", "mnist", "98.7 % at ε = 3, Tramèr & Boneh 2021", 5, CURVE, (3, 0.987)
+    ),
+    "fashion_frontier": Row(
+        "experiment=fashion_frontier", "fashion_mnist", "89.7 % at ε = 3, Tramèr & Boneh 2021", 5, CURVE, (3, 0.897)
+    ),
+    "adult": Row("experiment=adult", "adult"),
+    "mnist_users": Row("experiment=mnist_users", "mnist"),
+    "shakespeare_users": Row("experiment=shakespeare_users", "shakespeare", seeds=1),
+}  # fmt: skip
+
+
+def run(name: str, data: Path, *more: str) -> None:
+    """Trains one row's experiment at its seeds.
+
+    Args:
+        more: overrides beside the row's.
+    """
+    row = ROWS[name]
+    given = [*row.command.split(), f"seed=range({row.seeds})", f"tracking.experiment=results/{name}", *more]
+    if row.folder is not None:
+        given.append(f"data.root={data / row.folder}")
+    if row.epsilons:
+        given.append(f"privacy.epsilon={','.join(map(str, row.epsilons))}")
+    subprocess.run([sys.executable, "-m", "dpexp", "-m", *given], check=True)
+
+
+def found(names: Iterable[str]) -> dict[str, DataFrame]:
+    """The finished runs of each row."""
+    mlflow.set_tracking_uri(tracking_uri())
+    runs = {}
+    for name in names:
+        frame = mlflow.search_runs(experiment_names=[f"results/{name}"], filter_string="attributes.status = 'FINISHED'")
+        runs[name] = frame.dropna(subset="metrics.test_accuracy") if "metrics.test_accuracy" in frame else DataFrame()
+    return {name: frame for name, frame in runs.items() if len(frame)}
+
+
+def table(runs: dict[str, DataFrame]) -> list[str]:
+    lines = [
+        "| | published | here | ε, at most | seeds | minutes | `python -m dpexp …` |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, frame in runs.items():
+        row = ROWS[name]
+        for target, own in frame.groupby("params.privacy.epsilon", sort=False):
+            told = row.published if not row.epsilons or row.at is None or float(target) == row.at[0] else ""
+            command = row.command + (f" privacy.epsilon={float(target):g}" if row.epsilons else "")
+            minutes = ((own["end_time"] - own["start_time"]).dt.total_seconds() / 60).median()
+            lines.append(
+                f"| {name} | {told} | {_percent(own['metrics.test_accuracy'])} | {own['metrics.epsilon'].max():.3f} | "
+                f"{len(own)} | {minutes:.1f} | `{command}` |"
+            )
+    return lines
+
+
+def _percent(accuracy) -> str:
+    spread = f" ± {100 * accuracy.std():.2f}" if len(accuracy) > 1 else ""
+    return f"{100 * accuracy.mean():.2f}{spread} %"
+
+
+def versions(runs: dict[str, DataFrame]) -> str:
+    """Of what the runs were made."""
+
+    def all_of(tag: str) -> str:
+        column = f"tags.dpexp.{tag}"
+        values = {value for frame in runs.values() if column in frame for value in frame[column].dropna()}
+        return ", ".join(sorted(value[:10] for value in values))
+
+    dirty = any((frame.get("tags.dpexp.dirty") == "True").any() for frame in runs.values())
+    return (
+        f"dpexp at commit {all_of('commit')}{' with changes that no commit has' if dirty else ''}, torch {all_of('torch')}, "
+        f"lightning {all_of('lightning')}, dp-accounting {all_of('accounting')}, Python {all_of('python')}."
+    )
+
+
+def curves(runs: dict[str, DataFrame], path: Path) -> None:
+    """Accuracy against ε of the rows that have several, with what others report."""
+    shown = {name: frame for name, frame in runs.items() if frame["params.privacy.epsilon"].nunique() > 1}
+    figure = Figure(figsize=(4.6 * max(1, len(shown)), 3.6), layout="constrained")
+    for axes, (name, frame) in zip(
+        figure.subplots(1, max(1, len(shown)), squeeze=False)[0], shown.items(), strict=False
+    ):
+        own = frame.assign(target=frame["params.privacy.epsilon"].astype(float)).groupby("target")[
+            "metrics.test_accuracy"
+        ]
+        axes.errorbar(
+            [*own.mean().index], 100 * own.mean(), 100 * own.std().fillna(0), marker="o", capsize=3, label="here"
+        )
+        if ROWS[name].at:
+            epsilon, accuracy = ROWS[name].at
+            axes.plot([epsilon], [100 * accuracy], "k*", markersize=10, label=ROWS[name].published.split(", ")[-1])
+        axes.set_xscale("log")
+        axes.set_xticks([*own.mean().index], [f"{target:g}" for target in own.mean().index])
+        axes.minorticks_off()
+        axes.set(title=name, xlabel="ε at δ = 1e-5", ylabel="test accuracy, %")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def write(runs: dict[str, DataFrame], page: Path) -> None:
+    """Replaces what stands between the page's two marks.
+
+    Raises:
+        ValueError: it has no marks.
+    """
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        raise ValueError(f"{page} has no {BEGIN} … {END}.")
+    text = "\n".join([BEGIN, "", *table(runs), "", versions(runs), "", END])
+    page.write_text(before + text + after)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["run", data, *names]:
+            for name in names or ROWS:
+                run(name, Path(data).resolve())
+        case ["write"]:
+            runs = found(ROWS)
+            write(runs, PAGE)
+            curves(runs, PAGE.parent / "curves.png")
+        case _:
+            sys.exit(__doc__)
