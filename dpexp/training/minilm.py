@@ -41,14 +41,15 @@ def tokens(texts: list[str], length: int) -> Tensor:
 
 
 class MiniLM(nn.Module):
-    """Of a text's tokens [B, T] the mean of what the last layer makes of them, at length 1 [B, width].
+    """Of a text's tokens [B, T] the mean of what the last layer makes of them, at a given length [B, width].
 
     Raises:
         ConfigError: transformers or the package is not there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, length: float = 1.0) -> None:
         super().__init__()
+        self.length = length
         self.encoder = _of_transformers("AutoModel", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         self.encoder.pooler = None  # which the mean has no use for
         self.width: int = self.encoder.config.hidden_size
@@ -57,12 +58,12 @@ class MiniLM(nn.Module):
         there = x != NONE
         states = self.encoder(input_ids=x, attention_mask=there.long()).last_hidden_state
         mean = (states * there[..., None]).sum(1) / there.sum(1, keepdim=True)
-        return F.normalize(mean, dim=1)
+        return self.length * F.normalize(mean, dim=1)
 
 
-def minilm(classes: int) -> nn.Module:
+def minilm(classes: int, length: float = 1.0) -> nn.Module:
     """Logistic regression on what MiniLM makes of a text's tokens."""
-    encoder = MiniLM()
+    encoder = MiniLM(length)
     return nn.Sequential(encoder, nn.Linear(encoder.width, classes))
 
 
@@ -71,4 +72,5 @@ def _of_transformers(what: str, **options: Any) -> Any:
         made_by = getattr(import_module("transformers"), what)
     except ImportError as error:
         raise ConfigError(f"MiniLM needs transformers: {_EXTRA}.") from error
+    import_module("transformers.utils.logging").disable_progress_bar()
     return made_by.from_pretrained(folder(), local_files_only=True, **options)
