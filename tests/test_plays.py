@@ -39,7 +39,7 @@ def tiny(tmp_path, monkeypatch):
     PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="[PAD]").save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12
+        vocab_size=len(WORDS), hidden_size=WIDTH, num_hidden_layers=6, num_attention_heads=2, intermediate_size=12
     )
     BertModel(config).save_pretrained(folder)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
