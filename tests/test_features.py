@@ -58,6 +58,19 @@ def test_another_map_has_other_features(tmp_path):
     assert str(layers[0]) == str(layers[1]) and not torch.equal(*made)
 
 
+def test_records_of_whole_numbers_are_tried_on_numbers_that_they_hold(tmp_path):
+    x = torch.tensor([[5, 9], [7, 5], [9, 9]])
+    asked = []
+
+    def by(x):
+        asked.append(x)
+        return x.double()
+
+    assert torch.equal(Features(TensorData((x, x[:, 0]), (x, x[:, 0])), by, str(tmp_path)).train.tensors[0], x.double())
+    asked = torch.cat(asked)
+    assert asked.dtype == torch.int64 and asked.min() >= 5 and asked.max() <= 9
+
+
 def test_a_file_that_holds_something_else_is_made_again(tmp_path):
     features = Features(data(), Squares(), str(tmp_path))
     for content in ({"other": torch.zeros(2)}, {"features": torch.zeros(2, 4)}):

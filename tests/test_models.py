@@ -42,8 +42,8 @@ MODELS = {family: importlib.import_module(f"zoo.{family}").MODELS for family in 
 
 ALWAYS = {
     "encoder and decoder", "encoder, boolean mask", "attention with its weights", "LSTM", "LSTM, packed", "early exits",
-    "experts, all asked", "weight-standardised convolutions", "weight norm", "checkpointed", "tied language model",
-    "variational autoencoder", "Fourier layer, complex", "U-Net",
+    "experts, all asked", "weight-standardised convolutions", "wide residual network", "weight norm", "checkpointed",
+    "tied language model", "variational autoencoder", "Fourier layer, complex", "U-Net",
     "BERT, classes, mask", "RoBERTa, tags", "DeBERTa", "GPT-2, mask", "Llama", "Mistral", "Bloom", "Mixtral", "BART",
     "T5", "Whisper", "Wav2Vec2, CTC", "CLIP", "ViT",
     "LoRA on Llama", "DoRA on Llama", "IA3 on Llama", "prompt tuning on Llama", "prefix tuning on Llama", "LoRA on T5",

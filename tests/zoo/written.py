@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from dpexp.training.wide_resnet import wrn
 from zoo import CLASSES, B, classes, images, of, plain
 
 
@@ -206,6 +207,9 @@ MODELS = {
         without(lambda: nn.Sequential(nn.Linear(8, 6), nn.SELU(), nn.Linear(6, 3))), rows, loss=known
     ),
     "weight-standardised convolutions": plain(without(weight_standardised), pictures),
+    "wide residual network": plain(
+        without(lambda: wrn([3, 8, 8], CLASSES, depth=10, width=1)), lambda: (images(8), classes())
+    ),
     "weight norm": plain(without(lambda: run_once(convolutions(parametrizations.weight_norm), 3, 16, 16)), pictures),
     "spectral norm, evaluated": plain(without(frozen_spectral), rows),
     "orthogonal weights": plain(

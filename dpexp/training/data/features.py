@@ -90,7 +90,11 @@ def _name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
     """Of the records, and of the map: what it is called, and what it makes of a few made-up records."""
     kind = by if isinstance(by, type | FunctionType) else type(by)
     called = f"{kind.__module__}.{kind.__qualname__}" + (str(by) if type(by).__str__ is not object.__str__ else "")
-    made_up = torch.randn(_MADE_UP, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x.dtype)
+    shape, draw = (_MADE_UP, *x.shape[1:]), torch.Generator().manual_seed(0)
+    if x.is_floating_point():
+        made_up = torch.randn(shape, generator=draw).to(x.dtype)
+    else:  # such as words have
+        made_up = torch.randint(int(x.min()), int(x.max()) + 1, shape, generator=draw).to(x.dtype)
     known = hashlib.sha256(f"{called} {x.dtype} {tuple(x.shape)}".encode())
     for tensor in (x, made(made_up, by)):
         known.update(tensor.contiguous().numpy().tobytes())

@@ -8,8 +8,8 @@ from torch import Tensor
 from dpexp.training.data.files import standard_file
 from dpexp.training.data.tensors import TensorData
 
-_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-_MD5 = "6fb458f1232090904fb40fe944165e91"
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+MD5 = "6fb458f1232090904fb40fe944165e91"
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 IGNORED = -100  # by cross entropy
 _TENTH = 10
@@ -27,7 +27,7 @@ class Shakespeare(TensorData):
     """
 
     def __init__(self, root: str, length: int = 80, batch_size: int = 64, workers: int = 0) -> None:
-        text = standard_file(root, _URL, _MD5).read_text()
+        text = standard_file(root, URL, MD5).read_text()
         spoken = speeches(text)
         train = [said for k, said in enumerate(spoken.values()) if k % _TENTH]
         test = [said for k, said in enumerate(spoken.values()) if not k % _TENTH]

@@ -1,0 +1,29 @@
+"""Averages of weights with a warm-up."""
+
+import json
+
+import pytest
+import torch
+
+from dpexp.training.averaging import WarmAveraging
+
+QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
+
+
+def test_averages_with_a_warm_up_forget_the_beginning():
+    """By De et al.'s factor, from the weights after the first round on; up to `decay`."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    for decay, most in ((0.9999, 1.0), (0.3, 0.3)):
+        callback, expected = WarmAveraging(decay), None
+        average = torch.optim.swa_utils.AveragedModel(model, **callback._kwargs)
+        for n, weight in enumerate([5.0, -1.0, 2.0, 0.5, 7.0]):
+            model.weight.data.fill_(weight)
+            average.update_parameters(model)
+            kept = min(most, (1 + n) / (10 + n)) if n else 0.0
+            expected = kept * (expected or 0.0) + (1 - kept) * weight
+            assert average.module.weight.item() == pytest.approx(expected)
+
+
+def test_a_job_with_warm_averages(dpexp_job):
+    metrics = json.loads((dpexp_job(*QUICK, "callbacks=[warm_ema]") / "result.json").read_text())["metrics"]
+    assert metrics["test_loss"] != metrics["test_loss_unaveraged"]
