@@ -1,0 +1,28 @@
+"""dpexp as a library: one plan and one callback."""
+
+import pytorch_lightning as pl
+import torch
+from setting import BATCH, BOUND, DELTA, EPOCHS, EPSILON, LR, MOMENTUM, N, report
+from ticking import Tick  # measured
+from torch.utils.data import DataLoader
+from torch_work import FOLDER, accuracy, data, model
+
+import dpexp
+from dpexp.privacy.bounds import Fixed
+from dpexp.training.classifier import Classifier
+
+module = Classifier(model(), lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM))
+plan = dpexp.make_plan(
+    module,
+    n=N,
+    expected_batch_size=BATCH,
+    epochs=EPOCHS,
+    epsilon=EPSILON,
+    delta=DELTA,
+    bound=Fixed(BOUND),
+)
+privacy = dpexp.PrivacyCallback(plan, f"{FOLDER}/ledger.jsonl")
+trainer = pl.Trainer(max_epochs=-1, callbacks=[privacy, Tick()], logger=False, enable_checkpointing=False)
+trainer.fit(module, DataLoader(data("train")))
+spent = dpexp.epsilon(dpexp.read_ledger(f"{FOLDER}/ledger.jsonl"), DELTA)
+report(dpexp.__version__, accuracy(module), plan.noise_multiplier, spent)
