@@ -1,10 +1,11 @@
 """Runs the experiments of docs/results.md, and writes its table and figure from their MLflow runs.
 
-    python benchmarks/results.py run DATA [NAME …]    # each at each of its seeds; what was run is not run again
-    python benchmarks/results.py write                # docs/results.md between its two marks, and docs/curves.png
+    python benchmarks/results.py run DATA [NAME …] [KEY=VALUE …]   # each at its seeds; what was run is not run again
+    python benchmarks/results.py write      # docs/results.md between its two marks, and docs/curves.png
 
-DATA holds the folders mnist, fashion_mnist, cifar10, adult and shakespeare. NAMEs are those of the table's first column, all
-if none is given. Runs are in the experiments results/NAME of $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
+DATA holds the folders mnist, fashion_mnist, adult and shakespeare. NAMEs are those of the table's first column, all if
+none is given; overrides are for all of them, such as trainer.threads=1. Runs are in the experiments results/NAME of
+$MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 """
 
 import subprocess
@@ -35,7 +36,6 @@ class Row:
         at: their figure as a point of the curve: (ε, accuracy).
         seeds: so many, from 0 on.
         epsilons: it is run at each; (): at that of the command.
-        aside: given when run, but of no consequence for what comes out, such as where features are kept.
     """
 
     command: str
@@ -67,6 +67,8 @@ ROWS = {
     "adult": Row("experiment=adult", "adult"),
     "mnist_users": Row("experiment=mnist_users", "mnist"),
     "shakespeare_users": Row("experiment=shakespeare_users", "shakespeare", seeds=1),
+    "text_head": Row("experiment=text_head", "shakespeare"),
+    "text_lora": Row("experiment=text_lora", "shakespeare", seeds=1),
 }  # fmt: skip
 
 
@@ -127,8 +129,9 @@ def versions(runs: dict[str, DataFrame]) -> str:
         return ", ".join(sorted(value[:10] for value in values))
 
     dirty = any((frame.get("tags.dpexp.dirty") == "True").any() for frame in runs.values())
+    changed = " with changes that no commit has" if dirty else ""
     return (
-        f"dpexp at commit {all_of('commit')}{' with changes that no commit has' if dirty else ''}, torch {all_of('torch')}, "
+        f"dpexp at commit {all_of('commit')}{changed}, torch {all_of('torch')}, "
         f"lightning {all_of('lightning')}, dp-accounting {all_of('accounting')}, Python {all_of('python')}."
     )
 
@@ -175,8 +178,9 @@ def write(runs: dict[str, DataFrame], page: Path) -> None:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", data, *names]:
-            for name in names or ROWS:
-                run(name, Path(data).resolve())
+            overrides = [name for name in names if "=" in name]
+            for name in [name for name in names if "=" not in name] or ROWS:
+                run(name, Path(data).resolve(), *overrides)
         case ["write"]:
             runs = found(ROWS)
             write(runs, PAGE)

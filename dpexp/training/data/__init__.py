@@ -11,6 +11,6 @@ from dpexp.training.data.synthetic import Synthetic
 from dpexp.training.data.tensors import TensorData
 
 __all__ = [
-    "Adult", "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "Mnist", "Plays", "RandomFeatures", "Scattering",
-    "Shakespeare", "Synthetic", "TensorData",
+    "Adult", "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "Mnist", "Plays", "RandomFeatures",
+    "Scattering", "Shakespeare", "Synthetic", "TensorData",
 ]  # fmt: skip
