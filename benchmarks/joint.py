@@ -71,9 +71,7 @@ def tell(frame: DataFrame) -> None:
         for told, mechanism in kinds.items():
             among = own[[one[2] == mechanism for one in own["same"]]]
             by = among.groupby("same")["accuracy"].mean()
-            print(
-                f"{name}: best that is {told}: {100 * by.max():.2f} %, {by.idxmax()[1:]}; median {100 * by.median():.2f} %"
-            )
+            print(f"{name}, {told}: best {by.max():.2%} ({by.idxmax()[1:]}), median {by.median():.2%}")
 
 
 if __name__ == "__main__":

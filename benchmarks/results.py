@@ -104,9 +104,9 @@ def table(runs: dict[str, DataFrame]) -> list[str]:
     ]
     for name, frame in runs.items():
         row = ROWS[name]
-        for target, own in frame.groupby("params.privacy.epsilon", sort=False):
-            told = row.published if not row.epsilons or row.at is None or float(target) == row.at[0] else ""
-            command = row.command + (f" privacy.epsilon={float(target):g}" if row.epsilons else "")
+        for target, own in frame.groupby(frame["params.privacy.epsilon"].astype(float)):
+            told = row.published if not row.epsilons or row.at is None or target == row.at[0] else ""
+            command = row.command + (f" privacy.epsilon={target:g}" if row.epsilons else "")
             minutes = ((own["end_time"] - own["start_time"]).dt.total_seconds() / 60).median()
             lines.append(
                 f"| {name} | {told} | {_percent(own['metrics.test_accuracy'])} | {own['metrics.epsilon'].max():.3f} | "
