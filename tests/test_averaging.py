@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from dpexp.errors import ConfigError
 from dpexp.training.averaging import WarmAveraging
 
 QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
@@ -22,6 +23,12 @@ def test_averages_with_a_warm_up_forget_the_beginning():
             kept = min(most, (1 + n) / (10 + n)) if n else 0.0
             expected = kept * (expected or 0.0) + (1 - kept) * weight
             assert average.module.weight.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay", [-3, 1, "x", None])
+def test_a_decay_that_is_none_is_a_sentence(decay):
+    with pytest.raises(ConfigError, match=r"callbacks\.warm_ema\.decay=.* must be at least 0 and below 1"):
+        WarmAveraging(decay)
 
 
 def test_a_job_with_warm_averages(dpexp_job):

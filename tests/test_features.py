@@ -119,8 +119,9 @@ def test_scattering_features_are_normalized_if_asked():
         own = plain[:, 3 * k : 3 * k + 3].flatten(1)
         expected = (own - own.mean(1, keepdim=True)) / (own.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
         assert torch.allclose(normalized[:, 3 * k : 3 * k + 3].flatten(1), expected, atol=1e-4)
-    with pytest.raises(ConfigError, match=r"data\.module\.by\.groups=10 must divide the 81 channels"):
-        Scattering([1, 28, 28], groups=10)
+    for groups in (10, 0, -27, 27.0):
+        with pytest.raises(ConfigError, match=r"data\.module\.by\.groups=\S+ must divide the 81 channels"):
+            Scattering([1, 28, 28], groups=groups)
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 16])
@@ -140,9 +141,34 @@ def test_random_features_are_rectified_convolutions_with_kernels_that_know_no_da
     beside = first(x)[:, 4:].unflatten(1, (2, 3)).flatten(2)
     assert beside.mean(2).abs().max() < 1e-5 and (beside.var(2, correction=0) - 1).abs().max() < 1e-2
     assert (beside.amin(2, keepdim=True) == beside).double().mean() > 0.2, "what ReLU cuts off is one value"
-    for wrong in ({"groups": 4}, {"size": 2}):
-        with pytest.raises(ConfigError, match=r"groups=\d must divide count=6, and size=\d be odd"):
-            RandomFeatures(lambda x: x, 4, 6, **wrong)
+    for wrong in ({"groups": 4}, {"size": 2}, {"groups": 0}, {"size": -1}, {"count": 0}, {"channels": 0}):
+        with pytest.raises(ConfigError, match="groups divides count, and size is odd"):
+            RandomFeatures(**{"of": lambda x: x, "channels": 4, "count": 6} | wrong)
+
+
+def test_random_features_of_a_map_without_a_name_have_one_file(tmp_path):
+    class Plain:
+        def __call__(self, x):
+            return x[:, None, :, None]
+
+    for _ in range(2):
+        Features(data(), RandomFeatures(Plain(), 1, 2), str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2  # of the training set and of the test set
+
+
+def test_a_map_that_differs_where_no_made_up_record_tells_is_found_out(tmp_path):
+    class Cut:
+        def __init__(self, least):
+            self.least = least
+
+        def __call__(self, x):
+            return x.clamp(min=self.least)
+
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
+    x[::10] -= 20
+    of = TensorData((x, torch.zeros(200)), (x[:7], torch.zeros(7)))
+    for least in (-5.0, -10.0, -10.0):
+        assert torch.equal(Features(of, Cut(least), str(tmp_path)).train.tensors[0], x.clamp(min=least))
 
 
 def test_a_backbone_is_a_network_up_to_its_head(tmp_path):

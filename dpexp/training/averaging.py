@@ -3,6 +3,8 @@
 from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
 
+from dpexp.errors import ConfigError
+
 
 class WarmAveraging(WeightAveraging):
     """The exponential average of the weights after each round, in which the factor of what was averaged before grows to
@@ -11,9 +13,15 @@ class WarmAveraging(WeightAveraging):
 
     Args:
         decay: in [0, 1).
+
+    Raises:
+        ConfigError: another decay.
     """
 
     def __init__(self, decay: float) -> None:
+        if not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise ConfigError(f"callbacks.warm_ema.decay={decay} must be at least 0 and below 1.")
+
         def averaged(before: Tensor, now: Tensor, n: Tensor | int) -> Tensor:
             kept = min(decay, (1 + int(n)) / (10 + int(n)))
             return kept * before + (1 - kept) * now

@@ -44,8 +44,8 @@ class Whiten(Preparation):
         super().__init__(share, noise_multiplier)
         if not isinstance(power, int | float) or not 0 < power <= 0.5:
             raise ConfigError(f"prepare.whiten.power={power} must be above 0 and at most 0.5.")
-        if not isinstance(floor, int | float) or not 0 < floor <= 1:
-            raise ConfigError(f"prepare.whiten.floor={floor} must be above 0 and at most 1.")
+        if not isinstance(floor, int | float) or not 1e-9 <= floor <= 1:
+            raise ConfigError(f"prepare.whiten.floor={floor} must be between 1e-9 and 1.")
         channels = shape[0]
         self.S = math.sqrt(channels * (channels + 1)) if S is None else positive("prepare.whiten.S", S)
         self.S_replaced = 2 * self.S
@@ -79,4 +79,5 @@ class Whiten(Preparation):
         self.mean.copy_(scaled * math.sqrt(self._places))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.matrix @ (x.reshape(len(x), *self.mean.shape) - self.mean)).view_as(x)
+        centred = x.reshape(len(x), *self.mean.shape) - self.mean
+        return (self.matrix.to(centred.dtype) @ centred).view_as(x)

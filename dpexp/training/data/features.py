@@ -22,6 +22,7 @@ from dpexp.training.data.tensors import TensorData
 from dpexp.training.weights import load_weights
 
 _MADE_UP = 4
+_LOOKED_AT = 64
 
 
 class Features(TensorData):
@@ -71,7 +72,7 @@ def kept(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) 
     path = folder / f"{_name(x, by)}.safetensors"
     with contextlib.suppress(OSError, SafetensorError, KeyError):
         found = load_file(path)["features"]
-        if len(found) == len(x):
+        if len(found) == len(x) and _still(found, x, by):
             return found
     features = made(x, by, at_once)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,10 +87,22 @@ def kept(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) 
     return features
 
 
+def _still(found: Tensor, x: Tensor, by: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the map makes of some records what is found: another one may be called the same, and agree elsewhere."""
+    some = torch.linspace(0, len(x) - 1, min(len(x), _LOOKED_AT)).long()
+    now = made(x[some], by)
+    return now.shape == found[some].shape and torch.allclose(now, found[some], rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def _called(by: Callable) -> str:
+    """A name that is the same in every process."""
+    kind = by if isinstance(by, type | FunctionType) else type(by)
+    return f"{kind.__module__}.{kind.__qualname__}" + (str(by) if type(by).__str__ is not object.__str__ else "")
+
+
 def _name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
     """Of the records, and of the map: what it is called, and what it makes of a few made-up records."""
-    kind = by if isinstance(by, type | FunctionType) else type(by)
-    called = f"{kind.__module__}.{kind.__qualname__}" + (str(by) if type(by).__str__ is not object.__str__ else "")
+    called = _called(by)
     shape, draw = (_MADE_UP, *x.shape[1:]), torch.Generator().manual_seed(0)
     if x.is_floating_point():
         made_up = torch.randn(shape, generator=draw).to(x.dtype)
@@ -131,7 +144,7 @@ class Scattering:
             ConfigError: kymatio is not there, or `groups` does not divide the channels.
         """
         channels = shape[0] * (1 + J * L + L * L * J * (J - 1) // 2)
-        if groups and channels % groups:
+        if groups is not None and not (isinstance(groups, int) and groups > 0 and channels % groups == 0):
             raise ConfigError(f"data.module.by.groups={groups} must divide the {channels} channels.")
         try:
             # kymatio's own top level imports what SciPy no longer has.
@@ -168,14 +181,18 @@ class RandomFeatures:
         Raises:
             ConfigError: `groups` does not divide `count`, or the size is even.
         """
-        if count % groups or size % 2 == 0:
-            raise ConfigError(f"data.module.by: groups={groups} must divide count={count}, and size={size} be odd.")
+        positive = all(isinstance(number, int) and number > 0 for number in (channels, count, size, groups))
+        if not positive or count % groups or size % 2 == 0:
+            raise ConfigError(
+                f"data.module.by: channels={channels}, count={count}, size={size} and groups={groups} must be positive "
+                "whole numbers, of which groups divides count, and size is odd."
+            )
         self._of, self._groups = of, groups
         self._kernels = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(0))
         self._kernels /= math.sqrt(channels * size * size)
 
     def __str__(self) -> str:
-        return f"{tuple(self._kernels.shape)} random kernels in {self._groups} groups, of {self._of}"
+        return f"{tuple(self._kernels.shape)} random kernels in {self._groups} groups, of {_called(self._of)}"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, ...] -> [B, channels + count, H, W]."""
