@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from mlflow import MlflowClient
 
 from dpexp.errors import ConfigError
 from dpexp.training.averaging import WarmAveraging
@@ -33,4 +34,15 @@ def test_a_decay_that_is_none_is_a_sentence(decay):
 
 def test_a_job_with_warm_averages(dpexp_job):
     metrics = json.loads((dpexp_job(*QUICK, "callbacks=[warm_ema]") / "result.json").read_text())["metrics"]
+    assert metrics["test_loss"] != metrics["test_loss_unaveraged"]
+
+
+@pytest.mark.parametrize("averages", ["ema", "warm_ema"])
+def test_mlflow_has_the_accuracy_of_the_averages_and_that_of_the_last_weights(dpexp_job, tmp_path, averages):
+    output = dpexp_job(*QUICK[1:], f"callbacks=[{averages}]")
+    metrics = json.loads((output / "result.json").read_text())["metrics"]
+    [run] = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
+    assert {name: value for name, value in run.data.metrics.items() if name.startswith("test_")} == pytest.approx(
+        metrics
+    )
     assert metrics["test_loss"] != metrics["test_loss_unaveraged"]

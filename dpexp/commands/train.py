@@ -323,9 +323,14 @@ def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
     metrics = _test(module, data, trainer)
     if last is not None and last.weights is not None:
         averaged = {name: value.clone() for name, value in module.state_dict().items()}
+        loggers, trainer.loggers = trainer.loggers, []  # which would take it for the averages'
         module.load_state_dict(last.weights)
-        metrics |= {f"{name}_unaveraged": value for name, value in _test(module, data, trainer).items()}
+        others = {f"{name}_unaveraged": value for name, value in _test(module, data, trainer).items()}
         module.load_state_dict(averaged)
+        trainer.loggers = loggers
+        for logger in loggers:
+            logger.log_metrics(others, trainer.global_step)
+        metrics |= others
     return metrics
 
 
