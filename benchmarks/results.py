@@ -24,6 +24,7 @@ from dpexp.tracking.read import trials
 PAGE = Path("docs/results.md")
 BEGIN, END = "<!-- written by benchmarks/results.py -->", "<!-- until here -->"
 CURVE = (0.5, 1, 2, 3, 8)
+COMMIT, DIRTY = "tags.dpexp.commit", "tags.dpexp.dirty"  # "none": run where there is no git
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ def found(names: Iterable[str]) -> dict[str, DataFrame]:
         if own.empty:
             continue
         raw = mlflow.search_runs(experiment_names=[f"results/{name}"])
+        raw = raw.assign(**{tag: raw[tag].fillna("none") if tag in raw else "none" for tag in (COMMIT, DIRTY)})
         frame = own.merge(raw.drop(columns="status"), on="run_id").sort_values("start_time")
         frame["target"] = frame["params.privacy.epsilon"].astype(float)
         frame = frame.drop_duplicates(["target", "seed"], keep="last")
         for target, alike in frame.groupby("target"):
-            several = alike["configuration"].nunique(), alike["tags.dpexp.commit"].nunique()
+            several = alike["configuration"].nunique(), alike[COMMIT].nunique()
             if several != (1, 1):
                 raise ValueError(
                     f"results/{name} at ε = {target:g} has runs of {several[0]} settings and {several[1]} commits. "
@@ -151,7 +153,7 @@ def versions(runs: dict[str, DataFrame]) -> str:
         values = {value for frame in runs.values() if column in frame for value in frame[column].dropna()}
         return ", ".join(sorted(value[:10] for value in values))
 
-    dirty = any((frame["tags.dpexp.dirty"] != "no").any() for frame in runs.values())
+    dirty = any((frame[DIRTY] != "no").any() for frame in runs.values())
     changed = " with changes that no commit has" if dirty else ""
     return (
         f"dpexp at commit {all_of('commit')}{changed}, torch {all_of('torch')}, "

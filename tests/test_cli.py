@@ -185,7 +185,7 @@ EARLY = {
     "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
     "privacy.epsilon={a:[1": "privacy.epsilon={a:[1: ",
     "+modle.x=3": "there is no 'modle'; did you mean 'model'",
-    "model=null": "model has no option 'null'. Known: cnn, logistic, lstm, mlp",
+    "model=null": "model has no option 'null'. Known: cnn, logistic, lstm, minilm, mlp",
     "scheduler=linaer": "scheduler",
     "model._target_=null": "does not say what to make",
     "optimizer.lr=nan": "optimizer.lr=nan is not a number",

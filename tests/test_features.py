@@ -11,7 +11,7 @@ from dpexp.training.data.features import made
 from dpexp.training.models import scattering_cnn, scattering_linear
 from dpexp.training.weights import save_weights
 
-SQUARES, MADE_UP = 3, 4
+SQUARES, MADE_UP, LOOKED_AT = 3, 4, 64
 
 
 class Squares:
@@ -35,15 +35,18 @@ def data(seed=0, n=10):
 
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_features_take_the_place_of_x_and_are_made_once(tmp_path, at_once):
-    by, of = Squares(), data()
+    by, of, n = Squares(), data(n=200), 200
     first = Features(of, by, str(tmp_path), at_once)
-    assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2) and by.asked == 10 + SQUARES + 2 * MADE_UP
+    assert torch.equal(first.train.tensors[0], of.train.tensors[0] ** 2) and by.asked == n + SQUARES + 2 * MADE_UP
     assert torch.equal(first.test.tensors[0], of.test.tensors[0] ** 2)
     assert first.train.tensors[1] is of.train.tensors[1]
-    again = Features(data(), by, str(tmp_path), at_once)
-    assert torch.equal(again.train.tensors[0], first.train.tensors[0]) and by.asked == 10 + SQUARES + 4 * MADE_UP
-    Features(data(seed=1), by, str(tmp_path), at_once)
-    assert by.asked == 2 * (10 + SQUARES) + 6 * MADE_UP, "other records have other features"
+    made = by.asked
+    again = Features(data(n=200), by, str(tmp_path), at_once)
+    assert torch.equal(again.train.tensors[0], first.train.tensors[0])
+    assert by.asked == made + LOOKED_AT + SQUARES + 2 * MADE_UP
+    kept = by.asked
+    Features(data(seed=1, n=200), by, str(tmp_path), at_once)
+    assert by.asked == kept + made, "other records have other features"
     assert not list(tmp_path.glob("tmp*"))
 
 
