@@ -621,6 +621,7 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
     "arguments, wrong",
     [
         (("prepare=[pca]", "model=mlp"), r"does not take the inputs \[60\] .*try model.shape=\[60\]"),
+        (("prepare=[pca,whiten]", "model=mlp"), r"prepare.whiten does not .* try prepare.whiten.shape=\[60\]"),
         (("prepare=[pca]", "prepare.pca.k=65"), "k=65 must be a whole number between 1 and 64"),
         (("prepare=[pca]", "prepare.pca.share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
         (("prepare=[class_counts]", "prepare.class_counts.noise=cauchy"), "noise=cauchy is unknown"),

@@ -237,9 +237,11 @@ def _prepared(cfg: DictConfig, model: torch.nn.Module) -> Prepared:
         modes = {layer: layer.training for layer in model.modules()}
         try:
             with torch.no_grad():
-                for preparation in prepared.preparations.values():
-                    x = preparation(x)
+                for name, preparation in prepared.preparations.items():
+                    x = _through(name, preparation, x)
                 model.eval()(x)
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"model={cfg.model._target_} does not take the inputs {list(x.shape[1:])} that "
@@ -250,6 +252,21 @@ def _prepared(cfg: DictConfig, model: torch.nn.Module) -> Prepared:
             for layer, training in modes.items():
                 layer.training = training
     return prepared
+
+
+def _through(name: str, preparation: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """
+    Raises:
+        ConfigError: it does not take x.
+    """
+    try:
+        return preparation(x)
+    except Exception as error:
+        shape = list(x.shape[1:])
+        raise ConfigError(
+            f"prepare.{name} does not take inputs {shape}, which those before it leave; try "
+            f"prepare.{name}.shape={shape} ({' '.join(str(error).split())[:200]})."
+        ) from error
 
 
 def make_small(cfg: DictConfig) -> None:
