@@ -24,6 +24,7 @@ from dpexp.tracking.read import trials
 PAGE = Path("docs/results.md")
 BEGIN, END = "<!-- written by benchmarks/results.py -->", "<!-- until here -->"
 CURVE = (0.5, 1, 2, 3, 8)
+TORCH = "tags.dpexp.torch"
 COMMIT, DIRTY = "tags.dpexp.commit", "tags.dpexp.dirty"  # "none": run where there is no git
 
 
@@ -73,7 +74,8 @@ ROWS = {
 }  # fmt: skip
 
 
-ASIDE = ("trainer.", "tracking.", "data.root=", "data.module.cache=")  # what changes no figure
+SPEED = ("trainer.threads", "trainer.physical_batch", "trainer.workers")
+ASIDE = ("tracking.", "data.root=", "data.module.cache=", *(f"{key}=" for key in SPEED))  # what changes no figure
 
 
 def run(name: str, data: Path, *aside: str) -> None:
@@ -95,7 +97,7 @@ def found(names: Iterable[str]) -> dict[str, DataFrame]:
     """The finished private runs of each row, one a seed and ε: the last.
 
     Raises:
-        ValueError: at one ε there are runs of several settings or commits.
+        ValueError: at one ε there are runs of several settings, commits or versions of torch.
     """
     uri, runs = tracking_uri(), {}
     mlflow.set_tracking_uri(uri)
@@ -106,15 +108,20 @@ def found(names: Iterable[str]) -> dict[str, DataFrame]:
         if own.empty:
             continue
         raw = mlflow.search_runs(experiment_names=[f"results/{name}"])
-        raw = raw.assign(**{tag: raw[tag].fillna("none") if tag in raw else "none" for tag in (COMMIT, DIRTY)})
+        raw = raw.assign(**{tag: raw[tag].fillna("none") if tag in raw else "none" for tag in (COMMIT, DIRTY, TORCH)})
         frame = own.merge(raw.drop(columns="status"), on="run_id").sort_values("start_time")
         frame["target"] = frame["params.privacy.epsilon"].astype(float)
         frame = frame.drop_duplicates(["target", "seed"], keep="last")
         for target, alike in frame.groupby("target"):
-            several = alike["configuration"].nunique(), alike[COMMIT].nunique()
+            trainers = alike.filter(regex="^params.trainer").drop(
+                columns=[f"params.{key}" for key in SPEED], errors="ignore"
+            )
+            settings = alike["configuration"] + trainers.fillna("").astype(str).agg(" ".join, axis=1)
+            several = settings.nunique(), alike[[COMMIT, TORCH]].drop_duplicates().shape[0]
             if several != (1, 1):
                 raise ValueError(
-                    f"results/{name} at ε = {target:g} has runs of {several[0]} settings and {several[1]} commits. "
+                    f"results/{name} at ε = {target:g} has runs of {several[0]} settings and {several[1]} commits or "
+                    "versions of torch. "
                     "Delete those that the page is not about, or run all of them into another MLFLOW_TRACKING_URI."
                 )
         runs[name] = frame

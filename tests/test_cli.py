@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpexp import config
+from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.help import help
 from dpexp.errors import ConfigError
 
@@ -104,6 +105,22 @@ def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, mo
     whole = dpexp_job(*own, "model._target_=mine_for_test.Whole")
     for output in (plain, whole):
         assert set(json.loads((output / "result.json").read_text())["groups"]) == {"early", "late"}
+
+
+@pytest.mark.parametrize("callbacks", ["[]", "ema"])
+def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, tmp_path, monkeypatch, callbacks):
+    (tmp_path / "untested_for_test.py").write_text(
+        "import pytorch_lightning as pl\n"
+        "from dpexp.training.data import Digits\n"
+        "class Untested(pl.LightningDataModule):\n"
+        "    def train_dataloader(self):\n"
+        "        return Digits().train_dataloader()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    output = dpexp_job(*QUICK, "data.module={_target_: untested_for_test.Untested}", f"callbacks={callbacks}")
+    result = json.loads((output / "result.json").read_text())
+    assert result["metrics"] == {} and result["rounds"] == len(read_ledger(output / "ledger.jsonl"))
+    assert (output / "weights.safetensors").exists() and (output / "card.md").exists()
 
 
 def test_a_multirun_runs_each_choice(dpexp_job, tmp_path):

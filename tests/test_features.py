@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dpexp.errors import ConfigError
-from dpexp.training.data import Backbone, Features, RandomFeatures, Scattering, TensorData
+from dpexp.training.data import Backbone, Features, Joined, RandomFeatures, Scattering, TensorData
 from dpexp.training.data.features import made
 from dpexp.training.models import scattering_cnn, scattering_linear
 from dpexp.training.weights import save_weights
@@ -61,6 +61,28 @@ def test_another_map_has_other_features(tmp_path):
     assert str(layers[0]) == str(layers[1]) and not torch.equal(*made)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_small_features_of_another_map_are_told_from_those_kept(tmp_path, size):
+    def clamped(at):
+        def by(x):
+            return (size * x).clamp(max=size * at)
+
+        by.__qualname__ = "by"
+        return by
+
+    x = torch.linspace(0, 1, 800).view(200, 4)
+    of = TensorData((x, torch.zeros(200)), (x, torch.zeros(200)))
+    for at in (0.5, 5.0):  # alike on made-up records but for their size
+        found = Features(of, clamped(at), str(tmp_path)).train.tensors[0]
+        assert torch.equal(found, clamped(at)(x))
+
+
+def test_features_may_be_of_half_precision(tmp_path):
+    for _ in range(2):
+        features = Features(data(), lambda x: x.bfloat16(), str(tmp_path)).train.tensors[0]
+        assert torch.equal(features, data().train.tensors[0].bfloat16())
+
+
 def test_records_of_whole_numbers_are_tried_on_numbers_that_they_hold(tmp_path):
     x = torch.tensor([[5, 9], [7, 5], [9, 9]])
     asked = []
@@ -76,7 +98,10 @@ def test_records_of_whole_numbers_are_tried_on_numbers_that_they_hold(tmp_path):
 
 def test_a_file_that_holds_something_else_is_made_again(tmp_path):
     features = Features(data(), Squares(), str(tmp_path))
-    for content in ({"other": torch.zeros(2)}, {"features": torch.zeros(2, 4)}):
+    for content in (
+        {"other": torch.zeros(2)}, {"features": torch.zeros(2, 4)}, {"features": torch.zeros(10, 4)},
+        {"features": torch.tensor(1.0)}, {"features": features.train.tensors[0].double()},
+    ):  # fmt: skip
         for path in tmp_path.iterdir():
             save_file(content, path)
         again = Features(data(), Squares(), str(tmp_path))
@@ -101,6 +126,18 @@ def test_scattering_is_of_each_image_by_itself_to_the_bit(at_once):
     others = torch.where(torch.arange(16).view(-1, 1, 1, 1) == 9, x, 1e30 * torch.ones(()))
     assert torch.equal(made(others, scattering, at_once)[9], features[9])
     assert torch.equal(scattering(x[9:10])[0], features[9])
+
+
+@pytest.mark.parametrize("at_once", [7, 16])
+def test_joined_are_features_of_several_maps_of_each_image_by_itself(at_once):
+    scales = [Scattering([1, 28, 28], groups=27), Scattering([1, 28, 28], J=3, groups=31)]
+    x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    features = made(x, Joined(scales), at_once)
+    assert features.shape == (16, 81 * 7 * 7 + 217 * 3 * 3)
+    assert torch.equal(features, torch.cat([made(x, by).flatten(1) for by in scales], dim=1))
+    others = torch.where(torch.arange(16).view(-1, 1, 1, 1) == 9, x, 1e30 * torch.ones(()))
+    assert torch.equal(made(others, Joined(scales), at_once)[9], features[9])
+    assert str(Joined(scales)) != str(Joined(scales[:1])) != str(Joined(scales[1:]))
 
 
 def test_scattering_is_wavelet_moduli():

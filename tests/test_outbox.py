@@ -50,6 +50,18 @@ def test_metrics_go_in_batches(run, tmp_path):
     assert client.get_run(run_id).info.status == "FINISHED"
 
 
+def test_no_metric_tells_how_long_a_round_took(run, tmp_path):
+    client, uri, run_id = run
+    client.down = False
+    outbox = Outbox(client, uri, run_id, tmp_path / "a.jsonl")
+    for step in range(3):
+        time.sleep(0.2 * (step == 2))
+        outbox.metrics({"a": 1.0, "b": 2.0}, step)
+    assert outbox.close("FINISHED")
+    first, *later = [point.timestamp for point in client.get_metric_history(run_id, "a")]
+    assert later == [first + 1, first + 2] and abs(time.time() * 1000 - first) < 60_000
+
+
 def test_a_server_that_comes_back_has_missed_nothing(run, tmp_path):
     client, uri, run_id = run
     outbox = Outbox(client, uri, run_id, tmp_path / "a.jsonl")

@@ -270,6 +270,24 @@ def test_whiten_evens_channels_out(power):
     assert torch.allclose(rows(x[:, :, 0, 0]).mean(0), torch.zeros(3), atol=1e-4)
 
 
+def test_whiten_of_a_part_leaves_the_others():
+    x, y = records(400)
+    flat, whole = x.flatten(1), Whiten(SHAPE, S=1000.0, noise_multiplier=1.0)
+    longer = torch.cat([flat[:, :2] + 7, flat, 5 - flat[:, :3]], dim=1)
+    own = Whiten(SHAPE, S=1000.0, noise_multiplier=1.0, start=2, scale=2.0)
+    assert torch.equal(total(own, longer, y), total(whole, x, y))
+    for each in (own, whole):
+        each.use(total(whole, x, y).float(), 400)
+    seen = own(longer)
+    assert torch.equal(seen[:, :2], longer[:, :2]) and torch.equal(seen[:, 14:], longer[:, 14:])
+    assert torch.equal(seen[:, 2:14], 2 * whole(x).flatten(1)) and not torch.equal(seen[:, 2:14], flat)
+    for shorter in (longer[:, :13], longer[:, :1]):
+        with pytest.raises(RuntimeError, match="shape"):
+            own(shorter)
+    with pytest.raises(RuntimeError, match="shape"):
+        whole(longer)
+
+
 def test_of_directions_that_noise_hides_none_grows_without_bound():
     own = Whiten([3], floor=0.25, noise_multiplier=1.0)
     own.use(torch.tensor([0.0, 0, 0, 60, 0, 0, -60, 0, 600]), 60)
@@ -279,7 +297,17 @@ def test_of_directions_that_noise_hides_none_grows_without_bound():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"power": 0}, {"power": 0.6}, {"power": "half"}, {"floor": 0}, {"floor": 2}, {"S": 0}]
+    "wrong",
+    [
+        {"power": 0},
+        {"power": 0.6},
+        {"power": "half"},
+        {"floor": 0},
+        {"floor": 2},
+        {"S": 0},
+        {"start": -1},
+        {"scale": 0},
+    ],
 )
 def test_whitening_that_makes_no_sense_is_a_sentence(wrong):
     (key,) = wrong

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
@@ -335,6 +336,9 @@ def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
 
 
 def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
+    """None where there is no test set, or no `test_step`."""
+    if not (is_overridden("test_dataloader", data) and is_overridden("test_step", module)):
+        return {}
     return {
         name: value for part in trainer.test(module, datamodule=data, verbose=False) for name, value in part.items()
     }

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ EVERY = 2.0  # seconds
 class Outbox:
     """Metrics, parameters, tags and files of one run, in order.
 
+    Metrics have no times of their own: how long a round took tells of the records that were in it. They are counted on,
+    a millisecond each, from when the outbox was made.
+
     Nothing here raises because of the server. What could not be sent by the time of `close` is left in `unsent`,
     which `send_unsent` delivers when the store is used next.
     """
@@ -30,6 +34,7 @@ class Outbox:
         self._client = client
         self._letter = {"uri": uri, "run_id": run_id}
         self._unsent = unsent
+        self._clock = count(int(time.time() * 1000))
         self._items: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._closing = False
@@ -37,7 +42,7 @@ class Outbox:
         self._thread.start()
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
+        now = next(self._clock)
         self._add([{"metric": [key, float(value), now, step]} for key, value in values.items()])
 
     def params(self, values: Mapping[str, str]) -> None:

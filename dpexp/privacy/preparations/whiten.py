@@ -27,6 +27,9 @@ class Whiten(Preparation):
         power: in (0, 1/2]. With 1/2 channels are not correlated any more; below, large directions stay larger.
         floor: eigenvalues of C below so much of the largest are taken for that much: noise hides them.
         S: for features within [-1, 1], √(channels·(channels + 1)) clips none, and is the default.
+        start: of a longer input, flattened, it is about the features from this one on, and the others stay as they are;
+            None: it is about all of an input.
+        scale: what it gives is multiplied by so much, which weighs it against the others.
     """
 
     mean: Tensor
@@ -40,13 +43,19 @@ class Whiten(Preparation):
         S: float | None = None,
         share: float | None = None,
         noise_multiplier: float | None = None,
+        start: int | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__(share, noise_multiplier)
         if not isinstance(power, int | float) or not 0 < power <= 0.5:
             raise ConfigError(f"prepare.whiten.power={power} must be above 0 and at most 0.5.")
         if not isinstance(floor, int | float) or not 1e-9 <= floor <= 1:
             raise ConfigError(f"prepare.whiten.floor={floor} must be between 1e-9 and 1.")
+        if start is not None and not (isinstance(start, int) and start >= 0):
+            raise ConfigError(f"prepare.whiten.start={start} must be a whole number, 0 or above, or null.")
+        self.scale = positive("prepare.whiten.scale", scale)
         channels = shape[0]
+        self._own = slice(None) if start is None else slice(start, start + math.prod(shape))
         self.S = math.sqrt(channels * (channels + 1)) if S is None else positive("prepare.whiten.S", S)
         self.S_replaced = 2 * self.S
         self._places = math.prod(shape[1:])
@@ -56,7 +65,8 @@ class Whiten(Preparation):
         self.register_buffer("matrix", torch.eye(channels))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        scaled = x.double().reshape(len(x), self._channels, self._places) / math.sqrt(self._places)
+        own = x.flatten(1)[:, self._own].double()
+        scaled = own.reshape(len(x), self._channels, self._places) / math.sqrt(self._places)
         # ‖x xᵀ‖ = ‖xᵀ x‖, of which one is the smaller.
         products = scaled @ scaled.mT if self._channels < self._places else scaled.mT @ scaled
         length = torch.hypot(norms(scaled), norms(products))[:, None, None]
@@ -75,9 +85,12 @@ class Whiten(Preparation):
         upper[i, j] = products / (1 + (i != j)).double().sqrt()
         values, vectors = torch.linalg.eigh(upper - scaled @ scaled.T, UPLO="U")
         values = values.clamp(min=self.floor * float(values[-1].clamp(min=1e-6)))
-        self.matrix.copy_((vectors * values.pow(-self.power)) @ vectors.T)
+        self.matrix.copy_((vectors * (self.scale * values.pow(-self.power))) @ vectors.T)
         self.mean.copy_(scaled * math.sqrt(self._places))
 
     def forward(self, x: Tensor) -> Tensor:
-        centred = x.reshape(len(x), *self.mean.shape) - self.mean
-        return (self.matrix.to(centred.dtype) @ centred).view_as(x)
+        flat = x.flatten(1)
+        centred = flat[:, self._own].reshape(len(x), *self.mean.shape) - self.mean
+        whitened = (self.matrix.to(centred.dtype) @ centred).flatten(1)
+        before, after = flat[:, : self._own.start or 0], flat[:, self._own.stop or flat.shape[1] :]
+        return torch.cat([before.to(whitened.dtype), whitened, after.to(whitened.dtype)], dim=1).view_as(x)

@@ -3,7 +3,7 @@
 from dpexp.training.data.adult import Adult
 from dpexp.training.data.cifar10 import Cifar10
 from dpexp.training.data.digits import Digits
-from dpexp.training.data.features import Backbone, Features, RandomFeatures, Scattering
+from dpexp.training.data.features import Backbone, Features, Joined, RandomFeatures, Scattering
 from dpexp.training.data.idx import FashionMnist, Mnist
 from dpexp.training.data.plays import Plays
 from dpexp.training.data.shakespeare import Shakespeare
@@ -11,6 +11,6 @@ from dpexp.training.data.synthetic import Synthetic
 from dpexp.training.data.tensors import TensorData
 
 __all__ = [
-    "Adult", "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "Mnist", "Plays", "RandomFeatures",
+    "Adult", "Backbone", "Cifar10", "Digits", "FashionMnist", "Features", "Joined", "Mnist", "Plays", "RandomFeatures",
     "Scattering", "Shakespeare", "Synthetic", "TensorData",
 ]  # fmt: skip
