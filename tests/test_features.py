@@ -77,6 +77,17 @@ def test_small_features_of_another_map_are_told_from_those_kept(tmp_path, size):
         assert torch.equal(found, clamped(at)(x))
 
 
+def test_a_layer_of_other_weights_is_another_map(tmp_path):
+    """Also where they are alike for all records that anybody looks at."""
+    x = torch.arange(2000).view(-1, 1)
+    of = TensorData((x, x[:, 0]), (x, x[:, 0]))
+    layers = [nn.Embedding(2000, 3), nn.Embedding(2000, 3)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1].weight.data[1] += 1
+    for layer in layers:
+        assert torch.equal(Features(of, layer, str(tmp_path)).train.tensors[0], layer(x))
+
+
 def test_features_may_be_of_half_precision(tmp_path):
     for _ in range(2):
         features = Features(data(), lambda x: x.bfloat16(), str(tmp_path)).train.tensors[0]

@@ -288,6 +288,15 @@ def test_whiten_of_a_part_leaves_the_others():
         whole(longer)
 
 
+def test_autocast_does_not_round_what_is_whitened():
+    x, y = records(50)
+    own = made("whiten")
+    own.use(total(own, x, y).float(), 50)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = own(x)
+    assert seen.dtype == torch.float32 and torch.equal(seen, own(x))
+
+
 def test_of_directions_that_noise_hides_none_grows_without_bound():
     own = Whiten([3], floor=0.25, noise_multiplier=1.0)
     own.use(torch.tensor([0.0, 0, 0, 60, 0, 0, -60, 0, 600]), 60)

@@ -91,6 +91,7 @@ class Whiten(Preparation):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
         centred = flat[:, self._own].reshape(len(x), *self.mean.shape) - self.mean
-        whitened = (self.matrix.to(centred.dtype) @ centred).flatten(1)
+        with torch.autocast(x.device.type, enabled=False):
+            whitened = (self.matrix.to(centred.dtype) @ centred).flatten(1)
         before, after = flat[:, : self._own.start or 0], flat[:, self._own.stop or flat.shape[1] :]
         return torch.cat([before.to(whitened.dtype), whitened, after.to(whitened.dtype)], dim=1).view_as(x)

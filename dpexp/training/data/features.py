@@ -103,7 +103,7 @@ def _called(by: Callable) -> str:
 
 
 def _name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
-    """Of the records, and of the map: what it is called, and what it makes of a few made-up records."""
+    """Of the records, and of the map: what it is called, its weights, and what it makes of a few made-up records."""
     called = _called(by)
     shape, draw = (_MADE_UP, *x.shape[1:]), torch.Generator().manual_seed(0)
     if x.is_floating_point():
@@ -111,8 +111,9 @@ def _name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
     else:  # such as words have
         made_up = torch.randint(int(x.min()), int(x.max()) + 1, shape, generator=draw).to(x.dtype)
     known = hashlib.sha256(f"{called} {x.dtype} {tuple(x.shape)}".encode())
-    for tensor in (x, made(made_up, by)):
-        known.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    weights = by.state_dict().values() if isinstance(by, nn.Module) else ()
+    for tensor in (x, made(made_up, by), *weights):
+        known.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return known.hexdigest()[:32]
 
 
