@@ -8,6 +8,7 @@ none is given; overrides are for all of them, such as trainer.threads=1. Runs ar
 $MLFLOW_TRACKING_URI, or of outputs/mlflow.db here.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -116,8 +117,10 @@ def found(names: Iterable[str]) -> dict[str, DataFrame]:
             trainers = alike.filter(regex="^params.trainer").drop(
                 columns=[f"params.{key}" for key in SPEED], errors="ignore"
             )
-            settings = alike["configuration"] + trainers.fillna("").astype(str).agg(" ".join, axis=1)
-            several = settings.nunique(), alike[[COMMIT, TORCH]].drop_duplicates().shape[0]
+            settings = alike["configuration"].map(_but_for_places) + trainers.fillna("").astype(str).agg(
+                " ".join, axis=1
+            )
+            several = settings.nunique(), alike[[COMMIT, DIRTY, TORCH]].drop_duplicates().shape[0]
             if several != (1, 1):
                 raise ValueError(
                     f"results/{name} at ε = {target:g} has runs of {several[0]} settings and {several[1]} commits or "
@@ -126,6 +129,13 @@ def found(names: Iterable[str]) -> dict[str, DataFrame]:
                 )
         runs[name] = frame
     return runs
+
+
+def _but_for_places(configuration: str) -> str:
+    """Without where data, features and checkpoints are kept."""
+    settings = json.loads(configuration)
+    places = ("data.root", "data.module.root", "data.module.of.root", "data.module.cache", "data.id", "checkpoint.")
+    return json.dumps({key: value for key, value in settings.items() if not key.startswith(places)})
 
 
 def table(runs: dict[str, DataFrame]) -> list[str]:

@@ -107,20 +107,27 @@ def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, mo
         assert set(json.loads((output / "result.json").read_text())["groups"]) == {"early", "late"}
 
 
-@pytest.mark.parametrize("callbacks", ["[]", "ema"])
-def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, tmp_path, monkeypatch, callbacks):
+@pytest.mark.parametrize(
+    "callbacks, test", [("[]", ""), ("ema", ""), ("[]", "    def test_dataloader(self):\n        return None\n")]
+)
+def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, tmp_path, monkeypatch, callbacks, test):
     (tmp_path / "untested_for_test.py").write_text(
         "import pytorch_lightning as pl\n"
         "from dpexp.training.data import Digits\n"
         "class Untested(pl.LightningDataModule):\n"
         "    def train_dataloader(self):\n"
-        "        return Digits().train_dataloader()\n"
+        f"        return Digits().train_dataloader()\n{test}"
     )
+    sys.modules.pop("untested_for_test", None)
     monkeypatch.syspath_prepend(tmp_path)
-    output = dpexp_job(*QUICK, "data.module={_target_: untested_for_test.Untested}", f"callbacks={callbacks}")
+    with pytest.warns(UserWarning, match="could not be tested, and is kept: .*dataloader"):
+        output = dpexp_job(*QUICK, "data.module={_target_: untested_for_test.Untested}", f"callbacks={callbacks}")
     result = json.loads((output / "result.json").read_text())
     assert result["metrics"] == {} and result["rounds"] == len(read_ledger(output / "ledger.jsonl"))
     assert (output / "weights.safetensors").exists() and (output / "card.md").exists()
+    if not test:
+        with pytest.raises(SystemExit, match=r"evaluate: .*test_dataloader"):
+            dpexp_job("evaluate", str(output))
 
 
 def test_a_multirun_runs_each_choice(dpexp_job, tmp_path):

@@ -296,6 +296,17 @@ def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precis
     assert (np.asarray(found).argmax(1) == table["class"]).all()
 
 
+@pytest.mark.parametrize("prepare", ["pca", "standardise", "whiten"])
+def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job, prepare):
+    asked = (f"prepare=[{prepare}]", f"prepare.{prepare}.share=null", f"prepare.{prepare}.noise_multiplier=1")
+    output = dpexp_job(*QUICK, *asked, *(("model.shape=[60]",) if prepare == "pca" else ()))
+    kept, own = mlflow.pyfunc.load_model(str(output / "mlflow_model")), dpexp.load(output)
+    for size in (1, 2, 5):
+        x = np.random.default_rng(size).normal(size=(size, 1, 8, 8)).astype(np.float32)
+        with torch.no_grad():
+            assert np.allclose(kept.predict(x), own(torch.from_numpy(x)), atol=1e-5)
+
+
 def test_inputs_are_read_before_a_model_is_made(job, dpexp_job, monkeypatch):
     monkeypatch.setattr("dpexp.commands.saved.module_of", lambda cfg: pytest.fail("code of the configuration ran"))
     with pytest.raises(SystemExit, match="cannot be read"):

@@ -5,7 +5,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
@@ -94,7 +93,8 @@ def _accompany(cfg: DictConfig) -> None:
     processes.use_threads(cfg)
     module, data, _, trainer, _ = _job(cfg, output, plan_for)
     _fit(cfg, module, data, trainer, output)
-    _tested(module, data, trainer)
+    with suppress(Exception):  # the first process tells
+        _tested(module, data, trainer)
 
 
 def _run(cfg: DictConfig) -> float | None:
@@ -247,7 +247,11 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     except MisconfigurationException as error:
         raise ConfigError(f"trainer or callbacks: {' '.join(str(error).split())}") from error
     seconds = time.monotonic() - started
-    metrics = _tested(module, data, trainer)
+    try:
+        metrics = _tested(module, data, trainer)
+    except Exception as error:  # such as of data without a test set: what was spent is not lost with it
+        warnings.warn(f"the model could not be tested, and is kept: {' '.join(str(error).split())[:300]}")
+        metrics = {}
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
     if released and released[0].estimates.history:
@@ -326,9 +330,11 @@ def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
         averaged = {name: value.clone() for name, value in module.state_dict().items()}
         loggers, trainer.loggers = trainer.loggers, []  # which would take it for the averages'
         module.load_state_dict(last.weights)
-        others = {f"{name}_unaveraged": value for name, value in _test(module, data, trainer).items()}
-        module.load_state_dict(averaged)
-        trainer.loggers = loggers
+        try:
+            others = {f"{name}_unaveraged": value for name, value in _test(module, data, trainer).items()}
+        finally:
+            module.load_state_dict(averaged)
+            trainer.loggers = loggers
         for logger in loggers:
             logger.log_metrics(others, trainer.global_step)
         metrics |= others
@@ -336,9 +342,6 @@ def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
 
 
 def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
-    """None where there is no test set, or no `test_step`."""
-    if not (is_overridden("test_dataloader", data) and is_overridden("test_step", module)):
-        return {}
     return {
         name: value for part in trainer.test(module, datamodule=data, verbose=False) for name, value in part.items()
     }

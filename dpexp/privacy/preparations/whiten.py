@@ -90,8 +90,10 @@ class Whiten(Preparation):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
-        centred = flat[:, self._own].reshape(len(x), *self.mean.shape) - self.mean
+        centred = flat[:, self._own].unflatten(1, self.mean.shape) - self.mean
         with torch.autocast(x.device.type, enabled=False):
             whitened = torch.einsum("ij,bjp->bip", self.matrix.to(centred.dtype), centred).flatten(1)
         before, after = flat[:, : self._own.start or 0], flat[:, self._own.stop or flat.shape[1] :]
-        return torch.cat([before.to(whitened.dtype), whitened, after.to(whitened.dtype)], dim=1).view_as(x)
+        return torch.cat([before.to(whitened.dtype), whitened, after.to(whitened.dtype)], dim=1).unflatten(
+            1, x.shape[1:]
+        )

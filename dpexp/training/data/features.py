@@ -2,13 +2,15 @@
 
 import contextlib
 import hashlib
+import io
 import math
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import cast
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -91,7 +93,7 @@ def _still(found: Tensor, x: Tensor, by: Callable[[Tensor], Tensor]) -> bool:
     """Whether the map makes of some records what is found: another one may be called the same, and agree elsewhere."""
     some = torch.linspace(0, len(x) - 1, min(len(x), _LOOKED_AT)).long()
     now = made(x[some], by)
-    then, usual = found[some], float(now.double().nan_to_num(0, 0, 0).abs().mean())
+    then, usual = found[some], float(now.double().nan_to_num(0, 0, 0).abs().sum()) / max(1, now.numel())
     alike = now.shape == then.shape and now.dtype == then.dtype
     return alike and torch.allclose(now, then, rtol=1e-3, atol=1e-3 * usual, equal_nan=True)
 
@@ -111,10 +113,30 @@ def _name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
     else:  # such as words have
         made_up = torch.randint(int(x.min()), int(x.max()) + 1, shape, generator=draw).to(x.dtype)
     known = hashlib.sha256(f"{called} {x.dtype} {tuple(x.shape)}".encode())
-    weights = by.state_dict().values() if isinstance(by, nn.Module) else ()
-    for tensor in (x, made(made_up, by), *weights):
+    for tensor in (x, made(made_up, by), *_Tensors.of(by)):
         known.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return known.hexdigest()[:32]
+
+
+class _Tensors(pickle.Pickler):
+    """Finds the tensors that an object leads to, as far as it can be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self._found: list[Tensor] = []
+
+    @classmethod
+    def of(cls, what: Any) -> list[Tensor]:
+        pickler = cls()
+        with contextlib.suppress(Exception):
+            pickler.dump(what)
+        return [one for one in pickler._found if one.layout is torch.strided and not (one.is_quantized or one.is_meta)]
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if not isinstance(obj, Tensor):
+            return None
+        self._found.append(obj.detach())
+        return "tensor"
 
 
 def made(x: Tensor, by: Callable[[Tensor], Tensor], at_once: int = 1) -> Tensor:
