@@ -6,7 +6,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac
-from dpexp.privacy.engine.clipping import MARGIN
+from dpexp.privacy.mechanism import MARGIN
 
 
 def record(batch, i):

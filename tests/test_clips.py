@@ -20,7 +20,7 @@ import dpexp
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked, check_clip
-from dpexp.privacy.engine.clipping import add_clipped, clip_factors
+from dpexp.privacy.mechanism import add_clipped, clip_factors
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import LARGEST, UNIT, norms
 from dpexp.privacy.engine.uses import Dense, OuterProducts

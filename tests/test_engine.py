@@ -298,8 +298,7 @@ MODELS = {
     "outside_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Outside(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
-SLOW = {"outside", "hiding", "checkpointed_reentrant"}
-LOOPED = {"lending": {"borrower"}, "outside_inside": {"1"}, "packed": {"rnn"}, "packed_inside": {"0.rnn"}}
+MODES: dict[str, str] = {}
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 
 
@@ -321,12 +320,6 @@ def sums_of(engine, loss_of, batch, size=B, chunk=B):
             engine.accumulate(loss_of, stacked(part), min(chunk, size - start))
     engine.finish()
     return engine._sums
-
-
-def way(engine):
-    """Whether the records were processed one at a time, and if not, in which modules they were."""
-    found = max(engine._ways._next.values(), key=lambda way: (way.singly, len(way.looped)), default=engine._ways.first)
-    return found.singly, set(found.looped)
 
 
 def _slice(batch, start, end):
@@ -352,8 +345,8 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
         n=20, q=0.3, steps=1, noise_multiplier=1.0,
         group=getattr(groups, grouping)(), bound=bounds.Dimension(0.3), mechanism=MECHANISMS[mechanism],
     )  # fmt: skip
-    engine = Engine(plan, module, GaussianNoise(), observe=True)
     for loss in (cross_entropy, summed):
+        engine = Engine(plan, module, GaussianNoise(), observe=True)
 
         def loss_of(one, loss=loss):
             return loss(module(one[0]), one[1])
@@ -363,9 +356,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
                              if f"norm/{g.name}" in o])  # fmt: skip
         assert clipped.any(), "the test must clip something to mean anything"
         assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
-    singly, looped = way(engine)
-    assert singly == (name in SLOW)
-    assert singly or looped == LOOPED.get(name, set())
+        assert engine.mode == MODES.get(name, "traced"), engine.reason
 
 
 @pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "lstm"])

@@ -18,7 +18,7 @@ import dpexp
 from dpexp.accounting.ledger import Ledger, joined, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import groups
-from dpexp.privacy.engine.clipping import MARGIN
+from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise

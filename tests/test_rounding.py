@@ -9,7 +9,7 @@ from torch import nn
 
 from dpexp.privacy import bounds
 from dpexp.privacy.clips import Abadi
-from dpexp.privacy.engine.clipping import clip_factors
+from dpexp.privacy.mechanism import clip_factors
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.parts import Part, Parts
 from dpexp.privacy.engine.rounding import gram_norms, norms

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from dpexp.errors import ConfigError
@@ -137,21 +136,6 @@ class Bounds:
     def joint(self) -> bool:
         return self._following.joint
 
-    def within(self, group: "Group", norms: tuple[Tensor, Tensor] | None, losses: Tensor) -> Tensor:
-        """1 for each record whose norm is within the bound, 0 for the others: [1, B] of a group, [k, B] of its vectors.
-        In between lies a ramp over the last hundredth, for the reason of `clips.Global`.
-
-        Args:
-            norms: of the group [B] and, under joint clipping, of its vectors in units of α_j [k, B]; None if no record
-                has any gradient there, as within any bound.
-            losses: [B].
-        """
-        if norms is None:
-            return torch.ones(len(group.vectors) if self.joint else 1, len(losses), device=losses.device)
-        whole, own = norms
-        parts = own if self.joint else whole[None] / group.S
-        return ((1 - parts) / RAMP).nan_to_num(0, posinf=1, neginf=0).clamp(0, 1)
-
     def follow(
         self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
     ) -> dict[str, float]:
@@ -193,6 +177,12 @@ class Bounds:
             return replace(group, alphas=tuple(alpha * by[group.name, vector.name] for vector, alpha in alphas))
         factor = by[group.name, group.name]
         return replace(group, S=group.S * factor, sigma=group.sigma * factor)
+
+
+def within(parts: Tensor) -> Tensor:
+    """1 for each norm, in units of its bound, that is within it, else 0. In between lies a ramp over the last hundredth,
+    for the reason of `clips.Global`."""
+    return ((1 - parts) / RAMP).nan_to_num(0, posinf=1, neginf=0).clamp(0, 1)
 
 
 def _shared_anew(groups: Sequence["Group"]) -> Iterator["Group"]:

@@ -20,16 +20,15 @@ from dpexp.privacy.batchnorm import layers_that_give, refuse_unreleased
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.diagnostics import log_diagnostics
+from dpexp.privacy.dry_run import later_round, public_record, refuse_kept_losses, say_held, tensors_of
+from dpexp.privacy.engine.chunk import records as leaves_of
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.groups import value_key
-from dpexp.privacy.isolation.numbers import numbers_stay
 from dpexp.privacy.isolation.randomness import own_randomness
-from dpexp.privacy.isolation.sight import in_sight
 from dpexp.privacy.isolation.signals import signals_wait
 from dpexp.privacy.isolation.silence import log_although_mute, mute, nothing_logged, unmute
-from dpexp.privacy.isolation.surroundings import surroundings
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.physical_batch import first_batch, fitting
@@ -122,7 +121,6 @@ class PrivacyCallback(pl.Callback):
         self._preparing: Iterator[None] = iter(())
         self._awaited = False  # a sample was begun and has not been processed
         self._released = False  # the round has
-        self._company_tried = False
         self._fitted = True  # physical_batch is known
         self._step_of_its_own: Any = None
         self._metrics: dict[str, float] = {}  # of the values that the round released
@@ -166,11 +164,13 @@ class PrivacyCallback(pl.Callback):
             refuse_mixing_layers(pl_module)
             refuse_hooks(pl_module)
             refuse_unreleased(pl_module, self.plan)
-            self._engine = Engine(
-                self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes
-            )
             loader = source.dataloader()
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
+            expected = min(self.plan.sampling.q * self.plan.n, max(1, at_once // self.plan.record.largest))
+            self._engine = Engine(
+                self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes, expected,
+                tensors_of(loader.dataset),
+            )  # fmt: skip
             if resume and self._position is None:
                 raise ConfigError(NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
         processes.same(plan=digest_of_plan(self.plan), records=rounds.digest)
@@ -332,12 +332,10 @@ class PrivacyCallback(pl.Callback):
                 )
             self._awaited = False
             assert self._rounds and self._engine
-            self._engine.around = around = surroundings(trainer)
             randomness = own_randomness(pl_module.device, self._rounds.randomness)
             with (
                 self._processes.together(),
                 nothing_collected(),
-                numbers_stay(pl_module, around),
                 randomness,
                 nothing_logged(trainer),
             ):
@@ -347,8 +345,12 @@ class PrivacyCallback(pl.Callback):
                     return loss_in(lambda: training_step(converted(record), *args, **kwargs))
 
                 if not self._fitted:
-                    self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer, around)
+                    self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
+                if self._engine.mode is None:
+                    self._dry_run(trainer, pl_module, loss_of)
+                else:
+                    self._engine.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
                 sample = self._process_sample(pl_module, loss_of)
             with self._processes.together():
                 self._engine.finish()
@@ -358,6 +360,22 @@ class PrivacyCallback(pl.Callback):
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = private_step  # type: ignore[method-assign]
+
+    def _dry_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss_of: Any) -> None:
+        """Before the first round: finds mistakes, and decides how records are processed, on made-up records."""
+        assert self._engine and self._rounds
+        one = self._rounds.example()
+        if one is None:
+            return  # the first record that can be fetched decides
+        one = one.to(pl_module.device)
+        if self.plan.record.told() is None:
+            refuse_company(pl_module, loss_of, one.batch, pl_module.device)
+        self._engine.public = public_record(trainer)
+        leaves, structure = leaves_of(one.batch, 1)
+        self._engine.decide(loss_of, leaves, structure, later_round(trainer))
+        refuse_kept_losses(pl_module)
+        say_held(self._engine.held)
+        self._processes.same(step=self._engine.digest)
 
     def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> int:
         """Clips and adds up the sample's records, or this process's part of them; returns the sample's digest."""
@@ -372,7 +390,7 @@ class PrivacyCallback(pl.Callback):
                 if isinstance(records, Failed):
                     engine.fail(1, records.reason)
                 else:
-                    with signals_wait(), in_sight():
+                    with signals_wait():
                         self._process(pl_module, loss_of, records)
         return chunk.digest
 
@@ -382,9 +400,6 @@ class PrivacyCallback(pl.Callback):
             records = records.to(pl_module.device)
         except Exception as error:
             return self._engine.fail(records.size, error)
-        if records.size > 1 and self.plan.record.told() is None and not self._company_tried:
-            self._company_tried = True
-            refuse_company(pl_module, loss_of, records.batch, pl_module.device, self._engine.around)
         self._engine.accumulate(loss_of, records.batch, records.size)
 
     def _close(self, pl_module: pl.LightningModule) -> None:

@@ -28,8 +28,8 @@ class Clip(Protocol):
     @property
     def name(self) -> str: ...
 
-    def __call__(self, x: Tensor, S: float) -> Tensor:
-        """c for one norm x, a scalar in float64, which may be 0, infinite or NaN."""
+    def __call__(self, x: Tensor, S: Tensor) -> Tensor:
+        """c for one norm x and the bound S, scalars in float64; x may be 0, infinite or NaN."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Abadi:
 
     name: str = field(default="abadi", init=False)
 
-    def __call__(self, x: Tensor, S: float) -> Tensor:
+    def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return (S / x).clamp(max=1)
 
 
@@ -53,7 +53,7 @@ class Automatic:
     def __post_init__(self) -> None:
         positive("clip.gamma", self.gamma)
 
-    def __call__(self, x: Tensor, S: float) -> Tensor:
+    def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return S / (x + self.gamma)
 
 
@@ -68,7 +68,7 @@ class Psac:
     def __post_init__(self) -> None:
         positive("clip.r", self.r)
 
-    def __call__(self, x: Tensor, S: float) -> Tensor:
+    def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return S / (x + self.r / (x + self.r))
 
 
@@ -93,11 +93,11 @@ class Global:
     def __post_init__(self) -> None:
         positive("clip.Z", self.Z)
 
-    def __call__(self, x: Tensor, S: float) -> Tensor:
+    def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return ((1 - x / (self.Z * S)) / RAMP).clamp(0, 1) / self.Z
 
 
-def asked(clip: Clip, norms: Tensor, S: float) -> Tensor:
+def asked(clip: Clip, norms: Tensor, S: Tensor) -> Tensor:
     """c [B] for norms [B] in float64, each by itself. A copy of the rule answers, so that it remembers none of them."""
     rule = copy.deepcopy(clip)
     return torch.func.vmap(lambda x: rule(x, S))(norms.clone())
@@ -119,7 +119,7 @@ def check_clip(clip: Any) -> None:
         )
     norms = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
     try:
-        answered = asked(clip, norms, 1.0)
+        answered = asked(clip, norms, torch.ones((), dtype=torch.float64))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"clip={clip} cannot answer for a norm, a tensor under torch.func.vmap: {reason}") from error

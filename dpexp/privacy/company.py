@@ -16,18 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import flattened
-from dpexp.privacy.isolation.guard import Guard
+from dpexp.privacy.engine.torch_functions import Refusing
 from dpexp.privacy.isolation.randomness import own_randomness
-from dpexp.privacy.isolation.state import State
-from dpexp.privacy.isolation.surroundings import Surroundings
 from dpexp.privacy.keystream import KeyStream
 
 _TRIES = 6  # what mixes at random may leave two records as they are
 
 
-def refuse_company(
-    module: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, device: torch.device, around: Surroundings
-) -> None:
+def refuse_company(module: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, device: torch.device) -> None:
     """Compares the losses of two records together, L(a, b), when each is disturbed or not. Where each record has a loss
     of its own, which a reduction adds up with weights, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0: with the same
     random numbers, so that randomness does not matter, and the same labels, so that weights do not. A layer that is
@@ -37,21 +33,20 @@ def refuse_company(
 
     Args:
         loss_of: the loss of a batch.
-        batch: tensors [B, 1, ...], of records that look alike (see delivery.Records), of which the shapes are taken.
-        around: see isolation.State.
+        batch: tensors [B, 1, ...], of which the shapes are taken.
 
     Raises:
         ConfigError: names the innermost module that mixes the two, or training_step.
     """
     leaves, structure = flattened(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors or any(leaf.dim() < 2 or leaf.shape[1] != 1 or len(leaf) < 2 for leaf in tensors):
+    if not tensors or any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in tensors):
         return
     modes = {layer: layer.training for layer in module.modules()}
     refused: ConfigError | None = None
     try:
         for pair in _pairs(leaves):
-            moved, mixing = _mixing(module, loss_of, tree_unflatten(pair, structure), device, around, modes)
+            moved, mixing = _mixing(module, loss_of, tree_unflatten(pair, structure), device, modes)
             if moved and mixing is None:
                 return
             refused = refused or mixing
@@ -68,7 +63,10 @@ def _pairs(leaves: list[Any]) -> Iterator[list[Any]]:
     """Two records of random numbers; and, where several tensors could be masks, with each of them once all ones."""
     several = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     for masks in (set[int](), *({k} for k in several if len(several) > 1 and leaves[k][0].numel() > 1)):
-        yield [_made_up(leaf[:2, 0], k in masks) if isinstance(leaf, Tensor) else leaf for k, leaf in enumerate(leaves)]
+        yield [
+            _made_up(torch.cat([leaf[0], leaf[0]]), k in masks) if isinstance(leaf, Tensor) else leaf
+            for k, leaf in enumerate(leaves)
+        ]
 
 
 def _mixing(
@@ -76,7 +74,6 @@ def _mixing(
     loss_of: Callable[[Any], Tensor],
     pair: Any,
     device: torch.device,
-    around: Surroundings,
     modes: dict[nn.Module, bool],
 ) -> tuple[bool, ConfigError | None]:
     """Whether what is disturbed changes the loss; and which module mixes the two, if one does."""
@@ -84,9 +81,8 @@ def _mixing(
     for training in (False, True):
         for layer, mode in modes.items():
             layer.training = mode and training
-        state = State(module, around)
         for seed in range(_TRIES):
-            runs = {which: _run(module, loss_of, pair, which, seed, device, state) for which in _WHICH}
+            runs = {which: _run(module, loss_of, pair, which, seed, device) for which in _WHICH}
             losses = [runs[which].loss for which in _WHICH]
             moved = moved or losses[0] != losses[1]
             interaction = losses[0] - losses[1] - losses[2] + losses[3]
@@ -127,7 +123,6 @@ def _run(
     disturbed: tuple[bool, bool],
     seed: int,
     device: torch.device,
-    state: State,
 ) -> _Run:
     """Disturbed is every number of a record that is no label, be it given or looked up in an embedding."""
     run = _Run()
@@ -159,7 +154,7 @@ def _run(
         leaves, structure = tree_flatten(pair)
         given = tree_unflatten([disturb(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
         randomness = own_randomness(device, KeyStream.known(seed, "company", 0))
-        with randomness, torch.autocast(device.type, enabled=False), Guard(state):
+        with randomness, torch.autocast(device.type, enabled=False), Refusing():
             before = _generators(device)
             run.loss = float(loss_of(given).detach())
             run.random = _generators(device) != before
@@ -170,7 +165,6 @@ def _run(
     finally:
         for handle in handles:
             handle.remove()
-        state.restore()
     return run
 
 

@@ -37,6 +37,7 @@ from dpexp.privacy.records import Units
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.stacking import Alone, Failed, Parcel, Records
 
+_LOOKED_AT = 8  # records, until one can be fetched
 _ALONE = 8  # records of a chunk, to say that each is processed alone
 
 
@@ -293,6 +294,7 @@ class Rounds:
             lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes, dealing
         )
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
+        self._users_loader, self._units = loader, units
         self._loader = _each_alone(loader, self.sampler, self._seeding, units)
         self._chunks: Iterator[list[Records | Failed | Parcel]] = iter(())
         self._said_alone = False
@@ -303,6 +305,17 @@ class Rounds:
         self._chunks = iter(self._loader)
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
             yield Sample(torch.tensor(t))
+
+    def example(self) -> Records | None:
+        """A record, of which shapes, types and structure may be used; None: none can be fetched."""
+        units = self._units
+        for i in range(min(_LOOKED_AT, self.sampler.size)):
+            drawn = i if units is None else units.draw(i, KeyStream())
+            loader = _each_alone(self._users_loader, [[drawn]], self._seeding, units, workers=False)  # type: ignore[arg-type]
+            for part in _opened(next(iter(loader))):
+                if isinstance(part, Records):
+                    return part
+        return None
 
     def close(self) -> None:
         """Ends the loader's processes, and drops the keys, so that they are nowhere."""
@@ -347,7 +360,7 @@ def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iter
 
 
 def _each_alone(
-    loader: Any, order: Sampler[list[Any]], seeding: _Seeding, units: Units | None = None
+    loader: Any, order: Sampler[list[Any]], seeding: _Seeding, units: Units | None = None, workers: bool = True
 ) -> DataLoader:  # fmt: skip
     """A loader of the user's records in chunks, each by itself: lists of `Records | Failed | Parcel`."""
     dataset = sampled_dataset(loader)
@@ -357,6 +370,8 @@ def _each_alone(
         dataset, collate = _Rows(dataset) if units is None else _RowsOfUnits(dataset), _unchanged
     else:
         dataset = _OneAtATime(dataset if units is None else _Unit(dataset, units))
+    if not workers:
+        return DataLoader(dataset, batch_sampler=order, collate_fn=collate)
     return DataLoader(
         dataset,
         batch_sampler=order,

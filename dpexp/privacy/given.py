@@ -1,6 +1,5 @@
 """What `training_step` gives for release beside gradients: values of the record that it sees."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,10 +9,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
+from dpexp.privacy.engine.questions import Unreadable
 from dpexp.privacy.groups import value_key
-
-_PASSES = ("dpexp.privacy.engine.passes", "dpexp.privacy.engine.local")
-_TRANSFORMS = ("torch._functorch", "torch._C._functorch", "dpexp.privacy.engine.on_records")
 
 _given: ContextVar["_Given | None"] = ContextVar("given", default=None)
 
@@ -44,7 +41,7 @@ class _Given:
         values = self.values.get(value_key(name))
         if values is None:
             return
-        if _level() != self._level or _elsewhere():  # else it would be taken for a value of every record
+        if _level() != self._level:  # else it would be taken for a value of every record
             raise RuntimeError(f"{name} is given for release where it is not a value of training_step's one record.")
         values.append(value)
 
@@ -87,6 +84,8 @@ class Values:
         return sum(found[1:], start=found[0]) / len(found)
 
     def _flat(self, key: str, value: Any) -> Tensor:
+        if isinstance(value, Unreadable):
+            value = value.tensor if value.tensor is not None else "metric"
         try:
             return torch.as_tensor(value, device=self.device).detach().to(self.dtype).reshape(-1)
         except Exception as error:
@@ -98,15 +97,3 @@ class Values:
 def _level() -> int | None:
     """Of the innermost transform."""
     return _functorch.maybe_current_level()
-
-
-def _elsewhere() -> bool:
-    """Whether a transform's code runs between the engine's pass and here: it may have put the pass's own vmap aside,
-    and another in its place."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") not in _PASSES:
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith(_TRANSFORMS) and name != "torch._functorch.functional_call":  # which is no transform
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is None

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from dpexp.privacy.batches import flattened
+from dpexp.privacy.dry_run import public_record
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
@@ -34,17 +33,16 @@ def first_batch(device: torch.device) -> int:
 
 
 def fitting(
-    plan: PrivacyPlan, module: pl.LightningModule, loss_of: Callable[[Any], Tensor], trainer: pl.Trainer, around: Any
+    plan: PrivacyPlan, module: pl.LightningModule, loss_of: Callable[[Any], Tensor], trainer: pl.Trainer
 ) -> int:
     """The largest power of two of records, up to a whole sample, that a pass takes without running out of memory."""
-    one = _public_record(trainer)
+    one = public_record(trainer)
     if one is None:
         return FIRST
     most = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
     def attempt(size: int) -> None:
         engine = Engine(plan, module, GaussianNoise(None))  # type: ignore[arg-type]
-        engine.around = around
         engine.start()
         records = Records(size, _copies(one, size)).to(module.device)
         with warnings.catch_warnings():
@@ -75,20 +73,6 @@ def doubled(attempt: Callable[[int], None], most: int) -> int:
         if size >= most:
             return fits
         size *= 2
-
-
-def _public_record(trainer: pl.Trainer) -> Any:
-    """The first record of the validation set, as a batch of one; None: there is none to be had."""
-    data = getattr(trainer, "datamodule", None)
-    if data is None or not is_overridden("val_dataloader", data, pl.LightningDataModule):
-        return None
-    loader = data.val_dataloader()
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
-        return None
-    try:
-        return loader.collate_fn([loader.dataset[0]])
-    except Exception:  # of an empty set, or one whose records cannot be collated alone
-        return None
 
 
 def _copies(one: Any, size: int) -> Any:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.isolation.guard import EXCHANGES
+from dpexp.privacy.engine.torch_functions import EXCHANGES
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 

@@ -1,7 +1,6 @@
 """Intercepts every torch function that a trainable parameter enters, under vmap over records."""
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,92 +9,71 @@ from torch import Tensor
 from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
-from dpexp.privacy.engine.alone import Alone
 from dpexp.privacy.engine.attention import multi_head_attention
-from dpexp.privacy.engine.behind import Node, sees_behind
-from dpexp.privacy.engine.branches import QUESTIONS, Restart, answer
 from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
-from dpexp.privacy.engine.chance import Chance, is_torchs, leaves_of
 from dpexp.privacy.engine.derived import Derived, inner
 from dpexp.privacy.engine.extremes import EXTREMES, Extreme
+from dpexp.privacy.engine.index_range import INDEXED, clamped
+from dpexp.privacy.engine.questions import QUESTIONS, Node, answer, sees_behind
 from dpexp.privacy.engine.recurrent import CELLS, unrolled
 from dpexp.privacy.engine.rewritten import REWRITTEN
 from dpexp.privacy.engine.rules import RULES, Call
-from dpexp.privacy.engine.shapes import SHAPES, has_masks
+from dpexp.privacy.engine.shapes import SHAPES
+from dpexp.privacy.engine.torch_functions import (
+    BATCH_NORMS,
+    OPERATORS,
+    Refusing,
+    is_torchs,
+    leaves_of,
+    packet,
+    refuse_mixing,
+)
 from dpexp.privacy.engine.uses import Dense, outer_products
-from dpexp.privacy.isolation.guard import WATCHED, Guard, packet
-from dpexp.privacy.isolation.state import State
 
 
-class Capture(Guard):
+class Capture(Refusing):
     """While active, gradients reach no parameter; during the backward pass `record` is told of each parameter's
-    per-record gradients instead.
+    per-example gradients instead.
 
     Args:
         derived: what is computed from parameters alone.
         anchor: [B] zeros that require gradients, batched by vmap: it marks every intercepted output as one
             that belongs to a record and that gradients must flow back to.
-        state: see Guard.
-        chance: what of a step depends on random numbers; None refuses all questions about data.
-        alone: what was tried on one record.
-        answered: told of each answer that all records give, and of what they make a module return.
+        answers: whether a question about the data is answered, which one record by itself may ask.
 
     Attributes:
-        own_error: one that PyTorch raised for a single record, in a module that runs record by record.
+        in_range: of each call with indices, whether they were in range (0-d, of each record).
     """
 
-    def __init__(
-        self,
-        derived: Derived,
-        anchor: Tensor,
-        record: Record,
-        state: State,
-        chance: Chance | None = None,
-        alone: Alone | None = None,
-        answered: Callable[[Hashable], None] = lambda answer: None,
-    ) -> None:
-        super().__init__(state)
-        self._paused = False
+    def __init__(self, derived: Derived, anchor: Tensor, record: Record, answers: bool = False) -> None:
+        super().__init__()
         self._derived = derived
         self.anchor = anchor
         self.record = record
+        self._answers = answers
         self._copies: dict[int, Tensor] = {}
         self._met: list[tuple[Tensor, int]] = []
-        self.chance = chance
-        self.alone = alone or Alone()
-        self.answered = answered
-        self.own_error: Exception | None = None
+        self.in_range: list[Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._seeds.refuse_others()
-        if self._paused:
-            if func in _HOOKS:
-                raise RuntimeError("a hook on a tensor runs in the backward pass of all records.")
-            error = self.error
-            try:
-                return super().__torch_function__(func, types, args, kwargs)
-            finally:
-                self.error = error  # that of one record
         try:
-            given = leaves_of((args, kwargs) if kwargs else args)
-            if self.chance is None:
-                return self._intercept(func, types, args, kwargs, given)
-            return self.chance.follow(func, given, lambda: self._intercept(func, types, args, kwargs, given))
+            return self._intercept(func, types, args, kwargs, leaves_of((args, kwargs) if kwargs else args))
         except Exception as error:
-            self.ends(error)
+            self.error = error
             raise
 
-    def ends(self, error: Exception) -> None:
-        """Notes why the pass is of no use, whatever the step makes of an error."""
-        if not isinstance(self.error, Restart):
-            self.error = error
-
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, given: list[Any]) -> Any:
+        if func in INDEXED:
+            safe = clamped(func, args, kwargs)
+            if safe is not None:
+                args, kwargs, in_range = safe
+                self.in_range.append(in_range)
         if _is_ordinary[func] and func not in RULES and all(map(_is_data, given)):
             return func(*args, **kwargs)
+        refuse_mixing(func, args, kwargs)
         if any(type(leaf) not in _PLAIN and sees_behind(leaf) for leaf in given):
             raise RuntimeError("a tensor of a class of its own would see those of all records.")
         if func in _OF_AUTOGRAD:
@@ -104,17 +82,13 @@ class Capture(Guard):
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
-            answered = answer(func, args[0], self.anchor, self.chance, self.answered)
-            self.chance = None if self.chance is None or self.chance.is_over else self.chance
-            return answered
+            return answer(func, args[0], self.anchor, self._answers)
         if func is Tensor.__contains__:
             with self:
-                return (args[1] == args[0]).any().item()  # as it does itself, unseen
+                return bool((args[1] == args[0]).any())  # as it does itself, unseen
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
         if func in SHAPES:
-            if has_masks(args, kwargs):
-                self.alone.try_out(func, args, kwargs)
             shaped = SHAPES[func](self._count, *args, **kwargs)
             if shaped is not NotImplemented:
                 self.met((args, kwargs))
@@ -129,17 +103,14 @@ class Capture(Guard):
             if call is not None and self._fits(call):
                 if func in _INDEXING:
                     self.met((args, kwargs))
-                self.alone.try_out(func, args, kwargs)
                 return Captured.apply(self.anchor, self.with_copies(call.x), call, self.record)
         if known in CELLS and self._steps_through(args):
-            self.alone.try_out(func, args, kwargs)
             with self:
                 return unrolled(CELLS[known], self._steps, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 attended = multi_head_attention(*args, **kwargs)
             if attended is not None:
-                self.alone.try_out(func, args, kwargs)
                 return attended
         computed = any(map(self._is_computed, (*args, *kwargs.values()))) if known in _EMBEDDINGS else False
         if computed and _PADDING.intersection(_named(known, args, kwargs)):
@@ -155,7 +126,6 @@ class Capture(Guard):
         if of_all and known in EXTREMES:
             return Extreme.apply(args[0], EXTREMES[known])
         if known is F.scaled_dot_product_attention:
-            self.alone.try_out(func, args, kwargs)
             return attention(*self.with_copies(args), **self.with_copies(kwargs))
         watched = super().__torch_function__
         found = self._derived.once(lambda func, args, kwargs: watched(func, types, args, kwargs), func, args, kwargs)
@@ -165,13 +135,12 @@ class Capture(Guard):
             with self:
                 result = REWRITTEN[known](self._derived.holds, *args, **kwargs)
             if result is not None:
-                self.alone.try_out(func, args, kwargs)
                 self.met((args, kwargs))
                 return result
         return super().__torch_function__(func, types, self.with_copies(args), self.with_copies(kwargs))
 
     def _count(self, mask: Tensor) -> int:
-        """Of how many positions a mask is true: a question to each record."""
+        """At how many positions a mask is true: a question to each record."""
         with self:
             return int((mask != 0).sum())
 
@@ -188,18 +157,6 @@ class Capture(Guard):
         """
         if any(tensor._version != version for tensor, version in self._met):
             raise RuntimeError("what a function was given is modified in place after it was used.")
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Meanwhile functions are watched, but not intercepted."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    def trains(self, parameter: Tensor) -> bool:
-        return self._derived.trains(parameter)
 
     def _fits(self, call: Call) -> bool:
         """A rule serves parameters, or what is computed from them alone, at least one of them trainable, that meet
@@ -268,11 +225,10 @@ _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "gra
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _NO_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device, slice, type(Ellipsis)}
 _PLAIN = {Tensor, torch.nn.Parameter, *_NO_TENSORS}
-_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 _INDEXING = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _BACKWARD = {
-    Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
+    Tensor.backward, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.requires_grad_,
     torch.autograd.grad, torch.autograd.backward,
 }  # fmt: skip
 
@@ -313,7 +269,7 @@ class _Ordinary(dict[Callable[..., Any], bool]):
     """Whether a function is PyTorch's, and of no interest where no parameter enters it."""
 
     def __missing__(self, func: Callable[..., Any]) -> bool:
-        self[func] = is_torchs(func) and not isinstance(func, _OPERATORS) and func not in _SPECIAL
+        self[func] = is_torchs(func) and not isinstance(func, OPERATORS) and func not in _SPECIAL
         return self[func]
 
 
@@ -341,13 +297,12 @@ def _takes_gradients(tensor: Tensor) -> bool:
 
 def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
     """That a function is given to draw from."""
-    given = (*args, *kwargs.values()) if isinstance(func, _OPERATORS) else (kwargs.get("generator"),)
+    given = (*args, *kwargs.values()) if isinstance(func, OPERATORS) else (kwargs.get("generator"),)
     return next((value for value in given if isinstance(value, torch.Generator)), None)
 
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SPECIAL: set[Any] = {
-    *WATCHED, *_OF_AUTOGRAD, *_TEXTS, *QUESTIONS, Tensor.__contains__, *_BACKWARD, *_HOOKS, *SHAPES, *CELLS, *REWRITTEN,
+    *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *QUESTIONS, Tensor.__contains__, *_BACKWARD, *SHAPES, *CELLS, *REWRITTEN,
     F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_MISTAKEN, *_MISTAKEN_OF_ALL,
     *EXTREMES, _CHUNKED, *_SHAPED,
 }  # fmt: skip

@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch
-from torch.autograd.graph import _engine_run_backward
 
-from dpexp.privacy.engine.chance import is_torchs
 from dpexp.privacy.engine.parts import Part, of_parameter, part_of
+from dpexp.privacy.engine.torch_functions import is_torchs
 from dpexp.privacy.engine.uses import Dense, Use, merged
-from dpexp.privacy.isolation.guard import Guard
-from dpexp.privacy.isolation.state import State
 
 
 class Derived:
@@ -58,7 +55,7 @@ class Derived:
         result = run(_PLAIN.get(func, func), args, kwargs)
         return None if any(map(_of_records, _tensors(result))) else (result,)
 
-    def passed_on(self, uses: dict[int, list[Use]], state: State) -> Iterator[tuple[Tensor, Use]]:
+    def passed_on(self, uses: dict[int, list[Use]]) -> Iterator[tuple[Tensor, Use]]:
         """Turns uses of these tensors, which are removed, into uses of parameters.
 
         Raises:
@@ -75,27 +72,21 @@ class Derived:
             if where is not None and self.trains(where[0]):
                 parts.setdefault(id(where[0]), {}).setdefault(where[1], []).extend(found)
             else:
-                yield from self._back(tensor, merged(found).dense().to(tensor.dtype), state)
+                yield from self._back(tensor, merged(found).dense().to(tensor.dtype))
         for parameter in self._parameters:
             shown = [(part, merged(found)) for part, found in parts.get(id(parameter), {}).items()]
             yield from ((parameter, use) for use in of_parameter(parameter, shown))
 
-    def _back(self, tensor: Tensor, gradients: Tensor, state: State) -> Iterator[tuple[Tensor, Use]]:
+    def _back(self, tensor: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, Use]]:
         """Jᵀ g^i for g [B, *tensor.shape]."""
         reached: list[Tensor] = []
 
         def one(gradient: Tensor) -> list[Tensor]:
-            found = _engine_run_backward(
-                (tensor,), (gradient,), True, False, tuple(self._parameters),
-                allow_unreachable=True, accumulate_grad=False,
-            )  # fmt: skip
+            found = torch.autograd.grad(tensor, self._parameters, gradient, retain_graph=True, allow_unused=True)
             reached[:] = [p for p, g in zip(self._parameters, found, strict=True) if g is not None]
             return [g for g in found if g is not None]
 
-        with Guard(state) as guard:
-            found = torch.func.vmap(one, chunk_size=max(1, _SLICE // max(1, tensor.numel())))(gradients)
-        if guard.error is not None:
-            raise RuntimeError("a backward pass catches an error.") from guard.error
+        found = torch.func.vmap(one, chunk_size=max(1, _SLICE // max(1, tensor.numel())))(gradients)
         for parameter, gradient in zip(reached, found, strict=True):
             yield parameter, Dense(gradient.to(torch.promote_types(torch.float32, parameter.dtype)))
 

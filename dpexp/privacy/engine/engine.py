@@ -1,58 +1,67 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
+import hashlib
+import random
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
-from dpexp.privacy.adaptive import UNCLIPPED, Bounds
-from dpexp.privacy.correlated import CorrelatedNoise, Noisy
-from dpexp.privacy.engine.branches import Differ
-from dpexp.privacy.engine.chunk import PLAIN, Chunk, look, records
-from dpexp.privacy.engine.clipping import add_clipped, by_parameter
+from dpexp.privacy.adaptive import Bounds
+from dpexp.privacy.checks import StateCheck, is_due
+from dpexp.privacy.correlated import CorrelatedNoise
+from dpexp.privacy.engine.chunk import Chunk, records
+from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.graphs import Graphs, LossOf, own_state, random_state, set_random_state
 from dpexp.privacy.engine.local import Training
-from dpexp.privacy.engine.looped import DEDUCED, culprit
-from dpexp.privacy.engine.passes import Together, gradients_of_one
+from dpexp.privacy.engine.made_up import PLAIN, MadeUp, public_leaves, signature, smallest_table, tries
+from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.slowness import why
-from dpexp.privacy.engine.uses import Dense, Use
-from dpexp.privacy.engine.ways import Settled, Way, Ways
+from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.engine.whole import WholeNoise, add_whole
 from dpexp.privacy.given import Values
-from dpexp.privacy.groups import trainable, value_key
-from dpexp.privacy.isolation.reached import Reached
-from dpexp.privacy.isolation.state import State
-from dpexp.privacy.isolation.surroundings import Surroundings
+from dpexp.privacy.groups import trainable
+from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.processes import Processes
 from dpexp.privacy.shared_ledger import SharedLedger
+from dpexp.privacy.spectral import spectral_norms_fixed
 
 _NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
-_PARTS = 16  # of a chunk whose records branch differently, or of larger ones parts of as many records: more are slow
-_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early; or that are slow, to say so
+_OTHERS = 5  # made-up records that are processed between one and the same
+_TRACING = 0.02  # of the time
+_CHANGES = 3  # of a step, after which it runs as written
+_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
+
+TRACED, VMAP, SINGLE, AUTOGRAD = "traced", "vmap", "one at a time", "one at a time by autograd"
 
 
 class Engine:
     """Carries out a plan's mechanisms on a module's gradients, and on the values that its step gives for release.
 
     Per sample: `start`, then `accumulate` for each chunk, then `finish` and `release`. What a record contributes
-    depends on no other: together are processed those that look alike and that could be so each by itself.
+    depends on no other.
 
     Args:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
         bounds: where those of an adaptive plan have come to; by default they stay where they begin.
         processes: those that have a part of each sample.
+        expected: records of a chunk; by default those of a sample.
 
     Attributes:
-        around: what a step might change besides the module.
-
-    Raises:
-        ConfigError: the plan was made for other parameters than the module's trainable ones, or one is complex.
+        mode: how records are processed, decided before the first of them: `traced`, all by a graph; or as the step is
+            written, several under vmap, or one at a time under vmap, or by autograd.
+        reason: why they are not traced.
+        public: a batch of one public record, on which the step is tried; None: one is made up.
     """
 
     def __init__(
@@ -63,18 +72,19 @@ class Engine:
         observe: bool = False,
         bounds: Bounds | None = None,
         processes: Processes | None = None,
+        expected: float | None = None,
+        data: Sequence[Tensor] = (),
     ) -> None:
         self.plan = self.now = plan
         self._processes = processes or Processes()
-        self.around = Surroundings()
         self._bounds = bounds or (Bounds(plan.following) if plan.following else None)
-        self._noise = noise
         self._correlated = CorrelatedNoise(noise)
         self._whole = WholeNoise(noise.stream) if plan.exact else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
         values = {v.parameters[0]: v.d - self._numbers(v.parameters[1:]) for v in vectors if v.is_value}
+        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._values = Values(values, next(iter(self._parameters.values()), torch.zeros(())))
         planned = {name for vector in vectors for name in vector.parameters} - set(values)
         if planned != set(self._parameters):
@@ -84,18 +94,44 @@ class Engine:
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
-        self._ways = Ways(Way(singly=plan.exact))  # in company what is rounded may be rounded otherwise
-        self._together = Together(module, self._parameters, self._values, self._ways)
+        self._pass = VmapPass(module, self._parameters, self._values)
+        joint = self._bounds is not None and self._bounds.joint
+        self._clip = ClippedSums(plan.groups, self._bounds is not None, joint, self._values.dtype)
+        self._names = [name for _, _, name in by_parameter(plan.groups)]
+        expected = expected or plan.sampling.q * plan.n
+        self._graphs = Graphs(
+            module, self._pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
+            self._device, expected, data,
+        )  # fmt: skip
         local = plan.record.local
         self._training = local and Training(module, self._parameters, self._values, local)
-        self._reached: Reached | None = None
+        self.mode: str | None = None
+        self.reason = ""
+        self.public: Any = None
+        self._made_up: MadeUp | None = None
+        self._check: StateCheck | None = None
+        self._template: tuple[list[Any], Any, Any] | None = None  # a made-up record, and settings of a later round
+        self._seen: list[Any] = []
+        self._rounds_since, self._changes, self._tracing, self._began = 1, 0, 0.0, time.perf_counter()
+        self._round = 0
         self._succeeded = False
         self._contributed = False  # a record has, in some process
-        self._failed = self._odd = 0
+        self._failed = 0
         self._reason_of_failure: Exception | None = None
         self._said: set[str] = set()
         self.observe = observe
         self.observations: list[dict[str, Tensor]] = []
+
+    @property
+    def held(self) -> list[str]:
+        """Shapes of tensors that a traced step reads and that are neither parameters nor buffers."""
+        return self._graphs.held
+
+    @property
+    def digest(self) -> int:
+        """Of how records are processed, which is the same in all processes."""
+        said = f"{self.mode} {self._graphs.digest()}"
+        return int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "big")
 
     def start(self, t: int = 0) -> None:
         """Begins round t's sample: all sums are zero.
@@ -119,10 +155,134 @@ class Engine:
                 "the private gradient in on_before_optimizer_step instead."
             )
         self.now = self._bounds.now(self.plan.at(t)) if self._bounds else self.plan.at(t)
-        self._sums = {name: self._zeros(name) for _, _, name in by_parameter(self.now.groups)}
+        self._sums = {name: self._zeros(name) for name in self._names}
         self.observations = []
+        self._round = t
+        if self._check is not None and is_due(t):
+            self._check.before()
 
-    def accumulate(self, loss_of: Callable[[Any], Tensor], batch: Any, size: int) -> None:
+    def decide(
+        self,
+        loss_of: LossOf,
+        leaves: list[Any],
+        structure: Any,
+        settings: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        """Decides for the whole job how records are processed, on made-up ones that look like these.
+
+        Args:
+            leaves: [size, ...] of which shapes and types alone are used.
+            settings: under which the step must be the same to be traced, as another round's.
+        """
+        with own_state(self._device), spectral_norms_fixed(self._module):
+            self._made_up, error = self._made_up_records(loss_of, leaves, structure)
+            if self._made_up is None:
+                self.mode, self.reason = VMAP, why(error) if error else "no made-up record has a finite loss"
+            elif self._training or self.plan.exact:  # what is rounded otherwise among others may be another integer
+                self.mode = AUTOGRAD
+            else:
+                self._decide(loss_of, leaves, structure, settings)
+                few = [leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                self._template = self._made_up.records(few, 1, 0), structure, settings
+                self._seen = self._attributes()
+            if self._made_up is not None and self.mode != TRACED:
+                self._try_state(loss_of, leaves, structure)
+        self._say_slowness()
+
+    def _decide(
+        self, loss_of: LossOf, leaves: list[Any], structure: Any, settings: Callable[[], AbstractContextManager]
+    ) -> None:
+        assert self._made_up
+        try:
+            key = signature(leaves, structure)
+            odd = self._graphs.settle(loss_of, leaves, structure, key, self._made_up, settings)
+            if odd is None:
+                self.mode = TRACED
+                return
+            self.reason = f"the step is not the same each time it runs ({odd})"
+        except ConfigError:
+            raise
+        except Exception as caught:
+            self.reason = why(caught)
+        for mode, size in ((VMAP, 2), (SINGLE, 1)):
+            try:
+                self._pass(loss_of, self._made_up.records(leaves, size, 0), structure, size)
+            except ConfigError:
+                raise
+            except Exception as caught:
+                self.reason = why(caught)
+            else:
+                self.mode = mode
+                return
+        self.mode = AUTOGRAD
+
+    def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
+        """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when plain
+        attributes of modules changed, at epochs' starts and in rounds 2, 4, 8, …, as far as that takes 2 % of the time.
+
+        A step that has changed is traced and proved; one that changes time and again runs as written from now on.
+        """
+        if self.mode != TRACED or self._template is None:
+            return
+        self._rounds_since += 1
+        changed = self._attributes() != self._seen
+        now = time.perf_counter()
+        affordable = self._tracing < _TRACING * (now - self._began)
+        if not changed and not ((epoch_begins or self._rounds_since.bit_count() == 1) and affordable):
+            return
+        leaves, structure, settings = self._template
+        assert self._made_up
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        with own_state(self._device), spectral_norms_fixed(self._module):
+            odd = self._graphs.changed(loss_of, leaves, structure, self._made_up)
+            if odd is not None:
+                self._changes += 1
+                self._graphs.forget()
+                self._decide(loss_of, leaves, structure, settings)
+                if self._changes > _CHANGES and self.mode == TRACED:
+                    self.mode, self.reason = VMAP, f"hooks change the step time and again ({odd})"
+                if self.mode != TRACED:
+                    self._try_state(loss_of, leaves, structure)
+                    self._say_slowness()
+        self._seen = self._attributes()
+        self._tracing += time.perf_counter() - now
+
+    def _attributes(self) -> list[Any]:
+        """What is plain in the modules: numbers, texts, and short lists of them."""
+        return [
+            (key, value if not isinstance(value, list) else tuple(value))
+            for layer in self._module.modules()
+            for key, value in vars(layer).items()
+            if _is_plain(value)
+        ]
+
+    def _try_state(self, loss_of: LossOf, leaves: list[Any], structure: Any) -> None:
+        """Looks for state that a step keeps, on made-up records, and will look again in the rounds.
+
+        Raises:
+            StateFound: there is some.
+        """
+        assert self._made_up
+        first, *others = (self._made_up.records(leaves, 1, seed) for seed in range(_OTHERS + 1))
+        state = random_state(self._device), random.getstate(), np.random.get_state()
+
+        def probe() -> list[Tensor]:
+            before = random_state(self._device), random.getstate(), np.random.get_state()
+            _set_random_states(self._device, *state)
+            gradients = self._of_one(Chunk(loss_of, first, structure, 1), 0)
+            _set_random_states(self._device, *before)
+            return [gradients.losses, *(use.dense() for use in gradients.of.values())]
+
+        check = StateCheck(self._module, probe)
+        probe()  # which may fill caches
+        check.before()
+        for other in others:
+            self._of_one(Chunk(loss_of, other, structure, 1), 0)
+        check.after(-1)
+        self._check = check
+
+    def accumulate(self, loss_of: LossOf, batch: Any, size: int) -> None:
         """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing,
         unless none ever could.
 
@@ -137,15 +297,13 @@ class Engine:
         leaves, structure = records(batch, size)
         for parameter in self._module.parameters():
             parameter.grad = None
-        handed = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
-        state = State(self._module, self.around, self._reached, handed)
-        self._reached = state.reached
-        try:
-            chunk = Chunk(loss_of, leaves, structure, size, state, max(_PARTS, size // _PARTS), look(leaves, structure))
-            self._accumulate_singly(chunk) if self._training else self._accumulate(chunk, self._ways.first)
-        except BaseException:
-            self._restore(state)
-            raise
+        if self.mode is None:
+            self.decide(loss_of, leaves, structure)
+        with spectral_norms_fixed(self._module):
+            if self.mode == TRACED:
+                self._accumulate_traced(loss_of, leaves, structure, size)
+            else:
+                self._accumulate(Chunk(loss_of, leaves, structure, size))
 
     def fail(self, count: int, reason: Exception) -> None:
         """Notes records that contribute nothing, because they could not even be fetched, or have no loss.
@@ -168,6 +326,8 @@ class Engine:
             ConfigError, or what the last record raised: more than one record has failed, and none ever contributed, in
                 no process.
         """
+        if self._check is not None:
+            self._check.after(self._round)
         if not self._contributed:  # which all processes know alike
             every = self._processes.gathered([self._succeeded, self._failed])
             self._contributed = any(succeeded for succeeded, _ in every)
@@ -184,7 +344,8 @@ class Engine:
         for group in self.now.groups:
             ledger.query(group.query())
         ledger.commit()
-        released, self._sums = self._sums, {}
+        released = {name: self._sums[name] for _, _, name in by_parameter(self.now.groups)}
+        self._sums = {}
         self._processes.add_up(released)
         if self._processes.first:
             released = self._noised(released)
@@ -197,9 +358,7 @@ class Engine:
     def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._whole:
             return {name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, sums).items()}
-        groups = by_parameter(self.now.groups)
-        noisy = [Noisy(name, sums[name], alpha * group.sigma, group.bands) for group, alpha, name in groups]
-        self._correlated.add_to(noisy, divisor=self.now.sampling.q * self.now.n)
+        add_noise(self.now.groups, sums, self._correlated, self.now.sampling.q * self.now.n)
         return sums
 
     def _numbers(self, parameters: Iterable[str]) -> int:
@@ -215,164 +374,119 @@ class Engine:
         device, dtype = (torch.device("cpu"), torch.int64) if self._whole else self._kind(name)
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def _restore(self, state: State) -> list[str]:
-        changed = state.restore()
-        state.renew_randomness()
-        news = [name for name in changed if name not in self._said and not name.endswith(DEDUCED)]
-        if news:
-            self._said.update(news)
-            warnings.warn(
-                f"training_step changes {', '.join(news)}, which is set back after each chunk of records, since "
-                "data would pass the noise that way."
-            )
-        return changed
+    # How records are processed
 
-    def _warn_of_slow_way(self, way: Way, reason: str) -> None:
-        what = "this model's records"
-        if not way.singly:
-            kinds = [f"{name} ({type(self._module.get_submodule(name)).__name__})" for name in sorted(way.looped)]
-            what = f"the records of the module{'s' if len(kinds) > 1 else ''} {', '.join(kinds)}"
-        self._warn_of_slowness(what, "one at a time", reason)
+    def _made_up_records(
+        self, loss_of: LossOf, leaves: list[Any], structure: Any
+    ) -> tuple[MadeUp | None, Exception | None]:
+        """A way to make records up that have finite losses and gradients; else why there is none."""
+        public = public_leaves(self.public, leaves, structure)
+        below = smallest_table(loss_of, leaves, structure)
+        error: Exception | None = None
+        for made_up in tries(below, public):
+            one = Chunk(loss_of, made_up.records(leaves, 1, 0), structure, 1).one(0)
+            try:
+                found, loss = gradients_of_one(loss_of, one, self._parameters, self._values)
+            except ConfigError:
+                raise
+            except Exception as caught:
+                error = error or caught
+            else:
+                if loss.isfinite() and all(v.isfinite().all() for v in found.values()):
+                    return made_up, None
+        return None, error
 
-    def _warn_of_slowness(self, what: str, how: str, reason: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            warnings.warn(
-                f"{what} are processed {how}, which is right but slow. They cannot be processed together: {reason}"
-            )
+    def _say_slowness(self) -> None:
+        how = {
+            VMAP: "together, but as training_step is written in every round, which is slower than a traced step",
+            SINGLE: "one at a time, which is right but slow",
+            AUTOGRAD: "one at a time, which is right but slow",
+        }
+        if self.mode in how:
+            warnings.warn(f"this model's records are processed {how[self.mode]}: {self.reason}")
 
-    def _accumulate(self, chunk: Chunk, way: Way) -> bool:
-        """Processes records, each in the first way in which it can be by itself, from this one on; returns whether that
-        was a way for all, and PyTorch had nothing against one of them."""
-        way = self._ways.instead(chunk.look, way) or way
-        if way.singly:
-            return self._accumulate_singly(chunk)
-        found = self._uses(chunk, way)
-        if isinstance(found, Settled):
-            return self._accumulate(chunk, found.way)
-        if isinstance(found, Exception):
-            return self._take_next(chunk, way, found) if chunk.size == 1 else self._by_parts(chunk, way, found)
-        uses, losses = found
-        with full_precision(losses.device), torch.no_grad():
-            self._clip_and_add(uses, losses)
-        self._succeeded = True
-        return self._together.own_error is None
-
-    def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor] | Exception:
-        """What `Together` finds, or why it does not."""
+    def _accumulate_traced(self, loss_of: LossOf, leaves: list[Any], structure: Any, size: int) -> None:
+        assert self._made_up
+        numbers = self._clip.numbers(self.now.groups, self._device)
+        key = signature(leaves, structure)
         try:
-            return self._together.uses(chunk, way, self._restore)
+            found = self._graphs.add(loss_of, leaves, structure, key, self._made_up, size, numbers, self._sums)
         except _NOT_OF_A_RECORD:
             raise
-        except Exception as reason:
-            return reason
-        finally:
-            self._restore(chunk.state)
+        except Exception as error:
+            raise ConfigError(
+                f"model: the traced training_step cannot process the records of a round ({type(error).__name__}); a "
+                "record's indices may be out of range. Check the data."
+            ) from None
+        self._note(found, size)
 
-    def _by_parts(self, chunk: Chunk, way: Way, reason: Exception) -> bool:
-        """Takes a chunk apart whose records cannot be processed together: into those that answer alike, or into those
-        that cannot be processed so by themselves either, and the others."""
-        said, of = why(reason), 1
-        reason.__traceback__ = None  # which holds what the pass did
-        if isinstance(reason, Differ):
-            parts = reason.parts
-            of = len(parts)
-        else:
-            half = chunk.size // 2
-            parts = [
-                rows
-                for some in (range(half), range(half, chunk.size))
-                for rows in self._without_odd(chunk, way, [*some])
-            ]
-            if sum(map(len, parts)) < chunk.size:
-                parts = [[row for rows in parts for row in rows]] if parts else []
-        if len(parts) > chunk.parts:
-            self._warn_of_slowness("this model's records", "in many parts", said)
-        for rows in parts:
-            self._accumulate(chunk.part(rows, of), way)
-        return False
+    def _note(self, found: dict[str, Tensor], size: int) -> None:
+        failed = int((~found["in_range"]).sum())
+        self._succeeded = self._succeeded or failed < size
+        if failed:
+            self.fail(failed, RecordError("an index or a label is out of range."))
+        norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
+        for name, value in norms.items():
+            if size > 1 and not value.is_cuda and "finite" not in self._said and not value.isfinite().any():
+                self._said.add("finite")
+                warnings.warn(
+                    f"group {name.removeprefix('norm/')}: no vector of a whole chunk of records is finite; they "
+                    "contribute nothing, and what is released is noise."
+                )
+        if self.observe:
+            self.observations.append({"loss": found["loss"], **norms})
 
-    def _without_odd(self, chunk: Chunk, way: Way, rows: list[int]) -> list[list[int]]:
-        """Those of some rows that can be processed in a way, as they can be together; the others, found by halves, are
-        in their next ways."""
-        part, known = chunk.part(rows), self._ways.instead(chunk.look, way)
-        found = Settled(known) if known else self._uses(part, way)
-        if isinstance(found, Settled):
-            self._accumulate(part, found.way)
-            return []
-        if isinstance(found, Differ) or not isinstance(found, Exception):
-            return [rows]
-        if len(rows) == 1:
-            self._take_next(part, way, found)
-            return []
-        del found
-        half = len(rows) // 2
-        return self._without_odd(chunk, way, rows[:half]) + self._without_odd(chunk, way, rows[half:])
-
-    def _take_next(self, one: Chunk, way: Way, reason: Exception) -> bool:
-        """Processes a record with one kind of modules more, or the whole model, by itself; this is settled for others
-        like it, unless it is a matter of its own."""
-        name = culprit(reason, self._module, way.looped)
-        instead = Way(singly=True) if name is None else way.and_looped(self._module, name)
-        said, failed, answers = why(reason), self._failed, tuple(self._together.answers)
-        succeeded = self._accumulate(one, instead)
-        if succeeded:
-            self._ways.settle(one.look, way, answers, instead)
-            self._warn_of_slow_way(self._ways.instead(one.look, way, answers) or instead, said)
-        elif self._failed == failed:
-            self._odd += 1
-            if self._odd == _ENOUGH:
-                self._warn_of_slowness(f"{_ENOUGH} records", "one at a time", said)
-        return succeeded
-
-    def _accumulate_singly(self, chunk: Chunk) -> bool:
-        """Whether all records contributed, and PyTorch had nothing against one of them."""
-        well = True
-        for i in range(chunk.size):
+    def _accumulate(self, chunk: Chunk) -> None:
+        """As the step is written."""
+        if self.mode == VMAP:
             try:
-                gradients, loss, caught = self._of_one(chunk, i)
-                self._restore(chunk.state)
-                with full_precision(loss.device), torch.no_grad():
-                    uses: dict[str, Use] = {n: Dense(g[None].to(_summed(g.dtype))) for n, g in gradients.items()}
-                    self._clip_and_add(uses, loss[None])
+                return self._clip_and_add(self._pass(chunk.loss_of, chunk.leaves, chunk.structure, chunk.size))
             except _NOT_OF_A_RECORD:
                 raise
             except Exception as error:
-                self._restore(chunk.state)
+                if chunk.size == 1:
+                    return self.fail(1, error)
+        for i in range(chunk.size):
+            try:
+                gradients = self._of_one(chunk, i)
+            except _NOT_OF_A_RECORD:
+                raise
+            except Exception as error:
                 self.fail(1, error)
-                well = False
             else:
-                self._succeeded = True
-                well = well and caught is None
-        return well
+                self._clip_and_add(gradients)
 
-    def _of_one(self, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor, Exception | None]:
+    def _of_one(self, chunk: Chunk, i: int) -> Gradients:
+        if self.mode != AUTOGRAD:
+            return self._pass(chunk.loss_of, chunk.row(i), chunk.structure, 1)
         if self._training:
-            return self._training.one(chunk, i)
-        return gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values, chunk.state)
+            found, loss = self._training.one(chunk, i)
+        else:
+            found, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values)
+        dense: Any = {n: Dense(g[None].to(_summed(g.dtype))) for n, g in found.items()}
+        return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
-    def _clip_and_add(self, uses: dict[str, Use], losses: Tensor) -> None:
-        observation = {"loss": losses}
-        joint = self._bounds is not None and self._bounds.joint
-        within: list[Tensor] = []  # [·, B] of each group
-        for group in self.now.groups:
-            if group.name == UNCLIPPED:
-                uses[value_key(UNCLIPPED)] = Dense(torch.cat(within).T.to(self._values.dtype) - 0.5)
-            found = add_whole(group, uses, self._sums) if group.exact else add_clipped(group, uses, self._sums, joint)
-            if self._bounds is not None and not group.is_of_values:
-                within.append(self._bounds.within(group, found, losses))
-            if found is None:
-                continue
-            norms, _ = found
-            observation[f"norm/{group.name}"] = norms
-            if len(norms) > 1 and not norms.is_cuda and "finite" not in self._said and not norms.isfinite().any():
-                self._said.add("finite")
-                warnings.warn(
-                    f"group {group.name}: no vector of a whole chunk of records is finite; they contribute nothing, "
-                    "and what is released is noise."
-                )
-        if self.observe:
-            self.observations.append(observation)
+    def _clip_and_add(self, gradients: Gradients) -> None:
+        size = len(gradients.losses)
+        with full_precision(gradients.losses.device), torch.no_grad():
+            if self._whole:
+                found = add_whole(self.now.groups, gradients.of, self._sums)
+            else:
+                numbers = self._clip.numbers(self.now.groups, self._device)
+                found = self._clip.add(gradients, numbers, self._sums)
+        self._note(found | {"loss": gradients.losses, "in_range": gradients.in_range}, size)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 8 and all(isinstance(one, PLAIN) for one in value)
+    return isinstance(value, PLAIN)
+
+
+def _set_random_states(device: torch.device, of_torch: tuple[Tensor, ...], of_python: Any, of_numpy: Any) -> None:
+    set_random_state(device, of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:

@@ -22,8 +22,8 @@ from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.engine.chunk import Chunk, copied
 from dpexp.privacy.engine.passes import ONE_LOSS, backward
 from dpexp.privacy.engine.precision import full_precision
+from dpexp.privacy.engine.torch_functions import Refusing
 from dpexp.privacy.given import Values
-from dpexp.privacy.isolation.guard import Guard
 from dpexp.privacy.records import Local
 
 
@@ -36,9 +36,9 @@ class Training:
         self._values = values
         self._local = local
 
-    def one(self, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor, Exception | None]:
+    def one(self, chunk: Chunk, i: int) -> tuple[dict[str, Tensor], Tensor]:
         """A record's vectors, the values that it gave for release (their means over its steps), and the mean of its
-        losses; and an error that PyTorch raised, if that was caught.
+        losses.
 
         Raises:
             RecordError: it has none, or its examples cannot be told apart.
@@ -46,22 +46,21 @@ class Training:
         leaves = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
         weights = self._weights()
         losses: list[Tensor] = []
-        caught: Exception | None = None
         with self._values.given() as given:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
                 with self._having(weights):
-                    with Guard(chunk.state) as guard:
+                    with Refusing():
                         loss = chunk.loss_of(batch)
                     if loss.dim():
                         raise RecordError(ONE_LOSS)
-                    caught = backward(loss, chunk.state) or guard.error or caught
+                    backward(loss)
                 self._refuse_others(p.grad is not None for p in self._parameters.values())
                 losses.append(loss.detach())
                 with torch.no_grad(), full_precision(loss.device):
                     weights = {name: self._next(w, w.grad) for name, w in weights.items()}
             released = {key: value.clone() for key, value in given().items()}
-        return self._moved(weights) | released, torch.stack(losses).mean(), caught
+        return self._moved(weights) | released, torch.stack(losses).mean()
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self._parameters.items()}

@@ -1,32 +1,26 @@
-"""One forward and one backward pass: of several records together, or of one."""
+"""One forward and one backward pass: of several records under vmap, or of one by ordinary autograd."""
 
-import math
+import random
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_unflatten
 
-from dpexp.errors import RecordError, words_of
-from dpexp.privacy.engine.alone import Alone
-from dpexp.privacy.engine.behind import nothing_behind_vmap
-from dpexp.privacy.engine.branches import Asked, Restart
+from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.engine.capture import Capture
-from dpexp.privacy.engine.chance import Chance
 from dpexp.privacy.engine.checkpointed import kept
-from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.derived import Derived
-from dpexp.privacy.engine.looped import looping
+from dpexp.privacy.engine.own_vmap import no_modes_inside_vmap, no_vmap_of_its_own
 from dpexp.privacy.engine.precision import full_precision
+from dpexp.privacy.engine.torch_functions import Refusing
 from dpexp.privacy.engine.uses import Dense, Use, merged
-from dpexp.privacy.engine.ways import Settled, Way, Ways
 from dpexp.privacy.given import Values
-from dpexp.privacy.isolation.guard import Guard
-from dpexp.privacy.isolation.randomness import of_python
-from dpexp.privacy.isolation.state import State
 
 ONE_LOSS = "training_step must return one number for a record: its loss."
 
@@ -50,142 +44,142 @@ def loss_in(step: Callable[[], Any]) -> Tensor:
     return loss
 
 
-class Together:
-    """Passes of several records.
+@dataclass
+class Gradients:
+    """What a pass of B records gives.
 
     Attributes:
-        answers: what all records of the last pass answered until it ended.
-        own_error: of its record, if there was just one (see Capture).
+        of: the gradients of each parameter that was used, and the values given for release, by name.
+        losses: [B].
+        in_range: [B], whether all indices and labels of a record were.
     """
 
-    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values, ways: Ways) -> None:
+    of: dict[str, Use]
+    losses: Tensor
+    in_range: Tensor
+
+
+class VmapPass:
+    """Passes of several records at once."""
+
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values) -> None:
         self._module = module
         self._parameters = parameters
         self._values = values
-        self._ways = ways
-        self.answers: list[Hashable] = []
-        self.own_error: Exception | None = None
-        self._questions: float = 0  # that a step is expected to ask
-        self._most_asked = 0
-        self._alone = Alone()
 
-    def uses(self, chunk: Chunk, way: Way, restore: Callable[[State], Any]) -> tuple[dict[str, Use], Tensor]:
-        """The use that each parameter was put to, for all records of a chunk, the values that they gave for release,
-        and their losses [B].
-
+    def __call__(
+        self, loss_of: Callable[[Any], Tensor], leaves: list[Any], structure: Any, size: int, traced: bool = False
+    ) -> Gradients:
+        """
         Args:
-            restore: sets a state back.
+            loss_of: the loss of one record, as a scalar.
+            leaves: of the batch, tensors [size, ...] or values that are the same for all; structure: of the batch.
+            traced: on made-up records, of which a graph is made; no question about a record's data is answered then,
+                and torch's own modes, which make the graph, may run inside.
 
         Raises:
-            Restart: the records differ, or another way is known to be theirs.
-        """
-        try:
-            return self._uses(chunk, way)
-        except Asked:
-            self._questions = math.inf
-        restore(chunk.state)
-        return self._uses(chunk, way)
-
-    def _uses(self, chunk: Chunk, way: Way) -> tuple[dict[str, Use], Tensor]:
-        """
-        Raises:
-            Asked: there are more questions than expected, from where on it was not followed what random numbers reach,
-                since that takes time.
+            Exception: they cannot be processed together.
         """
         uses: dict[int, list[Use]] = defaultdict(list)
 
         def record(parameter: Tensor, use: Use) -> None:
             uses[id(parameter)].append(use)
 
-        def answered(answer: Hashable) -> None:
-            self.answers.append(answer)
-            instead = self._ways.instead(chunk.look, way, tuple(self.answers))
-            if instead is not None:
-                raise Settled(instead)
-
-        self.answers, self.own_error = [], None
         device = next(iter(self._parameters.values())).device
-        anchor = torch.zeros(chunk.size, device=device, requires_grad=True)
+        anchor = torch.zeros(size, device=device, requires_grad=True)
         derived = Derived(self._parameters.values())
-        drawn = of_python()
-        chance = Chance(device, self._questions) if self._questions else None
+        drawn = None if size == 1 else python_randomness()
+        seed = torch.default_generator.initial_seed()
+        inside = nullcontext() if traced else no_modes_inside_vmap()
 
-        def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            if chance is not None:
-                chance.free((anchor, leaves))
-            capture = Capture(derived, anchor, record, chunk.state, chance, self._alone, answered)
-            inside = looping(self._module, way.looped, capture, chunk.state.around)
-            try:
-                with self._values.given() as values, inside, kept(capture.met), nothing_behind_vmap(), capture:
-                    loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
-            except Exception:
-                if not isinstance(capture.error, Restart):
-                    raise
-            finally:
-                self.own_error = capture.own_error
-            if isinstance(capture.error, Restart):
-                raise capture.error
+        def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            capture = Capture(derived, anchor, record, answers=size == 1 and not traced)
+            hooks = torch.autograd.graph.disable_saved_tensors_hooks(
+                "hooks on saved tensors would see those of all records."
+            )
+            with self._values.given() as values, kept(capture.met), hooks, no_vmap_of_its_own(), inside, capture:
+                loss = loss_of(tree_unflatten(list(leaves), structure))
             capture.refuse_changes()
-            if capture.error is not None:
+            if capture.error is not None and size > 1:
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
                 ) from capture.error
-            return loss, values()
+            in_range = torch.ones_like(anchor, dtype=torch.bool)
+            for one in capture.in_range:
+                in_range = in_range & one
+            return loss, in_range, values()
 
-        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
+        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in leaves))
         together = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")
-        losses, values = together(anchor, *chunk.copies())
-        if chance is not None:
-            self._questions = self._most_asked = max(self._most_asked, chance.asked)
+        losses, in_range, values = together(anchor, *map(_copy, leaves))
         if losses.dim() != 1:
             raise RecordError(ONE_LOSS)
-        total = losses.sum()
-        with torch.no_grad():
-            if backward(total, chunk.state) is not None:
-                raise RuntimeError("a backward pass catches an error, which may be of one record alone.")
-        if of_python() != drawn:
+        backward(losses.sum())
+        if drawn is not None and python_randomness() != drawn:
             raise RuntimeError(
                 "training_step draws random numbers by Python's or NumPy's generator, once for all records."
             )
+        _refuse_seeds(seed)
         if any(p.grad is not None for p in self._parameters.values()):
             raise RuntimeError("a parameter is used in a way that was not seen.")
         with full_precision(device), torch.no_grad():
-            for parameter, use in derived.passed_on(uses, chunk.state):
+            for parameter, use in derived.passed_on(uses):
                 record(parameter, use)
-            of_parameters = {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses}
-            return of_parameters | {key: Dense(value) for key, value in values.items()}, losses.detach()
+            found = {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses}
+            return Gradients(found | {key: Dense(value) for key, value in values.items()}, losses.detach(), in_range)
 
 
 def gradients_of_one(
-    loss_of: Callable[[Any], Tensor], one: Any, parameters: dict[str, Tensor], values: Values, state: State
-) -> tuple[dict[str, Tensor], Tensor, Exception | None]:
+    loss_of: Callable[[Any], Tensor], one: Any, parameters: dict[str, Tensor], values: Values
+) -> tuple[dict[str, Tensor], Tensor]:
     """A record's gradients with respect to the parameters that it reaches, by ordinary autograd, the values that it
-    gave for release, and its loss; and an error that PyTorch raised, if that was caught.
+    gave for release, and its loss.
 
     Raises:
         RecordError: it has none.
     """
-    with values.given() as given, Guard(state) as guard:
-        loss = loss_of(one)
-    if loss.dim():
-        raise RecordError(ONE_LOSS)
-    released = {key: value.clone() for key, value in given().items()}
-    caught = backward(loss, state) or guard.error
-    gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}
-    return gradients | released, loss.detach(), caught
+    seed = torch.default_generator.initial_seed()
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        with values.given() as given, Refusing():
+            loss = loss_of(one)
+        if loss.dim():
+            raise RecordError(ONE_LOSS)
+        released = {key: value.clone() for key, value in given().items()}
+        backward(loss)
+        _refuse_seeds(seed)
+        gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}
+    finally:
+        for parameter in parameters.values():
+            parameter.grad = None
+    return gradients | released, loss.detach()
+
+
+def backward(loss: Tensor) -> None:
+    if loss.requires_grad:
+        with torch.no_grad(), full_precision(loss.device), Refusing():
+            loss.backward()
+
+
+def python_randomness() -> tuple:
+    """The states of Python's and NumPy's generators, to see whether numbers were drawn."""
+    _, key, *rest = np.random.get_state()  # type: ignore[misc]
+    return random.getstate(), key.tobytes(), *rest  # type: ignore[attr-defined]
+
+
+def _copy(leaf: Any) -> Any:
+    """Of a tensor its numbers, which may be written to."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.clone()
 
 
-def backward(loss: Tensor, state: State) -> Exception | None:
-    """Like torch.autograd.backward, which would put the guard aside: the model's own code may run in here. Returns an
-    error that was caught there."""
-    guard = Guard(state)
-    if loss.requires_grad:
-        with full_precision(loss.device), guard:
-            _engine_run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-    return guard.error
+def _refuse_seeds(seed: int) -> None:
+    if torch.default_generator.initial_seed() != seed:
+        raise ConfigError(
+            "model: PyTorch's generator is seeded inside training_step, so that what is drawn there is known; "
+            "leave that to dpexp, whose generators are secret."
+        )

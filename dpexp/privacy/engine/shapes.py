@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from dpexp.privacy.engine.chance import leaves_of
 from dpexp.privacy.engine.on_records import OnRecords
 
 Count = Callable[[Tensor], int]
@@ -64,10 +63,6 @@ def _by_positions(count: Count, index: Any) -> tuple | None:
         return None
     spread = (_nonzero(count, part, as_tuple=True) if _is_mask(part) else (part,) for part in parts)
     return tuple(part for several in spread for part in several)
-
-
-def has_masks(args: tuple, kwargs: dict) -> bool:
-    return any(map(_is_mask, leaves_of((args, kwargs))))
 
 
 def _is_mask(part: Any) -> bool:

@@ -162,7 +162,7 @@ class Rows(Use):
         return table.scatter_add_(1, self.index[..., None].expand_as(self.g), self.g)
 
     def as_products(self) -> OuterProducts:
-        chosen = torch.nn.functional.one_hot(self.index, self.rows)
+        chosen = self.index[..., None] == torch.arange(self.rows, device=self.index.device)
         return OuterProducts(self.g, chosen.to(self.g.dtype))
 
     def zero(self, records: Tensor) -> None:
@@ -242,34 +242,6 @@ class Convolved(Use):
 
     def _gradients(self, images: Tensor, g: Tensor) -> Tensor:
         return torch.func.vmap(self._weight_gradient)(images, g)
-
-
-class Exact(Use):
-    """A use of which those records' gradients that are in the mask [B] are computed in float64."""
-
-    def __init__(self, use: Use, records: Tensor) -> None:
-        self._rows = records.nonzero()[:, 0]
-        self._exact, self._use = use.in_float64(self._rows), use
-        use.zero(records)
-
-    def squared_norms(self) -> Tensor:
-        return self._use.squared_norms().index_copy(0, self._rows, self._exact.squared_norms())
-
-    def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
-        self._use.add_weighted_sum(c, total)
-        exact = torch.zeros_like(total, dtype=torch.float64)
-        self._exact.add_weighted_sum(c[self._rows].double(), exact)
-        total += exact
-
-    def dense(self) -> Tensor:
-        return self._use.dense().double().index_copy(0, self._rows, self._exact.dense())
-
-    def zero(self, records: Tensor) -> None:
-        self._use.zero(records)
-        self._exact.zero(records[self._rows])
-
-    def in_float64(self, rows: Tensor) -> Dense:
-        return Dense(self.dense()[rows])
 
 
 def merged(uses: Sequence[Use]) -> Use:

@@ -1,29 +1,38 @@
 """Sums of whole numbers, for exact noise."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from dpexp.privacy.clips import asked
-from dpexp.privacy.engine.clipping import by_parameter
 from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.exact.lattice import SIGMA2
 from dpexp.privacy.exact.sampler import DiscreteGaussian
 from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.mechanism import by_parameter
 from dpexp.privacy.plan import Group, PrivacyPlan
 
 
-def add_whole(group: Group, uses: dict[str, Use], sums: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """As `add_clipped`, of vectors that become whole multiples of the group's grid; sums are int64, on the CPU."""
-    members = [(alpha, name, uses.pop(name)) for _, alpha, name in by_parameter([group]) if name in uses]
-    if not members:
-        return None
-    vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
-    found = norms(vectors)
-    whole = group.lattice.rounded(vectors, found, asked(group.clip, found, group.S))
-    for (_, name, _), part in zip(members, whole.split([sums[name].numel() for _, name, _ in members], 1), strict=True):
-        sums[name].view(-1).add_(part.sum(0))
-    return found, found.new_zeros(0, len(found))
+def add_whole(groups: Iterable[Group], uses: dict[str, Use], sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adds clipped vectors, as integer multiples of each group's grid, to sums, which are int64, on the CPU.
+
+    Returns:
+        `norm:group` [B] of each group.
+    """
+    outputs = {}
+    for group in groups:
+        members = [(alpha, name, uses.pop(name)) for _, alpha, name in by_parameter([group]) if name in uses]
+        if not members:
+            continue
+        vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
+        found = outputs[f"norm:{group.name}"] = norms(vectors)
+        whole = group.lattice.rounded(vectors, found, asked(group.clip, found, torch.tensor(group.S).double()))
+        sizes = [sums[name].numel() for _, name, _ in members]
+        for (_, name, _), part in zip(members, whole.split(sizes, 1), strict=True):
+            sums[name].view(-1).add_(part.sum(0))
+    return outputs
 
 
 class WholeNoise:

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from torchmetrics import Metric, MetricCollection
 
+from dpexp.privacy.engine.questions import Unreadable
 from dpexp.privacy.given import release
 
 
@@ -26,8 +30,13 @@ def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
 
 def mute(module: pl.LightningModule) -> None:
     """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
-    It gives the value for release, which is dropped unless the plan names it."""
+    It gives the value for release, which is dropped unless the plan names it. Metrics of torchmetrics that
+    `training_step` updates stay empty, and later hooks find nothing in them."""
     module.log = lambda name, value, *args, **kwargs: release(name, value)  # type: ignore[method-assign]
+    for metric in _metrics(module):
+        if metric not in _OWN:
+            _OWN[metric] = {name: metric.__dict__.get(name) for name in _EMPTIED}
+            vars(metric).update({name: partial(_nothing, metric, name) for name in _EMPTIED})
 
 
 def log_although_mute(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
@@ -37,3 +46,27 @@ def log_although_mute(module: pl.LightningModule, name: str, value: float, **opt
 
 def unmute(module: pl.LightningModule) -> None:
     module.__dict__.pop("log", None)
+    for metric in _metrics(module):
+        for name, own in _OWN.pop(metric, {}).items():
+            vars(metric).pop(name, None)
+            if own is not None:
+                setattr(metric, name, own)
+
+
+_EMPTIED = ("forward", "update", "compute")
+_OWN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # what was on a metric before it was emptied
+_DROPPED: WeakSet[Any] = WeakSet()  # metrics of which an update was dropped
+
+
+def _metrics(module: pl.LightningModule) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
+
+
+def _nothing(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """In place of a metric's methods: nothing that may be read."""
+    if name != "compute":
+        _DROPPED.add(metric)
+    elif metric not in _DROPPED:
+        own = _OWN[metric]["compute"]
+        return own() if own is not None else type(metric).compute(metric)
+    return {key: Unreadable() for key in metric.keys()} if isinstance(metric, MetricCollection) else Unreadable()

@@ -1,0 +1,89 @@
+"""Whether a step that runs as written treats each record by itself, in the dry run and in the rounds.
+
+One made-up record, from one random state, must give the same loss and gradients, to the last bit, before and after other
+records are processed, and nothing that a checkpoint saves may change meanwhile. What a step is found to keep is not set
+back: the job is refused, or stops before the round's release.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import ConfigError
+
+FIRST, RARELY = 8, 50  # rounds that are all checked; afterwards one in so many is
+
+STATE = (
+    "model: {what}, so that training_step keeps something of a record that reaches others, or what is saved; compute a "
+    "record's loss from that record, the weights and torch's random numbers alone. Counters belong into a hook such as "
+    "on_train_batch_end, averages of weights into callbacks=ema, statistics of data into private metrics."
+)
+
+
+class StateFound(ConfigError):
+    """A step or a data set kept something of a record.
+
+    Attributes:
+        clean: the last round before which nothing was found.
+    """
+
+    def __init__(self, message: str, clean: int = 0) -> None:
+        super().__init__(message)
+        self.clean = clean
+
+
+class StateCheck:
+    """Compares before and after.
+
+    Args:
+        probe: the loss and gradients of one made-up record, always the same and from the same random state.
+    """
+
+    def __init__(self, module: nn.Module, probe: Callable[[], list[Tensor]]) -> None:
+        self._module, self._probe = module, probe
+        self._clean = 0
+        self._given: list[Tensor] | None = None
+        self._saved: dict[str, Tensor] = {}
+
+    def before(self) -> None:
+        self._given = self._probe()
+        self._saved = {name: tensor.detach().clone() for name, tensor in self._held().items()}
+
+    def after(self, done: int = 0) -> None:
+        """
+        Args:
+            done: rounds completed before this one.
+
+        Raises:
+            StateFound: something is not as it was.
+        """
+        if self._given is None:
+            return
+        changed = [name for name, tensor in self._held().items() if not same_bits(self._saved[name], tensor)]
+        if changed:
+            raise StateFound(STATE.format(what=f"{changed[0]} is changed inside training_step"), self._clean)
+        again = self._probe()
+        if len(again) != len(self._given) or not all(map(same_bits, self._given, again)):
+            raise StateFound(
+                STATE.format(what="a record's loss or gradient is another one after other records"), self._clean
+            )
+        self._given, self._clean = None, done + 1
+
+    def _held(self) -> dict[str, Tensor]:
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+
+
+def is_due(completed: int) -> bool:
+    """Whether the round after so many is checked."""
+    return completed < FIRST or completed % RARELY == 0
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors are of one shape and type, and equal bit for bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    if a.layout != torch.strided:
+        return True
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)

@@ -1,0 +1,126 @@
+"""What is found out before the first round, with nothing released: how records are processed, and whether the step is
+the same in every round."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.engine.questions import Unreadable
+
+
+def public_record(trainer: pl.Trainer) -> Any:
+    """The first record of the validation set, as a batch of one; None: there is none to be had."""
+    data = getattr(trainer, "datamodule", None)
+    if data is None or not is_overridden("val_dataloader", data, pl.LightningDataModule):
+        loader = getattr(trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
+        loader = getattr(loader, "instance", None)
+    else:
+        loader = data.val_dataloader()
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
+        return None
+    try:
+        return loader.collate_fn([loader.dataset[0]])
+    except Exception:  # of an empty set, or one whose records cannot be collated alone
+        return None
+
+
+def later_round(trainer: pl.Trainer) -> Callable[[], AbstractContextManager]:
+    """Makes the Trainer say meanwhile that a later round is under way."""
+
+    @contextmanager
+    def later() -> Iterator[None]:
+        loop = trainer.fit_loop
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        counts: list[tuple[Any, str, int]] = [
+            (count, name, more)
+            for count, more in (
+                (loop.epoch_progress.current, 3),
+                (steps, 7),
+                (loop.epoch_loop.batch_progress.current, 5),
+            )
+            for name in ("ready", "started", "processed", "completed")
+            if hasattr(count, name)
+        ]
+        for count, name, more in counts:
+            setattr(count, name, getattr(count, name) + more)
+        try:
+            yield
+        finally:
+            for count, name, more in counts:
+                setattr(count, name, getattr(count, name) - more)
+
+    return later
+
+
+def refuse_kept_losses(module: nn.Module) -> None:
+    """Refuses a step that keeps what it computes of records for a hook: there is nothing of theirs to be had outside.
+
+    Raises:
+        ConfigError: names the attribute.
+    """
+    hooks = ("on_train_epoch_end", "on_train_batch_end", "on_train_end")
+    used = [h for h in hooks if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
+    if not used:
+        return
+    for name, layer in module.named_modules():
+        for key, value in vars(layer).items():
+            if isinstance(value, list | tuple | dict | set) and not key.startswith("_"):
+                values = tree_leaves([*value] if isinstance(value, set) else value)
+                if any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and _is_wrapped(v)) for v in values):
+                    where = f"{name}.{key}" if name else key
+                    raise ConfigError(
+                        f"model: training_step keeps numbers of records in self.{where}, and {used[0]} may read them; "
+                        "records' losses are private, so that there is nothing to average: leave that out, or release "
+                        "them with private metrics (metrics.release)."
+                    )
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def say_held(shapes: list[str]) -> None:
+    if shapes:
+        warnings.warn(
+            f"the step holds tensors that are neither parameters nor buffers, {', '.join(shapes[:4])}; they must be "
+            "public, since nothing protects what was computed from records beforehand."
+        )
+
+
+def tensors_of(dataset: Any) -> list[Tensor]:
+    """The tensors that a data set holds directly, or as NumPy arrays, or that those it wraps hold."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    todo = [dataset]
+    while todo and len(seen) < _LOOKED_AT:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, np.ndarray) and one.dtype != object:
+            with contextlib.suppress(TypeError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of arrays that may not be written to
+                found.append(torch.from_numpy(one))
+        elif isinstance(one, Dataset):
+            todo += vars(one).values()
+        elif isinstance(one, list | tuple):
+            todo += one[:_FEW]
+        elif isinstance(one, dict):
+            todo += [*one.values()][:_FEW]
+    return found
+
+
+_LOOKED_AT, _FEW = 10_000, 16

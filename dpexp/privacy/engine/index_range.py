@@ -1,0 +1,84 @@
+"""Indices and labels out of range: found by value, since under vmap one of them would raise for all records."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.nn import functional as F
+
+
+def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] | None:
+    """A call whose indices are all in range, and whether they were (0-d, of each record under vmap); None: the function
+    takes no indices of a record's."""
+    place = _PLACES.get(func)
+    found = place and place(*args, **kwargs)
+    if not found:
+        return None
+    key, name, index, least, size, ignored = found
+    given = args[key] if isinstance(key, int) and key < len(args) else kwargs.get(name)
+    if given is not index or not _functorch.is_batchedtensor(index) or index.dtype not in (torch.int32, torch.int64):
+        return None
+    wrong = (index < least) | (index >= size)
+    if ignored is not None:
+        wrong = wrong & (index != ignored)
+    safe = torch.where(wrong, 0, index)
+    if isinstance(key, int) and key < len(args):
+        args = (*args[:key], safe, *args[key + 1 :])
+    else:
+        kwargs = {**kwargs, name: safe}
+    return args, kwargs, ~wrong.any()
+
+
+Found = tuple[int, str, Any, int, int, int | None] | None  # place, name, indices, least, one above the largest, ignored
+
+
+def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Found:
+    return 0, "input", input, 0, len(weight), None
+
+
+def _embedding_of_torch(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Found:
+    return 1, "indices", indices, 0, len(weight), None
+
+
+def _along(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Found:
+    return 2, "index", index, 0, input.shape[dim], None
+
+
+def _item(input: Tensor, index: Any) -> Found:
+    if not isinstance(index, Tensor) or not input.dim():
+        return None
+    return 1, "index", index, -input.shape[0], input.shape[0], None
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Found:
+    return (0, "tensor", tensor, 0, num_classes, None) if num_classes > 0 else None
+
+
+def _classes(input: Tensor, target: Tensor, *args: Any, ignore_index: int = -100, **kwargs: Any) -> Found:
+    ignored = args[2] if len(args) > 2 else ignore_index
+    return 1, "target", target, 0, input.shape[1 if input.dim() > 1 else 0], ignored
+
+
+def _ctc(log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Found:
+    return 1, "targets", targets, 0, log_probs.shape[-1], None
+
+
+_PLACES: dict[Any, Callable[..., Found]] = {
+    F.embedding: _embedding, F.embedding_bag: _embedding, torch.embedding: _embedding_of_torch,
+    torch.gather: _along, Tensor.gather: _along, torch.index_select: _along, Tensor.index_select: _along,
+    Tensor.__getitem__: _item, F.one_hot: _one_hot,
+    F.cross_entropy: _classes, F.nll_loss: _classes, F.ctc_loss: _ctc,
+}  # fmt: skip
+
+INDEXED = frozenset(_PLACES)
+
+
+def sizes_met(func: Any, args: tuple, kwargs: dict) -> int | None:
+    """The size of the table, or the number of classes, that indices of a call are in; None: it takes none."""
+    place = _PLACES.get(func)
+    found = place and place(*args, **kwargs)
+    if not found or not isinstance(found[2], Tensor) or found[2].is_floating_point():
+        return None
+    return found[4]

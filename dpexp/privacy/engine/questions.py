@@ -1,0 +1,86 @@
+"""What code asks of a record's tensor that is no tensor: its number, its text, what it was computed from.
+
+Under vmap a tensor stands for those of all records, which answer differently. A number may be passed on to a log, which
+drops it; whatever else is done with it is a question about data, and ends a pass of several records. A record that is
+processed by itself answers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction, _disabled_torch_dispatch_impl, _functorch
+
+
+class DataDependent(RuntimeError):
+    """Code depends on a record's numbers, so that several records cannot be processed together."""
+
+
+class Unreadable:
+    """A number of a record's, which may be logged and is not known to anybody.
+
+    Attributes:
+        tensor: it comes from; None: it was never computed, as that of a metric.
+    """
+
+    def __init__(self, tensor: Tensor | None = None) -> None:
+        self.__dict__["tensor"] = tensor
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise DataDependent(f"a branch or a number in it depends on a record's data ({name})")
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Unreadable, *args: Any) -> NoReturn:
+        raise DataDependent(f"a branch or a number in it depends on a record's data ({name})")
+
+    return refuse
+
+
+_OPERATIONS = """
+bool int float index complex len iter getitem setitem contains hash str repr format array round trunc floor ceil
+lt le gt ge eq ne add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod
+neg pos abs matmul rmatmul and rand or ror xor rxor invert
+"""
+for _name in _OPERATIONS.split():
+    setattr(Unreadable, f"__{_name}__", _refused(f"__{_name}__"))
+
+
+QUESTIONS = {
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy,
+    Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero,
+}  # fmt: skip
+_PASSED_ON = {Tensor.item, Tensor.tolist, Tensor.numpy}
+
+
+def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor, answers: bool) -> Any:
+    """What a record's tensor answers.
+
+    Args:
+        tensor: batched by the same vmap as `anchor`, if by any.
+
+    Raises:
+        DataDependent: it may be another answer for each record.
+    """
+    if _functorch.maybe_get_level(tensor) != _functorch.maybe_get_level(anchor):
+        return question(tensor)  # of a vmap inside the model; or the same for all records
+    if not answers:
+        if question in _PASSED_ON:
+            return Unreadable(tensor)
+        raise DataDependent(f"a branch or a number in it depends on a record's data ({question.__name__})")
+    values = _functorch.get_unwrapped(tensor).detach().movedim(_functorch.maybe_get_bdim(tensor), 0)
+    with DisableTorchFunction():
+        return question(values[0])
+
+
+class Node:
+    """Stands for a tensor's grad_fn, which leads to the gradients and saved tensors of all records."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"grad_fn.{name} would show the tensors of all records.")
+
+
+def sees_behind(value: Any) -> bool:
+    """Whether a tensor is of a class that has code of its own for what operators do."""
+    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _disabled_torch_dispatch_impl

@@ -1,0 +1,275 @@
+"""The pass of a chunk, traced once into a graph; the rounds run the graph, and no Python of the user's.
+
+The pass is one pure function: (parameters, buffers, records, which rows count, the plan's numbers, torch's generator) ->
+(clipped sums, and for each record its loss, norms and flags). `torch.fx`'s make_fx traces it under vmap on made-up
+records. A graph does the same in every round, so that a record's contribution depends on that record, the weights and
+fresh randomness alone; what is left to show is that it treats each record by itself, and `prove` shows it for each graph.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental import proxy_tensor
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.checks import same_bits
+from dpexp.privacy.engine.precision import full_precision
+
+_ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
+_EXACT_ROWS = 8  # whose norms an exact graph computes in float64
+
+
+class NotTraceable(Exception):
+    """A step cannot be a graph that is proved. The message says why."""
+
+
+@dataclass
+class Inputs:
+    """What the pass reads besides the records, by name each time: a hook may have put another tensor in a place."""
+
+    module: nn.Module
+
+    def __post_init__(self) -> None:
+        places: dict[int, tuple[dict, str, str]] = {}
+        for prefix, layer in self.module.named_modules():
+            for held in (layer._parameters, layer._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        places.setdefault(id(tensor), (held, key, f"{prefix}.{key}" if prefix else key))
+        self._places = [*places.values()]
+
+    def tensors(self) -> list[Tensor]:
+        return [held[key] for held, key, _ in self._places]
+
+    def forms(self) -> list[tuple]:
+        """Of what shape and type they are, which a graph relies on."""
+        return [(t.shape, t.dtype, t.device) for t in self.tensors()]
+
+    def names(self) -> list[str]:
+        return [name for *_, name in self._places]
+
+
+@dataclass
+class Graph:
+    """A traced pass for a number of rows.
+
+    Attributes:
+        outputs: the names of what it returns, in order.
+    """
+
+    run: fx.GraphModule
+    outputs: list[str]
+    forms: list[tuple]
+
+    def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
+        with torch.no_grad(), full_precision(device):
+            return dict(zip(self.outputs, self.run(*inputs), strict=True))
+
+    @property
+    def text(self) -> str:
+        """Equal for graphs that do the same."""
+        return self.run.code
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that the graph holds, other than what code in it made from numbers of its own."""
+        lifted = {
+            node.args[0].name  # type: ignore[union-attr]
+            for node in self.run.graph.nodes
+            if node.op == "call_function" and "lift_fresh" in str(node.target)
+        }
+        found = {}
+        for node in self.run.graph.nodes:
+            if node.op == "get_attr" and node.name not in lifted:
+                held = getattr(self.run, str(node.target))
+                if isinstance(held, Tensor):
+                    found[str(node.target)] = held
+        return found
+
+
+Pass = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor | None, list[Any]], dict[str, Tensor]]
+
+
+def trace(
+    run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequence[Tensor], device: torch.device
+) -> Graph:
+    """Traces `run(*others)`, which reads the module's parameters and buffers.
+
+    Raises:
+        Exception: whatever stands in the way.
+    """
+    held = inputs.tensors()
+    outputs: list[str] = []
+
+    def flat(*given: Tensor) -> list[Tensor]:
+        found = run(*given[len(held) :])
+        outputs[:] = found
+        return [*found.values()]
+
+    with _compiling():
+        graph = proxy_tensor.make_fx(flat)(*held, *others)
+    _check_writes(graph)
+    _simplify(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    _check_operators(graph)
+    return Graph(graph, outputs, inputs.forms())
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` is true meanwhile: libraries then ask their data nothing, and go their general
+    way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out."""
+    with (
+        patch.object(torch.compiler, "_is_compiling_flag", True),
+        patch.object(proxy_tensor, "extract_val", lambda *args, **kwargs: None),
+    ):
+        yield
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drops what does nothing where no gradient is recorded, and makes each number once."""
+    numbers: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is torch.ops.aten.scalar_tensor.default:
+            same = numbers.setdefault(f"{node.args} {node.kwargs}", node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+
+
+def _check_operators(graph: fx.GraphModule) -> None:
+    """
+    Raises:
+        NotTraceable: it calls what may keep state or see other processes.
+    """
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        namespace = getattr(node.target, "namespace", None)
+        if node.op != "call_function" or (
+            namespace not in _ALLOWED and getattr(node.target, "__module__", "") != "_operator"
+        ):
+            raise NotTraceable(f"it calls {node.target}, which is no operator of PyTorch's own")
+        if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
+            raise NotTraceable("it draws from a generator of its own")
+
+
+def _check_writes(graph: fx.GraphModule) -> None:
+    """Follows each write, through views, to what it writes to.
+
+    Raises:
+        NotTraceable: that is no tensor that the graph made.
+    """
+    origin: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        origin[node] = node
+        if node.op != "call_function":
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:  # getitem
+            if node.args and isinstance(node.args[0], fx.Node):
+                origin[node] = origin[node.args[0]]
+            continue
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is None:
+                continue
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            for tensor in given if isinstance(given, list | tuple) else [given]:
+                if not isinstance(tensor, fx.Node):
+                    continue
+                origin[node] = origin[tensor]
+                if argument.alias_info.is_write and origin[tensor].op in ("placeholder", "get_attr"):
+                    raise NotTraceable(f"it writes to {origin[tensor].target}, which it did not make ({node.target})")
+
+
+def differs(some: Graph, other: Graph) -> str | None:
+    """What two graphs differ in: a line of code, or a constant; None: nothing."""
+    if some.text != other.text:
+        lines = zip(some.text.splitlines(), other.text.splitlines(), strict=False)
+        return next((b.strip()[:150] for a, b in lines if a != b), "its length")
+    for (name, a), b in zip(some.constants().items(), other.constants().values(), strict=True):
+        if a.data_ptr() != b.data_ptr() and not (a.shape == b.shape and a.dtype == b.dtype and same_bits(a, b)):
+            return f"the tensor {name} {tuple(a.shape)}"
+    return None
+
+
+def prove(
+    graph: Graph, run: Callable[[list[Any], Tensor], dict[str, Tensor]], leaves: list[Any], others: list[Any]
+) -> None:
+    """Shows that what a graph makes of a row depends on no other row, and that it leaves its inputs as they are.
+
+    From one random state it is run with one row counted: in a chunk as it is, and with another row replaced. That row's
+    sums, and all rows' losses, norms and flags but the replaced one's, must be the same to the last bit.
+
+    Args:
+        run: (leaves, counted) -> outputs, always from the same random state.
+        leaves, others: of two made-up chunks.
+
+    Raises:
+        NotTraceable: it is not so.
+    """
+    size = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    first, middle, last = 0, size // 2, size - 1
+    for row, replaced in {(first, middle), (middle, last), (last, first)}:
+        if row == replaced:
+            continue
+        counted = torch.zeros(size, dtype=torch.bool)
+        counted[row] = True
+        changed = [
+            _with_row(a, b, replaced) if isinstance(a, Tensor) else a for a, b in zip(leaves, others, strict=True)
+        ]
+        before = run(leaves, counted)
+        after = run(changed, counted)
+        for name, value in before.items():
+            kept = slice(None)
+            if not name.startswith("sum:"):
+                kept = torch.arange(size, device=value.device) != replaced  # type: ignore[assignment]
+                value, other = value[..., kept], after[name][..., kept]
+            else:
+                other = after[name]
+            if not same_bits(value, other):
+                raise NotTraceable(f"a record's {name.partition(':')[0]} depends on another record of its batch")
+
+
+def _with_row(a: Tensor, b: Tensor, row: int) -> Tensor:
+    changed = a.detach().clone()
+    changed[row] = b.detach()[row]
+    return changed.requires_grad_(a.requires_grad)
+
+
+def rows_of_graph(count: int, expected: float) -> int:
+    """The number of rows of the graph that takes a chunk of so many records: the next multiple of a ninth of the expected
+    number, so that padding adds at most 6 % on average.
+
+    Args:
+        expected: records of a chunk, by the plan.
+    """
+    step = max(1, round(expected / 9))
+    return max(step, -(-count // step) * step)
+
+
+def check_constants(graph: Graph, data: Sequence[Tensor]) -> list[str]:
+    """The shapes of tensors that a graph holds and that are no parameters or buffers.
+
+    Raises:
+        ConfigError: one is a part of the training data.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in data}
+    for tensor in graph.constants().values():
+        if tensor.untyped_storage().data_ptr() in storages:
+            raise ConfigError(
+                f"model: training_step reads the training data itself (a tensor of shape {tuple(tensor.shape)}), so "
+                "that a record would reach all others; let it use its batch alone."
+            )
+    return [str(tuple(tensor.shape)) for tensor in graph.constants().values() if tensor.numel() > 1]
