@@ -3,18 +3,20 @@
     python benchmarks/models.py                # all
     python benchmarks/models.py BERT ViT       # those whose names begin so
 
-As benchmarks/step.py does it: candidates take turns in one process, ratios are of minima. For Opacus the models are
-rewritten where it needs that: positions are given for each record, weights are not tied, nothing is done in place, and
-parameters without a layer of their own are frozen.
+As benchmarks/step.py does it: whole rounds, in turn, against a plain Lightning fit, ratios of means. For Opacus the
+models are rewritten where it needs that: positions are given for each record, weights are not tied, nothing is done in
+place, and parameters without a layer of their own are frozen.
 """
 
 import argparse
+import logging
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import step
+from workloads import WORDS, Data, Workload, vectors
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import zoo  # noqa: F401  # makes torchvision importable, whatever torch was built for
@@ -26,8 +28,6 @@ from timm.layers import ScaledStdConv2d
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
-
-WORDS = 512
 
 
 class Scores(nn.Module):
@@ -64,12 +64,12 @@ def written(b: int, t: int, mask: bool = False) -> Tensor:
     return torch.stack([x, (torch.arange(t) < lengths).long()], 1) if mask else x
 
 
-def language(b: int, t: int, mask: bool = False) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: (written(b, t, mask), torch.randint(WORDS, (b, t)))
+def language(t: int, mask: bool = False) -> Data:
+    return lambda n: (written(n, t, mask), torch.randint(WORDS, (n, t)))
 
 
-def classified(mask: bool = False) -> tuple[Tensor, Tensor]:
-    return written(32, 128, mask), torch.randint(2, (32,))
+def classified(mask: bool = False) -> Data:
+    return lambda n: (written(n, 128, mask), torch.randint(2, (n,)))
 
 
 def resnet(block: type[BasicBlock] = BasicBlock) -> nn.Module:
@@ -125,49 +125,50 @@ class EncoderDecoder(nn.Module):
         return self.head(self.coder(x, x, tgt_mask=causal, tgt_is_causal=True))
 
 
-step.WORKLOADS = {
-    "GPT-2 4×192, 16×128": (lambda: gpt2(4, 192), language(16, 128)),
-    "GPT-2 2×128, 8×64": (lambda: gpt2(2, 128), language(8, 64)),
-    "GPT-2 2×128, 8×64, 2-D mask": (lambda: gpt2(2, 128), language(8, 64, True)),
-    "BERT 2×64, 32×128": (bert, classified),
-    "BERT 2×64, 32×128, 4-D mask": (lambda: bert(True), lambda: classified(True)),
-    "BERT 2×64, 32×128, 2-D mask": (bert, lambda: classified(True)),
-    "ResNet18-GN, 32×32, B 32": (resnet, lambda: step.images(32, 3, 32, 32)),
-    "ViT-tiny, depth 3, B 8": (vit, lambda: step.images(8, 3, 224, 224)),
-    "weight-standardised convolutions, B 64": (standardised, lambda: step.images(64, 3, 32, 32)),
-    "nn.MultiheadAttention, 32×64×128": (Attention, lambda: step.images(32, 64, 128)),
-    "encoder and decoder, 16×64": (EncoderDecoder, language(16, 64)),
+OWN: dict[str, tuple[Callable[[], nn.Module], Data, int]] = {
+    "GPT-2 4×192, 16×128": (lambda: gpt2(4, 192), language(128), 16),
+    "GPT-2 2×128, 8×64": (lambda: gpt2(2, 128), language(64), 8),
+    "GPT-2 2×128, 8×64, 2-D mask": (lambda: gpt2(2, 128), language(64, True), 8),
+    "BERT 2×64, 32×128": (bert, classified(), 32),
+    "BERT 2×64, 32×128, 4-D mask": (lambda: bert(True), classified(True), 32),
+    "BERT 2×64, 32×128, 2-D mask": (bert, classified(True), 32),
+    "ResNet18-GN, 32×32, B 32": (resnet, vectors(3, 32, 32), 32),
+    "ViT-tiny, depth 3, B 8": (vit, vectors(3, 224, 224), 8),
+    "weight-standardised convolutions, B 64": (standardised, vectors(3, 32, 32), 64),
+    "nn.MultiheadAttention, 32×64×128": (Attention, vectors(64, 128), 32),
+    "encoder and decoder, 16×64": (EncoderDecoder, language(64), 16),
 }
-step.FOR_OPACUS = {
+FOR_OPACUS = {
     "GPT-2 4×192, 16×128": lambda: gpt2(4, 192, False),
     "GPT-2 2×128, 8×64": lambda: gpt2(2, 128, False),
     "GPT-2 2×128, 8×64, 2-D mask": lambda: gpt2(2, 128, False),
     "ResNet18-GN, 32×32, B 32": resnet_for_opacus,
     "ViT-tiny, depth 3, B 8": lambda: vit(True),
 }
-THEIRS = ("Opacus hooks, flat", "Opacus ghost, flat")
-step.CANDIDATES = {name: step.CANDIDATES[name] for name in ("plain SGD", "dpexp flat", *THEIRS)}
+step.WORKLOADS = {name: Workload(name, *own, rounds=10, opacus=FOR_OPACUS.get(name)) for name, own in OWN.items()}
+THEIRS = (step.HOOKS, step.GHOST)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[""])
-    parser.add_argument("--turns", type=int, default=step.TURNS)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--repeat", type=int, default=step.REPEAT)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     step.DEVICE = arguments.device
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", ".*one at a time")
+    logging.disable(logging.WARNING)
     print(f"torch {torch.__version__}, {arguments.device}, {torch.get_num_threads()} threads\n")
-    print("| | plain SGD, ms | dpexp | Opacus, best | |\n|---|---|---|---|---|")
+    print("| | plain, ms | dpexp | Opacus, best | |\n|---|---|---|---|---|")
     for name in step.WORKLOADS:
         if not name.startswith(tuple(arguments.names)):
             continue
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            measured = step.times(name, arguments.turns)
-        slow = [str(w.message) for w in told if "one at a time" in str(w.message)]
-        least = {candidate: min(values) for candidate, values in measured.items() if not isinstance(values, str)}
-        ratios = {candidate: f"{value / least['plain SGD']:.2f}" for candidate, value in least.items()}
-        theirs = min((c for c in THEIRS if c in least), key=least.__getitem__, default=None)
-        notes = [f"{c}: {v[:70]}" for c, v in measured.items() if isinstance(v, str)] + slow
-        best = f"{ratios[theirs]} ({theirs.split()[1].rstrip(',')})" if theirs else "–"
-        ours = ratios.get("dpexp flat", "–")
-        print(f"| {name} | {least['plain SGD']:.1f} | {ours} | {best} | {'; '.join(notes)} |", flush=True)
+        results = step.in_turn(name, arguments.repeat, step.WARM_UP, arguments.rounds)
+        run = [way for way in THEIRS if not isinstance(results[way], str)]
+        theirs = min(run, key=lambda way: step.mean(results, way), default=None)
+        notes = [f"{way}: {why[:90]}" for way, why in results.items() if isinstance(why, str)]
+        best = f"{step.ratio(results, theirs)} ({theirs.split()[1]})" if theirs else "–"
+        took = f"{1000 * step.mean(results, 'plain'):.1f}"
+        print(step.line(name, took, step.ratio(results, "dpexp"), best, "; ".join(notes)), flush=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import Bounds
-from dpexp.privacy.checks import StateCheck, is_due
+from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due
 from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.engine.chunk import Chunk, records
 from dpexp.privacy.engine.clipped_sums import ClippedSums
@@ -275,11 +275,16 @@ class Engine:
             return [gradients.losses, *(use.dense() for use in gradients.of.values())]
 
         check = StateCheck(self._module, probe)
-        probe()  # which may fill caches
-        check.before()
-        for other in others:
-            self._of_one(Chunk(loss_of, other, structure, 1), 0)
-        check.after(-1)
+        try:
+            probe()  # which may fill caches
+            check.before()
+            for other in others:
+                self._of_one(Chunk(loss_of, other, structure, 1), 0)
+            check.after(-1)
+        except ConfigError:
+            raise
+        except Exception as error:  # of what an earlier pass has left behind
+            raise StateFound(STATE.format(what=f"training_step fails after other records ({why(error)})")) from error
         self._check = check
 
     def accumulate(self, loss_of: LossOf, batch: Any, size: int) -> None:

@@ -1,0 +1,143 @@
+"""The models whose rounds benchmarks/step.py times, and their data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from opacus.layers import DPLSTM
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from dpexp.training.models import cnn
+from dpexp.training.wide_resnet import StandardisedConv2d, wrn
+
+WORDS = 512
+
+
+class Scores(nn.Module):
+    """A model of transformers, of words [B, T] and maybe their mask; Opacus needs the other `ids` of each record."""
+
+    def __init__(self, model: nn.Module, *ids: str) -> None:
+        super().__init__()
+        self.model, self.ids = model, ids
+
+    def forward(self, words: Tensor, mask: Tensor | None = None) -> Tensor:
+        places = torch.arange(words.shape[1], device=words.device).repeat(len(words), 1) if self.ids else None
+        ids = {"position_ids": places, "token_type_ids": torch.zeros_like(words)}
+        return self.model(words, attention_mask=mask, **{name: ids[name] for name in self.ids}).logits
+
+
+class Recurrent(nn.Module):
+    """A 2-layer LSTM of width 128; the last state is classified."""
+
+    def __init__(self, lstm: Callable[..., nn.Module] = nn.LSTM) -> None:
+        super().__init__()
+        self.lstm, self.head = lstm(64, 128, num_layers=2, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def dense(*widths: int) -> nn.Module:
+    layers = [layer for d, p in pairwise(widths) for layer in (nn.Linear(d, p), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def bert(*ids: str) -> nn.Module:
+    off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Scores(BertForSequenceClassification(BertConfig(**sizes, intermediate_size=256, **off)), *ids)
+
+
+def gpt2(*ids: str, tied: bool = True) -> nn.Module:
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    sizes = {"vocab_size": WORDS, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}
+    return Scores(GPT2LMHeadModel(GPT2Config(**sizes, **off, use_cache=False, tie_word_embeddings=tied)), *ids)
+
+
+def llama(lora: bool = False) -> nn.Module:
+    sizes = {"vocab_size": WORDS, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+    return Scores(get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])) if lora else model)
+
+
+def wide_resnet(standardised: bool) -> nn.Module:
+    """WRN-16-2 with GroupNorm, as dpexp has it with standardised weights, or with ordinary ones."""
+    module = wrn([3, 32, 32], 10, depth=16, width=2)
+    for parent in [] if standardised else [*module.modules()]:
+        for name, c in parent.named_children():
+            if isinstance(c, StandardisedConv2d):
+                own = nn.Conv2d(c.in_channels, c.out_channels, c.kernel_size, c.stride, c.padding, bias=False)
+                setattr(parent, name, own)
+    return module
+
+
+Data = Callable[[int], tuple[Tensor, ...]]  # of n records; labels come last
+
+
+def vectors(*shape: int, classes: int = 10) -> Data:
+    return lambda n: (torch.randn(n, *shape), torch.randint(classes, (n,)))
+
+
+def texts(n: int, t: int = 64) -> tuple[Tensor, ...]:
+    """Words and the next ones."""
+    x = torch.randint(WORDS, (n, t + 1))
+    return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+
+
+def masked(shorter: bool) -> Data:
+    """Words with a mask [T]: of ones, or every other record is shorter, by up to a half."""
+
+    def of(n: int, t: int = 64) -> tuple[Tensor, ...]:
+        lengths = t - shorter * torch.randint(0, t // 2, (n, 1)) * (torch.arange(n) % 2)[:, None]
+        return torch.randint(1, WORDS, (n, t)), (torch.arange(t) < lengths).long(), torch.randint(2, (n,))
+
+    return of
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`was` and `goal` are dpexp's ratios: of the version before this table, and what is aimed at."""
+
+    title: str
+    build: Callable[[], nn.Module]
+    data: Data
+    batch: int  # B
+    rounds: int = 40
+    was: float | None = None
+    goal: float | None = None
+    opacus: Callable[[], nn.Module] | None = None  # what it is given instead, and how that differs
+    differs: str = ""
+    batches: int = 50  # of B, in the data set
+
+
+IDS = ("position_ids", "token_type_ids")
+WORKLOADS: dict[str, Workload] = {
+    "logistic": Workload("logistic 784-10", lambda: dense(784, 10), vectors(784), 256, 200, 3.6, 2.3),
+    "probe": Workload("linear probe 384-10", lambda: dense(384, 10), vectors(384), 1024, 100, 1.7, 1.5),
+    "tabular": Workload("MLP 14-64-64-2", lambda: dense(14, 64, 64, 2), vectors(14, classes=2), 256, 200, 4.8, 2.4),
+    "mlp": Workload("MLP 784-1000-10", lambda: dense(784, 1000, 10), vectors(784), 512, 60, 1.6, 1.5),
+    "cnn": Workload("CNN, 28×28", lambda: cnn([1, 28, 28], 10), vectors(1, 28, 28), 256, 60, 1.72, 1.65),
+    "lstm": Workload(
+        "LSTM 2×128, T 32", Recurrent, vectors(32, 64), 64, 60, 2.3, 2.0, lambda: Recurrent(DPLSTM), "its own DPLSTM"
+    ),
+    "bert": Workload("BERT 2×64, T 64", bert, masked(False), 32, 60, 1.9, 1.6, lambda: bert(*IDS), "all ids given"),
+    "padded": Workload("the same, padded", bert, masked(True), 32, 60, opacus=lambda: bert(*IDS), differs="likewise"),
+    "gpt2": Workload(
+        "GPT-2 2×128, T 64", gpt2, texts, 16, 60, 1.75, 1.6, lambda: gpt2(IDS[0], tied=False), "untied, all ids given"
+    ),
+    "llama": Workload("Llama 2×128, T 64", llama, texts, 16, 60, 1.85, 1.6),
+    "lora": Workload("the same, LoRA", lambda: llama(lora=True), texts, 16, 60, 1.54, 1.25),
+    "wrn": Workload("WRN-16-2, 32×32", lambda: wide_resnet(False), vectors(3, 32, 32), 32, 20, 1.54, 1.6),
+    "wrn_ws": Workload("the same, standardised", lambda: wide_resnet(True), vectors(3, 32, 32), 32, 20),
+    "wide": Workload("MLP 784-4096-10", lambda: dense(784, 4096, 10), vectors(784), 4096, 4, batches=4),
+}
