@@ -25,12 +25,12 @@ class StateFound(ConfigError):
     """A step or a data set kept something of a record.
 
     Attributes:
-        clean: the last round before which nothing was found.
+        last_clean_round: the last one, counted from 1, whose check found nothing; 0: none.
     """
 
-    def __init__(self, message: str, clean: int = 0) -> None:
+    def __init__(self, message: str, last_clean_round: int = 0) -> None:
         super().__init__(message)
-        self.clean = clean
+        self.last_clean_round = last_clean_round
 
 
 class StateCheck:

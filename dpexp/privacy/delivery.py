@@ -29,13 +29,14 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.isolation.randomness import renew, seed_everything
+from dpexp.privacy.data_checks import EachAlone, Request, Results, WithChecks
+from dpexp.privacy.isolation.randomness import own_randomness, renew, seed_everything
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.processes import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.records import Units
 from dpexp.privacy.sampling import Policy
-from dpexp.privacy.stacking import Alone, Failed, Parcel, Records
+from dpexp.privacy.stacking import Failed, Parcel, Records
 
 _LOOKED_AT = 8  # records, until one can be fetched
 _ALONE = 8  # records of a chunk, to say that each is processed alone
@@ -91,40 +92,6 @@ class _RowsOfUnits(Dataset):
         return [
             Records(len(some), [tensor[torch.tensor(some)] for tensor in self._tensors]) for some in by_size.values()
         ]
-
-
-class _Unit(Dataset):
-    """Records of several examples: a list of them for what was drawn of one."""
-
-    def __init__(self, dataset: Dataset, units: Units) -> None:
-        self._dataset, self._units = dataset, units
-
-    def __getitem__(self, drawn: Any) -> list[Any]:
-        return self._units.examples(self._dataset, drawn)
-
-
-class _CollatedUnit:
-    """The user's `collate_fn`, for one record: a list of its examples."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, records: list[list[Any]]) -> Any:
-        (examples,) = records
-        return self._collate(examples)
-
-
-class _OneAtATime(Dataset):
-    """A data set of which `__getitems__`, which is given several records at once, is not seen."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self._dataset[index]
-        except BaseException as error:
-            return Failed.because(error)
 
 
 @dataclass(frozen=True)
@@ -259,7 +226,7 @@ class Rounds:
         digest: of the records, where several processes have a part.
 
     Raises:
-        ConfigError: the loader's records cannot be sampled as the plan says.
+        ConfigError: the loader's records cannot be sampled as the plan says, or its data set or collate_fn keeps state.
     """
 
     def __init__(
@@ -295,7 +262,13 @@ class Rounds:
         )
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
         self._users_loader, self._units = loader, units
-        self._loader = _each_alone(loader, self.sampler, self._seeding, units)
+        self._loader = _each_alone(loader, self.sampler, self._seeding, randomness, units)
+        self._checks = Results()
+        dry = _Seeding(loader.worker_init_fn)
+        dry.key = KeyStream().key
+        with own_randomness(torch.device("cpu"), KeyStream()):
+            for parts in _each_alone(loader, None, dry, KeyStream(), units):
+                self._checks.without(parts)
         self._chunks: Iterator[list[Records | Failed | Parcel]] = iter(())
         self._said_alone = False
 
@@ -308,11 +281,11 @@ class Rounds:
 
     def example(self) -> Records | None:
         """A record, of which shapes, types and structure may be used; None: none can be fetched."""
-        units = self._units
         for i in range(min(_LOOKED_AT, self.sampler.size)):
-            drawn = i if units is None else units.draw(i, KeyStream())
-            loader = _each_alone(self._users_loader, [[drawn]], self._seeding, units, workers=False)  # type: ignore[arg-type]
-            for part in _opened(next(iter(loader))):
+            drawn = i if self._units is None else self._units.draw(i, KeyStream())
+            with own_randomness(torch.device("cpu"), KeyStream()):
+                parts = _fetched_alone(self._users_loader, self._units, drawn)
+            for part in parts:
                 if isinstance(part, Records):
                     return part
         return None
@@ -320,15 +293,19 @@ class Rounds:
     def close(self) -> None:
         """Ends the loader's processes, and drops the keys, so that they are nowhere."""
         self._chunks = iter(())
-        del self.sampler.stream, self.sampler.dealing, self.randomness
+        del self.sampler.stream, self.sampler.dealing, self.randomness, self._loader
         self._seeding.key = b""
 
     def sample(self, device: torch.device) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
         """The chunks of the round under way. What the data set, or a collate_fn, did to this process's random number
-        generators reaches no step on the device: they go on from other secret states."""
+        generators reaches no step on the device: they go on from other secret states.
+
+        Raises:
+            StateFound: a record that was checked changed.
+        """
         last = False
         while not last:
-            parts = _opened(next(self._chunks))
+            parts = _opened(self._checks.without(next(self._chunks), self.sampler.completed + 1))
             renew(device, self.randomness)
             chunk = self.sampler.pending.popleft()
             last = chunk.last
@@ -347,35 +324,45 @@ def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iter
     meanwhile nothing follows from what the data set did to the generators.
 
     Raises:
-        ConfigError: the loader's records cannot be sampled.
+        ConfigError: the loader's records cannot be sampled, or one that was checked changed.
     """
     dataset = sampled_dataset(loader)
     seeding = _Seeding(loader.worker_init_fn)
     seeding.key = randomness.words(4).numpy().tobytes()
     order = BatchSampler(SequentialSampler(dataset), physical_batch, drop_last=False)  # type: ignore[arg-type]
-    for chunk in _each_alone(loader, order, seeding):
-        parts = _opened(chunk)
+    checks = Results()
+    for chunk in _each_alone(loader, order, seeding, randomness):
+        parts = _opened(checks.without(chunk))
         seed_everything(randomness)
         yield from parts
 
 
 def _each_alone(
-    loader: Any, order: Sampler[list[Any]], seeding: _Seeding, units: Units | None = None, workers: bool = True
-) -> DataLoader:  # fmt: skip
-    """A loader of the user's records in chunks, each by itself: lists of `Records | Failed | Parcel`."""
-    dataset = sampled_dataset(loader)
-    collate: Callable[[Any], list[Records | Failed | Parcel]]
-    collate = Alone(loader.collate_fn if units is None else _CollatedUnit(loader.collate_fn))
+    loader: Any, order: Sampler[list[Any]] | None, seeding: _Seeding, stream: KeyStream, units: Units | None = None
+) -> DataLoader:
+    """A loader of the user's records in chunks, each by itself: lists of `Records | Failed | Parcel | Checked`.
+
+    Args:
+        order: None: a dry run, of no chunks where nothing of the user's runs.
+        stream: of which records are checked.
+    """
+    dataset: Any = sampled_dataset(loader)
+    chunks: Any = [] if order is None else order
     if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
-        dataset, collate = _Rows(dataset) if units is None else _RowsOfUnits(dataset), _unchanged
+        dataset = _Rows(dataset) if units is None else _RowsOfUnits(dataset)
     else:
-        dataset = _OneAtATime(dataset if units is None else _Unit(dataset, units))
-    if not workers:
-        return DataLoader(dataset, batch_sampler=order, collate_fn=collate)
+        size = len(dataset if units is None else units)
+
+        def draw() -> Any:
+            i = int(stream.words(1)) % size
+            return i if units is None else units.draw(i, stream)
+
+        dataset = EachAlone(dataset, loader.collate_fn, units)
+        chunks = WithChecks(order, draw, stream, max(1, loader.num_workers))
     return DataLoader(
         dataset,
-        batch_sampler=order,
-        collate_fn=collate,
+        batch_sampler=chunks,
+        collate_fn=_unchanged,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
@@ -384,6 +371,14 @@ def _each_alone(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def _fetched_alone(loader: Any, units: Units | None, drawn: Any) -> list[Any]:
+    """One record, fetched in this process."""
+    dataset: Any = sampled_dataset(loader)
+    if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+        return (_Rows(dataset) if units is None else _RowsOfUnits(dataset)).__getitems__([drawn])
+    return EachAlone(dataset, loader.collate_fn, units).__getitems__(Request([drawn], [], b"", False))
 
 
 def _opened(parts: list[Records | Failed | Parcel]) -> list[Records | Failed]:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.batches import bits_of
 from dpexp.privacy.engine.torch_functions import EXCHANGES
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
@@ -234,7 +235,7 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
     seen = hashlib.sha256(pickle.dumps((size, examples)))
     if type(dataset) is TensorDataset:
         for tensor in dataset.tensors:
-            seen.update(_bytes(tensor))
+            seen.update(bits_of(tensor))
         return int.from_bytes(seen.digest()[:7], "big")
     if type(dataset) is Subset:
         seen.update(np.asarray(dataset.indices, dtype=np.int64).tobytes())
@@ -250,21 +251,11 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
                 except BaseException as error:  # of a record that cannot be fetched
                     leaves = [type(error).__name__]
                 for leaf in leaves:
-                    seen.update(_bytes(leaf))
+                    seen.update(bits_of(leaf))
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
     return int.from_bytes(seen.digest()[:7], "big")
-
-
-def _bytes(leaf: Any) -> bytes:
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized:
-        plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return repr((leaf.dtype, leaf.shape)).encode() + plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    try:
-        return pickle.dumps(leaf)
-    except Exception:
-        return type(leaf).__name__.encode()
 
 
 def _number(content: bytes) -> int:
