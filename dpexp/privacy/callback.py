@@ -17,6 +17,7 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.batchnorm import layers_that_give, refuse_unreleased
+from dpexp.privacy.checks import StateFound
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.diagnostics import log_diagnostics
@@ -322,9 +323,18 @@ class PrivacyCallback(pl.Callback):
         self._step_of_its_own = pl_module.__dict__.get("training_step")
 
         @wraps(training_step)
-        def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def guarded_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if trainer.validating or trainer.sanity_checking:
                 return training_step(batch, *args, **kwargs)
+            try:
+                return private_step(batch, *args, **kwargs)
+            except StateFound as found:
+                if self.completed and self._ledger is not None:
+                    since = found.last_clean_round + 1
+                    self._ledger.not_private(f"the bound may not have held since round {since} ({found})")
+                raise
+
+        def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(batch, Sample) or not self._awaited:
                 raise ConfigError(
                     "training_step was called outside the plan's rounds, or more than once in one, as LBFGS does; each "
@@ -352,6 +362,7 @@ class PrivacyCallback(pl.Callback):
                 else:
                     self._engine.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
                 sample = self._process_sample(pl_module, loss_of)
+                self._engine.check_state()
             with self._processes.together():
                 self._engine.finish()
             if not self._processes.alone:
@@ -359,7 +370,7 @@ class PrivacyCallback(pl.Callback):
                 self._processes.same(plan=now, sample=sample, weights=digest_of_weights(pl_module))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
-        pl_module.training_step = private_step  # type: ignore[method-assign]
+        pl_module.training_step = guarded_step  # type: ignore[method-assign]
 
     def _dry_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss_of: Any) -> None:
         """Before the first round: finds mistakes, and decides how records are processed, on made-up records."""

@@ -52,7 +52,9 @@ ledger, as it refuses whatever it does not know, so that the version is what it 
 at most 16 examples took part in a round. n counts them, and neighbours differ in one of them.
 
 *Not private.* Where a run's noise seed is known, or private statistics are shown, its header says so in "not_private".
-A resume can neither take that back nor begin it.
+A resume can neither take that back nor begin it. Where a check finds during training that a step or a data set keeps
+something of a record, a line {"line": 9, "not_private": "the bound may not have held since round 3 (…)", "link": "…"}
+says so, and the run ends.
 
 *Under way.* Before each line the file must still be the one that was written so far: the same file, of the same size,
 and, if its times tell that somebody touched it, with the same bytes. At every checkpoint and at the end all bytes are

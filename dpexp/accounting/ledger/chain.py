@@ -22,7 +22,8 @@ FORMAT = (
     "independent Z_t of standard deviation 1, y being 0 before the round whose number, from 0, is block. [line, spec, "
     "link] is one round of that kind, written before its result was used. An object with rounds closes the ledger: "
     "that many rounds were written in all, and sha256 is that of all lines before it; a ledger whose last line is "
-    "another ends early. line counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the file "
+    "another ends early. An object with not_private says what was found out later: why, and since which round, what the "
+    "run shows is not covered. line counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the file "
     "before the link; it has no key, so it shows accidents, not forgery."
 )
 
@@ -54,6 +55,9 @@ class Chain:
     def round(self, spec: int) -> bytes:
         self.rounds += 1
         return self._linked(b'[%d,%d,"' % (self.lines + 1, spec), b'"]\n')
+
+    def not_private(self, reason: str) -> bytes:
+        return self._object({"not_private": reason})
 
     def closing(self) -> bytes:
         return self._object({"rounds": self.rounds, "sha256": self.sha256()})

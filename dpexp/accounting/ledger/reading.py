@@ -131,6 +131,8 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
             told.define(where, entry)
             chain.specs += 1
             counts[b"%d" % entry["spec"]] = 0
+        elif _keys(entry) == ["line", "link", "not_private"]:
+            told.not_private(where, entry["not_private"])
         elif _keys(entry) == ["line", "link", "rounds", "sha256"]:
             closed_at = chain.lines
             if (entry["rounds"], entry["sha256"]) != (sum(counts.values()), before):
@@ -190,6 +192,7 @@ class _Told:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         self._header = header
+        self._found: str | None = None  # after it began
         self._specs: dict[int, Round] = {}
         self._rounds: Counter[Round] = Counter()
 
@@ -221,6 +224,11 @@ class _Told:
                 f"{number} says {sampling.policy} of n={sampling.n} at q={sampling.q}."
             )
 
+    def not_private(self, where: str, reason: Any) -> None:
+        if not isinstance(reason, str):
+            raise ConfigError(f"{where}: not_private {reason!r} is not understood.")
+        self._found = self._found or reason
+
     def happened(self, where: str, spec: Any, times: int) -> None:
         if not is_whole(spec) or spec not in self._specs:
             raise ConfigError(f"{where} names round spec {spec!r}, which it has not defined before.")
@@ -228,7 +236,7 @@ class _Told:
             self._rounds[self._specs[spec]] += times
 
     def contents(self, truncated: bool, chain: Chain | None = None) -> Contents:
-        exposed = self._header.get("not_private")
+        exposed = self._header.get("not_private") or self._found
         ledger = Ledger(self._header["adjacency"], dict(self._rounds), truncated, exposed, self._record)
         return Contents(ledger, self._header, self._specs, chain)
 

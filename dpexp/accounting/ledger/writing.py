@@ -196,6 +196,16 @@ class LedgerWriter:
         self._counts[round_] += 1
         self._sampling = None
 
+    def not_private(self, reason: str) -> None:
+        """Notes that the rounds so far do not cover what the run shows, which no resume can unsay.
+
+        Raises:
+            ConfigError: as `commit`.
+        """
+        chain = self._chain.copy()
+        self._write(chain.not_private(reason), chain)
+        self._exposed, self._closed = self._exposed or reason, False
+
     def _write(self, lines: bytes, chain: Chain) -> None:
         try:
             self._append(lines, chain)

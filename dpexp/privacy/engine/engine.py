@@ -159,6 +159,8 @@ class Engine:
         self.observations = []
         self._round = t
         if self._check is not None and is_due(t):
+            for parameter in self._module.parameters():
+                parameter.grad = None
             self._check.before()
 
     def decide(
@@ -270,7 +272,8 @@ class Engine:
         def probe() -> list[Tensor]:
             before = random_state(self._device), random.getstate(), np.random.get_state()
             _set_random_states(self._device, *state)
-            gradients = self._of_one(Chunk(loss_of, first, structure, 1), 0)
+            with spectral_norms_fixed(self._module):
+                gradients = self._of_one(Chunk(loss_of, first, structure, 1), 0)
             _set_random_states(self._device, *before)
             return [gradients.losses, *(use.dense() for use in gradients.of.values())]
 
@@ -324,6 +327,15 @@ class Engine:
         if self._failed >= _ENOUGH and self._processes.alone:
             self.finish()
 
+    def check_state(self) -> None:
+        """Looks, once a round that is checked, whether the step has kept something of the sample's records.
+
+        Raises:
+            StateFound: it has.
+        """
+        if self._check is not None:
+            self._check.after(self._round)
+
     def finish(self) -> None:
         """Ends the sample.
 
@@ -331,8 +343,7 @@ class Engine:
             ConfigError, or what the last record raised: more than one record has failed, and none ever contributed, in
                 no process.
         """
-        if self._check is not None:
-            self._check.after(self._round)
+        self.check_state()
         if not self._contributed:  # which all processes know alike
             every = self._processes.gathered([self._succeeded, self._failed])
             self._contributed = any(succeeded for succeeded, _ in every)
@@ -389,8 +400,8 @@ class Engine:
         below = smallest_table(loss_of, leaves, structure)
         error: Exception | None = None
         for made_up in tries(below, public):
-            one = Chunk(loss_of, made_up.records(leaves, 1, 0), structure, 1).one(0)
             try:
+                one = Chunk(loss_of, made_up.records(leaves, 1, 0), structure, 1).one(0)
                 found, loss = gradients_of_one(loss_of, one, self._parameters, self._values)
             except ConfigError:
                 raise

@@ -58,6 +58,9 @@ class Graphs:
         exact: bool = False,
     ) -> Graph:
         """One trace, on made-up records."""
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | bool | None)), None)
+        if odd is not None:
+            raise NotTraceable(f"a batch holds a {type(odd).__name__} besides tensors; leave out what is not used")
         records = made_up.records(leaves, size, seed)
         places = [k for k, leaf in enumerate(records) if isinstance(leaf, Tensor)]
 
