@@ -47,8 +47,8 @@ class StateCheck:
         self._saved: dict[str, Tensor] = {}
 
     def before(self) -> None:
-        self._given = self._probe()
         self._saved = {name: tensor.detach().clone() for name, tensor in self._held().items()}
+        self._given = self._probe()
 
     def after(self, done: int = 0) -> None:
         """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import Bounds
-from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due
+from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due, same_bits
 from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.engine.chunk import Chunk, records
 from dpexp.privacy.engine.clipped_sums import ClippedSums
@@ -175,7 +175,11 @@ class Engine:
         Args:
             leaves: [size, ...] of which shapes and types alone are used.
             settings: under which the step must be the same to be traced, as another round's.
+
+        Raises:
+            StateFound: the step keeps something of records, or changes a weight.
         """
+        weights = {name: p.detach().to("cpu", copy=True) for name, p in self._module.named_parameters()}
         with own_state(self._device), spectral_norms_fixed(self._module):
             self._made_up, error = self._made_up_records(loss_of, leaves, structure)
             if self._made_up is None:
@@ -189,6 +193,9 @@ class Engine:
                 self._seen = self._attributes()
             if self._made_up is not None and self.mode != TRACED:
                 self._try_state(loss_of, leaves, structure)
+        for name, parameter in self._module.named_parameters():
+            if name in weights and not same_bits(weights[name], parameter.cpu()):
+                raise StateFound(STATE.format(what=f"{name} is changed inside training_step"))
         self._say_slowness()
 
     def _decide(
