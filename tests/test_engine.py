@@ -1,6 +1,5 @@
 """The engine against the reference that takes one record at a time, for every kind of module."""
 
-import copy
 import math
 import warnings
 
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
+from dpexp.privacy.checks import StateFound
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -103,7 +103,7 @@ class Recurrent(nn.Module):
 
 
 class Packed(nn.Module):
-    """Packed sequences have no batching rule: the slow path."""
+    """Packed sequences ask for lengths inside PyTorch."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class ScaledByItself(nn.Module):
 
 
 class Lending(nn.Module):
-    """Lends its own parameter to a module that runs record by record."""
+    """Lends its own parameter to a module that asks NumPy about the data."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ class Branching(nn.Module):
 
 
 class Outside(Branching):
-    """Asks NumPy about the data: the slow path."""
+    """Asks NumPy about the data."""
 
     def forward(self, x):
         return self.left(x) if (x.detach().numpy() > 0).sum() > 8 else self.right(x)
@@ -298,7 +298,11 @@ MODELS = {
     "outside_inside": (lambda: nn.Sequential(nn.Linear(8, 8), Outside(), nn.Linear(3, 3)), rows),
     "packed_inside": (lambda: nn.Sequential(Packed(), nn.Tanh(), nn.Linear(3, 3)), sequences),
 }
-MODES: dict[str, str] = {}
+ONE, BY_AUTOGRAD = "one at a time", "one at a time by autograd"
+MODES = {
+    **dict.fromkeys(("lending", "hiding", "branching", "branching_inside", "outside", "outside_inside"), ONE),
+    **dict.fromkeys(("packed", "packed_inside", "checkpointed_reentrant"), BY_AUTOGRAD),
+}  # else traced
 MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
 
 
@@ -482,7 +486,7 @@ class Counting(nn.Module):
 
 
 class InAnAttribute(nn.Module):
-    """Looks at a number, so that it runs record by record."""
+    """Looks at a number, so that it runs one record at a time."""
 
     def __init__(self):
         super().__init__()
@@ -526,59 +530,71 @@ STATEFUL = [RunningMean, Reassigned, ThroughData, Counting, InAnAttribute, InACo
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("build", STATEFUL)
-def test_what_a_record_leaves_behind_reaches_no_other(build, inside):
-    """Whether the module runs on the whole chunk, record by record, or is one that does within another."""
+def test_a_step_that_keeps_something_of_a_record_is_refused_before_it_sees_one(build, inside):
     torch.manual_seed(0)
     module, (x, y) = (nn.Sequential(nn.Identity(), build()) if inside else build()).double(), rows()
-    batch = x.double(), y
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
-    engine = Engine(plan, module, GaussianNoise())
-    fresh = copy.deepcopy(module)
-
-    def loss_of(one):
-        return cross_entropy(module(one[0]), one[1])
-
-    def alone(one):
-        module.load_state_dict(fresh.state_dict())
-        vars(stateful).update({k: copy.deepcopy(vars(new)[k]) for k in ("scale", "seen", "tracker") if k in vars(new)})
-        return loss_of(one)
-
-    stateful, new = (module[1], fresh[1]) if inside else (module, fresh)
-    sums = sums_of(engine, loss_of, batch, chunk=4)
-    assert relative_error(sums, clipped_sums(plan, module, alone, batch, B)) < 1e-9
-    module = copy.deepcopy(fresh)  # and nothing was left for later rounds
-    again = Engine(plan, module, GaussianNoise())
-    assert relative_error(sums_of(again, loss_of, batch), sums) < 1e-9
-    assert relative_error(sums_of(again, loss_of, batch), sums) < 1e-9
+    engine, before = Engine(plan, module, GaussianNoise()), x.clone()
+    with pytest.raises(StateFound, match="keeps something of a record"):
+        sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x.double(), y))
+    assert not any(total.any() for total in engine._sums.values()) and torch.equal(x, before)
 
 
-@pytest.mark.parametrize(
-    "way", ["in place", "through data", "by setting data", "inside a looped module", "with gradients"]
-)
-def test_a_parameter_that_is_changed_while_data_is_seen_is_refused_by_name(way):
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(8, 3)
+class KeepingWhatIsLarge(nn.Module):
+    """Keeps nothing of records such as are made up."""
 
-        def forward(self, x):
-            with torch.no_grad():
-                if way == "in place":
-                    self.head.weight.clamp_(-0.1, 0.1)
-                elif way == "through data":
-                    self.head.weight.data.clamp_(-0.1, 0.1)
-                elif way == "by setting data":
-                    self.head.weight.data = self.head.weight.data.clamp(-0.1, 0.1)
-                elif way == "inside a looped module":
-                    self.head.weight.data.mul_(x.abs().max().item())
-            if way == "with gradients":
-                self.head.weight.data.clamp_(-0.1, 0.1)
-            return self.head(x)
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+        self.head = nn.Linear(8, 3)
 
-    module = nn.Sequential(nn.Identity(), Changing())
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
-    with pytest.raises(ConfigError, match=r"head\.weight is changed inside training_step"):
-        sums_of(Engine(plan, module, GaussianNoise()), lambda one: cross_entropy(module(one[0]), one[1]), rows())
+    def forward(self, x):
+        if (largest := x.abs().max().item()) > 100:
+            self.scale = largest
+        return self.head(x) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_state_that_only_records_bring_about_stops_the_round():
+    torch.manual_seed(0)
+    module, (x, y) = KeepingWhatIsLarge(), rows()
+    engine = Engine(make_plan(module, n=20, q=0.3, steps=3, noise_multiplier=1.0), module, GaussianNoise())
+    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
+    for t in range(2):
+        engine.start(t)
+        engine.accumulate(loss_of, stacked((x, y)), B)
+        engine.finish()
+    engine.start(2)
+    engine.accumulate(loss_of, stacked((1000 * x, y)), B)
+    with pytest.raises(StateFound, match="another one after other records") as found:
+        engine.finish()
+    assert found.value.last_clean_round == 2
+
+
+def test_a_parameter_that_is_changed_inside_training_step_is_refused_by_name():
+    for change in CHANGES.values():
+        module = nn.Sequential(nn.Identity(), Changing(change))
+        engine = Engine(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+        with pytest.raises(ConfigError, match=r"1\.head\.weight is changed inside training_step"):
+            sums_of(engine, lambda one, module=module: cross_entropy(module(one[0]), one[1]), rows())
+
+
+class Changing(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.head, self.change = nn.Linear(8, 3), change
+
+    def forward(self, x):
+        self.change(self.head.weight, x)
+        return self.head(x)
+
+
+CHANGES = {
+    "in place": lambda weight, x: weight.detach().clamp_(-0.1, 0.1),
+    "through data": lambda weight, x: weight.data.clamp_(-0.1, 0.1),
+    "by setting data": lambda weight, x: setattr(weight, "data", weight.data.clamp(-0.1, 0.1)),
+    "by what a record holds": lambda weight, x: weight.data.mul_(x.abs().max().item()),
+}
 
 
 class AsksAutograd(nn.Module):
@@ -622,8 +638,10 @@ class Penalised(nn.Module):
         return y * (1 + slope.square().sum())
 
 
-@pytest.mark.parametrize("build", [AsksAutograd, Reversed, Penalised])
-def test_what_a_model_asks_of_autograd_is_what_pytorch_says(build):
+@pytest.mark.parametrize(
+    ("build", "mode"), [(AsksAutograd, "traced"), (Reversed, BY_AUTOGRAD), (Penalised, BY_AUTOGRAD)]
+)
+def test_what_a_model_asks_of_autograd_is_what_pytorch_says(build, mode):
     torch.manual_seed(0)
     module, (x, y) = build().double(), rows()
     batch = x.double(), y
@@ -634,7 +652,7 @@ def test_what_a_model_asks_of_autograd_is_what_pytorch_says(build):
 
     engine = Engine(plan, module, GaussianNoise())
     assert relative_error(sums_of(engine, loss_of, batch), clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
-    assert way(engine)[0] == (build is not AsksAutograd)
+    assert engine.mode == mode, engine.reason
 
 
 def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
@@ -653,7 +671,7 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
     with pytest.warns(UserWarning, match="they contribute nothing"):
         engine.accumulate(loss_of, stacked((bad, y)), B)
     assert relative_error(engine._sums, clipped_sums(plan, module, loss_of, (x[others], y[others]), B - 1)) < 1e-9
-    assert way(engine) == (False, set())
+    assert engine.mode == "traced"
     assert relative_error(sums_of(engine, loss_of, (x, y)), sums) < 1e-12
 
 
@@ -679,7 +697,9 @@ def test_what_is_no_tensor_is_the_same_for_all_records():
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
-    engine.accumulate(lambda one: cross_entropy(one[2] * module(one[0]), one[1]), (*stacked((x, y)), 2.0), B)
+    with pytest.warns(UserWarning, match="a batch holds a float besides tensors"):
+        engine.accumulate(lambda one: cross_entropy(one[2] * module(one[0]), one[1]), (*stacked((x, y)), 2.0), B)
+    assert engine.mode == "vmap"
     reference = clipped_sums(plan, module, lambda one: cross_entropy(2 * module(one[0]), one[1]), (x, y), B)
     assert relative_error(engine._sums, reference) < 1e-9
 
