@@ -357,10 +357,10 @@ class PrivacyCallback(pl.Callback):
                 if not self._fitted:
                     self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
-                if self._engine.mode is None:
+                if self._engine.step.mode is None:
                     self._dry_run(trainer, pl_module, loss_of)
                 else:
-                    self._engine.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
+                    self._engine.step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
                 sample = self._process_sample(pl_module, loss_of)
                 self._engine.check_state()
             with self._processes.together():
@@ -381,12 +381,12 @@ class PrivacyCallback(pl.Callback):
         one = one.to(pl_module.device)
         if self.plan.record.told() is None:
             refuse_company(pl_module, loss_of, one.batch, pl_module.device)
-        self._engine.public = public_record(trainer)
+        self._engine.step.public = public_record(trainer)
         leaves, structure = leaves_of(one.batch, 1)
-        self._engine.decide(loss_of, leaves, structure, later_round(trainer))
+        self._engine.step.decide(loss_of, leaves, structure, later_round(trainer))
         refuse_kept_losses(pl_module)
-        say_held(self._engine.held)
-        self._processes.same(step=self._engine.digest)
+        say_held(self._engine.step.held)
+        self._processes.same(step=self._engine.step.digest)
 
     def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> int:
         """Clips and adds up the sample's records, or this process's part of them; returns the sample's digest."""

@@ -20,13 +20,12 @@ class ClippedSums:
     Args:
         groups: of the plan, of which those with values are after those with gradients.
         joint: whether each vector's own norm is counted, for adaptive joint clipping; else each group's.
-        adaptive: whether anything is counted.
         dtype: of counts.
     """
 
-    def __init__(self, groups: Sequence[Group], adaptive: bool, joint: bool, dtype: torch.dtype) -> None:
+    def __init__(self, groups: Sequence[Group], joint: bool, dtype: torch.dtype) -> None:
         self._mechanisms = [GroupMechanism(group) for group in groups]
-        self._adaptive, self._joint = adaptive, joint
+        self._joint = joint
         self._dtype = dtype
 
     def numbers(self, now: Sequence[Group], device: torch.device) -> Tensor:

@@ -1,0 +1,322 @@
+"""How the records of a job are processed: traced, all by a graph, or as the training step is written."""
+
+import hashlib
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import ConfigError, RecordError
+from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due
+from dpexp.privacy.engine.chunk import Chunk
+from dpexp.privacy.engine.graphs import Graphs, LossOf, own_state, random_state, set_random_state
+from dpexp.privacy.engine.local import Training
+from dpexp.privacy.engine.made_up import PLAIN, MadeUp, public_leaves, signature, smallest_table, tries
+from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one
+from dpexp.privacy.engine.slowness import why
+from dpexp.privacy.engine.uses import Dense
+from dpexp.privacy.given import Values
+from dpexp.privacy.spectral import spectral_norms_fixed
+
+TRACED, VMAP, SINGLE, AUTOGRAD = "traced", "vmap", "one at a time", "one at a time by autograd"
+NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
+_OTHERS = (1, 2, 4)  # made-up records that are processed between one and the same
+_TRACING = 0.02  # of the time
+_CHANGES = 3  # of a step by hooks, after which it runs as written
+
+_Settings = Callable[[], AbstractContextManager]
+
+
+class Step:
+    """The training step of a job, applied to records.
+
+    Args:
+        training: of users, one after another; None: a record's vector is its gradient.
+        alone: each record is to be processed by itself.
+
+    Attributes:
+        mode: decided once, before the first record: `traced`; or, as the step is written, several records under vmap,
+            one at a time under vmap, or one at a time by autograd.
+        reason: why the job is not traced.
+        public: a batch of one public record, on which the step is tried; None: records are made up.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, Tensor],
+        values: Values,
+        graphs: Graphs,
+        run_pass: VmapPass,
+        training: Training | None,
+        alone: bool,
+        device: torch.device,
+    ) -> None:
+        self._module, self._parameters, self._values = module, parameters, values
+        self._graphs, self._pass = graphs, run_pass
+        self._training, self._alone, self._device = training, alone, device
+        self.mode: str | None = None
+        self.reason = ""
+        self.public: Any = None
+        self._made_up: MadeUp | None = None
+        self._check: StateCheck | None = None
+        self._template: tuple[list[Any], Any, _Settings] | None = None  # a made-up record; settings of a later round
+        self._attributes: list[Any] = []
+        self._asked, self._changes, self._tracing, self._began = 1, 0, 0.0, time.perf_counter()
+
+    @property
+    def held(self) -> list[str]:
+        """Shapes of tensors that a traced step reads and that are neither parameters nor buffers."""
+        return self._graphs.held
+
+    @property
+    def digest(self) -> int:
+        """Of how records are processed, which is the same in all processes."""
+        said = f"{self.mode} {self._graphs.digest()}"
+        return int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "big")
+
+    def decide(self, loss_of: LossOf, leaves: list[Any], structure: Any, settings: _Settings = nullcontext) -> None:
+        """Decides for the whole job, on made-up records that look like these, what `mode` is.
+
+        Args:
+            leaves: [size, ...] of which shapes and types alone are used.
+            settings: under which the step must be the same to be traced, as another round's.
+
+        Raises:
+            StateFound: the step keeps something of records.
+            ConfigError: a mistake in the step.
+        """
+        with own_state(self._device), spectral_norms_fixed(self._module):
+            self._made_up, error = self._made_up_records(loss_of, leaves, structure)
+            if self._made_up is None:
+                self.mode, self.reason = VMAP, why(error) if error else "no made-up record has a finite loss"
+            elif self._training or self._alone:
+                self.mode = AUTOGRAD
+            else:
+                self._trace(loss_of, leaves, structure, settings)
+                few = [leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                self._template = self._made_up.records(few, 1, 0), structure, settings
+                self._attributes = plain_attributes(self._module)
+            if self._made_up is not None and self.mode != TRACED:
+                self._try_state(loss_of, leaves, structure)
+        self._say_slowness()
+
+    def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
+        """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when plain
+        attributes of modules changed, and, as far as that takes 2 % of the time, at epochs' starts and in rounds 2, 4,
+        8, …
+
+        A step that has changed is traced and proved; one that changes time and again runs as written from then on.
+        """
+        if self.mode != TRACED or self._template is None:
+            return
+        self._asked += 1
+        now = time.perf_counter()
+        due = (epoch_begins or self._asked.bit_count() == 1) and self._tracing < _TRACING * (now - self._began)
+        if not due and plain_attributes(self._module) == self._attributes:
+            return
+        leaves, structure, settings = self._template
+        assert self._made_up
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        with own_state(self._device), spectral_norms_fixed(self._module):
+            odd = self._graphs.changed(loss_of, leaves, structure, self._made_up)
+            if odd is not None:
+                self._changes += 1
+                self._graphs.forget()
+                self._trace(loss_of, leaves, structure, settings)
+                if self._changes > _CHANGES and self.mode == TRACED:
+                    self.mode, self.reason = VMAP, f"hooks change the step time and again ({odd})"
+                if self.mode != TRACED:
+                    self._try_state(loss_of, leaves, structure)
+                    self._say_slowness()
+        self._attributes = plain_attributes(self._module)
+        self._tracing += time.perf_counter() - now
+
+    def begin_round(self, t: int) -> None:
+        """Before a round's records, of which a check may be due."""
+        if self._check is not None and is_due(t):
+            for parameter in self._module.parameters():
+                parameter.grad = None
+            self._check.before()
+
+    def check_state(self, t: int) -> None:
+        """After a round's records.
+
+        Raises:
+            StateFound: the step has kept something of them.
+        """
+        if self._check is not None:
+            self._check.after(t)
+
+    def run_graph(self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Adds a chunk of a traced job to `sums`; see `Graphs.add`.
+
+        Raises:
+            ConfigError: PyTorch refuses the records.
+        """
+        assert self._made_up
+        key = signature(chunk.leaves, chunk.structure)
+        try:
+            return self._graphs.add(
+                chunk.loss_of, chunk.leaves, chunk.structure, key, self._made_up, chunk.size, numbers, sums
+            )
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"model: the traced training_step cannot process the records of a round ({type(error).__name__}); a "
+                "record's indices may be out of range, or its shape may be one that the model does not take."
+            ) from None
+
+    def gradients(self, chunk: Chunk) -> Iterator[Gradients | Exception]:
+        """Of a chunk's records as the step is written: of all together, or of one after the other; an error in place of
+        a record's that has none."""
+        if self.mode == VMAP:
+            try:
+                yield self._pass(chunk.loss_of, chunk.leaves, chunk.structure, chunk.size)
+                return
+            except NOT_OF_A_RECORD:
+                raise
+            except Exception as error:
+                if chunk.size == 1:
+                    yield error
+                    return
+        for i in range(chunk.size):
+            try:
+                found: Gradients | Exception = self._of_one(chunk, i)
+            except NOT_OF_A_RECORD:
+                raise
+            except Exception as error:
+                found = error
+            yield found
+
+    def _of_one(self, chunk: Chunk, i: int) -> Gradients:
+        if self.mode != AUTOGRAD:
+            return self._pass(chunk.loss_of, chunk.row(i), chunk.structure, 1)
+        if self._training:
+            found, loss = self._training.one(chunk, i)
+        else:
+            found, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values)
+        dense: Any = {n: Dense(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()}
+        return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
+
+    def _trace(self, loss_of: LossOf, leaves: list[Any], structure: Any, settings: _Settings) -> None:
+        assert self._made_up
+        try:
+            key = signature(leaves, structure)
+            odd = self._graphs.settle(loss_of, leaves, structure, key, self._made_up, settings)
+            if odd is None:
+                self.mode = TRACED
+                return
+            self.reason = f"the step is not the same each time it runs ({odd})"
+        except ConfigError:
+            raise
+        except Exception as caught:
+            self.reason = why(caught)
+        for mode, size in ((VMAP, 2), (SINGLE, 1)):
+            try:
+                self._pass(loss_of, self._made_up.records(leaves, size, 0), structure, size)
+            except ConfigError:
+                raise
+            except Exception as caught:
+                self.reason = why(caught)
+            else:
+                self.mode = mode
+                return
+        self.mode = AUTOGRAD
+
+    def _try_state(self, loss_of: LossOf, leaves: list[Any], structure: Any) -> None:
+        """Looks for state that a step keeps, on made-up records, and will look again in the rounds.
+
+        Raises:
+            StateFound: there is some.
+        """
+        assert self._made_up
+        first, *others = (self._made_up.records(leaves, 1, seed) for seed in range(sum(_OTHERS) + 1))
+        state = _random_states(self._device)
+
+        def probe() -> list[Tensor]:
+            before = _random_states(self._device)
+            _set_random_states(self._device, *state)
+            with spectral_norms_fixed(self._module):
+                gradients = self._of_one(Chunk(loss_of, first, structure, 1), 0)
+            _set_random_states(self._device, *before)
+            return [gradients.losses, *(use.dense() for use in gradients.of.values())]
+
+        check = StateCheck(self._module, probe)
+        try:
+            probe()  # which may fill caches
+            for count in _OTHERS:
+                check.before()
+                for _ in range(count):
+                    self._of_one(Chunk(loss_of, others.pop(), structure, 1), 0)
+                check.after(-1)
+        except ConfigError:
+            raise
+        except Exception as error:  # of what an earlier pass has left behind
+            if isinstance(error, RecordError):
+                raise ConfigError(str(error)) from error
+            raise StateFound(STATE.format(what=f"training_step fails after other records ({why(error)})")) from error
+        self._check = check
+
+    def _made_up_records(
+        self, loss_of: LossOf, leaves: list[Any], structure: Any
+    ) -> tuple[MadeUp | None, Exception | None]:
+        """A way to make records up that have finite losses and gradients; else why there is none."""
+        public = public_leaves(self.public, leaves, structure)
+        below = smallest_table(loss_of, leaves, structure)
+        error: Exception | None = None
+        for made_up in tries(below, public):
+            try:
+                one = Chunk(loss_of, made_up.records(leaves, 1, 0), structure, 1).one(0)
+                found, loss = gradients_of_one(loss_of, one, self._parameters, self._values)
+            except ConfigError:
+                raise
+            except Exception as caught:
+                error = error or caught
+            else:
+                if loss.isfinite() and all(v.isfinite().all() for v in found.values()):
+                    return made_up, None
+        return None, error
+
+    def _say_slowness(self) -> None:
+        if self.mode == VMAP:
+            how = "together, but by training_step as it is written in every round, which is slower than a graph of it"
+        elif self.mode != TRACED and not (self._training or self._alone):
+            how = "one at a time, which is right but slow"
+        else:
+            return
+        warnings.warn(f"this model's records are processed {how}: {self.reason}")
+
+
+def plain_attributes(module: nn.Module) -> list[Any]:
+    """What is plain in the modules: numbers, texts, and short lists of them."""
+    return [
+        (key, value if not isinstance(value, list) else tuple(value))
+        for layer in module.modules()
+        for key, value in vars(layer).items()
+        if _is_plain(value)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 8 and all(isinstance(one, PLAIN) for one in value)
+    return isinstance(value, PLAIN)
+
+
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    return random_state(device), random.getstate(), np.random.get_state()
+
+
+def _set_random_states(device: torch.device, of_torch: tuple[Tensor, ...], of_python: Any, of_numpy: Any) -> None:
+    set_random_state(device, of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
