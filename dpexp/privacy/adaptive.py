@@ -180,8 +180,8 @@ class Bounds:
 
 
 def within(parts: Tensor) -> Tensor:
-    """1 for each norm, in units of its bound, that is within it, else 0. In between lies a ramp over the last hundredth,
-    for the reason of `clips.Global`."""
+    """1 for each norm, in units of its bound, that is within it, else 0. In between lies a ramp over the last
+    hundredth, for the reason of `clips.Global`."""
     return ((1 - parts) / RAMP).nan_to_num(0, posinf=1, neginf=0).clamp(0, 1)
 
 

@@ -215,7 +215,7 @@ def _length(group: Group) -> float:
     """LENGTH, if the group's clip rule lets such a canary contribute all but the most, or else the length that
     contributes the most. Norms count as 0.1 % longer, since they are never taken for too small."""
     lengths = _LENGTHS * group.S
-    contributed = (asked(group.clip, 1.001 * lengths, group.S) * lengths).clamp(max=group.S)
+    contributed = (asked(group.clip, 1.001 * lengths, torch.tensor(group.S).double()) * lengths).clamp(max=group.S)
     return float(lengths[0 if contributed[0] >= 0.98 * contributed.max() else contributed.argmax()])
 
 

@@ -1,8 +1,8 @@
 """Whether a step that runs as written treats each record by itself, in the dry run and in the rounds.
 
-One made-up record, from one random state, must give the same loss and gradients, to the last bit, before and after other
-records are processed, and nothing that a checkpoint saves may change meanwhile. What a step is found to keep is not set
-back: the job is refused, or stops before the round's release.
+One made-up record, from one random state, must give the same loss and gradients, to the last bit, before and after
+other records are processed, and nothing that a checkpoint saves may change meanwhile. What a step is found to keep
+is not set back: the job is refused, or stops before the round's release.
 """
 
 from collections.abc import Callable

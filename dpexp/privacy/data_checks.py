@@ -27,8 +27,9 @@ _SHARE = 0.02  # of the time that fetching takes, which later checks may take
 
 
 _STATE = (
-    "data: {what} gave a record another value after other records were fetched{round}, so that records would change one "
-    "another; draw random numbers from torch's, NumPy's or Python's global generator; keep no state between records."
+    "data: {what} gave a record another value after other records were fetched{round}, so that records would change "
+    "one another; draw random numbers from torch's, NumPy's or Python's global generator; keep no state between "
+    "records."
 )
 
 

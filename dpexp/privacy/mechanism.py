@@ -18,9 +18,9 @@ float32 (`dpexp.privacy.engine.rounding` has the proof), and S is reduced by wha
 come to; that is not bounded by one record.
 
 *Under which assumption.* A record's vectors depend on that record, the weights and fresh randomness alone. That is
-what a traced pass proves (`dpexp.privacy.engine.traced`) and what `dpexp.privacy.checks` looks for in a job that runs as
-written. The noise is Gaussian in float64 from a secret key stream, added once a round after the sum query event is in
-the ledger, and sampling is the one accounted.
+what a traced pass proves (`dpexp.privacy.engine.traced`) and what `dpexp.privacy.checks` looks for in a job that runs
+as written. The noise is Gaussian in float64 from a secret key stream, added once a round after the sum query event is
+in the ledger, and sampling is the one accounted.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,8 +62,8 @@ class ScaledNorms:
 
     Attributes:
         squares: [parts, B] of each part, scaled; norms: [B] of the group. Both float64, never too small.
-        doubtful: [parts, B] in [0, 1]: how far a norm must be the one computed from factors in float64, since what it is
-            enlarged by for rounding would change the clip factor (`rounding`, 6); None: none can be.
+        doubtful: [parts, B] in [0, 1]: how far a norm must be the one computed from factors in float64, since what it
+            is enlarged by for rounding would change the clip factor (`rounding`, 6); None: none can be.
         in_float64: whether the gradients are.
     """
 
@@ -142,10 +142,14 @@ class GroupMechanism:
                 total.view(-1).add_(share)
 
     def _doubtful(self, parts: list[Part], squares: Tensor, norms: Tensor, S: Tensor) -> Tensor | None:
-        allowed = {i: part for i, part in enumerate(parts) if part.gradient.allowance is not None}
+        allowed = {
+            i: _over(part.gradient.allowance, part.alpha, 1)
+            for i, part in enumerate(parts)
+            if part.gradient.allowance is not None
+        }
         if not allowed:
             return None
-        allowances = torch.stack([_over(part.gradient.allowance, part.alpha, 1) for part in allowed.values()])
+        allowances = torch.stack([*allowed.values()])
         share = torch.where(norms.isfinite(), _loose(allowances / norms).nan_to_num(0), 0)
         index = torch.tensor([*allowed], device=norms.device)
         least = squares.index_copy(0, index, (squares[index].sqrt() - allowances).clamp(min=0).square())

@@ -12,9 +12,10 @@ import hashlib
 import pickle
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 import pytorch_lightning as pl
@@ -314,62 +315,23 @@ REASONS = {"FSDPStrategy": _SHARDED, "ModelParallelStrategy": _SHARDED, "DeepSpe
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Meanwhile code that asks finds no other processes, and groups and stores that it has kept exchange nothing: what
-    is computed from a record would be told the others, or hold their records.
+    """Meanwhile code that asks finds no other processes, and collectives of the default group are refused: what is
+    computed from a record would be told the others.
 
     Raises:
-        ConfigError: something was to be exchanged, even if training_step caught that.
+        ConfigError: something was to be exchanged.
     """
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
+
+    def refuse() -> NoReturn:
+        raise ConfigError(EXCHANGES.format(name="a collective"))
+
     world = dist.distributed_c10d._world
-    before, exchanged = world.default_pg, _exchanged()
-    world.default_pg = None
-    tried: list[ConfigError] = []
-    exchanges = [(kind, name, function) for kind in _channels() for name, function in _exchanging(kind)]
-    for kind, name, _ in exchanges:
-        setattr(kind, name, _refusing(name, tried))
+    before, world.default_pg = world.default_pg, None
     try:
-        yield
+        with patch.object(dist.distributed_c10d, "_get_default_group", refuse):
+            yield
     finally:
         world.default_pg = before
-        for kind, name, function in exchanges:
-            setattr(kind, name, function)
-        if tried:
-            raise tried[0]
-        if _exchanged() != exchanged:  # by ways that go past all that
-            raise ConfigError(EXCHANGES.format(name="a collective"))
-
-
-_TELLS_NOTHING = {"rank", "size", "name"}
-
-
-def _exchanged() -> dict[Any, int]:
-    """How many collectives each group has carried out."""
-    groups: Any = dist.distributed_c10d._world.pg_map
-    return {group: group._get_sequence_number_for_group() for group in groups}
-
-
-def _channels() -> Iterator[type]:
-    """By which processes exchange anything: groups and stores, and all kinds of them."""
-    kinds: list[Any] = [dist.ProcessGroup, dist.distributed_c10d.Backend, dist.Store]
-    for kind in kinds:
-        kinds += [other for other in kind.__subclasses__() if other not in kinds]
-    yield from kinds
-
-
-def _exchanging(kind: type) -> list[tuple[str, Any]]:
-    return [
-        (name, function) for name, function in vars(kind).items()
-        if not name.startswith(("__", "_pybind11")) and name not in _TELLS_NOTHING and callable(function)
-        and not isinstance(function, type)
-    ]  # fmt: skip
-
-
-def _refusing(name: str, tried: list[ConfigError]) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        tried.append(ConfigError(EXCHANGES.format(name=name)))
-        raise tried[-1]
-
-    return refuse

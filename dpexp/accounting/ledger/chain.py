@@ -22,9 +22,9 @@ FORMAT = (
     "independent Z_t of standard deviation 1, y being 0 before the round whose number, from 0, is block. [line, spec, "
     "link] is one round of that kind, written before its result was used. An object with rounds closes the ledger: "
     "that many rounds were written in all, and sha256 is that of all lines before it; a ledger whose last line is "
-    "another ends early. An object with not_private says what was found out later: why, and since which round, what the "
-    "run shows is not covered. line counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the file "
-    "before the link; it has no key, so it shows accidents, not forgery."
+    "another ends early. An object with not_private says what was found later: why, and since which round, what the "
+    "run shows is not covered. line counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the "
+    "file before the link; it has no key, so it shows accidents, not forgery."
 )
 
 

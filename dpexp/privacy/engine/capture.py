@@ -228,8 +228,8 @@ _PLAIN = {Tensor, torch.nn.Parameter, *_NO_TENSORS}
 _INDEXING = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _BACKWARD = {
-    Tensor.backward, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.requires_grad_,
-    torch.autograd.grad, torch.autograd.backward,
+    Tensor.backward, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad,
+    Tensor.requires_grad_, torch.autograd.grad, torch.autograd.backward,
 }  # fmt: skip
 
 

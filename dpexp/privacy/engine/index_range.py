@@ -13,25 +13,27 @@ def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] 
     """A call whose indices are all in range, and whether they were (0-d, of each record under vmap); None: the function
     takes no indices of a record's."""
     place = _PLACES.get(func)
-    found = place and place(*args, **kwargs)
-    if not found:
+    found = place(*args, **kwargs) if place is not None else None
+    if found is None or not isinstance(found[2], Tensor):
         return None
-    key, name, index, least, size, ignored = found
-    given = args[key] if isinstance(key, int) and key < len(args) else kwargs.get(name)
+    key, name, _, least, size, ignored = found
+    index: Tensor = found[2]
+    given: Any = args[key] if key < len(args) else kwargs.get(name)
     if given is not index or not _functorch.is_batchedtensor(index) or index.dtype not in (torch.int32, torch.int64):
         return None
     wrong = (index < least) | (index >= size)
     if ignored is not None:
         wrong = wrong & (index != ignored)
     safe = torch.where(wrong, 0, index)
-    if isinstance(key, int) and key < len(args):
+    if key < len(args):
         args = (*args[:key], safe, *args[key + 1 :])
     else:
         kwargs = {**kwargs, name: safe}
     return args, kwargs, ~wrong.any()
 
 
-Found = tuple[int, str, Any, int, int, int | None] | None  # place, name, indices, least, one above the largest, ignored
+# place, name, indices, the least of them, one more than the largest, and one that stands for none
+Found = tuple[int, str, Any, int, int, int | None] | None
 
 
 def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Found:
@@ -78,7 +80,7 @@ INDEXED = frozenset(_PLACES)
 def sizes_met(func: Any, args: tuple, kwargs: dict) -> int | None:
     """The size of the table, or the number of classes, that indices of a call are in; None: it takes none."""
     place = _PLACES.get(func)
-    found = place and place(*args, **kwargs)
-    if not found or not isinstance(found[2], Tensor) or found[2].is_floating_point():
+    found = place(*args, **kwargs) if place is not None else None
+    if found is None or not isinstance(found[2], Tensor) or found[2].is_floating_point():
         return None
     return found[4]

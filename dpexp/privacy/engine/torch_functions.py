@@ -22,7 +22,7 @@ BATCH_NORMS: dict[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3} | {
     getattr(torch.ops.aten, name): 3
     for name in ("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional")
 }
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::")
 _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 _HELD = {Tensor.grad.__get__, Tensor.grad.__set__}  # type: ignore[union-attr]
 _FOLDER = f"{Path(torch.__file__).parent}/"
@@ -54,9 +54,8 @@ def refuse_mixing(func: Any, args: tuple, kwargs: dict) -> None:
         ConfigError: the call mixes records, of a batch or of processes.
     """
     operator = packet(func)
-    if isinstance(operator, torch._ops.OpOverloadPacket):
-        if operator._qualified_op_name.partition("::")[0] in _COLLECTIVES:
-            raise ConfigError(EXCHANGES.format(name=operator))
+    if isinstance(operator, torch._ops.OpOverloadPacket) and operator._qualified_op_name.startswith(_COLLECTIVES):
+        raise ConfigError(EXCHANGES.format(name=operator))
     place = BATCH_NORMS.get(operator)
     if place is None:
         return

@@ -1,9 +1,10 @@
 """The pass of a chunk, traced once into a graph; the rounds run the graph, and no Python of the user's.
 
-The pass is one pure function: (parameters, buffers, records, which rows count, the plan's numbers, torch's generator) ->
-(clipped sums, and for each record its loss, norms and flags). `torch.fx`'s make_fx traces it under vmap on made-up
+The pass is one pure function: (parameters, buffers, records, which rows count, the plan's numbers, torch's generator)
+-> (clipped sums, and for each record its loss, norms and flags). `torch.fx`'s make_fx traces it under vmap on made-up
 records. A graph does the same in every round, so that a record's contribution depends on that record, the weights and
-fresh randomness alone; what is left to show is that it treats each record by itself, and `prove` shows it for each graph.
+fresh randomness alone; what is left to show is that it treats each record by itself, and `prove` shows it for each
+graph.
 """
 
 import contextlib
@@ -249,8 +250,8 @@ def _with_row(a: Tensor, b: Tensor, row: int) -> Tensor:
 
 
 def rows_of_graph(count: int, expected: float) -> int:
-    """The number of rows of the graph that takes a chunk of so many records: the next multiple of a ninth of the expected
-    number, so that padding adds at most 6 % on average.
+    """The number of rows of the graph that takes a chunk of so many records: the next multiple of a ninth of the
+    expected number, so that padding adds at most 6 % on average.
 
     Args:
         expected: records of a chunk, by the plan.

@@ -69,4 +69,4 @@ def _nothing(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     elif metric not in _DROPPED:
         own = _OWN[metric]["compute"]
         return own() if own is not None else type(metric).compute(metric)
-    return {key: Unreadable() for key in metric.keys()} if isinstance(metric, MetricCollection) else Unreadable()
+    return {key: Unreadable() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else Unreadable()
