@@ -343,6 +343,7 @@ class PrivacyCallback(pl.Callback):
             self._awaited = False
             assert self._rounds and self._engine
             randomness = own_randomness(pl_module.device, self._rounds.randomness)
+            step = 0
             with (
                 self._processes.together(),
                 nothing_collected(),
@@ -359,6 +360,7 @@ class PrivacyCallback(pl.Callback):
                     self._fitted = True
                 if self._engine.step.mode is None:
                     self._dry_run(trainer, pl_module, loss_of)
+                    step = self._engine.step.digest
                 else:
                     self._engine.step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
                 sample = self._process_sample(pl_module, loss_of)
@@ -367,7 +369,7 @@ class PrivacyCallback(pl.Callback):
                 self._engine.finish()
             if not self._processes.alone:
                 now = digest_of_plan(self._engine.now)
-                self._processes.same(plan=now, sample=sample, weights=digest_of_weights(pl_module))
+                self._processes.same(plan=now, step=step, sample=sample, weights=digest_of_weights(pl_module))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = guarded_step  # type: ignore[method-assign]
@@ -386,7 +388,6 @@ class PrivacyCallback(pl.Callback):
         self._engine.step.decide(loss_of, leaves, structure, later_round(trainer))
         refuse_kept_losses(pl_module)
         say_held(self._engine.step.held)
-        self._processes.same(step=self._engine.step.digest)
 
     def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> int:
         """Clips and adds up the sample's records, or this process's part of them; returns the sample's digest."""
