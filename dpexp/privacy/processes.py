@@ -194,7 +194,7 @@ _DIFFER = {
     "plan": "the processes have different plans, so that none would hold; give all of them the same configuration.",
     "records": "data: the training sets of the processes hold other records, or in another order, so that a record "
     "could be in one sample twice; split and shuffle them by a fixed seed, such as pl.seed_everything(0).",
-    "step": "model: the processes found different steps, so that they would not train one model; whatever training_step "
+    "step": "model: the processes found different steps, so that no one model would be trained; what training_step "
     "reads must be the same in every process.",
     "sample": "data: the processes drew different samples, so that sampling is not what is accounted; their training "
     "sets must have the same length.",
