@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import default_collate
 
 from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
@@ -83,7 +82,9 @@ class Canaries(pl.Callback):
         module.add_module(_TABLES, tables)
         self.plan = replace(plan, groups=tuple(groups), preparations=())  # which canaries, having no input, are not in
         self._tables = [list(tables[str(g)]) for g in range(len(groups))]  # type: ignore[call-overload]
-        self._lengths = [[0.0] * len(group.vectors) for group in groups]
+        for g, group in enumerate(plan.groups):  # buffers, which a traced step reads anew in each round
+            tables[str(g)].register_buffer("lengths", torch.zeros(len(group.vectors)), persistent=False)
+        self._lengths = [tables[str(g)] for g in range(len(groups))]
         self._record, local = plan.record, plan.record.local
         self._reach = local.lr * len(local.batches(plan.record.largest)) if local else 1.0  # of a user who trains
         self._round = 0
@@ -112,7 +113,7 @@ class Canaries(pl.Callback):
                 batch_size=loader.batch_size,
                 shuffle=True,
                 num_workers=loader.num_workers,
-                collate_fn=collate if collate is default_collate else _Collate(collate),
+                collate_fn=_Collate(collate),
                 worker_init_fn=loader.worker_init_fn,
                 multiprocessing_context=loader.multiprocessing_context,
             )
@@ -134,7 +135,8 @@ class Canaries(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         for g, group in self._groups(_now(trainer)):
             length = _length(group) / math.sqrt(len(group.alphas)) / self._reach
-            self._lengths[g][:] = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
+            lengths = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
+            self._lengths[g].lengths.copy_(torch.tensor(lengths))  # type: ignore[operator,union-attr]
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -190,15 +192,14 @@ class Canaries(pl.Callback):
     def _replace_step(self, module: pl.LightningModule) -> None:
         training_step = module.training_step
         held: Any = module.get_submodule(_TABLES)
-        lengths = self._lengths
 
         @wraps(training_step)
         def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             own, which, value = batch
-            if (which == _NONE).all():
+            if which is None:
                 return training_step(own, *args, **kwargs)
-            tables = [[*held[str(g)]] for g in range(len(held))]  # weights that a user trains may be in their place
-            return _loss(tables, lengths, which, value)
+            # Weights that a user trains may be in the tables' place.
+            return _loss([([*held[str(g)]], held[str(g)].lengths) for g in range(len(held))], which, value)
 
         # Lightning asks what it takes, of the function beneath a method, and looks beneath one wrapper only.
         step.__signature__ = signature(getattr(training_step, "__func__", training_step))  # type: ignore[attr-defined]
@@ -219,15 +220,13 @@ def _length(group: Group) -> float:
     return float(lengths[0 if contributed[0] >= 0.98 * contributed.max() else contributed.argmax()])
 
 
-def _loss(
-    tables: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[float]], which: Tensor, value: Tensor
-) -> Tensor:  # fmt: skip
+def _loss(tables: Sequence[tuple[Sequence[Tensor], Tensor]], which: Tensor, value: Tensor) -> Tensor:
     """Of the equal examples [B] of a canary: linear, with a gradient of the given length in its coordinate in each
     vector."""
-    total = tables[0][0].new_zeros(())
-    for own, some in zip(tables, lengths, strict=True):
-        for table, length in zip(own, some, strict=True):
-            total = total + (F.embedding(which.clamp(min=0), table).squeeze(-1) * length * value.to(table)).mean()
+    total = tables[0][0][0].new_zeros(())
+    for own, lengths in tables:
+        for table, length in zip(own, lengths, strict=True):
+            total = total + (F.embedding(which, table).squeeze(-1) * length.to(table) * value.to(table)).mean()
     return total
 
 
@@ -287,12 +286,13 @@ class _Lists(_Records):
 
 
 class _Collate:
-    """The user's collation of the records, each by itself."""
+    """The user's collation of the records, each by itself. A canary's batch has other places filled than a record's."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[tuple[Any, int, float]]) -> tuple[Any, Tensor, Tensor]:
+    def __call__(self, items: list[tuple[Any, int, float]]) -> tuple[Any, Tensor | None, Tensor | None]:
         records, which, values = zip(*items, strict=True)
-        collate = self._collate if which[0] == _NONE else default_collate
-        return collate(list(records)), torch.tensor(which), torch.tensor(values, dtype=torch.float64)
+        if which[0] == _NONE:
+            return self._collate(list(records)), None, None
+        return None, torch.tensor(which), torch.tensor(values, dtype=torch.float64)
