@@ -17,7 +17,7 @@ from dpexp.privacy.engine.graphs import Graphs, LossOf
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import Gradients, VmapPass
 from dpexp.privacy.engine.precision import full_precision
-from dpexp.privacy.engine.step import TRACED, Step
+from dpexp.privacy.engine.step import NOT_OF_A_RECORD, TRACED, Step
 from dpexp.privacy.engine.whole import WholeNoise, add_whole
 from dpexp.privacy.given import Values
 from dpexp.privacy.groups import trainable
@@ -156,11 +156,24 @@ class Engine:
             self.step.decide(loss_of, leaves, structure)
         with spectral_norms_fixed(self._module):
             if self.step.mode == TRACED:
-                numbers = self._clip.numbers(self.now.groups, self._device)
-                self._note(self.step.run_graph(chunk, numbers, self._sums), size)
-                return
+                return self._run_graph(chunk)
             for found in self.step.gradients(chunk):
                 self.fail(1, found) if isinstance(found, Exception) else self._clip_and_add(found)
+
+    def _run_graph(self, chunk: Chunk) -> None:
+        """If PyTorch refuses the records, each by itself, so that it may refuse one of them alone."""
+        numbers = self._clip.numbers(self.now.groups, self._device)
+        try:
+            found = self.step.run_graph(chunk, numbers, self._sums)
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as error:
+            if chunk.size == 1:
+                return self.fail(1, error)
+            for i in range(chunk.size):
+                self._run_graph(Chunk(chunk.loss_of, chunk.row(i), chunk.structure, 1))
+        else:
+            self._note(found, chunk.size)
 
     def fail(self, count: int, reason: Exception) -> None:
         """Notes records that contribute nothing, because they could not even be fetched, or have no loss.

@@ -45,6 +45,7 @@ class Graphs:
         self._pass, self._clip, self._zeros = run_pass, clip, zeros
         self._device, self._expected, self._data = device, expected, data
         self._graphs: dict[tuple[Hashable, int, bool], tuple[Graph, list[Any]]] = {}
+        self._refused: dict[tuple[Hashable, int, bool], Exception] = {}  # why there is no such graph
         self.held: list[str] = []
 
     def traced(
@@ -154,7 +155,11 @@ class Graphs:
         self, loss_of: LossOf, leaves: list[Any], structure: Any, key: Hashable, made_up: MadeUp, size: int,
         numbers: Tensor, sums: dict[str, Tensor],
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Runs the graph on `size` records, adds what they sum up to, and returns what it says of each."""
+        """Runs the graph on `size` records, adds what they sum up to, and returns what it says of each.
+
+        Raises:
+            Exception: there is no graph for such records, or it cannot process these; nothing was added.
+        """
         of = rows_of_graph(size, self._expected)
         graph = self._graph_for(loss_of, leaves, structure, key, made_up, of, False)
         padding = self._graphs[key, of, False][1]
@@ -166,7 +171,7 @@ class Graphs:
         state = random_state(self._device) if "doubtful" in graph.outputs else None
         held = self._inputs.tensors()
         found = graph([*held, numbers, counted, *_tensors(padded)], self._device)
-        _add(found, sums)
+        to_add = [found]
         if state is not None and found["doubtful"].any():
             after = random_state(self._device)
             exact = self._graph_for(loss_of, leaves, structure, key, made_up, of, True)
@@ -175,8 +180,10 @@ class Graphs:
                 rows = torch.cat([some, some[:1].expand(_EXACT_ROWS - len(some))])
                 here = torch.arange(_EXACT_ROWS, device=self._device) < len(some)
                 set_random_state(self._device, state)
-                _add(exact([*held, numbers, counted, rows, here, *_tensors(padded)], self._device), sums)
+                to_add.append(exact([*held, numbers, counted, rows, here, *_tensors(padded)], self._device))
             set_random_state(self._device, after)
+        for one in to_add:
+            _add(one, sums)
         return {name: value[..., :size] for name, value in found.items() if not name.startswith("sum:")}
 
     def _graph_for(
@@ -186,8 +193,16 @@ class Graphs:
         if known is not None and known[0].forms == self._inputs.forms():
             return known[0]
         self._graphs.pop((key, size, exact), None)
-        with own_state(self._device):
-            return self.proved(loss_of, leaves, structure, key, made_up, size, exact)
+        if (key, size, exact) in self._refused:
+            raise self._refused[key, size, exact]
+        try:
+            with own_state(self._device):
+                return self.proved(loss_of, leaves, structure, key, made_up, size, exact)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._refused[key, size, exact] = error.with_traceback(None)
+            raise
 
     def changed(self, loss_of: LossOf, leaves: list[Any], structure: Any, made_up: MadeUp) -> str | None:
         """In what the step differs from what was traced; None: in nothing."""
@@ -203,6 +218,7 @@ class Graphs:
     def forget(self) -> None:
         """What was traced is no longer what the step is."""
         self._graphs.clear()
+        self._refused.clear()
 
 
 def _add(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:

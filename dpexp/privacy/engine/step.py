@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due
+from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due, same_bits
 from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.graphs import Graphs, LossOf, own_state, random_state, set_random_state
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.made_up import PLAIN, MadeUp, public_leaves, signature, smallest_table, tries
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one
 from dpexp.privacy.engine.slowness import why
+from dpexp.privacy.engine.traced import NotTraceable
 from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.given import Values
 from dpexp.privacy.spectral import spectral_norms_fixed
@@ -89,9 +90,10 @@ class Step:
             settings: under which the step must be the same to be traced, as another round's.
 
         Raises:
-            StateFound: the step keeps something of records.
+            StateFound: the step keeps something of records, or changes a weight.
             ConfigError: a mistake in the step.
         """
+        weights = {name: p.detach().to("cpu", copy=True) for name, p in self._module.named_parameters()}
         with own_state(self._device), spectral_norms_fixed(self._module):
             self._made_up, error = self._made_up_records(loss_of, leaves, structure)
             if self._made_up is None:
@@ -105,6 +107,9 @@ class Step:
                 self._attributes = plain_attributes(self._module)
             if self._made_up is not None and self.mode != TRACED:
                 self._try_state(loss_of, leaves, structure)
+        for name, parameter in self._module.named_parameters():
+            if name in weights and not same_bits(weights[name], parameter.cpu()):
+                raise StateFound(STATE.format(what=f"{name} is changed inside training_step"))
         self._say_slowness()
 
     def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
@@ -159,7 +164,8 @@ class Step:
         """Adds a chunk of a traced job to `sums`; see `Graphs.add`.
 
         Raises:
-            ConfigError: PyTorch refuses the records.
+            ConfigError: there is no graph that is proved for their number.
+            Exception: PyTorch refuses the records, and none was added.
         """
         assert self._made_up
         key = signature(chunk.leaves, chunk.structure)
@@ -167,12 +173,10 @@ class Step:
             return self._graphs.add(
                 chunk.loss_of, chunk.leaves, chunk.structure, key, self._made_up, chunk.size, numbers, sums
             )
-        except NOT_OF_A_RECORD:
-            raise
-        except Exception as error:
+        except NotTraceable as error:
             raise ConfigError(
-                f"model: the traced training_step cannot process the records of a round ({type(error).__name__}); a "
-                "record's indices may be out of range, or its shape may be one that the model does not take."
+                f"model: training_step cannot be traced for {chunk.size} records of this round, of another shape or "
+                f"number than those before ({error}); make all records of one shape."
             ) from None
 
     def gradients(self, chunk: Chunk) -> Iterator[Gradients | Exception]:
