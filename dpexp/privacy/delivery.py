@@ -76,7 +76,8 @@ class _Rows(Dataset):
     def __getitems__(self, indices: list[int]) -> list[Records]:
         if not indices:
             return []
-        return [Records(len(indices), [tensor[indices].unsqueeze(1) for tensor in self._tensors])]
+        rows = torch.tensor(indices)
+        return [Records(len(indices), [tensor.index_select(0, rows).unsqueeze(1) for tensor in self._tensors])]
 
 
 class _RowsOfUnits(Dataset):
@@ -261,7 +262,7 @@ class Rounds:
             lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes, dealing
         )
         self._seeding, self.randomness = _Seeding(loader.worker_init_fn), randomness
-        self._users_loader, self._units = loader, units
+        self._users_loader, self._units, self._only_rows = loader, units, _only_rows(loader)
         self._loader = _each_alone(loader, self.sampler, self._seeding, randomness, units)
         self._checks = Results()
         dry = _Seeding(loader.worker_init_fn)
@@ -306,7 +307,8 @@ class Rounds:
         last = False
         while not last:
             parts = _opened(self._checks.without(next(self._chunks), self.sampler.completed + 1))
-            renew(device, self.randomness)
+            if not self._only_rows:
+                renew(device, self.randomness)
             chunk = self.sampler.pending.popleft()
             last = chunk.last
             if len(parts) > _ALONE and not self._said_alone and all(getattr(part, "size", 1) == 1 for part in parts):
@@ -348,7 +350,7 @@ def _each_alone(
     """
     dataset: Any = sampled_dataset(loader)
     chunks: Any = [] if order is None else order
-    if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+    if _only_rows(loader):
         dataset = _Rows(dataset) if units is None else _RowsOfUnits(dataset)
     else:
         size = len(dataset if units is None else units)
@@ -373,10 +375,15 @@ def _each_alone(
     )
 
 
+def _only_rows(loader: Any) -> bool:
+    """Whether records are rows of tensors, so that nothing of the user's runs to fetch and collate them."""
+    return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+
+
 def _fetched_alone(loader: Any, units: Units | None, drawn: Any) -> list[Any]:
     """One record, fetched in this process."""
     dataset: Any = sampled_dataset(loader)
-    if type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+    if _only_rows(loader):
         return (_Rows(dataset) if units is None else _RowsOfUnits(dataset)).__getitems__([drawn])
     return EachAlone(dataset, loader.collate_fn, units).__getitems__(Request([drawn], [], b"", False))
 
