@@ -315,6 +315,11 @@ def case(name, dtype=torch.float64, seed=0):
     return build().to(dtype), (x, y)
 
 
+def engine_of(module, S=0.3):
+    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    return Engine(plan, module, GaussianNoise()), plan
+
+
 def sums_of(engine, loss_of, batch, size=B, chunk=B):
     engine.start()
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_branches import engine_of
+from tests.test_engine import engine_of
 
 
 def repeated(module, x):
@@ -39,7 +39,7 @@ def drawn(module, x):
 SAID = {
     repeated: ("`return module(x.repeat_interleave(", "a shape depends on a record's data", "weigh with a mask"),
     written: ("`y[0] = x[0]`: a tensor that is the same for all records is written to", "x.new_zeros(...)"),
-    numbers: ("`return module(x).sum() * float(x.numpy().mean())`: NumPy cannot", "functions of torch"),
+    numbers: ("`return module(x).sum() * float(x.numpy().mean())`: a branch or a number", "Keep it a tensor"),
     asked: ("`return module(x).sum() * x.sum().item()`: a branch or a number", "a product instead of .item()"),
     counted: (
         "`return module(x).sum() * torch.arange(x.sum().abs() + 2)",

@@ -1,6 +1,7 @@
 """Models of transformers as they come: batches and outputs that name what they hold, and a loss of their own."""
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import zoo  # first: pytorch_lightning imports torchvision, where there is one
 # isort: split
 from reference import clipped_sums, stacked
 from test_docs import DOCS, blocks, commands
-from test_engine import relative_error, way
+from test_engine import relative_error
 from torch import nn
 from torch.utils.data import default_collate
 from transformers import BatchEncoding, DynamicCache
@@ -33,8 +34,9 @@ def engine_for(module):
     return engine
 
 
-def test_a_batch_encoding_is_a_batch_like_any_other():
-    """Its texts are the same for all records that are processed together."""
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_batch_encoding_is_a_batch_like_any_other(texts):
+    """Its texts are the same for all records that are processed together, and keep the step from being traced."""
     torch.manual_seed(0)
     module = of("BertForSequenceClassification")(False).double()
     batch = classified()
@@ -43,26 +45,33 @@ def test_a_batch_encoding_is_a_batch_like_any_other():
 
     def collate(chosen):
         (i,) = chosen
-        return BatchEncoding({**default_collate([items[i]]), "language": languages[i], "none": None})
+        return BatchEncoding(default_collate([items[i]]) | ({"language": languages[i], "none": None} if texts else {}))
 
     def loss_of(one):
-        assert type(one) is BatchEncoding and one["none"] is None
+        assert type(one) is BatchEncoding and one.get("none") is None
         loss = module(one.input_ids, attention_mask=one["attention_mask"], labels=one["labels"]).loss
-        return loss * (2 if one["language"] == "de" else 1)
+        return loss * (2 if one.get("language") == "de" else 1)
 
     engine = engine_for(module)
     found = Alone(collate)([*range(zoo.B)])
-    assert sorted(some.size for some in found) == [1, zoo.B - 1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    assert sorted(some.size for some in found) == ([1, zoo.B - 1] if texts else [zoo.B])
+    with pytest.warns(UserWarning, match="a batch holds a str besides tensors") if texts else nothing_said():
         for some in found:
             engine.accumulate(loss_of, some.batch, some.size)
+    assert texts or engine.mode == "traced"
     reference = clipped_sums(engine.plan, module, lambda i: loss_of(collate(i)), torch.arange(zoo.B), zoo.B)
     assert relative_error(engine._sums, reference) < 1e-9
 
 
+@contextmanager
+def nothing_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
 class Returning(nn.Module):
-    """Runs record by record, since the number of a record's distinct numbers is nobody else's."""
+    """The number of a record's distinct numbers is nobody else's."""
 
     def __init__(self, what):
         super().__init__()
@@ -94,7 +103,7 @@ class Using(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["cache", "others", "differing"])
-def test_what_a_module_that_runs_record_by_record_may_return(what):
+def test_what_a_module_that_runs_one_record_at_a_time_may_return(what):
     torch.manual_seed(0)
     module = Using(what).double()
     x = torch.randn(6, 6, dtype=torch.float64)
@@ -103,7 +112,7 @@ def test_what_a_module_that_runs_record_by_record_may_return(what):
         warnings.simplefilter("ignore")
         engine.accumulate(module.loss, stacked(x), 6)
     assert relative_error(engine._sums, clipped_sums(engine.plan, module, module.loss, x, 6)) < 1e-9
-    assert way(engine) == (False, {"body"})
+    assert engine.mode == "one at a time by autograd"
 
 
 class Searching(nn.Linear):
@@ -120,8 +129,7 @@ def test_whether_a_number_is_in_a_record_is_its_own_question():
         return module(x).square().sum()
 
     engine = engine_for(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(UserWarning, match="one at a time"):
         engine.accumulate(loss_of, stacked(x), 6)
     assert relative_error(engine._sums, clipped_sums(engine.plan, module, loss_of, x, 6)) < 1e-9
 
