@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy import data_checks, delivery
+from dpexp.privacy import data_checks, delivery, fetching
 from dpexp.privacy.data_checks import Checked, EachAlone, Request, StateFound, WithChecks
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.records import Microbatch
@@ -257,7 +257,7 @@ def test_values_that_differ_in_anything_differ(before, after):
 
 
 def test_nothing_is_checked_where_nothing_of_the_user_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(delivery, "EachAlone", None)
+    monkeypatch.setattr(fetching, "EachAlone", None)
     x, y = map(torch.stack, zip(*rows(6), strict=True))
     trained(tmp_path, Model(), DataLoader(TensorDataset(x, y), 2))
     with pytest.raises(TypeError):
@@ -305,7 +305,7 @@ def test_state_that_few_records_leave_is_found(tmp_path, monkeypatch):
 def test_preparations_see_no_state_either():
     data = Kept(late, rows(300))
     with pytest.raises(StateFound, match="Kept"):
-        list(delivery.all_records(DataLoader(data, 2), 50, KeyStream()))
+        list(fetching.all_records(DataLoader(data, 2), 50, KeyStream()))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

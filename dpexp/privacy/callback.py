@@ -18,11 +18,9 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
 from dpexp.privacy.batchnorm import layers_that_give, refuse_unreleased
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds, Sample
 from dpexp.privacy.diagnostics import log_diagnostics
-from dpexp.privacy.dry_run import later_round, public_record, refuse_kept_losses, say_held, tensors_of
-from dpexp.privacy.engine.chunk import records as leaves_of
+from dpexp.privacy.dry_run import dry_run, tensors_of
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
 from dpexp.privacy.estimates import Estimates
@@ -359,7 +357,8 @@ class PrivacyCallback(pl.Callback):
                     self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
                 if self._engine.step.mode is None:
-                    self._dry_run(trainer, pl_module, loss_of)
+                    of_examples = self.plan.record.told() is None
+                    dry_run(self._engine.step, self._rounds.example(), trainer, pl_module, loss_of, of_examples)
                     step = self._engine.step.digest
                 else:
                     self._engine.step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
@@ -373,21 +372,6 @@ class PrivacyCallback(pl.Callback):
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         pl_module.training_step = guarded_step  # type: ignore[method-assign]
-
-    def _dry_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss_of: Any) -> None:
-        """Before the first round: finds mistakes, and decides how records are processed, on made-up records."""
-        assert self._engine and self._rounds
-        one = self._rounds.example()
-        if one is None:
-            return  # the first record that can be fetched decides
-        one = one.to(pl_module.device)
-        if self.plan.record.told() is None:
-            refuse_company(pl_module, loss_of, one.batch, pl_module.device)
-        self._engine.step.public = public_record(trainer)
-        leaves, structure = leaves_of(one.batch, 1)
-        self._engine.step.decide(loss_of, leaves, structure, later_round(trainer))
-        refuse_kept_losses(pl_module)
-        say_held(self._engine.step.held)
 
     def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> int:
         """Clips and adds up the sample's records, or this process's part of them; returns the sample's digest."""
@@ -424,4 +408,6 @@ class PrivacyCallback(pl.Callback):
             self._ledger.close()
         if self._rounds is not None:
             self._rounds.close()
+        if self._engine is not None:
+            self._engine.close()
         self._rounds = self._engine = None

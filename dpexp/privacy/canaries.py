@@ -33,7 +33,8 @@ from dpexp.accounting.renyi import Array
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.clips import asked
-from dpexp.privacy.delivery import RoundSampler, sampled_dataset
+from dpexp.privacy.delivery import RoundSampler
+from dpexp.privacy.fetching import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.matched import PARITIES, Matched
 from dpexp.privacy.noise import SMALL

@@ -16,7 +16,45 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.company import refuse_company
+from dpexp.privacy.engine.chunk import records
 from dpexp.privacy.engine.questions import Unreadable
+from dpexp.privacy.engine.step import Step
+from dpexp.privacy.stacking import Records
+
+
+def dry_run(
+    step: Step,
+    example: Records | None,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    loss_of: Any,
+    of_examples: bool,
+) -> None:
+    """Finds mistakes of a step, and decides how records are processed, on made-up or public records.
+
+    Args:
+        example: a record of which shapes, types and structure are used; None: none can be fetched, and the first one
+            that can be decides.
+        of_examples: a record is one example, which a batch may mix with others.
+
+    Raises:
+        ConfigError: a mistake, in one sentence.
+    """
+    if example is None:
+        return
+    example = example.to(module.device)
+    leaves, structure = records(example.batch, 1)
+    if of_examples:
+        refuse_company(module, loss_of, example.batch, module.device)
+    step.public = public_record(trainer)
+    step.decide(loss_of, leaves, structure, later_round(trainer))
+    refuse_kept_losses(module)
+    if step.held:
+        warnings.warn(
+            f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
+            "public, since nothing protects what was computed from records beforehand."
+        )
 
 
 def public_record(trainer: pl.Trainer) -> Any:
@@ -88,14 +126,6 @@ def refuse_kept_losses(module: nn.Module) -> None:
 
 def _is_wrapped(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def say_held(shapes: list[str]) -> None:
-    if shapes:
-        warnings.warn(
-            f"the step holds tensors that are neither parameters nor buffers, {', '.join(shapes[:4])}; they must be "
-            "public, since nothing protects what was computed from records beforehand."
-        )
 
 
 def tensors_of(dataset: Any) -> list[Tensor]:

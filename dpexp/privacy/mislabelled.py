@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.delivery import sampled_dataset
+from dpexp.privacy.fetching import sampled_dataset
 from dpexp.privacy.plan import PrivacyPlan
 
 FEWEST = 100  # that show anything

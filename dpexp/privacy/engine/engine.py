@@ -232,6 +232,10 @@ class Engine:
         self._processes.hand_out(released)
         return released
 
+    def close(self) -> None:
+        """Drops the noise's key and what was drawn from it, so that they are nowhere."""
+        del self._correlated, self._whole
+
     def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._whole:
             return {name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, sums).items()}

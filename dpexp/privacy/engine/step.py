@@ -260,7 +260,7 @@ class Step:
             for count in _OTHERS:
                 check.before()
                 for _ in range(count):
-                    self._of_one(Chunk(loss_of, others.pop(), structure, 1), 0)
+                    self._meet(Chunk(loss_of, others.pop(), structure, 1))
                 check.after(-1)
         except ConfigError:
             raise
@@ -269,6 +269,15 @@ class Step:
                 raise ConfigError(str(error)) from error
             raise StateFound(STATE.format(what=f"training_step fails after other records ({why(error)})")) from error
         self._check = check
+
+    def _meet(self, chunk: Chunk) -> None:
+        """Processes a made-up record, which may have no loss."""
+        try:
+            self._of_one(chunk, 0)
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception:
+            pass
 
     def _made_up_records(
         self, loss_of: LossOf, leaves: list[Any], structure: Any

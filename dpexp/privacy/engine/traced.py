@@ -119,6 +119,7 @@ def trace(
     with _compiling():
         graph = proxy_tensor.make_fx(flat)(*held, *others)
     _check_writes(graph)
+    _check_errors(graph)
     _simplify(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -164,6 +165,18 @@ def _check_operators(graph: fx.GraphModule) -> None:
             raise NotTraceable(f"it calls {node.target}, which is no operator of PyTorch's own")
         if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
             raise NotTraceable("it draws from a generator of its own")
+
+
+def _check_errors(graph: fx.GraphModule) -> None:
+    """
+    Raises:
+        NotTraceable: it raises an error for some records, which would be dropped with whatever has no result.
+    """
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten._linalg_check_errors.default:
+            raise NotTraceable(
+                f"{node.args[1]} has an error for some records; {node.args[1]}_ex, if there is one, has none"
+            )
 
 
 def _check_writes(graph: fx.GraphModule) -> None:

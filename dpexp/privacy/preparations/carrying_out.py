@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from dpexp.accounting.ledger import LedgerWriter, PartsEvent, QueryEvent, SamplingEvent
 from dpexp.errors import ConfigError
-from dpexp.privacy.delivery import all_records
+from dpexp.privacy.fetching import all_records
 from dpexp.privacy.isolation.randomness import own_randomness
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.laplace_noise import add_laplace
