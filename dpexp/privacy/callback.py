@@ -52,7 +52,7 @@ from dpexp.privacy.refusals import (
 from dpexp.privacy.shared_ledger import SharedLedger, ledger_of
 from dpexp.privacy.signal import Signals
 from dpexp.privacy.spectral import refresh_spectral_norms
-from dpexp.privacy.stacking import Failed, Records
+from dpexp.privacy.stacking import Failed
 
 EPSILON_READINGS = 20
 
@@ -342,12 +342,7 @@ class PrivacyCallback(pl.Callback):
             assert self._rounds and self._engine
             randomness = own_randomness(pl_module.device, self._rounds.randomness)
             step = 0
-            with (
-                self._processes.together(),
-                nothing_collected(),
-                randomness,
-                nothing_logged(trainer),
-            ):
+            with self._processes.together(), nothing_collected(), randomness, nothing_logged(trainer):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
@@ -385,18 +380,15 @@ class PrivacyCallback(pl.Callback):
             for records in parts:
                 if isinstance(records, Failed):
                     engine.fail(1, records.reason)
+                    continue
+                try:
+                    records = records.to(pl_module.device)
+                except Exception as error:
+                    engine.fail(records.size, error)
                 else:
                     with signals_wait():
-                        self._process(pl_module, loss_of, records)
+                        engine.accumulate(loss_of, records.batch, records.size)
         return chunk.digest
-
-    def _process(self, pl_module: pl.LightningModule, loss_of: Any, records: Records) -> None:
-        assert self._engine
-        try:
-            records = records.to(pl_module.device)
-        except Exception as error:
-            return self._engine.fail(records.size, error)
-        self._engine.accumulate(loss_of, records.batch, records.size)
 
     def _close(self, pl_module: pl.LightningModule) -> None:
         if self._step_of_its_own is not None:

@@ -6,7 +6,9 @@ states of the global random generators, with other records in between, in the pr
 bit for bit: before the first round, and in the rounds. What is compared is not trained on.
 """
 
+import copy
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +132,39 @@ class EachAlone(Dataset):
             return f"the data set {type(source).__name__}"
         name = getattr(self._collate, "__name__", type(self._collate).__name__)
         return None if collated == after[2] else f"the collate_fn {name}"
+
+
+def refuse_order(
+    dataset: Any, collate: Callable[[list[Any]], Any], units: Units | None, draw: Callable[[], Any]
+) -> None:
+    """Fetches some records in one order and, as if none had been fetched, in the reverse order: what is set once, by
+    whichever record comes first, is found so. State in attributes is told apart by copies of the data set.
+
+    Raises:
+        StateFound: a record's value follows from the order.
+    """
+    drawn = [(draw(), KeyStream().key) for _ in range(_DRY_RUN)]
+    try:
+        there, back = (EachAlone(_copied(dataset), collate, units) for _ in range(2))
+    except Exception:  # of a data set that cannot be copied
+        return
+    first = [there._snapshot(record, key) for record, key in drawn]
+    second = [back._snapshot(record, key) for record, key in reversed(drawn)]
+    for one, other in zip(first, reversed(second), strict=True):
+        found = there._changed(one, other)
+        if found is not None:
+            raise StateFound(_STATE.format(what=found, round=""))
+
+
+def _copied(dataset: Any) -> Any:
+    """A copy that shares the data, but no attributes and none of the lists and dictionaries in them."""
+    made = copy.copy(dataset)
+    for name, value in vars(dataset).items():
+        if isinstance(value, Dataset):
+            vars(made)[name] = _copied(value)
+        elif isinstance(value, dict | list | set | deque):
+            vars(made)[name] = copy.copy(value)
+    return made
 
 
 def _bits(value: Any) -> tuple[Any, list[Any]]:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.data_checks import Results
+from dpexp.privacy.data_checks import Results, refuse_order
 from dpexp.privacy.fetching import Seeding, each_alone, fetched_alone, only_rows, opened, sampled_dataset
 from dpexp.privacy.isolation.randomness import own_randomness, renew
 from dpexp.privacy.keystream import KeyStream
@@ -166,6 +166,13 @@ class RoundSampler(Sampler[list[Any]]):
         return min(policy.rounds(epoch), self.rounds)
 
 
+def _drawn(size: int, units: Units | None) -> Any:
+    """A record at random, of no stream that anything else follows from."""
+    stream = KeyStream()
+    i = int(stream.words(1)) % size
+    return i if units is None else units.draw(i, stream)
+
+
 class Rounds:
     """What Lightning takes for the training loader: one sealed sample a round. An iteration is one epoch.
 
@@ -216,6 +223,8 @@ class Rounds:
         self._users_loader, self._units, self._only_rows = loader, units, only_rows(loader)
         self._loader = each_alone(loader, self.sampler, self._seeding, randomness, units)
         self._checks = Results()
+        if not only_rows(loader):
+            refuse_order(dataset, loader.collate_fn, units, lambda: _drawn(size, units))
         dry = Seeding(loader.worker_init_fn)
         dry.key = KeyStream().key
         with own_randomness(torch.device("cpu"), KeyStream()):

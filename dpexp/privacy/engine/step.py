@@ -5,7 +5,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from dpexp.privacy.spectral import spectral_norms_fixed
 TRACED, VMAP, SINGLE, AUTOGRAD = "traced", "vmap", "one at a time", "one at a time by autograd"
 NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _OTHERS = (1, 2, 4)  # made-up records that are processed between one and the same
+_SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
 _TRACING = 0.02  # of the time
 _CHANGES = 3  # of a step by hooks, after which it runs as written
 
@@ -244,19 +245,25 @@ class Step:
         """
         assert self._made_up
         first, *others = (self._made_up.records(leaves, 1, seed) for seed in range(sum(_OTHERS) + 1))
+        probed = [first]
         state = _random_states(self._device)
 
         def probe() -> list[Tensor]:
             before = _random_states(self._device)
             _set_random_states(self._device, *state)
             with spectral_norms_fixed(self._module):
-                gradients = self._of_one(Chunk(loss_of, first, structure, 1), 0)
+                each = [self._of_one(Chunk(loss_of, one, structure, 1), 0) for one in probed]
             _set_random_states(self._device, *before)
-            return [gradients.losses, *(use.dense() for use in gradients.of.values())]
+            return [t for one in each for t in (one.losses, *(use.dense() for use in one.of.values()))]
 
         check = StateCheck(self._module, probe)
         try:
             probe()  # which may fill caches
+            for scale in _SCALES:
+                scaled = [leaf * scale if _is_float(leaf) else leaf for leaf in first]
+                with suppress(Exception):  # of numbers that the step does not take
+                    self._of_one(Chunk(loss_of, scaled, structure, 1), 0)
+                    probed.append(scaled)
             for count in _OTHERS:
                 check.before()
                 for _ in range(count):
@@ -317,6 +324,10 @@ def plain_attributes(module: nn.Module) -> list[Any]:
         for key, value in vars(layer).items()
         if _is_plain(value)
     ]
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _is_plain(value: Any) -> bool:
