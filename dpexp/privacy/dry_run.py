@@ -2,6 +2,7 @@
 the same in every round."""
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -147,7 +148,7 @@ def tensors_of(dataset: Any) -> list[Tensor]:
         elif isinstance(one, Dataset):
             todo += vars(one).values()
         elif isinstance(one, list | tuple):
-            todo += one[:_FEW]
+            todo += itertools.islice(one, _FEW)  # an index of its own may be anything
         elif isinstance(one, dict):
             todo += [*one.values()][:_FEW]
     return found

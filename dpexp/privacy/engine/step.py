@@ -132,7 +132,12 @@ class Step:
         for parameter in self._parameters.values():
             parameter.grad = None
         with own_state(self._device), spectral_norms_fixed(self._module):
-            odd = self._graphs.changed(loss_of, leaves, structure, self._made_up)
+            try:
+                odd = self._graphs.changed(loss_of, leaves, structure, self._made_up)
+            except ConfigError:
+                raise
+            except Exception as error:
+                odd = why(error)
             if odd is not None:
                 self._changes += 1
                 self._graphs.forget()
