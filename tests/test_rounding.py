@@ -9,11 +9,11 @@ from torch import nn
 
 from dpexp.privacy import bounds
 from dpexp.privacy.clips import Abadi
-from dpexp.privacy.mechanism import clip_factors
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.parts import Part, Parts
 from dpexp.privacy.engine.rounding import gram_norms, norms
-from dpexp.privacy.engine.uses import Convolved, Dense, Exact, OuterProducts, Rows, outer_products
+from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, outer_products
+from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
 
@@ -49,7 +49,7 @@ def awkward(generator, *shape):
 
 def contribution(use, shape):
     """What one record adds to a sum, as it is."""
-    c = clip_factors(Abadi(), use.squared_norms().sqrt(), S, torch.float32)
+    c = clip_factors(Abadi(), use.squared_norms().sqrt(), torch.tensor(S, dtype=torch.float64), torch.float32)
     use.zero(~torch.isfinite(use.squared_norms()))
     total = torch.zeros(shape)
     use.add_weighted_sum(c, total)
@@ -175,12 +175,14 @@ def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
     top, bottom = Part((5, d), (d, 1), 0), Part((3, d), (d, 1), 5 * d)
     use = Parts([(top, OuterProducts(x, g)), (bottom, Dense(held))], torch.Size((8, d)))
     expected = torch.cat([torch.bmm(g.double().transpose(1, 2), x.double()), held.double()], 1)
-    exact = Exact(use, torch.tensor([True, False, True]))
-    found = exact.squared_norms().sqrt()
+    (group,) = make_plan(nn.Linear(d, 8, bias=False), n=20, q=0.3, steps=1, noise_multiplier=1.0).groups
+    mechanism, bound = GroupMechanism(group), torch.tensor(1e-5, dtype=torch.float64)
+    enlarged = mechanism.norms({"weight": use}, bound)
     true = expected.flatten(1).norm(dim=1)
-    assert (found[[0, 2]] >= true[[0, 2]]).all() and (found[[0, 2]] <= 1.01 * true[[0, 2]]).all()
-    assert found[1] >= true[1]
-    total = torch.zeros(8, d)
-    c = torch.tensor([2.0, 0.0, 3.0])
-    exact.add_weighted_sum(c, total)
-    torch.testing.assert_close(total.double(), 2 * expected[0] + 3 * expected[2], atol=1e-7, rtol=1e-3)
+    assert (enlarged.doubtful.amax(0) == 1).all() and (enlarged.norms > 1.01 * true).all()
+    found = mechanism.exact_norms(enlarged, torch.tensor([0, 2]))
+    assert (found.norms >= true[[0, 2]]).all() and (found.norms <= 1.01 * true[[0, 2]]).all()
+    total = {"weight": torch.zeros(8, d)}
+    c = clip_factors(group.clip, found.norms, bound, torch.float32).double()
+    mechanism.add(found, bound, total)
+    torch.testing.assert_close(total["weight"].double(), c[0] * expected[0] + c[1] * expected[2], atol=1e-9, rtol=1e-3)
