@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dpexp.privacy.diagnostics import log_diagnostics
 from dpexp.privacy.dry_run import dry_run, tensors_of
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
+from dpexp.privacy.engine.step import TRACED
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.isolation.randomness import own_randomness
@@ -60,25 +62,20 @@ EPSILON_READINGS = 20
 class PrivacyCallback(pl.Callback):
     """Trains any LightningModule privately, as `plan` says.
 
-    It replaces the training loader by one that gives the plan's samples, `training_step`'s gradients by the mechanisms'
-    releases, and writes each round to the ledger before its result is used. `training_step` sees one record at a time;
-    what it logs, or leaves behind, is dropped. The noisy average is in `p.grad` from `on_before_optimizer_step` on:
-    whatever optimizer, scheduler or gradient clipping follows is post-processing. Values that the plan releases are
-    logged as `private/…`, and kept in `estimates`; what releases tell of the gradients is kept in `signals`.
+    Training code is taken to be honest, though mistaken perhaps: what is found to carry one record over to another is
+    refused. Whoever sees what a fit gives away learns of one record no more than (ε, δ); times are not covered.
 
-    Several processes (Lightning's strategy ddp) train as one would: see `processes`.
-
-    Preparations of the module are carried out before the first round; a resumed fit has those that were done in its
-    checkpoint.
+    The training loader gives the plan's samples, and `p.grad` is the noisy average from `on_before_optimizer_step` on;
+    the ledger has each round before its result is used. Values that the plan releases are logged as `private/…` and
+    kept in `estimates`; `signals` tells of the gradients. Preparations come before the first round, or from the
+    checkpoint of a resumed fit. Several processes (strategy ddp) train as one would.
 
     Args:
         plan: made by `make_plan` for this module.
         ledger: path of the ledger file; must not exist, unless the fit resumes from a checkpoint.
-        delta: with it, `epsilon` spent so far is logged (and shown in the progress bar)
-            after 1, 2, 4, 8, … rounds and about 20 times a run.
+        delta: for which the `epsilon` spent is logged after 1, 2, 4, 8, … rounds and about 20 times a run.
         accountant: which one computes it.
-        physical_batch: records processed at once. Memory and speed only; changes nothing that is computed. None: on a
-            GPU as many as fit (see `physical_batch.fitting`).
+        physical_batch: records processed at once, for memory and speed only. None: on a GPU as many as fit.
         noise_seed: makes sampling and noise reproducible, which voids privacy towards whoever knows the seed.
         unsafe_diagnostics: log training loss, norms, clip fractions and sample sizes, which are private.
     """
@@ -340,25 +337,26 @@ class PrivacyCallback(pl.Callback):
                 )
             self._awaited = False
             assert self._rounds and self._engine
-            randomness = own_randomness(pl_module.device, self._rounds.randomness)
-            step = 0
-            with self._processes.together(), nothing_collected(), randomness, nothing_logged(trainer):
+            engine_step, rounds, step = self._engine.step, self._rounds, 0
+            with self._processes.together(), nothing_collected(), nothing_logged(trainer):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
                     return loss_in(lambda: training_step(converted(record), *args, **kwargs))
 
                 if not self._fitted:
-                    self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
+                    rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
-                if self._engine.step.mode is None:
+                if engine_step.mode is None:
                     of_examples = self.plan.record.told() is None
-                    dry_run(self._engine.step, self._rounds.example(), trainer, pl_module, loss_of, of_examples)
-                    step = self._engine.step.digest
+                    dry_run(engine_step, rounds.example(), trainer, pl_module, loss_of, of_examples)
+                    step = engine_step.digest
                 else:
-                    self._engine.step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
-                sample = self._process_sample(pl_module, loss_of)
-                self._engine.check_state()
+                    engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
+                draws = engine_step.mode != TRACED or engine_step.is_random or not rounds.only_rows
+                with own_randomness(pl_module.device, rounds.randomness) if draws else nullcontext():
+                    sample = self._process_sample(pl_module, loss_of)
+                    self._engine.check_state()
             with self._processes.together():
                 self._engine.finish()
             if not self._processes.alone:
