@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from dpexp.privacy.diagnostics import log_diagnostics
 from dpexp.privacy.dry_run import dry_run, tensors_of
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
-from dpexp.privacy.engine.step import TRACED
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.isolation.randomness import own_randomness
@@ -337,26 +335,25 @@ class PrivacyCallback(pl.Callback):
                 )
             self._awaited = False
             assert self._rounds and self._engine
-            engine_step, rounds, step = self._engine.step, self._rounds, 0
-            with self._processes.together(), nothing_collected(), nothing_logged(trainer):
+            randomness = own_randomness(pl_module.device, self._rounds.randomness)
+            step = 0
+            with self._processes.together(), nothing_collected(), randomness, nothing_logged(trainer):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
                     return loss_in(lambda: training_step(converted(record), *args, **kwargs))
 
                 if not self._fitted:
-                    rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
+                    self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
-                if engine_step.mode is None:
+                if self._engine.step.mode is None:
                     of_examples = self.plan.record.told() is None
-                    dry_run(engine_step, rounds.example(), trainer, pl_module, loss_of, of_examples)
-                    step = engine_step.digest
+                    dry_run(self._engine.step, self._rounds.example(), trainer, pl_module, loss_of, of_examples)
+                    step = self._engine.step.digest
                 else:
-                    engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
-                draws = engine_step.mode != TRACED or engine_step.is_random or not rounds.only_rows
-                with own_randomness(pl_module.device, rounds.randomness) if draws else nullcontext():
-                    sample = self._process_sample(pl_module, loss_of)
-                    self._engine.check_state()
+                    self._engine.step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
+                sample = self._process_sample(pl_module, loss_of)
+                self._engine.check_state()
             with self._processes.together():
                 self._engine.finish()
             if not self._processes.alone:
