@@ -166,7 +166,20 @@ def assert_call_equals_reference(name):
     call, *shapes = CALLS[name]
     x = torch.randn(B, 3, 4, 4) if "convolution" in name or "standardised" in name else torch.randn(B, 4, 3, 3)
     for group in (flat(), per_parameter):
-        assert_equals_reference(Of(call, *shapes), x, torch.float64, group=group)
+        assert_equals_reference(Of(call, *shapes), x, torch.float64, "truth" not in name, group)
+
+
+def test_a_number_of_a_weight_is_asked_for_in_every_round():
+    """The step is no graph, in which the first answer would stay."""
+    call, *shapes = CALLS["a truth of parameters"]
+    module, x = Weighted(Of(call, *shapes)).double(), torch.randn(B, 4, 3).double()
+    plan = make_plan(module, n=20, q=0.3, steps=2, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    engine = Engine(plan, module, GaussianNoise())
+    for sign in (1, -1):
+        module.layer.parameters_[0].data = sign * torch.rand(4, 3).double()
+        sums = sums_of(engine, module.loss, x, B, B)
+        assert relative_error(sums, clipped_sums(plan, module, module.loss, x, B)) < 1e-9
+    assert engine.mode == "vmap" and "a weight's or a buffer's number" in engine.reason
 
 
 @pytest.mark.parametrize("name", ["standardised convolution", "scaled", "twice"])
@@ -187,7 +200,7 @@ class Squashed(nn.Module):
 
 
 class Scaling(nn.Linear):
-    """Hands a computed weight to a module whose branch runs record by record."""
+    """Hands a computed weight to a module that asks NumPy about the data."""
 
     def __init__(self, d, p):
         super().__init__(d, p)
@@ -246,14 +259,15 @@ INPUTS = {"table": lambda: torch.randint(5, (B, 4)), "attention": lambda: torch.
 def test_layers(name):
     torch.manual_seed(0)
     layer = LAYERS[name]()
-    assert_equals_reference(layer, INPUTS.get(name, lambda: torch.randn(B, 4, 3))(), torch.float64)
+    traced = name != "orthogonal"  # which solves, so that there may be an error
+    assert_equals_reference(layer, INPUTS.get(name, lambda: torch.randn(B, 4, 3))(), torch.float64, traced)
 
 
-def test_a_computed_weight_in_a_module_that_runs_record_by_record():
+def test_a_computed_weight_where_records_are_processed_one_at_a_time():
     torch.manual_seed(0)
     layer, x = Scaling(3, 4), torch.randn(B, 3)
     assert_equals_reference(layer, x, torch.float64, fast=False)
-    with pytest.raises(UserWarning, match=r"module layer.outside \(Outside\) are processed one at a time"):
+    with pytest.raises(UserWarning, match="processed one at a time"):
         assert_equals_reference(layer, x, torch.float64)
 
 

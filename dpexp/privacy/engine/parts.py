@@ -6,6 +6,7 @@ A use of these is a use of the parameter at those places. It has the same norm, 
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def of_parameter(parameter: Tensor, parts: list[tuple[Part, Use]]) -> list[Use]:
     """Uses of parts, no two of which are the same, as uses of the parameter."""
     found: list[Use] = []
     others = []
-    taken, apart = torch.zeros(parameter.shape, dtype=torch.bool), True
+    taken, apart = np.zeros(parameter.numel(), dtype=bool), True  # no tensor, for a trace would be asked what it holds
     for part, use in parts:
         if part.size == parameter.shape and part.stride == parameter.stride():
             found.append(use)
@@ -93,8 +94,9 @@ def of_parameter(parameter: Tensor, parts: list[tuple[Part, Use]]) -> list[Use]:
             found.append(OuterProducts(use.g, use.x))
         else:
             others.append((part, use))
-            apart = apart and (len(parts) == 1 or not part.of(taken).any())
-            part.of(taken).fill_(True)
+            here = np.lib.stride_tricks.as_strided(taken[part.offset :], part.size, part.stride)  # of a byte each
+            apart = apart and (len(parts) == 1 or not here.any())
+            here[...] = True
     if apart and others:
         return [*found, Parts(others, parameter.shape)]
     return [*found, *(Parts([other], parameter.shape) for other in others)]

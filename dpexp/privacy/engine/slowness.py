@@ -32,6 +32,11 @@ _KNOWN = (
         "reentrant checkpointing has a backward pass of its own. Give use_reentrant=False.",
     ),
     (
+        "value out of a tracing tensor",
+        "a weight's or a buffer's number is asked for, which may be another one in each round. Keep it a tensor: "
+        "torch.where(condition, a, b), a product instead of .item().",
+    ),
+    (
         "dynamic shape|boolean mask|differently shaped|equal size",
         "a shape depends on a record's data. Keep the shape and weigh with a mask: torch.where(mask, x, 0), x * mask.",
     ),
