@@ -11,12 +11,13 @@ from torch import nn
 import dpexp
 from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
-from dpexp.privacy import adaptive, allocation, bounds, groups, mechanisms, sampling
+from dpexp.privacy import adaptive, allocation, bounds, groups, mechanism, mechanisms, sampling
 from dpexp.privacy.banded import Banded
 from dpexp.privacy.canaries import Canaries
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked
 from dpexp.privacy.correlated import CorrelatedNoise
-from dpexp.privacy.engine import clipping, engine
+from dpexp.privacy.engine import engine
+from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.sampling import CyclicPoisson
@@ -146,36 +147,30 @@ def the_same_noise_for_each_group(patch):
     patch.setattr(GaussianNoise, "add_to", again)
 
 
+def a_larger_bound(patch, larger):
+    """In the sums alone: the noise fits S. `larger` tells by how much, for a group's name."""
+    numbers = ClippedSums.numbers
+
+    def enlarged(self, now, device):
+        return numbers(self, [replace(group, S=group.S * larger(group.name)) for group in now], device)
+
+    patch.setattr(ClippedSums, "numbers", enlarged)
+
+
 def a_group_unclipped(patch):
-    add_clipped = engine.add_clipped
-
-    def unbounded(group, *rest):
-        return add_clipped(replace(group, S=1e6) if group.name == "model.0" else group, *rest)
-
-    patch.setattr(engine, "add_clipped", unbounded)
+    a_larger_bound(patch, lambda name: 1e6 if name == "model.0" else 1)
 
 
 def a_metric_unclipped(patch):
-    add_clipped = engine.add_clipped
-
-    def unbounded(group, *rest):
-        return add_clipped(replace(group, S=1e6) if group.name == "train_loss" else group, *rest)
-
-    patch.setattr(engine, "add_clipped", unbounded)
+    a_larger_bound(patch, lambda name: 1e6 if name == "train_loss" else 1)
 
 
 def twice_the_counts(patch):
-    add_clipped = engine.add_clipped
-
-    def more(group, *rest):
-        return add_clipped(replace(group, S=2 * group.S) if group.name == "unclipped" else group, *rest)
-
-    patch.setattr(engine, "add_clipped", more)
+    a_larger_bound(patch, lambda name: 2 if name == "unclipped" else 1)
 
 
 def twice_the_bound(patch):
-    add_clipped = engine.add_clipped
-    patch.setattr(engine, "add_clipped", lambda group, *rest: add_clipped(replace(group, S=2 * group.S), *rest))
+    a_larger_bound(patch, lambda name: 2)
 
 
 @dataclass(frozen=True)
@@ -189,22 +184,29 @@ class Forgetful:
 
 
 def a_rule_that_is_believed(patch):
-    patch.setattr(clipping, "clip_factors", lambda clip, norms, S, dtype: asked(clip, norms, S).to(dtype))
+    patch.setattr(mechanism, "clip_factors", lambda clip, norms, S, dtype: asked(clip, norms, S).to(dtype))
 
 
 def each_vector_clipped_alone(patch):
-    add_clipped = engine.add_clipped
+    begin = ClippedSums.__init__
 
-    def apart(group, *rest):
-        for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-            add_clipped(replace(group, vectors=(vector,), alphas=(alpha,)), *rest)
+    def apart(self, groups, *rest):
+        begin(
+            self,
+            [
+                replace(group, vectors=(vector,), alphas=(alpha,))
+                for group in groups
+                for vector, alpha in zip(group.vectors, group.alphas, strict=True)
+            ],
+            *rest,
+        )
 
-    patch.setattr(engine, "add_clipped", apart)
+    patch.setattr(ClippedSums, "__init__", apart)
 
 
 def alpha_forgotten_in_the_noise(patch):
-    by_parameter = engine.by_parameter
-    patch.setattr(engine, "by_parameter", lambda of: [(group, 1.0, name) for group, _, name in by_parameter(of)])
+    by_parameter = mechanism.by_parameter
+    patch.setattr(mechanism, "by_parameter", lambda of: [(group, 1.0, name) for group, _, name in by_parameter(of)])
 
 
 def twice_the_rate(patch):
@@ -247,11 +249,11 @@ def the_true_size_as_divisor(patch):
     accumulate, add_to, start = engine.Engine.accumulate, GaussianNoise.add_to, engine.Engine.start
 
     def counting(self, loss_of, batch, size):
-        self._noise.size += size
+        self._correlated._gaussian.size += size
         accumulate(self, loss_of, batch, size)
 
     def from_zero(self, t=0):
-        self._noise.size = 0
+        self._correlated._gaussian.size = 0
         start(self, t)
 
     patch.setattr(engine.Engine, "accumulate", counting)

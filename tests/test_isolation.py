@@ -1,5 +1,7 @@
 """Nothing leaves but what was noised: attacks on the callback in a real Trainer, with next to no noise."""
 
+import functools
+import itertools
 import random
 import warnings
 
@@ -7,7 +9,6 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-import torchmetrics
 from pytorch_lightning.callbacks import LearningRateFinder, LearningRateMonitor
 from pytorch_lightning.loggers import CSVLogger, Logger
 from pytorch_lightning.tuner import Tuner
@@ -20,6 +21,7 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds
+from dpexp.privacy.checks import StateFound
 from dpexp.privacy.stacking import Alone
 
 S, CLASSES = 0.5, 3
@@ -114,6 +116,18 @@ def assert_bounded(folder, make, records, collate=default_collate, steps=1, **op
     for out in range(len(records)):
         moved = (whole - release(records[:out] + records[out + 1 :])).norm()
         assert 0 < moved <= S * (1 + 1e-6), out
+
+
+def sum_of_clipped(module, records):
+    """By hand."""
+    total = 0
+    for x, y in records:
+        module.zero_grad()
+        module.training_step((x[None], y[None]), 0).backward()
+        gradient = torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel())
+                              for p in module.parameters() if p.requires_grad])  # fmt: skip
+        total = total + gradient * min(1, S / float(gradient.norm()))
+    return total
 
 
 # Collation
@@ -216,86 +230,216 @@ def test_whole_batches_as_items_are_refused(tmp_path):
 # State
 
 
-class Scaled(Model):
-    """Keeps a running mean of the data in an attribute; by looking at a number, so record by record."""
-
+class OwnGenerator:
     def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self):
+        return torch.rand((), generator=self.generator)
+
+
+class Counter:
+    seen = 0
+
+    def __call__(self):
+        self.seen += 1
+        return self.seen
+
+
+class OfAll:
+    seen = 0
+
+    def __call__(self):
+        OfAll.seen += 1
+        return OfAll.seen
+
+
+def closure():
+    count = 0
+
+    def more():
+        nonlocal count
+        count += 1
+        return count
+
+    return more
+
+
+def in_tensor():
+    total = torch.zeros(())
+    return lambda: total.add_(1)
+
+
+def in_array():
+    total = np.zeros(1)
+
+    def more():
+        total[0] += 1
+        return float(total[0])
+
+    return more
+
+
+def in_list():
+    kept = []
+    return lambda: kept.append(0) or len(kept)
+
+
+def in_cache():
+    remembered = functools.lru_cache(lambda n: n)
+    return lambda: remembered(remembered.cache_info().currsize) + 1
+
+
+def every_second():
+    turn = itertools.cycle([1, 2])
+    return lambda: next(turn)
+
+
+PLACES = {
+    "attribute": Counter, "class": OfAll, "closure": closure, "tensor": in_tensor, "array": in_array, "list": in_list,
+    "cache": in_cache, "iterator": every_second, "generator of torch": OwnGenerator,
+    "generator of NumPy": lambda: np.random.default_rng(0).random,
+}  # fmt: skip
+
+
+class Counting(Model):
+    """A record's loss is scaled by what the step comes to."""
+
+    def __init__(self, place, asking=False):
         super().__init__()
-        self.scale = 1.0
+        self.place, self.asking = PLACES[place](), asking
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        self.scale = 0.5 * self.scale + 0.5 * float(x.abs().mean())
+        if self.asking and float(x.sum()) > 1e9:  # so that it runs record by record
+            return x.sum()
+        return F.cross_entropy(self.place() * self.net(x), y)
+
+
+def assert_refused(folder, module, match="keeps something of a record", **options):
+    """Before the first round."""
+    with pytest.raises(StateFound, match=match):
+        trained(folder, module, rows(5), **options)
+    assert len(read_ledger(folder / "0.jsonl")) == 0
+
+
+@pytest.mark.parametrize("asking", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_keeps_something_anywhere_is_refused(tmp_path, place, asking):
+    assert_refused(tmp_path, Counting(place, asking))
+
+
+class Scaled(Model):
+    """A running mean of the data in an attribute."""
+
+    def __init__(self, asking):
+        super().__init__()
+        self.asking, self.scale = asking, torch.ones(())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        mean = x.detach().abs().mean()
+        self.scale = 0.5 * self.scale + 0.5 * (float(mean) if self.asking else mean)
         return F.cross_entropy(self.net(x) * self.scale, y)
 
 
+@pytest.mark.parametrize("asking", [False, True])
+def test_a_running_mean_of_the_data_is_refused(tmp_path, asking):
+    assert_refused(tmp_path, Scaled(asking), "training_step")
+
+
 class Rates(Model):
-    """Sets the learning rate, and when to stop, by what it sees."""
+    """Sets the learning rate by what it sees."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        loss = F.cross_entropy(self.net(x), y)
-        for group in self.trainer.optimizers[0].param_groups:
-            group["lr"] = float(loss)
-        self.trainer.should_stop = True
-        self.trainer.kept = float(loss)
-        return loss
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.5 * rate + float(x.abs().mean())
+        return F.cross_entropy(self.net(x), y) * (1 + rate)
 
 
-class InOtherCallbacks(Model):
+def test_a_step_that_steers_the_optimizer_and_reads_it_is_refused(tmp_path):
+    assert_refused(tmp_path, Rates(lr=0.25))
+
+
+class FirstOnly(Model):
+    """The first record of all counts otherwise."""
+
+    first = True
+
     def training_step(self, batch, batch_idx):
         x, y = batch
-        loss = F.cross_entropy(self.net(x), y)
-        self.trainer.callbacks[1].losses.append(float(loss))
-        return loss
+        scale, self.first = 30 if self.first else 1, False
+        return F.cross_entropy(scale * self.net(x), y)
 
 
-class Losses(pl.Callback):
-    def __init__(self):
-        self.losses = []
+def test_what_only_the_first_record_is_told_reaches_none(tmp_path):
+    """It was a made-up one."""
+    assert_bounded(tmp_path, FirstOnly, rows(3))
+    (released,), _ = trained(tmp_path, FirstOnly(), rows(5))
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
 
-def test_what_training_step_keeps_reaches_no_other_record(tmp_path):
-    assert_bounded(tmp_path, Scaled, [(20 * x, y) for x, y in rows(5)], callback={"physical_batch": 1})
+class Codebook(nn.Module):
+    """A moving average of the data in a buffer or a frozen parameter, as vector quantisers keep it."""
+
+    def __init__(self, way, parameter):
+        super().__init__()
+        self.way, self.head = way, nn.Linear(4, 3)
+        if parameter:
+            self.code = nn.Parameter(torch.zeros(4), requires_grad=False)
+        else:
+            self.register_buffer("code", torch.zeros(4))
+
+    def move(self, x):
+        moved = 0.9 * self.code + 0.1 * x.detach().reshape(-1, x.shape[-1]).mean(0)[:1]
+        if self.way == "assigned":
+            self.code = moved
+        else:
+            self.code.data.copy_(moved)
+        return x
+
+    def forward(self, x):
+        if self.way in ("in place", "assigned"):
+            self.move(x)
+        y = self.head(x)
+        if self.way == "in a hook of an activation":
+            y.register_hook(self.move)
+        return y
 
 
-def test_what_training_step_keeps_is_gone_afterwards(tmp_path):
-    module = Scaled()
-    trained(tmp_path, module, rows(5), callback={"physical_batch": 1})
-    assert module.scale == 1.0
-    module, losses = InOtherCallbacks(), Losses()
-    trained(tmp_path, module, rows(5), callbacks=[losses])
-    assert losses.losses == []
+@pytest.mark.parametrize(
+    "way, parameter",
+    [("assigned", False), *((way, one) for way in ("in place", "in a hook of an activation") for one in (False, True))],
+)
+def test_parameters_and_buffers_that_follow_the_data_are_refused(tmp_path, way, parameter):
+    with pytest.raises(ConfigError):
+        trained(tmp_path, Model(nn.Sequential(nn.Identity(), Codebook(way, parameter))), rows(5))
+    assert len(read_ledger(tmp_path / "0.jsonl")) == 0
 
 
-def test_training_step_cannot_steer_the_trainer(tmp_path):
-    _, run = trained(tmp_path, Rates(lr=0.25), rows(5), steps=3)
-    assert run.global_step == 3 and run.optimizers[0].param_groups[0]["lr"] == 0.25 and not hasattr(run, "kept")
-
-
-class Measured(Model):
-    """What Lightning's documentation shows: metrics and lists of outputs."""
+class Remembering(Model):
+    """The last record, in a buffer."""
 
     def __init__(self):
         super().__init__()
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
-        self.outputs = []
+        self.register_buffer("last", torch.zeros(4).double())
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        scores = self.net(x)
-        loss = F.cross_entropy(scores, y)
-        self.accuracy(scores, y)
-        self.log("train_accuracy", self.accuracy)
-        self.outputs.append(loss.detach())
-        return {"loss": loss, "scores": scores}
+        self.last.copy_(x[0])
+        return F.cross_entropy(self.net(x), y)
 
 
-def test_metrics_and_lists_of_outputs_do_no_harm(tmp_path):
-    module = Measured()
-    (released,), run = trained(tmp_path, module, rows(6))
-    assert torch.allclose(released, trained(tmp_path, Model(), rows(6))[0][0], atol=1e-6)
-    assert module.outputs == [] and module.accuracy.update_count == 0 and not run.callback_metrics
+def test_a_checkpoint_saved_when_state_is_refused_holds_no_record(tmp_path):
+    class Saving(pl.Callback):
+        def on_exception(self, trainer, module, exception):
+            trainer.save_checkpoint(tmp_path / "c.ckpt")
+
+    records = [(100 + x, y) for x, y in rows(4)]
+    with pytest.raises(StateFound, match="last is changed inside training_step"):
+        trained(tmp_path, Remembering(), records, callbacks=[Saving()])
+    assert torch.load(tmp_path / "c.ckpt", weights_only=False)["state_dict"]["last"].abs().max() < 50
 
 
 class Random(Model):
@@ -388,11 +532,7 @@ class Telling(Model):
         self.log("index", float(batch_idx))
 
     def on_train_epoch_end(self):
-        self.log("kept", float(self.kept))
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        self.log("kept_in_validation", float(self.kept))
+        self.log("kept", self.kept)
 
 
 def test_loggers_get_nothing_from_training(tmp_path):
@@ -408,9 +548,20 @@ def test_loggers_get_nothing_from_training(tmp_path):
     run.fit(module, data, DataLoader(Items(rows(4, seed=1)), batch_size=2))
     told = {key: value for _, metrics in logger.told for key, value in metrics.items()}
     public = {"epsilon", "val_loss", "lr-SGD"}
-    assert public <= told.keys() <= {*public, "epoch", "kept_in_validation"}
-    assert told["kept_in_validation"] == 0.0, "what training_step kept was set back"
-    assert set(run.callback_metrics) <= {*public, "kept_in_validation"}
+    assert public <= told.keys() <= {*public, "epoch"}
+    assert set(run.callback_metrics) <= public
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_what_a_step_kept_cannot_be_read_outside(tmp_path, hook):
+    class Reading(Telling):
+        def read(self, *arguments):
+            self.log("kept", float(self.kept))
+
+    logger = Everything()
+    with pytest.raises(RuntimeError, match="item"):
+        trained(tmp_path, type("Hooked", (Reading,), {hook: Reading.read})(), rows(5), steps=3, logger=logger)
+    assert "kept" not in str(logger.told)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])

@@ -73,9 +73,7 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
         return real(engine, loss_of, batch, size)
 
     monkeypatch.setattr(physical_batch.Engine, "accumulate", accumulate)
-    from dpexp.privacy.isolation.surroundings import Surroundings
-
-    assert fitting(plan, module, loss_of, _Trainer(), Surroundings()) == 64
+    assert fitting(plan, module, loss_of, _Trainer()) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None
 

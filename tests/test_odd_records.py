@@ -1,0 +1,402 @@
+"""Records that fail, that are not what they say, and what is random: each is its own alone."""
+
+import os
+import random
+import signal
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from test_isolation import CLASSES, Items, Model, S, rows, sum_of_clipped, trained
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+from dpexp.errors import ConfigError
+from dpexp.privacy.isolation.randomness import seed_everything
+from dpexp.privacy.keystream import KeyStream
+
+# Records that fail
+
+
+class Speechless(ValueError):
+    def __str__(self):
+        raise SystemExit(3)
+
+    __repr__ = __str__
+
+
+class Leaving(SystemExit):
+    __str__ = __repr__ = Speechless.__str__
+
+
+@pytest.mark.parametrize("error", [SystemExit, Speechless, GeneratorExit, Leaving])
+def test_a_step_ends_no_job_for_one_record(tmp_path, error):
+    class Odd(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            if x.detach().abs().max() > 100:
+                raise error(3)
+            return F.cross_entropy(self.net(x), y)
+
+    def release(records):
+        torch.manual_seed(0)
+        return trained(tmp_path, Odd(), records)[0][0]
+
+    odd, *others = rows(4)
+    released = release([(1000 * odd[0], odd[1]), *others])
+    assert torch.allclose(released, release(others), atol=1e-6) and released.norm() > S
+
+
+@pytest.mark.parametrize("physical", [1, 8])
+def test_an_error_that_a_step_catches_is_one_records_own(tmp_path, physical):
+    class Decomposing(Model):
+        """Where a matrix is not positive definite, it takes another, as numerical code does."""
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            eye = torch.eye(4).double()
+            K = eye * (1 - 2 * (x[:, :1, None] > 2))
+            try:
+                L = torch.linalg.cholesky(K)
+            except torch.linalg.LinAlgError:
+                L = torch.linalg.cholesky(K + 9 * eye)
+            return F.cross_entropy(self.net(x * L.diagonal(dim1=1, dim2=2)), y)
+
+    records = [(x.clamp(max=1), y) for x, y in rows(8)]
+    records[3] = (records[3][0] + 9, records[3][1])
+    (released,), _ = trained(tmp_path, Decomposing(), records, callback={"physical_batch": physical})
+    assert torch.allclose(released, sum_of_clipped(Decomposing(), records), atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["backward", "in place"])
+def test_a_backward_pass_that_fails_for_every_record_ends_the_training(tmp_path, way):
+    class Failing(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            h = self.net[0](x).exp()
+            scores = self.net[2](h)
+            if way == "in place":
+                h += 1
+                return F.cross_entropy(scores, y) + h.mean()
+            return F.cross_entropy(NoBackward.apply(scores), y)
+
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        trained(tmp_path, Failing(), rows(5), steps=3)
+    assert len(read_ledger(tmp_path / "0.jsonl")) == 0, "nothing was spent"
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise NotImplementedError("no backward pass")
+
+
+class Picky(Model):
+    """A record whose label is none cannot be computed; the others' gradients nearly cancel, so that another order of
+    summation would show."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return 1e-6 * F.cross_entropy(self.net(x), y)
+
+
+def test_a_record_that_fails_changes_nothing_for_the_others(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return Picky(nn.Linear(4, CLASSES)).float()
+
+    good = [(x.float(), y) for x, y in rows(16)]
+    bad = (torch.randn(4), torch.tensor(99))
+    (with_it,), _ = trained(tmp_path, make(), [*good, bad], callback={"physical_batch": 20, "noise_seed": 1})
+    (without,), _ = trained(tmp_path, make(), good, callback={"physical_batch": 20, "noise_seed": 1})
+    assert torch.equal(with_it, without)
+
+
+def test_none_is_the_loss_of_a_record_that_contributes_nothing(tmp_path):
+    class Choosy(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return None if float(x.sum()) > 0 else F.cross_entropy(self.net(x), y)
+
+    chosen = [(x, y) for x, y in rows(8) if float(x.sum()) <= 0]
+    assert 0 < len(chosen) < 8
+    (released,), _ = trained(tmp_path, Choosy(), rows(8))
+    assert torch.allclose(released, sum_of_clipped(Model(), chosen), atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("bad", ["other shape", "loss of shape [1]", "no label", "too large", "sparse", "not there"])
+def test_one_bad_record_ends_no_training_wherever_it_stands(tmp_path, bad, place):
+    class Sized(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y.clamp(max=2), reduction="none")
+            return loss if float(x[0, 0]) == 7 else loss.mean()
+
+    class Missing(Items):
+        def __getitem__(self, index):
+            item = super().__getitem__(index)
+            if item is None:
+                raise FileNotFoundError("no such image")
+            return item
+
+    good = [(x, int(y)) for x, y in rows(5)]
+    x, y = good[0]
+    item = {
+        "other shape": (torch.ones(9).double(), y),
+        "loss of shape [1]": (torch.full((4,), 7.0).double(), y),
+        "no label": (x, None),
+        "too large": (x, 2**70),
+        "sparse": (x.to_sparse(), y),
+        "not there": None,
+    }[bad]
+    records = [*good[:place], item, *good[place:]]
+    for physical in (1, 8):
+        loader = DataLoader(Missing(records), batch_size=2)
+        (released,), _ = trained(tmp_path, Sized(), loader, callback={"physical_batch": physical})
+        assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
+def test_data_of_which_no_record_can_be_fetched_ends_the_training(tmp_path):
+    class Missing(Items):
+        def __getitem__(self, index):
+            raise FileNotFoundError("no such image")
+
+    with pytest.raises(RuntimeError, match="FileNotFoundError: no such image"):
+        trained(tmp_path, Model(), DataLoader(Missing(rows(5)), batch_size=2))
+    assert len(read_ledger(tmp_path / "0.jsonl")) == 0
+
+
+def test_no_loss_for_any_record_is_said(tmp_path):
+    class Silent(Model):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(ConfigError, match="must return a loss for every record"):
+        trained(tmp_path, Silent(), rows(4))
+
+
+# Records that are not what they say
+
+
+class Alike:
+    """Says that it equals another of the same label."""
+
+    def __init__(self, label, x):
+        self.label, self.x = label, x
+
+    def __eq__(self, other):
+        return self.label == other.label
+
+    def __hash__(self):
+        return hash(self.label)
+
+
+@pytest.mark.parametrize("physical", [1, 6])
+def test_records_that_only_claim_to_be_equal_are_not_taken_for_one_another(tmp_path, physical):
+    class Unpacking(Model):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch["item"].x[None]), torch.tensor([batch["item"].label]))
+
+    items = [Alike(int(y), x) for x, y in rows(6)]
+    loader = DataLoader(Items(items), batch_size=2, collate_fn=lambda items: {"item": items[0]})
+    (released,), _ = trained(tmp_path, Unpacking(), loader, callback={"physical_batch": physical})
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(6)), atol=1e-6)
+
+
+def test_zero_and_minus_zero_are_two_numbers(tmp_path):
+    class Signed(Model):
+        def training_step(self, batch, batch_idx):
+            x, y, sign = batch
+            return F.cross_entropy(self.net(x) * float(np.copysign(1, sign)), y)
+
+    items = [(x, y, 0.0 if k % 2 else -0.0) for k, (x, y) in enumerate(rows(6))]
+    loader = DataLoader(Items(items), batch_size=2,
+                        collate_fn=lambda i: (i[0][0][None], i[0][1][None], i[0][2]))  # fmt: skip
+    (together,), _ = trained(tmp_path, Signed(), loader, callback={"physical_batch": 6})
+    (alone,), _ = trained(tmp_path, Signed(), loader, callback={"physical_batch": 1})
+    assert torch.allclose(together, alone, atol=1e-6) and not torch.allclose(
+        together, sum_of_clipped(Model(), rows(6)), atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("collate", [None, lambda items: {k: torch.as_tensor(v)[None] for k, v in items[0].items()}])
+def test_keys_that_are_equal_but_not_the_same_are_kept_apart(tmp_path, collate):
+    class Keyed(Model):
+        def training_step(self, batch, batch_idx):
+            key = next(key for key in batch if key != "y")
+            return F.cross_entropy(self.net(batch[key]) * (1 if key is True else -1), batch["y"])
+
+    items = [{(1, True)[k > 0]: x, "y": y} for k, (x, y) in enumerate(rows(5))]
+    loader = DataLoader(Items(items), batch_size=2, collate_fn=collate)
+    (together,), _ = trained(tmp_path, Keyed(), loader, callback={"physical_batch": 5})
+    (alone,), _ = trained(tmp_path, Keyed(), loader, callback={"physical_batch": 1})
+    assert torch.allclose(together, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
+def test_tensors_that_cannot_be_stacked_are_refused(tmp_path, kind):
+    made = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(1, 2), 0.1, 0, torch.qint8),
+    }[kind]()
+    loader = DataLoader(Items(rows(3)), batch_size=2, collate_fn=lambda items: (made, items[0][1][None]))
+    with pytest.raises(ConfigError, match="sparse, nested or quantized"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(tmp_path, Model(), loader)
+
+
+def test_a_collation_may_use_the_same_memory_for_each(tmp_path):
+    buffer = torch.zeros(1, 4, dtype=torch.float64)
+
+    def collate(items):
+        buffer[0] = items[0][0]
+        return buffer, items[0][1][None]
+
+    (released,), _ = trained(tmp_path, Model(), DataLoader(Items(rows(5)), batch_size=2, collate_fn=collate))
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
+def test_records_that_cannot_be_stacked_are_said_to_be_slow(tmp_path):
+    items = [(x, y, f"file {k}") for k, (x, y) in enumerate(rows(12))]
+
+    class Named(Model):
+        def training_step(self, batch, batch_idx):
+            x, y, _ = batch
+            return F.cross_entropy(self.net(x), y)
+
+    plan = dpexp.make_plan(Named(), n=12, sampling="all", q=1.0, steps=1, noise_multiplier=1.0)
+    run = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_epochs=-1,
+        callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")], enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="no two records of a batch look alike"):
+        run.fit(Named(), DataLoader(Items(items), batch_size=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_leaf_that_cannot_show_itself_ends_no_training(tmp_path):
+    class Shy:
+        def __repr__(self):
+            raise RuntimeError("secret of the record")
+
+    class Holding(Model):
+        def training_step(self, batch, batch_idx):
+            x, y, _ = batch
+            return F.cross_entropy(self.net(x), y)
+
+    loader = DataLoader(Items(rows(4)), batch_size=2, collate_fn=lambda i: (i[0][0][None], i[0][1][None], Shy()))
+    (released,), _ = trained(tmp_path, Holding(), loader)
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(4)), atol=1e-6)
+
+
+# Randomness
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_python_are_each_records_own(tmp_path, draw):
+    drawn = {}
+
+    class Scaled(Model):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            drawn[float(x[0, 0])] = scale = draw()
+            return F.cross_entropy(scale * self.net(x), y)
+
+    trained(tmp_path, Scaled(), rows(6), callback={"physical_batch": 6})
+    assert len({drawn[float(x[0])] for x, _ in rows(6)}) == 6
+
+
+def test_seeding_fills_the_whole_state_of_every_generator():
+    def drawn(key):
+        seed_everything(KeyStream(key))
+        return torch.randint(2**16, (2000,)).numpy(), np.random.randint(2**31, size=700), random.random()
+
+    before = torch.get_rng_state(), np.random.get_state()
+    try:
+        words = KeyStream(b"k" * 32).words(2 * 624)[:624] & 0xFFFFFFFF
+        independent = np.random.MT19937()
+        independent.state = {"bit_generator": "MT19937",
+                             "state": {"key": words.numpy().astype(np.uint32), "pos": 624}}  # fmt: skip
+        first = drawn(b"k" * 32)
+        assert np.array_equal(first[0], independent.random_raw(2000) & 0xFFFF)
+        again, other = drawn(b"k" * 32), drawn(b"l" * 32)
+        for a, b, c in zip(first, again, other, strict=True):
+            assert np.array_equal(a, b) and not np.array_equal(a, c)
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+
+
+class Augmented(Items):
+    def __getitem__(self, index):
+        x, y = self.items[index]
+        return x * torch.rand(1).double(), y
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_public_seed_does_not_tell_what_was_augmented_or_dropped(tmp_path, workers):
+    def released(noise_seed=None):
+        pl.seed_everything(7, verbose=False)
+        module = Model(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, CLASSES)))
+        loader = DataLoader(Augmented(rows(8)), batch_size=2, num_workers=workers)
+        return trained(tmp_path, module, loader, callback={"noise_seed": noise_seed})[0][0]
+
+    assert not torch.allclose(released(), released(), atol=1e-3)
+    assert torch.equal(released(3), released(3))
+
+
+def test_keys_are_nowhere_after_the_fit(tmp_path, monkeypatch):
+    drawn = []
+    begin = KeyStream.__init__
+
+    def noted(stream, key=None):
+        begin(stream, key)
+        drawn.append(weakref.ref(stream))
+
+    monkeypatch.setattr(KeyStream, "__init__", noted)
+    _, run = trained(tmp_path, Model(), rows(5), steps=2)
+    assert run.global_step == 2 and len(drawn) >= 3
+    assert [stream() for stream in drawn if stream() is not None] == []
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_during_a_step_is_heeded_after_it(tmp_path, number):
+    class Signalled(Model):
+        def training_step(self, batch, batch_idx):
+            x, _ = batch
+            if float(x.sum()) > -1e9 and self.trainer.global_step == 2:  # a question, so that it runs in each round
+                os.kill(os.getpid(), number)
+            return super().training_step(batch, batch_idx)
+
+    class Handling(pl.Callback):
+        def on_train_start(self, trainer, module):
+            if number == signal.SIGUSR1:
+                signal.signal(number, lambda *_: setattr(trainer, "should_stop", True))
+
+    before = signal.getsignal(number)
+    try:
+        if number == signal.SIGTERM:
+            with pytest.raises(SIGTERMException):
+                trained(tmp_path, Signalled(), rows(4), steps=9, callbacks=[Handling()])
+        else:
+            _, run = trained(tmp_path, Signalled(), rows(4), steps=9, callbacks=[Handling()])
+            assert run.global_step == 3
+    finally:
+        signal.signal(number, before)
+    assert len(read_ledger(tmp_path / "0.jsonl")) <= 4
