@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import DummyLogger
@@ -34,9 +33,9 @@ def mute(module: pl.LightningModule) -> None:
     `training_step` updates stay empty, and later hooks find nothing in them."""
     module.log = lambda name, value, *args, **kwargs: release(name, value)  # type: ignore[method-assign]
     for metric in _metrics(module):
-        if metric not in _OWN:
-            _OWN[metric] = {name: metric.__dict__.get(name) for name in _EMPTIED}
-            vars(metric).update({name: partial(_nothing, metric, name) for name in _EMPTIED})
+        if _OWN not in vars(metric):
+            own = {name: metric.__dict__.get(name) for name in _EMPTIED}
+            vars(metric).update({name: partial(_nothing, metric, name) for name in _EMPTIED} | {_OWN: own})
 
 
 def log_although_mute(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
@@ -47,15 +46,15 @@ def log_although_mute(module: pl.LightningModule, name: str, value: float, **opt
 def unmute(module: pl.LightningModule) -> None:
     module.__dict__.pop("log", None)
     for metric in _metrics(module):
-        for name, own in _OWN.pop(metric, {}).items():
+        for name, own in vars(metric).pop(_OWN, {}).items():
             vars(metric).pop(name, None)
             if own is not None:
                 setattr(metric, name, own)
 
 
 _EMPTIED = ("forward", "update", "compute")
-_OWN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # what was on a metric before it was emptied
-_DROPPED: WeakSet[Any] = WeakSet()  # metrics of which an update was dropped
+# Attributes of a metric, whose hash changes with its state: what was on it before, and whether an update was dropped.
+_OWN, _DROPPED = "_dpexp_own", "_dpexp_dropped"
 
 
 def _metrics(module: pl.LightningModule) -> list[Any]:
@@ -65,8 +64,8 @@ def _metrics(module: pl.LightningModule) -> list[Any]:
 def _nothing(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """In place of a metric's methods: nothing that may be read."""
     if name != "compute":
-        _DROPPED.add(metric)
-    elif metric not in _DROPPED:
-        own = _OWN[metric]["compute"]
+        vars(metric)[_DROPPED] = True
+    elif not vars(metric).get(_DROPPED):
+        own = vars(metric)[_OWN]["compute"]
         return own() if own is not None else type(metric).compute(metric)
     return {key: Unreadable() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else Unreadable()
