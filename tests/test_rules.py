@@ -49,15 +49,14 @@ def assert_equals_reference(layer, x, dtype, fast=True, group=None):
         module.loss(x[i : i + 1]).backward()
         norms.append(sum(p.grad.square().sum().item() for p in module.parameters() if p.grad is not None) ** 0.5)
     S = max(sorted(norms)[len(norms) // 2], 1e-3)
+    half = max(1, len(x) // 2)
     plan = make_plan(
-        module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S), group=group or per_layer(),
+        module, n=20, q=half / 20, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S), group=group or per_layer(),
     )  # fmt: skip
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
-    half = max(1, len(x) // 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error" if fast else "ignore")
-        warnings.filterwarnings("ignore", "training_step changes")
         for part in x.split(half):
             engine.accumulate(module.loss, stacked(part), len(part))
     reference = clipped_sums(plan, module, module.loss, x, len(x))
