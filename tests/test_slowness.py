@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_engine import engine_of
+from dpexp.privacy import bounds
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
 
 
 def repeated(module, x):
@@ -39,7 +42,7 @@ def drawn(module, x):
 SAID = {
     repeated: ("`return module(x.repeat_interleave(", "a shape depends on a record's data", "weigh with a mask"),
     written: ("`y[0] = x[0]`: a tensor that is the same for all records is written to", "x.new_zeros(...)"),
-    numbers: ("`return module(x).sum() * float(x.numpy().mean())`: a branch or a number", "Keep it a tensor"),
+    numbers: ("`return module(x).sum() * float(x.numpy().mean())`: a branch or a number", "(mean)"),
     asked: ("`return module(x).sum() * x.sum().item()`: a branch or a number", "a product instead of .item()"),
     counted: (
         "`return module(x).sum() * torch.arange(x.sum().abs() + 2)",
@@ -54,7 +57,8 @@ SAID = {
 def test_the_line_and_the_way_out_are_told(loss):
     torch.manual_seed(0)
     module = nn.Linear(4, 4)
-    engine, _ = engine_of(module)
+    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.3))
+    engine = Engine(plan, module, GaussianNoise())
     engine.start()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -1,0 +1,386 @@
+"""What is found out before the first round: which steps are traced, which run as written, and which are refused."""
+
+import warnings
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchmetrics
+from test_isolation import CLASSES, Everything, Items, Model, S, rows, sum_of_clipped, trained
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+from dpexp.errors import ConfigError
+from dpexp.privacy.checks import StateFound
+from dpexp.privacy.engine.step import AUTOGRAD, SINGLE, TRACED, VMAP
+
+
+class Modes(pl.Callback):
+    """How records are processed in each round, and how often the step was called by then."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *arguments):
+        (privacy,) = (c for c in trainer.callbacks if isinstance(c, dpexp.PrivacyCallback))
+        self.seen.append(privacy._engine.step.mode)
+
+
+def released(folder, module, records, mode=TRACED, steps=1, **options):
+    """The sum of each round, all of which were processed in one way."""
+    modes = Modes()
+    found, _ = trained(
+        folder, module, records, steps=steps, callbacks=[modes, *options.pop("callbacks", ())], **options
+    )
+    assert modes.seen == [mode] * steps
+    return found
+
+
+def assert_refused(folder, module, records, match, kind=ConfigError, **options):
+    """Nothing is released, and no round written."""
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_before_optimizer_step(self, *arguments):
+            seen.append("released")
+
+    with pytest.raises(kind, match=match):
+        trained(folder, module, records, callbacks=[Watch()], **options)
+    assert seen == [] and len(read_ledger(folder / "0.jsonl")) == 0
+
+
+# Logs and metrics
+
+
+class Logged(Model):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss.item(), prog_bar=True)
+        self.log_dict({"also": loss.detach(), "number": loss.item()})
+        return loss
+
+
+def test_a_number_that_is_only_logged_is_traced_and_logged_nowhere(tmp_path):
+    logger = Everything()
+    (found,) = released(tmp_path, Logged(), rows(5), logger=logger)
+    assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6) and logger.told == []
+
+
+class Measured(Model):
+    """What Lightning's documentation shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
+        self.several = torchmetrics.MetricCollection({"loss": torchmetrics.MeanMetric()})
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        loss = F.cross_entropy(scores, y)
+        self.accuracy(scores, y)
+        self.several.update(loss.detach())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return {"loss": loss, "scores": scores}
+
+    def on_train_epoch_end(self):
+        self.log("at_the_end", self.accuracy.compute())
+        self.log_dict(self.several.compute())
+        self.accuracy.reset()
+        self.several.reset()
+
+
+def test_metrics_of_torchmetrics_tell_nothing_of_training(tmp_path):
+    logger, module = Everything(), Measured()
+    found = released(tmp_path, module, rows(5), steps=3, logger=logger, log_every_n_steps=1)
+    assert torch.allclose(found[-1], sum_of_clipped(Model(), rows(5)), atol=1e-6)
+    assert all(told.keys() <= {"epoch"} for _, told in logger.told)
+    assert module.accuracy.update_count == 0, "and they are as before"
+    module.accuracy.update(torch.eye(CLASSES), torch.arange(CLASSES))
+    assert module.accuracy.compute() == 1
+
+
+class Listing(Model):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(self.kept(loss))
+        return loss
+
+
+KEPT = {"tensor": lambda self, loss: loss.detach(), "number": lambda self, loss: loss.item()}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_list_of_losses_that_no_hook_reads_does_no_harm(tmp_path, kept):
+    module = type("Kept", (Listing,), {"kept": KEPT[kept]})()
+    (found,) = released(tmp_path, module, rows(5))
+    assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_list_of_losses_that_a_hook_may_read_is_refused(tmp_path, kept, hook):
+    def look(self, *arguments):
+        self.log("mean", sum(self.losses) / len(self.losses))
+
+    module = type("Read", (Listing,), {"kept": KEPT[kept], hook: look})()
+    assert_refused(tmp_path, module, rows(5), f"numbers of records in self.losses, and {hook} may read them")
+
+
+# What changes from round to round
+
+
+class Warming(Model):
+    """A weight that the step computes from the number of the round."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 0.1 * (1 + self.trainer.global_step)
+
+
+def test_a_step_that_depends_on_the_round_runs_as_written(tmp_path):
+    records = [(x / 10, y) for x, y in rows(5)]
+    found = released(tmp_path, Warming(), records, VMAP, steps=4)
+    for t, one in enumerate(found):
+        module = Model()
+        module.training_step = lambda batch, i, t=t, module=module: (
+            Model.training_step(module, batch, i) * 0.1 * (1 + t)
+        )
+        assert torch.allclose(one, sum_of_clipped(module, records), atol=1e-6), t
+
+
+class Counting(Model):
+    """A counter in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_counter_in_a_buffer_is_refused(tmp_path):
+    assert_refused(tmp_path, Counting(), rows(5), "steps is changed inside training_step", StateFound)
+
+
+class Taught(Model):
+    """A teacher that follows the weights after each round."""
+
+    def __init__(self, **optimizer):
+        super().__init__(**optimizer)
+        self.teacher = nn.Linear(4, CLASSES).double().requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        return F.cross_entropy(scores, y) + (scores - self.teacher(x)).square().mean()
+
+    def on_train_batch_end(self, *arguments):
+        self.teacher.weight.data.mul_(0.5)
+        self.teacher.bias.data.copy_(self.net[2].bias)
+
+
+def test_a_teacher_that_a_hook_moves_is_followed(tmp_path):
+    found = released(tmp_path, Taught(), rows(5), steps=3)
+    module = Taught()
+    for one in found:
+        assert torch.allclose(one, sum_of_clipped(module, rows(5)), atol=1e-6)
+        module.on_train_batch_end()
+    assert not torch.allclose(found[0], found[2], atol=1e-3)
+
+
+class Annealed(Model):
+    temperature = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = 1.0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x) * self.temperature, y)
+
+
+class Annealing(pl.Callback):
+    def on_train_batch_end(self, trainer, module, *arguments):
+        if trainer.global_step == 2:
+            module.temperature = 3.0
+
+
+def test_an_attribute_that_a_hook_changes_changes_the_step_from_the_next_round_on(tmp_path):
+    found = released(tmp_path, Annealed(), rows(5), steps=4, callbacks=[Annealing()])
+    module = Annealed()
+    for t, one in enumerate(found):
+        module.temperature = 1.0 if t < 2 else 3.0
+        assert torch.allclose(one, sum_of_clipped(module, rows(5)), atol=1e-6), t
+
+
+def test_an_attribute_that_changes_time_and_again_makes_the_step_run_as_written(tmp_path):
+    class Always(pl.Callback):
+        def on_train_batch_end(self, trainer, module, *arguments):
+            module.temperature += 0.5
+
+    modes = Modes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, _ = trained(tmp_path, Annealed(), rows(5), steps=7, callbacks=[modes, Always()])
+    assert modes.seen[0] == TRACED and modes.seen[-1] == VMAP
+    module = Annealed()
+    for one in found:
+        assert torch.allclose(one, sum_of_clipped(module, rows(5)), atol=1e-6)
+        module.temperature += 0.5
+
+
+# How records are processed
+
+
+class Asking(Model):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x if float(x.sum()) > 0 else -x, y), batch_idx)
+
+
+class Scripted(Model):
+    """By a function of autograd that knows nothing of vmap."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(Doubled.apply(self.net(x)), y)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+class Drawing(Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + 0 * np.random.rand())
+
+
+@pytest.mark.parametrize("build, mode", [(Model, TRACED), (Asking, SINGLE), (Scripted, AUTOGRAD), (Drawing, SINGLE)])
+def test_the_whole_job_is_processed_in_one_way(tmp_path, build, mode):
+    found = released(tmp_path, build(), rows(5), mode, steps=2)
+    for one in found:
+        assert torch.allclose(one, sum_of_clipped(build(), rows(5)), atol=1e-6)
+
+
+@pytest.mark.parametrize("build, said", [(Model, 0), (Asking, 1), (Scripted, 1)])
+def test_why_a_step_is_not_traced_is_said_once(tmp_path, build, said):
+    module = build()
+    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=3, noise_multiplier=1.0)
+    run = pl.Trainer(
+        accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", physical_batch=2)],
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(module, DataLoader(Items(rows(10)), batch_size=2))
+    assert sum("records are processed" in str(one.message) for one in told) == said
+
+
+# Made-up records
+
+
+class OfWords(nn.Module):
+    def __init__(self, words):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(words, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x, mask):
+        weights = mask / mask.sum(1, keepdim=True)
+        return self.head((self.embed(x) * weights[..., None]).sum(1))
+
+
+class Masked(Model):
+    """Of words, a mask that is never all zero, and a label."""
+
+    def __init__(self, words):
+        super().__init__(OfWords(words))
+
+    def training_step(self, batch, batch_idx):
+        scores = self.net(batch["words"], batch["mask"].double())
+        return F.cross_entropy(scores, batch["label"])
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float64])
+@pytest.mark.parametrize("words", [3, 50])
+def test_labels_embeddings_and_masks_are_made_up(tmp_path, kind, words):
+    generator = torch.Generator().manual_seed(1)
+    items = [
+        {
+            "words": torch.randint(words, (4,), generator=generator),
+            "mask": (torch.arange(4) <= k % 4).to(kind),
+            "label": torch.tensor(k % CLASSES),
+        }
+        for k in range(6)
+    ]
+    (found,) = released(tmp_path, Masked(words), items)
+    by_hand, module = 0, Masked(words)
+    for item in items:
+        loss = module.training_step({key: value[None] for key, value in item.items()}, 0)
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])])
+        by_hand = by_hand + gradient * min(1, S / float(gradient.norm()))
+    assert torch.allclose(found, by_hand, atol=1e-6)
+
+
+def test_a_loss_that_made_up_records_do_not_have_runs_as_written(tmp_path):
+    class Positive(Model):
+        """Of numbers that are all above 5, which no normal ones are."""
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return F.cross_entropy(self.net((x - 5).log()), y)
+
+    records = [(6 + x.abs(), y) for x, y in rows(5)]
+    (found,) = released(tmp_path, Positive(), records, VMAP)
+    assert torch.allclose(found, sum_of_clipped(Positive(), records), atol=1e-6)
+
+
+# The training data itself
+
+
+class Neighbours(Model):
+    """Compares with all records of the data set."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.all = [data]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x + (x @ self.all[0].T).softmax(1) @ self.all[0]), y)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_step_that_holds_the_training_data_is_refused(tmp_path, part):
+    data = torch.utils.data.TensorDataset(*map(torch.stack, zip(*rows(6), strict=True)))
+    held = data.tensors[0][:2] if part else data.tensors[0]
+    loader = DataLoader(data, batch_size=2)
+    assert_refused(tmp_path, Neighbours(held), loader, "reads the training data itself")
+    other = torch.ones(2, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"holds tensors that are neither parameters nor buffers.*\(2, 4\)"):
+        fit_loudly(tmp_path / "public.jsonl", Neighbours(other), loader)
+
+
+def fit_loudly(ledger, module, loader):
+    plan = dpexp.make_plan(module, n=6, sampling="all", q=1.0, steps=1, noise_multiplier=1.0)
+    pl.Trainer(
+        accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[dpexp.PrivacyCallback(plan, ledger)],
+    ).fit(module, loader)  # fmt: skip
