@@ -44,13 +44,13 @@ def dry_run(
     """
     if example is None:
         return
-    example = example.to(module.device)
+    example, lengths = example.to(module.device), lengths_of_lists(module)
     leaves, structure = records(example.batch, 1)
     if of_examples:
         refuse_company(module, loss_of, example.batch, module.device)
     step.public = public_record(trainer)
     step.decide(loss_of, leaves, structure, later_round(trainer))
-    refuse_kept_losses(module)
+    refuse_kept_losses(module, lengths)
     if step.held:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
@@ -102,27 +102,45 @@ def later_round(trainer: pl.Trainer) -> Callable[[], AbstractContextManager]:
     return later
 
 
-def refuse_kept_losses(module: nn.Module) -> None:
+def refuse_kept_losses(module: nn.Module, lengths: dict[str, int]) -> None:
     """Refuses a step that keeps what it computes of records for a hook: there is nothing of theirs to be had outside.
+
+    Args:
+        lengths: of lists, before the step ran.
 
     Raises:
         ConfigError: names the attribute.
     """
-    hooks = ("on_train_epoch_end", "on_train_batch_end", "on_train_end")
-    used = [h for h in hooks if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
+    used = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
     if not used:
         return
+    for where, value in _collections(module):
+        values = tree_leaves([*value] if isinstance(value, set) else value)
+        kept = any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and _is_wrapped(v)) for v in values)
+        if isinstance(value, list) and not kept:  # of a step that runs as written
+            added = value[lengths.get(where, 0) :]
+            kept = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
+        if kept:
+            raise ConfigError(
+                f"model: training_step keeps numbers of records in self.{where}, and {used[0]} may read them; "
+                "records' losses are private, so that there is nothing to average: leave that out, or release "
+                "them with private metrics (metrics.release)."
+            )
+
+
+_READING = ("on_train_epoch_end", "on_train_batch_end", "on_train_end", "on_validation_epoch_end", "on_validation_end")
+
+
+def lengths_of_lists(module: nn.Module) -> dict[str, int]:
+    """Of the lists that a module's parts hold."""
+    return {where: len(value) for where, value in _collections(module) if isinstance(value, list)}
+
+
+def _collections(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, layer in module.named_modules():
         for key, value in vars(layer).items():
             if isinstance(value, list | tuple | dict | set) and not key.startswith("_"):
-                values = tree_leaves([*value] if isinstance(value, set) else value)
-                if any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and _is_wrapped(v)) for v in values):
-                    where = f"{name}.{key}" if name else key
-                    raise ConfigError(
-                        f"model: training_step keeps numbers of records in self.{where}, and {used[0]} may read them; "
-                        "records' losses are private, so that there is nothing to average: leave that out, or release "
-                        "them with private metrics (metrics.release)."
-                    )
+                yield f"{name}.{key}" if name else key, value
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
