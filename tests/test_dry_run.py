@@ -116,6 +116,10 @@ class Listing(Model):
 
 
 KEPT = {"tensor": lambda self, loss: loss.detach(), "number": lambda self, loss: loss.item()}
+AS_WRITTEN = {
+    "read number": lambda self, loss: float(loss),
+    "computed by autograd": lambda self, loss: Doubled.apply(loss).detach(),
+}
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -125,13 +129,13 @@ def test_a_list_of_losses_that_no_hook_reads_does_no_harm(tmp_path, kept):
     assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end"])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end", "on_validation_epoch_end"])
+@pytest.mark.parametrize("kept", KEPT | AS_WRITTEN)
 def test_a_list_of_losses_that_a_hook_may_read_is_refused(tmp_path, kept, hook):
     def look(self, *arguments):
         self.log("mean", sum(self.losses) / len(self.losses))
 
-    module = type("Read", (Listing,), {"kept": KEPT[kept], hook: look})()
+    module = type("Read", (Listing,), {"kept": (KEPT | AS_WRITTEN)[kept], hook: look})()
     assert_refused(tmp_path, module, rows(5), f"numbers of records in self.losses, and {hook} may read them")
 
 
