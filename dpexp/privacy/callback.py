@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dpexp.privacy.diagnostics import log_diagnostics
 from dpexp.privacy.dry_run import dry_run, tensors_of
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
+from dpexp.privacy.engine.step import TRACED
 from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.isolation.randomness import own_randomness
@@ -132,7 +134,7 @@ class PrivacyCallback(pl.Callback):
 
     @property
     def begun(self) -> bool:
-        """Whether a ledger was opened, before which nothing is released."""
+        """Whether a ledger was opened."""
         return self._ledger is not None
 
     # Before training
@@ -247,8 +249,9 @@ class PrivacyCallback(pl.Callback):
             self._metrics |= self.bounds.follow(self._engine.now, self._counts, self.completed + 1, history)
         self.completed = self._rounds.sampler.completed = self.completed + 1
         done = self.completed >= self.plan.rounds
-        due = self.completed.bit_count() == 1 or self.completed % self._reading_every == 0
-        if self.delta is not None and (due or done):
+        if self.delta is not None and (
+            done or self.completed.bit_count() == 1 or not self.completed % self._reading_every
+        ):
             self._read_epsilon(trainer)
             log_although_mute(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
@@ -317,43 +320,42 @@ class PrivacyCallback(pl.Callback):
 
         @wraps(training_step)
         def guarded_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if trainer.validating or trainer.sanity_checking:
-                return training_step(batch, *args, **kwargs)
             try:
                 return private_step(batch, *args, **kwargs)
             except StateFound as found:
                 if self.completed and self._ledger is not None:
-                    since = found.last_clean_round + 1
-                    self._ledger.not_private(f"the bound may not have held since round {since} ({found})")
+                    since = f"the bound may not have held since round {found.last_clean_round + 1}"
+                    self._ledger.not_private(f"{since} ({found})")
                 raise
 
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if trainer.validating or trainer.sanity_checking:
+                return training_step(batch, *args, **kwargs)
             if not isinstance(batch, Sample) or not self._awaited:
                 raise ConfigError(
-                    "training_step was called outside the plan's rounds, or more than once in one, as LBFGS does; each "
-                    "time would be another release."
+                    "training_step was called outside the plan's rounds, or twice in one; each would be a release."
                 )
             self._awaited = False
             assert self._rounds and self._engine
-            randomness = own_randomness(pl_module.device, self._rounds.randomness)
-            step = 0
-            with self._processes.together(), nothing_collected(), randomness, nothing_logged(trainer):
+            engine_step, rounds, step = self._engine.step, self._rounds, 0
+            with self._processes.together(), nothing_collected(), nothing_logged(trainer):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
                     return loss_in(lambda: training_step(converted(record), *args, **kwargs))
 
                 if not self._fitted:
-                    self._rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
+                    rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
-                if self._engine.step.mode is None:
-                    of_examples = self.plan.record.told() is None
-                    dry_run(self._engine.step, self._rounds.example(), trainer, pl_module, loss_of, of_examples)
-                    step = self._engine.step.digest
+                if engine_step.mode is None:
+                    dry_run(engine_step, rounds.example(), trainer, pl_module, loss_of, self.plan.record.told() is None)
+                    step = engine_step.digest
                 else:
-                    self._engine.step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
-                sample = self._process_sample(pl_module, loss_of)
-                self._engine.check_state()
+                    engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
+                draws = engine_step.mode != TRACED or engine_step.is_random or not rounds.only_rows
+                with own_randomness(pl_module.device, rounds.randomness) if draws else nullcontext():
+                    sample = self._process_sample(pl_module, loss_of)
+                    self._engine.check_state()
             with self._processes.together():
                 self._engine.finish()
             if not self._processes.alone:

@@ -183,6 +183,7 @@ class Rounds:
 
     Attributes:
         digest: of the records, where several processes have a part.
+        only_rows: nothing of the user's runs to fetch records (see `fetching.only_rows`).
 
     Raises:
         ConfigError: the loader's records cannot be sampled as the plan says, or its data set or collate_fn keeps state.
@@ -220,7 +221,7 @@ class Rounds:
             lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes, dealing
         )
         self._seeding, self.randomness = Seeding(loader.worker_init_fn), randomness
-        self._users_loader, self._units, self._only_rows = loader, units, only_rows(loader)
+        self._users_loader, self._units, self.only_rows = loader, units, only_rows(loader)
         self._loader = each_alone(loader, self.sampler, self._seeding, randomness, units)
         self._checks = Results()
         if not only_rows(loader):
@@ -267,7 +268,7 @@ class Rounds:
         last = False
         while not last:
             parts = opened(self._checks.without(next(self._chunks), self.sampler.completed + 1))
-            if not self._only_rows:
+            if not self.only_rows:
                 renew(device, self.randomness)
             chunk = self.sampler.pending.popleft()
             last = chunk.last

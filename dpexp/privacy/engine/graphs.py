@@ -212,6 +212,11 @@ class Graphs:
             return None
         return differs(known[0], self.traced(loss_of, leaves, structure, made_up, size, 3))
 
+    @property
+    def draws(self) -> bool:
+        """Whether the step draws random numbers."""
+        return any(graph.draws for graph, _ in self._graphs.values())
+
     def digest(self) -> str:
         return " ".join(sorted(graph.digest for graph, _ in self._graphs.values()))
 

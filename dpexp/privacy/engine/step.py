@@ -46,6 +46,7 @@ class Step:
         mode: decided once, before the first record: `traced`; or, as the step is written, several records under vmap,
             one at a time under vmap, or one at a time by autograd.
         reason: why the job is not traced.
+        is_random: whether the step draws random numbers, as far as is known.
         public: a batch of one public record, on which the step is tried; None: records are made up.
     """
 
@@ -65,6 +66,7 @@ class Step:
         self._training, self._alone, self._device = training, alone, device
         self.mode: str | None = None
         self.reason = ""
+        self.is_random = True
         self.public: Any = None
         self._made_up: MadeUp | None = None
         self._check: StateCheck | None = None
@@ -223,7 +225,7 @@ class Step:
             key = signature(leaves, structure)
             odd = self._graphs.settle(loss_of, leaves, structure, key, self._made_up, settings)
             if odd is None:
-                self.mode = TRACED
+                self.mode, self.is_random = TRACED, self._graphs.draws
                 return
             self.reason = f"the step is not the same each time it runs ({odd})"
         except ConfigError:

@@ -73,6 +73,12 @@ class Graph:
             return dict(zip(self.outputs, self.run(*inputs), strict=True))
 
     @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        tags = (getattr(node.target, "tags", ()) for node in self.run.graph.nodes)
+        return any(torch.Tag.nondeterministic_seeded in some for some in tags)
+
+    @property
     def text(self) -> str:
         """Equal for graphs that do the same."""
         return self.run.code
