@@ -281,8 +281,6 @@ class PrivacyCallback(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"epsilon": self.epsilon}, step=self.completed)
 
-    # Afterwards
-
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         give_back(trainer)
         self._close(pl_module)
