@@ -18,9 +18,9 @@ import dpexp
 from dpexp.accounting.ledger import Ledger, joined, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import groups
-from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.records import Microbatch, User, make_record
 from tests import audited
@@ -270,9 +270,9 @@ def each_example_clipped_alone(patch):
 
     def apart(self, loss_of, batch, size):
         def flat(leaf):
-            return leaf.flatten(0, 1).unsqueeze(1)
+            return leaf.flatten(0, 1).unsqueeze(1) if isinstance(leaf, torch.Tensor) else leaf
 
-        m = tree_leaves(batch)[0].shape[1]
+        m = next(leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         accumulate(self, loss_of, tree_map(flat, batch), size * m)
 
     patch.setattr(Engine, "accumulate", apart)

@@ -89,11 +89,12 @@ class Training:
         Raises:
             RecordError: it is not known which numbers are of which example.
         """
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        present = [leaf for leaf in leaves if leaf is not None]
+        tensors = [leaf for leaf in present if isinstance(leaf, Tensor)]
         sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
         m = sizes.pop() if len(sizes) == 1 else 0
         for rows in self._local.batches(max(m, 1)):
-            if not m or (self._local.batch_size is not None and len(tensors) < len(leaves)):
+            if not m or (self._local.batch_size is not None and len(tensors) < len(present)):
                 raise RecordError(
                     "record.local divides a user's examples into batches, so that its batch must hold tensors whose "
                     "first dimension runs over the examples, and nothing else."
