@@ -346,7 +346,7 @@ class PrivacyCallback(pl.Callback):
                     rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
                 if engine_step.mode is None:
-                    dry_run(engine_step, rounds.example(), trainer, pl_module, loss_of, self.plan.record.told() is None)
+                    dry_run(engine_step, rounds, trainer, pl_module, loss_of)
                     step = engine_step.digest
                 else:
                     engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
@@ -367,7 +367,7 @@ class PrivacyCallback(pl.Callback):
         """Clips and adds up the sample's records, or this process's part of them; returns the sample's digest."""
         assert self._ledger and self._engine and self._rounds
         engine = self._engine
-        for chunk, parts in self._rounds.sample(pl_module.device):
+        for chunk, parts in self._rounds.sample(pl_module.device, engine.step.versions):
             if chunk.first:
                 epoch = chunk.epoch + self._rounds_undone
                 self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, epoch))

@@ -35,6 +35,12 @@ _STATE = (
 )
 
 
+WRITES = (
+    "data: fetching a record changes {name}, which training_step reads, so that records would change one another; let "
+    "data sets and collate_fn leave the module alone."
+)
+
+
 @dataclass
 class Request:
     """A chunk's records.

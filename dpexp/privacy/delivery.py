@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.data_checks import Results, refuse_order
+from dpexp.privacy.checks import StateFound
+from dpexp.privacy.data_checks import WRITES, Results, refuse_order
 from dpexp.privacy.fetching import Seeding, each_alone, fetched_alone, only_rows, opened, sampled_dataset
 from dpexp.privacy.isolation.randomness import own_randomness, renew
 from dpexp.privacy.keystream import KeyStream
@@ -183,6 +184,7 @@ class Rounds:
 
     Attributes:
         digest: of the records, where several processes have a part.
+        of_examples: a record is one example, which a batch may mix with others.
         only_rows: nothing of the user's runs to fetch records (see `fetching.only_rows`).
 
     Raises:
@@ -222,6 +224,7 @@ class Rounds:
         )
         self._seeding, self.randomness = Seeding(loader.worker_init_fn), randomness
         self._users_loader, self._units, self.only_rows = loader, units, only_rows(loader)
+        self.dataset, self.of_examples = dataset, plan.record.told() is None
         self._loader = each_alone(loader, self.sampler, self._seeding, randomness, units)
         self._checks = Results()
         if not only_rows(loader):
@@ -258,16 +261,26 @@ class Rounds:
         del self.sampler.stream, self.sampler.dealing, self.randomness, self._loader
         self._seeding.key = b""
 
-    def sample(self, device: torch.device) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
+    def sample(
+        self, device: torch.device, watched: Callable[[], dict[tuple[str, int], int]] = dict
+    ) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
         """The chunks of the round under way. What the data set, or a collate_fn, did to this process's random number
         generators reaches no step on the device: they go on from other secret states.
 
+        Args:
+            watched: versions of what the step reads besides records, which fetching must not change.
+
         Raises:
-            StateFound: a record that was checked changed.
+            StateFound: a record that was checked changed, or something that is watched.
         """
         last = False
         while not last:
+            before = watched()
             parts = opened(self._checks.without(next(self._chunks), self.sampler.completed + 1))
+            after = watched()
+            for name, tensor in before:
+                if after.get((name, tensor)) != before[name, tensor]:
+                    raise StateFound(WRITES.format(name=name), self.sampler.completed)
             if not self.only_rows:
                 renew(device, self.randomness)
             chunk = self.sampler.pending.popleft()

@@ -18,39 +18,31 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company
+from dpexp.privacy.delivery import Rounds
 from dpexp.privacy.engine.chunk import records
 from dpexp.privacy.engine.questions import Unreadable
-from dpexp.privacy.engine.step import Step
-from dpexp.privacy.stacking import Records
+from dpexp.privacy.engine.step import TRACED, Step
+from dpexp.privacy.engine.traced import refuse_data
 
 
-def dry_run(
-    step: Step,
-    example: Records | None,
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    loss_of: Any,
-    of_examples: bool,
-) -> None:
-    """Finds mistakes of a step, and decides how records are processed, on made-up or public records.
-
-    Args:
-        example: a record of which shapes, types and structure are used; None: none can be fetched, and the first one
-            that can be decides.
-        of_examples: a record is one example, which a batch may mix with others.
+def dry_run(step: Step, rounds: Rounds, trainer: pl.Trainer, module: pl.LightningModule, loss_of: Any) -> None:
+    """Finds mistakes of a step, and decides how records are processed, on made-up or public records. Of the training
+    set shapes, types and structure are used; if no record of it can be fetched, the first one that can be decides.
 
     Raises:
         ConfigError: a mistake, in one sentence.
     """
+    example = rounds.example()
     if example is None:
         return
-    example, lengths = example.to(module.device), lengths_of_lists(module)
+    refuse_data(dict([*module.named_parameters(), *module.named_buffers()]), tensors_of(rounds.dataset))
+    example, kept = example.to(module.device), kept_numbers(module)
     leaves, structure = records(example.batch, 1)
-    if of_examples:
+    if rounds.of_examples:
         refuse_company(module, loss_of, example.batch, module.device)
     step.public = public_record(trainer)
     step.decide(loss_of, leaves, structure, later_round(trainer))
-    refuse_kept_losses(module, lengths)
+    refuse_kept_losses(module, kept, step.mode != TRACED)
     if step.held:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
@@ -102,11 +94,11 @@ def later_round(trainer: pl.Trainer) -> Callable[[], AbstractContextManager]:
     return later
 
 
-def refuse_kept_losses(module: nn.Module, lengths: dict[str, int]) -> None:
+def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bool) -> None:
     """Refuses a step that keeps what it computes of records for a hook: there is nothing of theirs to be had outside.
 
     Args:
-        lengths: of lists, before the step ran.
+        before: see `kept_numbers`, before the step ran; as_written: it is not traced, so that numbers may be records'.
 
     Raises:
         ConfigError: names the attribute.
@@ -114,32 +106,46 @@ def refuse_kept_losses(module: nn.Module, lengths: dict[str, int]) -> None:
     used = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
     if not used:
         return
-    for where, value in _collections(module):
+    for where, value in _attributes(module):
+        if as_written and isinstance(value, float) and before.get(where, value) != value:
+            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
+        if not isinstance(value, _COLLECTIONS):
+            continue
         values = tree_leaves([*value] if isinstance(value, set) else value)
         kept = any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and _is_wrapped(v)) for v in values)
         if isinstance(value, list) and not kept:  # of a step that runs as written
-            added = value[lengths.get(where, 0) :]
+            added = value[before.get(where, 0) :]
             kept = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
         if kept:
-            raise ConfigError(
-                f"model: training_step keeps numbers of records in self.{where}, and {used[0]} may read them; "
-                "records' losses are private, so that there is nothing to average: leave that out, or release "
-                "them with private metrics (metrics.release)."
-            )
+            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
 
 
-_READING = ("on_train_epoch_end", "on_train_batch_end", "on_train_end", "on_validation_epoch_end", "on_validation_end")
+_KEPT = (
+    "model: training_step keeps numbers of records in self.{where}, and {hook} may read them; records' losses are "
+    "private, so that there is nothing to average: leave that out, or release them with private metrics "
+    "(metrics.release)."
+)
+_READING = (
+    "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
+    "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_start",
+    "on_validation_epoch_end", "on_validation_end", "on_save_checkpoint",
+)  # fmt: skip
+_COLLECTIONS = (list, tuple, dict, set)
 
 
-def lengths_of_lists(module: nn.Module) -> dict[str, int]:
-    """Of the lists that a module's parts hold."""
-    return {where: len(value) for where, value in _collections(module) if isinstance(value, list)}
+def kept_numbers(module: nn.Module) -> dict[str, Any]:
+    """Numbers that a module's parts hold as attributes, and the lengths of lists."""
+    return {
+        where: len(value) if isinstance(value, list) else value
+        for where, value in _attributes(module)
+        if isinstance(value, list | float)
+    }
 
 
-def _collections(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, layer in module.named_modules():
         for key, value in vars(layer).items():
-            if isinstance(value, list | tuple | dict | set) and not key.startswith("_"):
+            if not key.startswith("_"):
                 yield f"{name}.{key}" if name else key, value
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.errors import ConfigError
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.made_up import MadeUp, signature
 from dpexp.privacy.engine.passes import VmapPass
@@ -44,7 +45,7 @@ class Graphs:
         self._inputs = Inputs(module)
         self._pass, self._clip, self._zeros = run_pass, clip, zeros
         self._device, self._expected, self._data = device, expected, data
-        self._graphs: dict[tuple[Hashable, int, bool], tuple[Graph, list[Any]]] = {}
+        self._graphs: dict[tuple[Hashable, int, bool], Graph] = {}
         self._refused: dict[tuple[Hashable, int, bool], Exception] = {}  # why there is no such graph
         self.held: list[str] = []
 
@@ -123,8 +124,7 @@ class Graphs:
         return odd
 
     def _prove(self, graph: Graph, leaves: list[Any], key: Hashable, made_up: MadeUp, size: int, exact: bool) -> None:
-        padding = made_up.records(leaves, size, 0)
-        other = made_up.records(leaves, size, 1)
+        some, others = made_up.records(leaves, size, 0), made_up.records(leaves, size, 1)
         self.held = check_constants(graph, self._data)
         before = [tensor.detach().clone() for tensor in self._inputs.tensors()]
         numbers = self._clip.numbers((), self._device)
@@ -144,12 +144,12 @@ class Graphs:
             return graph([*self._inputs.tensors(), numbers, counted, *rows, *_tensors(given)], self._device)
 
         constants = {name: tensor.clone() for name, tensor in graph.constants().items()}
-        prove(graph, run, padding, other)
+        prove(graph, run, some, others)
         if not all(map(torch.equal, before, self._inputs.tensors())) or not all(
             torch.equal(constants[name], tensor) for name, tensor in graph.constants().items()
         ):
             raise NotTraceable("it changes what it reads")
-        self._graphs[key, size, exact] = graph, padding
+        self._graphs[key, size, exact] = graph
 
     def add(
         self, loss_of: LossOf, leaves: list[Any], structure: Any, key: Hashable, made_up: MadeUp, size: int,
@@ -162,10 +162,12 @@ class Graphs:
         """
         of = rows_of_graph(size, self._expected)
         graph = self._graph_for(loss_of, leaves, structure, key, made_up, of, False)
-        padding = self._graphs[key, of, False][1]
+        # Rows of padding are copies of a record of the chunk, which no function refuses that takes the records.
         padded = [
-            torch.cat([leaf.detach(), pad[size:].to(leaf.device)]) if isinstance(leaf, Tensor) and size < of else leaf
-            for leaf, pad in zip(leaves, padding, strict=True)
+            torch.cat([leaf.detach(), leaf[:1].detach().expand(of - size, *leaf.shape[1:])])
+            if isinstance(leaf, Tensor) and size < of
+            else leaf
+            for leaf in leaves
         ]
         counted = torch.arange(of, device=self._device) < size
         state = random_state(self._device) if "doubtful" in graph.outputs else None
@@ -190,8 +192,8 @@ class Graphs:
         self, loss_of: LossOf, leaves: list[Any], structure: Any, key: Hashable, made_up: MadeUp, size: int, exact: bool
     ) -> Graph:
         known = self._graphs.get((key, size, exact))
-        if known is not None and known[0].forms == self._inputs.forms():
-            return known[0]
+        if known is not None and known.forms == self._inputs.forms():
+            return known
         self._graphs.pop((key, size, exact), None)
         if (key, size, exact) in self._refused:
             raise self._refused[key, size, exact]
@@ -201,6 +203,11 @@ class Graphs:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            if any(key == other for other, *_ in self._graphs):  # it is no matter of these records
+                raise ConfigError(
+                    f"model: training_step can no longer be traced for {size} records ({type(error).__name__}): it "
+                    "fails on made-up ones, perhaps since weights have diverged."
+                ) from None
             self._refused[key, size, exact] = error.with_traceback(None)
             raise
 
@@ -210,15 +217,22 @@ class Graphs:
         known = self._graphs.get((signature(leaves, structure), size, False))
         if known is None:
             return None
-        return differs(known[0], self.traced(loss_of, leaves, structure, made_up, size, 3))
+        return differs(known, self.traced(loss_of, leaves, structure, made_up, size, 3))
 
     @property
     def draws(self) -> bool:
         """Whether the step draws random numbers."""
-        return any(graph.draws for graph, _ in self._graphs.values())
+        return any(graph.draws for graph in self._graphs.values())
 
     def digest(self) -> str:
-        return " ".join(sorted(graph.digest for graph, _ in self._graphs.values()))
+        return " ".join(sorted(graph.digest for graph in self._graphs.values()))
+
+    def versions(self) -> dict[tuple[str, int], int]:
+        """Of what a step reads besides the records: another one as soon as it is written to, or another tensor."""
+        held = [*zip(self._inputs.names(), self._inputs.tensors(), strict=True)]
+        for graph in self._graphs.values():
+            held += graph.constants().items()
+        return {(name, id(tensor)): tensor._version for name, tensor in held}
 
     def forget(self) -> None:
         """What was traced is no longer what the step is."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.engine.chunk import Chunk, copied
-from dpexp.privacy.engine.passes import ONE_LOSS, backward
+from dpexp.privacy.engine.passes import ONE_LOSS, backward, no_seeds
 from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.torch_functions import Refusing
 from dpexp.privacy.given import Values
@@ -50,7 +50,7 @@ class Training:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
                 with self._having(weights):
-                    with Refusing():
+                    with no_seeds(), Refusing():
                         loss = chunk.loss_of(batch)
                     if loss.dim():
                         raise RecordError(ONE_LOSS)

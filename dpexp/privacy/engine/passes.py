@@ -2,10 +2,10 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.checkpointed import kept
+from dpexp.privacy.engine.chunk import copied
 from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.own_vmap import no_modes_inside_vmap, no_vmap_of_its_own
 from dpexp.privacy.engine.precision import full_precision
@@ -97,10 +98,18 @@ class VmapPass:
             hooks = torch.autograd.graph.disable_saved_tensors_hooks(
                 "hooks on saved tensors would see those of all records."
             )
-            with self._values.given() as values, kept(capture.met), hooks, no_vmap_of_its_own(), inside, capture:
+            with (
+                self._values.given() as values,
+                kept(capture.met),
+                hooks,
+                no_vmap_of_its_own(),
+                inside,
+                no_seeds(),
+                capture,
+            ):
                 loss = loss_of(tree_unflatten(list(leaves), structure))
             capture.refuse_changes()
-            if capture.error is not None and size > 1:
+            if capture.error is not None and (size > 1 or traced):
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
                 ) from capture.error
@@ -111,7 +120,7 @@ class VmapPass:
 
         in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in leaves))
         together = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")
-        losses, in_range, values = together(anchor, *map(_copy, leaves))
+        losses, in_range, values = together(anchor, *map(copied, leaves))
         if losses.dim() != 1:
             raise RecordError(ONE_LOSS)
         backward(losses.sum())
@@ -142,7 +151,7 @@ def gradients_of_one(
     for parameter in parameters.values():
         parameter.grad = None
     try:
-        with values.given() as given, Refusing():
+        with values.given() as given, no_seeds(), Refusing():
             loss = loss_of(one)
         if loss.dim():
             raise RecordError(ONE_LOSS)
@@ -168,18 +177,35 @@ def python_randomness() -> tuple:
     return random.getstate(), key.tobytes(), *rest  # type: ignore[attr-defined]
 
 
-def _copy(leaf: Any) -> Any:
-    """Of a tensor its numbers, which may be written to."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.clone()
 
 
+@contextmanager
+def no_seeds() -> Iterator[None]:
+    """Meanwhile the functions that seed generators refuse to; to set a state, as checkpointing does, is no seed."""
+    seeding = [(place, name, getattr(place, name)) for place, name in _SEEDING]
+    for place, name, _ in seeding:
+        setattr(place, name, _refuse_seed)
+    try:
+        yield
+    finally:
+        for place, name, function in seeding:
+            setattr(place, name, function)
+
+
+_SEEDING: tuple[tuple[Any, str], ...] = (
+    (torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed"), (np.random, "seed"),
+)  # fmt: skip
+
+
+def _refuse_seed(*_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        "model: a generator of random numbers is seeded inside training_step, so that what is drawn there is known; "
+        "leave that to dpexp, whose generators are secret."
+    )
+
+
 def _refuse_seeds(seed: int) -> None:
     if torch.default_generator.initial_seed() != seed:
-        raise ConfigError(
-            "model: PyTorch's generator is seeded inside training_step, so that what is drawn there is known; "
-            "leave that to dpexp, whose generators are secret."
-        )
+        _refuse_seed()

@@ -99,8 +99,11 @@ class Step:
         weights = {name: p.detach().to("cpu", copy=True) for name, p in self._module.named_parameters()}
         with own_state(self._device), spectral_norms_fixed(self._module):
             self._made_up, error = self._made_up_records(loss_of, leaves, structure)
-            if self._made_up is None:
-                self.mode, self.reason = VMAP, why(error) if error else "no made-up record has a finite loss"
+            if error is not None:  # which a record may have by itself, and not among others
+                self.mode, self.reason = AUTOGRAD, why(error)
+            elif self._made_up is None:
+                self._made_up = MadeUp()
+                self.mode, self.reason = VMAP, "no made-up record has a finite loss"
             elif self._training or self._alone:
                 self.mode = AUTOGRAD
             else:
@@ -151,6 +154,10 @@ class Step:
                     self._say_slowness()
         self._attributes = plain_attributes(self._module)
         self._tracing += time.perf_counter() - now
+
+    def versions(self) -> dict[tuple[str, int], int]:
+        """See `Graphs.versions`."""
+        return self._graphs.versions()
 
     def begin_round(self, t: int) -> None:
         """Before a round's records, of which a check may be due."""
@@ -296,10 +303,11 @@ class Step:
     def _made_up_records(
         self, loss_of: LossOf, leaves: list[Any], structure: Any
     ) -> tuple[MadeUp | None, Exception | None]:
-        """A way to make records up that have finite losses and gradients; else why there is none."""
+        """A way to make records up that have finite losses and gradients; else why they have none at all."""
         public = public_leaves(self.public, leaves, structure)
         below = smallest_table(loss_of, leaves, structure)
         error: Exception | None = None
+        failed = True
         for made_up in tries(below, public):
             try:
                 one = Chunk(loss_of, made_up.records(leaves, 1, 0), structure, 1).one(0)
@@ -311,7 +319,8 @@ class Step:
             else:
                 if loss.isfinite() and all(v.isfinite().all() for v in found.values()):
                     return made_up, None
-        return None, error
+                failed = False
+        return None, error if failed else None
 
     def _say_slowness(self) -> None:
         if self.mode == VMAP:

@@ -9,7 +9,8 @@ graph.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from dpexp.privacy.checks import same_bits
 from dpexp.privacy.engine.precision import full_precision
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
-_EXACT_ROWS = 8  # whose norms an exact graph computes in float64
+_LARGE = 1e4  # times a made-up record
 
 
 class NotTraceable(Exception):
@@ -229,8 +230,9 @@ def prove(
 ) -> None:
     """Shows that what a graph makes of a row depends on no other row, and that it leaves its inputs as they are.
 
-    From one random state it is run with one row counted: in a chunk as it is, and with another row replaced. That row's
-    sums, and all rows' losses, norms and flags but the replaced one's, must be the same to the last bit.
+    From one random state it is run with one row counted: in a chunk as it is, and with another row replaced, by a
+    made-up one, a large one, or NaN. That row's sums, and all rows' losses, norms and flags but the replaced one's,
+    must be the same to the last bit.
 
     Args:
         run: (leaves, counted) -> outputs, always from the same random state.
@@ -241,13 +243,14 @@ def prove(
     """
     size = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
     first, middle, last = 0, size // 2, size - 1
-    for row, replaced in {(first, middle), (middle, last), (last, first)}:
+    for row, replaced, scale in ((first, middle, 1.0), (middle, last, _LARGE), (last, first, math.nan)):
         if row == replaced:
             continue
         counted = torch.zeros(size, dtype=torch.bool)
         counted[row] = True
         changed = [
-            _with_row(a, b, replaced) if isinstance(a, Tensor) else a for a, b in zip(leaves, others, strict=True)
+            _with_row(a, b, replaced, scale) if isinstance(a, Tensor) else a
+            for a, b in zip(leaves, others, strict=True)
         ]
         before = run(leaves, counted)
         after = run(changed, counted)
@@ -262,9 +265,9 @@ def prove(
                 raise NotTraceable(f"a record's {name.partition(':')[0]} depends on another record of its batch")
 
 
-def _with_row(a: Tensor, b: Tensor, row: int) -> Tensor:
+def _with_row(a: Tensor, b: Tensor, row: int, scale: float) -> Tensor:
     changed = a.detach().clone()
-    changed[row] = b.detach()[row]
+    changed[row] = b.detach()[row] * scale if b.is_floating_point() or b.is_complex() else b.detach()[row]
     return changed.requires_grad_(a.requires_grad)
 
 
@@ -279,17 +282,25 @@ def rows_of_graph(count: int, expected: float) -> int:
     return max(step, -(-count // step) * step)
 
 
+def refuse_data(held: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        ConfigError: a tensor that a step holds is a part of the training data.
+    """
+    ranges = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in data]
+    for name, tensor in held.items():
+        if tensor.numel() and any(start <= tensor.data_ptr() < start + size for start, size in ranges):
+            raise ConfigError(
+                f"model: training_step reads the training data itself ({name}, of shape {tuple(tensor.shape)}), so "
+                "that a record would reach all others; let it use its batch alone."
+            )
+
+
 def check_constants(graph: Graph, data: Sequence[Tensor]) -> list[str]:
     """The shapes of tensors that a graph holds and that are no parameters or buffers.
 
     Raises:
         ConfigError: one is a part of the training data.
     """
-    storages = {tensor.untyped_storage().data_ptr() for tensor in data}
-    for tensor in graph.constants().values():
-        if tensor.untyped_storage().data_ptr() in storages:
-            raise ConfigError(
-                f"model: training_step reads the training data itself (a tensor of shape {tuple(tensor.shape)}), so "
-                "that a record would reach all others; let it use its batch alone."
-            )
+    refuse_data(graph.constants(), data)
     return [str(tuple(tensor.shape)) for tensor in graph.constants().values() if tensor.numel() > 1]
