@@ -48,6 +48,7 @@ class StateCheck:
 
     def before(self) -> None:
         self._saved = {name: tensor.detach().clone() for name, tensor in self._held().items()}
+        self._given = None
         self._given = self._probe()
 
     def after(self, done: int = 0) -> None:

@@ -18,7 +18,7 @@ from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.graphs import Graphs, LossOf, own_state, random_state, set_random_state
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.made_up import PLAIN, MadeUp, public_leaves, signature, smallest_table, tries
-from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one
+from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
 from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.traced import NotTraceable
 from dpexp.privacy.engine.uses import Dense
@@ -164,7 +164,8 @@ class Step:
         if self._check is not None and is_due(t):
             for parameter in self._module.parameters():
                 parameter.grad = None
-            self._check.before()
+            with suppress(Exception):  # of a made-up record that has no loss with the weights as they are
+                self._check.before()
 
     def check_state(self, t: int) -> None:
         """After a round's records.
@@ -305,7 +306,8 @@ class Step:
     ) -> tuple[MadeUp | None, Exception | None]:
         """A way to make records up that have finite losses and gradients; else why they have none at all."""
         public = public_leaves(self.public, leaves, structure)
-        below = smallest_table(loss_of, leaves, structure)
+        with own_state(self._device), no_seeds():
+            below = smallest_table(loss_of, leaves, structure)
         error: Exception | None = None
         failed = True
         for made_up in tries(below, public):
