@@ -6,9 +6,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from dpexp.privacy.isolation.kept import identical
 from torch import nn
 
-from dpexp.privacy.isolation.kept import identical
 from tests.test_branches import engine_of
 
 

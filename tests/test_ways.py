@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from dpexp.privacy.engine.ways import Way
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from dpexp.privacy.engine.ways import Way
 from dpexp.privacy.stacking import Alone
 from tests.test_branches import engine_of
 

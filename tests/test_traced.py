@@ -1,0 +1,278 @@
+"""The traced pass: graphs do what the step does, keep records apart, and refuse what they cannot prove."""
+
+import warnings
+
+import pytest
+import torch
+from reference import clipped_sums, stacked
+from test_engine import relative_error
+from torch import nn
+from torch.nn import functional as F
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.bounds import Fixed
+from dpexp.privacy.checks import StateFound
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.step import AUTOGRAD
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+
+N, S = 12, 0.1
+
+
+def engine_of(module, bound=S, n=4 * N, q=0.25, **options):
+    plan = make_plan(module, n=n, q=q, steps=9, noise_multiplier=1.0, bound=Fixed(bound), **options)
+    return Engine(plan, module, GaussianNoise(), observe=True)
+
+
+def sums_of(engine, loss_of, batch, size=N, t=0):
+    engine.start(t)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.accumulate(loss_of, batch, size)
+    return {name: total.clone() for name, total in engine._sums.items()}
+
+
+def classifier(*layers):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *layers, nn.Linear(16, 3))
+    return module, lambda one: F.cross_entropy(module(one[0]), one[1])
+
+
+def rows(count=N):
+    generator = torch.Generator().manual_seed(1)
+    return stacked((torch.randn(count, 8, generator=generator), torch.randint(3, (count,), generator=generator)))
+
+
+def test_a_graph_does_what_the_step_does_to_the_last_bit():
+    """With dropout, which draws the same numbers from the same state."""
+    module, loss_of = classifier(nn.Dropout(0.5))
+    engine, batch = engine_of(module), rows()
+    sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    state = torch.get_rng_state()
+    traced = sums_of(engine, loss_of, batch)
+    torch.set_rng_state(state)
+    engine.step.mode = "vmap"
+    written = sums_of(engine, loss_of, batch)
+    assert all(torch.equal(traced[name], written[name]) for name in traced)
+    assert any(not torch.equal(traced[name], total) for name, total in sums_of(engine, loss_of, batch).items())
+
+
+def whole_numbers(*shape):
+    """Whose products float32 holds as they are."""
+    return torch.randint(-8, 8, (1, *shape)).float()
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(256, 256, bias=False), lambda: whole_numbers(1, 256).expand(1, 2, 256)),
+    "embedding": (lambda: nn.Embedding(5000, 256), lambda: torch.full((1, 2), 7)),
+    "convolution": (
+        lambda: nn.Conv2d(256, 256, 1, bias=False),
+        lambda: whole_numbers(256, 1, 1).expand(1, 256, 1, 2),
+    ),
+}
+
+
+def cancelling(layer):
+    """A module, and records whose gradients at two positions cancel but for 2^-18."""
+    torch.manual_seed(0)
+    make, of_one = LAYERS[layer]
+    module, x = make(), of_one()
+    x = x.repeat(N, *[1] * (x.dim() - 1))
+    signs = 1024 * torch.tensor([1.0, -1 + 2**-18])
+    g = whole_numbers(256)[0]
+    g = g[:, None] * signs if "convolution" in layer else signs[:, None] * g
+    g = g.reshape(1, *module(x[:1]).shape[1:]).repeat(N, *[1] * (x.dim() - 1 + (layer == "embedding")))
+    return module, lambda one: (module(one[0]) * one[1]).sum(), (x[:, None], g)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_what_all_but_cancels_is_clipped_as_if_it_were_held(layer):
+    """Such rows go through a graph of exact norms."""
+    module, loss_of, batch = cancelling(layer)
+    found = []
+    for mode in (None, AUTOGRAD):
+        engine = engine_of(module)
+        engine.step.mode = mode
+        found.append(sums_of(engine, loss_of, batch)["weight"].double())
+        assert engine.mode == (mode or "traced"), engine.reason
+    assert found[0].norm() <= N * S * (1 + 1e-6) and found[1].norm() > 0.999 * N * S
+    assert (found[0] - found[1]).norm() < 1e-4 * N * S
+
+
+@pytest.mark.parametrize("replaced", [0, N // 2, N - 1])
+def test_a_doubtful_row_leaves_the_norms_of_others_as_they_are(replaced):
+    module, _, (x, g) = cancelling("linear")
+    plain = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    dropped = nn.Dropout(0.5)
+
+    def loss_of(one):
+        return (dropped(module(one[0])) * one[1]).sum()
+
+    engine = engine_of(module)
+    sums_of(engine, loss_of, (plain, g))
+    assert engine.mode == "traced", engine.reason
+    state, norms = torch.get_rng_state(), []
+    for odd in (plain[replaced], x[replaced]):
+        some = plain.clone()
+        some[replaced] = odd
+        torch.set_rng_state(state)
+        sums_of(engine, loss_of, (some, g))
+        norms.append(engine.observations[0]["norm/all"])
+        after = torch.get_rng_state()
+    others = torch.arange(N) != replaced
+    assert torch.equal(norms[0][others], norms[1][others]) and not torch.equal(norms[0], norms[1])
+    torch.set_rng_state(state)
+    sums_of(engine, loss_of, (plain, g))
+    assert torch.equal(torch.get_rng_state(), after)  # whether or not a row went through the exact graph
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "large", "label"])
+def test_an_odd_row_contributes_nothing_and_moves_no_other(bad):
+    module, loss_of = classifier()
+    engine, (x, y) = engine_of(module), rows()
+    sums_of(engine, loss_of, (x, y))
+    assert engine.mode == "traced", engine.reason
+    x, y = x.clone(), y.clone()
+    if bad == "label":
+        y[5] = 7
+    else:
+        x[5] = {"nan": torch.nan, "inf": torch.inf, "large": 1e30}[bad]
+    found = sums_of(engine, loss_of, (x, y))
+    keep = torch.arange(N) != 5
+    expected = clipped_sums(engine.plan, module, loss_of, (x[keep, 0], y[keep, 0]), N - 1)
+    if bad == "large":  # a finite record, clipped to S
+        assert sum(float((found[n] - expected[n]).norm()) ** 2 for n in found) ** 0.5 <= S * (1 + 1e-5)
+    else:
+        assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 5, N, 3 * N])
+def test_padding_adds_nothing(size):
+    module, loss_of = classifier()
+    engine, batch = engine_of(module, n=400, q=0.1), rows(size)
+    found = sums_of(engine, loss_of, batch, size)
+    assert engine.mode == "traced", engine.reason
+    expected = clipped_sums(engine.plan, module, loss_of, tuple(part[:, 0] for part in batch), size)
+    assert relative_error(found, expected) < 1e-5
+
+
+class Mixing(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x - x.mean(0), 0
+
+
+_count = [0.0]
+
+
+@torch.library.custom_op("dpexp_tests::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    _count[0] += 1
+    return x + _count[0]
+
+
+counting.register_autograd(lambda ctx, g: g)
+HELD = torch.zeros(4)
+
+
+def kept_in_a_view(y):
+    HELD[1:].view(3)[0].add_(1)
+    return y + HELD[1]
+
+
+def kept_through_data(y):
+    HELD.data.add_(1)
+    return y + HELD[0]
+
+
+def quantised(y):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t / t.abs().max(), lambda t: t):
+        return y.exp()
+
+
+def own_generator(y):
+    return y + torch.randn(y.shape, generator=_generator)
+
+
+_generator = torch.Generator()
+
+
+@pytest.mark.parametrize("odd", [Mixing.apply, counting, kept_in_a_view, kept_through_data, quantised, own_generator])
+def test_what_could_carry_one_record_to_another_is_not_traced(odd):
+    """It is refused, or runs as written, one record at a time, with the right sums."""
+    module, _ = classifier()
+    engine, batch = engine_of(module), rows()
+
+    def loss_of(one):
+        return F.cross_entropy(odd(module(one[0])), one[1])
+
+    try:
+        found = sums_of(engine, loss_of, batch)
+    except StateFound:
+        return
+    assert engine.mode != "traced"
+    expected = clipped_sums(engine.plan, module, loss_of, tuple(part[:, 0] for part in batch), N)
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_the_training_data_is_no_constant_of_a_graph():
+    module, _ = classifier()
+    x, y = rows()
+    plan = make_plan(module, n=4 * N, q=0.25, steps=1, noise_multiplier=1.0)
+    engine = Engine(plan, module, GaussianNoise(), data=[x])
+    with pytest.raises(ConfigError, match="reads the training data itself"):
+        sums_of(engine, lambda one: F.cross_entropy(module(one[0] - x[3:].mean(0)), one[1]), (x, y))
+
+
+def test_products_of_low_precision_make_no_norm_too_small():
+    module, loss_of = classifier()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        engine = engine_of(module, bound=1e-3)
+        for i in range(N):
+            x, y = rows()
+            found = sums_of(engine, loss_of, (x[i : i + 1], y[i : i + 1]), 1)
+            assert sum(float(total.double().square().sum()) for total in found.values()) ** 0.5 <= 1e-3
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_clip_norms_that_vary_take_the_same_graph():
+    module, loss_of = classifier()
+    engine, batch = engine_of(module, schedules={"S": {"linear": [1.0, 0.5]}}), rows()
+    lengths = []
+    for t in range(3):
+        found = sums_of(engine, loss_of, batch, t=t)
+        lengths.append(sum(float(total.square().sum()) for total in found.values()) ** 0.5)
+    assert engine.mode == "traced" and len(engine.step._graphs._graphs) == 1
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
+def test_a_buffer_that_a_hook_replaces_is_read_by_its_name():
+    module, _ = classifier()
+    module.register_buffer("shift", torch.zeros(3))
+
+    def loss_of(one):
+        return F.cross_entropy(nn.Sequential.forward(module, one[0]) + module.shift, one[1])
+
+    engine, batch = engine_of(module), rows()
+    sums_of(engine, loss_of, batch)
+    module.shift = torch.tensor([3.0, 0.0, -3.0])
+    found = sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
