@@ -65,7 +65,12 @@ class StateCheck:
         if changed:
             raise StateFound(STATE.format(what=f"{changed[0]} is changed inside training_step"), self._clean)
         for _ in range(2):  # what every second call does is found whatever their number in between
-            again = self._probe()
+            try:
+                again = self._probe()
+            except ConfigError:
+                raise
+            except Exception as error:  # of what is left behind
+                raise StateFound(STATE.format(what="training_step fails after other records"), self._clean) from error
             if len(again) != len(self._given) or not all(map(same_bits, self._given, again)):
                 raise StateFound(
                     STATE.format(what="a record's loss or gradient is another one after other records"), self._clean

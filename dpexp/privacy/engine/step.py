@@ -266,9 +266,11 @@ class Step:
         def probe() -> list[Tensor]:
             before = _random_states(self._device)
             _set_random_states(self._device, *state)
-            with spectral_norms_fixed(self._module):
-                each = [self._of_one(Chunk(loss_of, one, structure, 1), 0) for one in probed]
-            _set_random_states(self._device, *before)
+            try:
+                with spectral_norms_fixed(self._module):
+                    each = [self._of_one(Chunk(loss_of, one, structure, 1), 0) for one in probed]
+            finally:
+                _set_random_states(self._device, *before)
             return [t for one in each for t in (one.losses, *(use.dense() for use in one.of.values()))]
 
         check = StateCheck(self._module, probe)
