@@ -16,6 +16,7 @@ from dpexp.privacy.engine.traced import (
     Inputs,
     NotTraceable,
     check_constants,
+    compiling,
     differs,
     prove,
     rows_of_graph,
@@ -119,9 +120,32 @@ class Graphs:
             odd = differs(graph, again)
             graph = again
             if odd is None:
+                self._compare(graph, loss_of, leaves, structure, made_up, size)
                 self._prove(graph, leaves, key, made_up, size, False)
                 return None
         return odd
+
+    def _compare(
+        self, graph: Graph, loss_of: LossOf, leaves: list[Any], structure: Any, made_up: MadeUp, size: int
+    ) -> None:
+        """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees.
+
+        Raises:
+            NotTraceable: it is something else.
+        """
+        given = made_up.records(leaves, size, 0)
+        numbers, counted = self._clip.numbers((), self._device), torch.ones(size, dtype=torch.bool, device=self._device)
+        state = random_state(self._device)
+        found = graph([*self._inputs.tensors(), numbers, counted, *_tensors(given)], self._device)
+        set_random_state(self._device, state)
+        with compiling():
+            gradients = self._pass(loss_of, given, structure, size, traced=True)
+        with torch.no_grad():
+            seen = self._clip.add(gradients, numbers, self._zeros()) | {"loss": gradients.losses}
+        for name, value in seen.items():
+            most = float(value.abs().nan_to_num(0, 0).max())
+            if not torch.allclose(value, found[name], rtol=1e-2, atol=1e-2 * most, equal_nan=True):
+                raise NotTraceable(f"a record's {name.partition(':')[0]} is another one than without a trace")
 
     def _prove(self, graph: Graph, leaves: list[Any], key: Hashable, made_up: MadeUp, size: int, exact: bool) -> None:
         some, others = made_up.records(leaves, size, 0), made_up.records(leaves, size, 1)

@@ -24,6 +24,10 @@ from dpexp.privacy.checks import same_bits
 from dpexp.privacy.engine.precision import full_precision
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
+_OVERWRITING = {
+    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_", "zero_",
+}  # fmt: skip
 _LARGE = 1e4  # times a made-up record
 
 
@@ -123,11 +127,12 @@ def trace(
         outputs[:] = found
         return [*found.values()]
 
-    with _compiling():
+    with compiling():
         graph = proxy_tensor.make_fx(flat)(*held, *others)
     _check_writes(graph)
     _check_errors(graph)
     _simplify(graph.graph)
+    _initialise(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     _check_operators(graph)
@@ -135,7 +140,7 @@ def trace(
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
+def compiling() -> Iterator[None]:
     """`torch.compiler.is_compiling()` is true meanwhile: libraries then ask their data nothing, and go their general
     way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out."""
     with (
@@ -155,6 +160,28 @@ def _simplify(graph: fx.Graph) -> None:
             same = numbers.setdefault(f"{node.args} {node.kwargs}", node)
             if same is not node:
                 node.replace_all_uses_with(same)
+
+
+def _initialise(graph: fx.Graph) -> None:
+    """Sets memory to zero that is not overwritten at once, as where an operator's own code writes to it unseen: it
+    could hold another record."""
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    filled = False
+    for node in order:
+        if node.op != "call_function" or not _name(node.target).removeprefix("new_").startswith("empty"):
+            continue
+        first = min(node.users, key=order.__getitem__, default=None)
+        if first is not None and not (_name(first.target) in _OVERWRITING and first.args[0] is node):
+            with graph.inserting_after(node):
+                zeros = graph.call_function(torch.ops.aten.zero.default, (node,))
+            node.replace_all_uses_with(zeros, lambda use, zeros=zeros: use is not zeros)
+            filled = True
+    if filled:
+        graph.lint()
+
+
+def _name(target: Any) -> str:
+    return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
 
 
 def _check_operators(graph: fx.GraphModule) -> None:
