@@ -314,9 +314,14 @@ def refuse_data(held: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
     Raises:
         ConfigError: a tensor that a step holds is a part of the training data.
     """
-    ranges = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in data]
+    plain = [tensor.untyped_storage() for tensor in data if tensor.layout == torch.strided and not tensor.is_nested]
+    ranges = [(storage.data_ptr(), storage.nbytes()) for storage in plain]
     for name, tensor in held.items():
-        if tensor.numel() and any(start <= tensor.data_ptr() < start + size for start, size in ranges):
+        if (
+            tensor.layout == torch.strided
+            and tensor.numel()
+            and any(start <= tensor.data_ptr() < start + size for start, size in ranges)
+        ):
             raise ConfigError(
                 f"model: training_step reads the training data itself ({name}, of shape {tuple(tensor.shape)}), so "
                 "that a record would reach all others; let it use its batch alone."
