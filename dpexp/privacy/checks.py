@@ -5,6 +5,7 @@ other records are processed, and nothing that a checkpoint saves may change mean
 is not set back: the job is refused, or stops before the round's release.
 """
 
+import hashlib
 from collections.abc import Callable
 
 import torch
@@ -84,6 +85,12 @@ class StateCheck:
 def is_due(completed: int) -> bool:
     """Whether the round after so many is checked."""
     return completed < FIRST or completed % RARELY == 0
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Of its shape, type and bits: to compare what is too large to be held twice."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return hashlib.blake2b(plain.numpy().data, key=f"{tensor.dtype}{tuple(tensor.shape)}".encode()[:64]).digest()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

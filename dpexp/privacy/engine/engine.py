@@ -131,7 +131,7 @@ class Engine:
                 "the private gradient in on_before_optimizer_step instead."
             )
         self.now = self._bounds.now(self.plan.at(t)) if self._bounds else self.plan.at(t)
-        self._sums = {name: self._zeros(name) for name in self._names}
+        self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
         self.observations = []
         self._round = t
         self.step.begin_round(t)
@@ -221,7 +221,8 @@ class Engine:
         for group in self.now.groups:
             ledger.query(group.query())
         ledger.commit()
-        released = {name: self._sums[name] for _, _, name in by_parameter(self.now.groups)}
+        names = [name for _, _, name in by_parameter(self.now.groups)]
+        released = {name: self._sums[name] if name in self._sums else self._zeros(name) for name in names}
         self._sums = {}
         self._processes.add_up(released)
         if self._processes.first:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import same_bits
+from dpexp.privacy.checks import digest, same_bits
 from dpexp.privacy.engine.precision import full_precision
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
@@ -279,17 +279,16 @@ def prove(
             _with_row(a, b, replaced, scale) if isinstance(a, Tensor) else a
             for a, b in zip(leaves, others, strict=True)
         ]
-        before = run(leaves, counted)
-        after = run(changed, counted)
-        for name, value in before.items():
-            kept = slice(None)
-            if not name.startswith("sum:"):
-                kept = torch.arange(size, device=value.device) != replaced  # type: ignore[assignment]
-                value, other = value[..., kept], after[name][..., kept]
-            else:
-                other = after[name]
-            if not same_bits(value, other):
-                raise NotTraceable(f"a record's {name.partition(':')[0]} depends on another record of its batch")
+        before, after = (
+            {
+                name: digest(value if name.startswith("sum:") else value[..., torch.arange(size) != replaced])
+                for name, value in run(some, counted).items()
+            }
+            for some in (leaves, changed)
+        )
+        odd = next((name for name in before if before[name] != after[name]), None)
+        if odd is not None:
+            raise NotTraceable(f"a record's {odd.partition(':')[0]} depends on another record of its batch")
 
 
 def _with_row(a: Tensor, b: Tensor, row: int, scale: float) -> Tensor:
