@@ -108,9 +108,6 @@ class Graph:
         return found
 
 
-Pass = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor | None, list[Any]], dict[str, Tensor]]
-
-
 def trace(
     run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequence[Tensor], device: torch.device
 ) -> Graph:
