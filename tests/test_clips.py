@@ -139,9 +139,10 @@ def test_no_vector_contributes_more_than_s(clip, dtype, numbers, S):
     use = Dense(v.clone())
     found = use.squared_norms().sqrt()
     c = clip_factors(clip, found, number(S), dtype)
-    use.zero(~found.isfinite())
     total = torch.zeros(len(numbers), dtype=dtype)
-    use.add_weighted_sum(c, total)
+    if found.isfinite().all():  # else the engine replaces the record
+        use.add_weighted_sum(c, total)
+    assert found.isfinite().all() or c.item() == 0
     assert total.isfinite().all()
     square = sum(Fraction(number) ** 2 for number in total.tolist())
     # A coordinate that falls among the subnormals may be rounded up by half the smallest number.
@@ -210,9 +211,10 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
                 warnings.simplefilter("ignore")
                 engine.accumulate(lambda one: module(one).square().sum(), rows, len(rows))
             sums.append({name: total.clone() for name, total in engine._sums.items()})
+        some, others = sums
         for group in engine.now.groups:
             moved = [
-                (sums[0][name] - sums[1][name]).flatten() / alpha
+                (some.get(name, torch.zeros(1)) - others.get(name, torch.zeros(1))).flatten() / alpha
                 for vector, alpha in zip(group.vectors, group.alphas, strict=True)
                 for name in vector.parameters
             ]

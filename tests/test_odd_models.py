@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.engine.step import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -466,8 +467,18 @@ def compiled(function):
     return torch.compile(function, backend="eager")
 
 
+@pytest.mark.parametrize("mode", [None, "vmap", "one at a time", "one at a time by autograd"])
 @pytest.mark.parametrize("physical", [1, 5])
-def test_parameters_of_compiled_functions_are_trained(tmp_path, physical):
+def test_parameters_of_compiled_functions_are_trained(tmp_path, physical, mode, monkeypatch):
+    """Traced, and as they are written."""
+    decide = Step.decide
+
+    def decided(step, *args):
+        decide(step, *args)
+        assert step.mode == "traced"
+        step.mode = mode or step.mode
+
+    monkeypatch.setattr(Step, "decide", decided)
     (released,), _ = trained(tmp_path, Shifted(compiled), rows(5), callback={"physical_batch": physical})
     assert torch.allclose(released, sum_of_clipped(Shifted(lambda function: function), rows(5)), atol=1e-6)
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from dpexp.errors import ConfigError
 from dpexp.privacy.company import refuse_company
 from dpexp.privacy.delivery import Rounds
-from dpexp.privacy.engine.chunk import records
+from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.questions import Unreadable
 from dpexp.privacy.engine.step import TRACED, Step
 from dpexp.privacy.engine.traced import refuse_data
@@ -37,11 +37,10 @@ def dry_run(step: Step, rounds: Rounds, trainer: pl.Trainer, module: pl.Lightnin
         return
     refuse_data(dict([*module.named_parameters(), *module.named_buffers()]), tensors_of(rounds.dataset))
     example, kept = example.to(module.device), kept_numbers(module)
-    leaves, structure = records(example.batch, 1)
     if rounds.of_examples:
         refuse_company(module, loss_of, example.batch, module.device)
     step.public = public_record(trainer)
-    step.decide(loss_of, leaves, structure, later_round(trainer))
+    step.decide(Chunk.of(loss_of, example.batch, 1), later_round(trainer))
     refuse_kept_losses(module, kept, step.mode != TRACED)
     if step.held:
         warnings.warn(

@@ -115,22 +115,16 @@ class GroupMechanism:
         """Adds the chunk's sum of c_i v^i to each parameter's sum, in place, and drops the gradients.
 
         Args:
-            counted: [B], which rows are records; None: all. Others, and those whose norm is not finite, add exactly 0.
+            found: norms that are all finite; counted: [B], which rows are records; None: all. Others add exactly 0.
         """
-        kept = torch.isfinite(found.norms)
-        to_zero = counted is not None or kept.is_cuda or not kept.all()  # on a GPU, asking would wait for it
-        if counted is not None:
-            kept = kept & counted
         factors: dict[torch.dtype, Tensor] = {}
         while found.parts:
             part = found.parts.pop()
             totals = [sums[name] for name in part.names]
             dtype = totals[0].dtype
-            if to_zero:
-                part.gradient.zero(~kept)
             if dtype not in factors:
                 c = clip_factors(self.group.clip, found.norms, S, dtype)
-                factors[dtype] = torch.where(kept, c, 0) if to_zero else c
+                factors[dtype] = c if counted is None else torch.where(counted, c, 0)
             c = factors[dtype].double() if found.in_float64 else factors[dtype]
             if len(totals) == 1 and not found.in_float64:
                 part.gradient.add_weighted_sum(c, totals[0])

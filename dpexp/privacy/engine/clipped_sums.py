@@ -47,7 +47,8 @@ class ClippedSums:
     ) -> dict[str, Tensor]:
         """Adds the clipped gradients of a chunk to `sums`, in place.
 
-        A row whose norm is doubtful (`ScaledNorms.doubtful`) adds nothing, unless it is asked for.
+        A row whose norm is doubtful (`ScaledNorms.doubtful`) adds nothing, unless it is asked for. Rows whose norm is
+        not finite make the sums useless: whoever calls replaces them.
 
         Args:
             numbers: see `numbers`; counted: [B], which rows are records.
@@ -55,7 +56,7 @@ class ClippedSums:
                 in float64.
 
         Returns:
-            `norm:group` [B] for each group, `doubtful` [B] if any can be.
+            `norm:group` [B] for each group, `finite` [B], whether all of them are; `doubtful` [B] if any can be.
         """
         S, _ = self._split(numbers)
         found, outputs = self._norms(gradients, numbers)
@@ -69,16 +70,19 @@ class ClippedSums:
             self._add(found, S, sums, counted & ~doubtful)
         return outputs
 
-    def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same outside of a graph, for all rows, the doubtful ones included."""
+    def add(
+        self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The same outside of a graph, doubtful rows included; nothing is added if a norm is not finite."""
         S, _ = self._split(numbers)
         found, outputs = self._norms(gradients, numbers)
-        counted = None if bool(gradients.in_range.all()) else gradients.in_range
+        if not bool(outputs["finite"].all()):
+            return outputs
+        counted = gradients.in_range if counted is None else counted & gradients.in_range
         doubtful = outputs.pop("doubtful", None)
-        if doubtful is not None and bool((doubtful := doubtful & gradients.in_range).any()):
-            rows = doubtful.nonzero()[:, 0]
-            self._add(self._exact(found, S, gradients, rows), S, sums, None)
-            counted = gradients.in_range & ~doubtful
+        if doubtful is not None and bool((doubtful := doubtful & counted).any()):
+            self._add(self._exact(found, S, gradients, doubtful.nonzero()[:, 0]), S, sums, None)
+            counted = counted & ~doubtful
         self._add(found, S, sums, counted)
         return outputs
 
@@ -92,10 +96,13 @@ class ClippedSums:
         outputs = {
             f"norm:{m.group.name}": f.norms for m, f in zip(self._mechanisms, found, strict=True) if f is not None
         }
-        shares = [norms.doubtful.amax(0) for norms in found if norms is not None and norms.doubtful is not None]
+        together = torch.zeros_like(gradients.losses, dtype=torch.float64)
+        for norms in outputs.values():
+            together = together + norms
+        shares = [one.doubtful.amax(0) for one in found if one is not None and one.doubtful is not None]
         if shares:
             outputs["doubtful"] = torch.stack(shares).amax(0) > 0
-        return found, outputs
+        return found, outputs | {"finite": together < torch.inf}
 
     def _exact(
         self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: Gradients, rows: Tensor

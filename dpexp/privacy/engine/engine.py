@@ -11,14 +11,13 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import Bounds
 from dpexp.privacy.correlated import CorrelatedNoise
-from dpexp.privacy.engine.chunk import Chunk, records
+from dpexp.privacy.engine.chunk import Chunk, LossOf
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.graphs import Graphs, LossOf
+from dpexp.privacy.engine.graphs import Graphs
 from dpexp.privacy.engine.local import Training
-from dpexp.privacy.engine.passes import Gradients, VmapPass
-from dpexp.privacy.engine.precision import full_precision
-from dpexp.privacy.engine.step import NOT_OF_A_RECORD, TRACED, Step
-from dpexp.privacy.engine.whole import WholeNoise, add_whole
+from dpexp.privacy.engine.passes import VmapPass
+from dpexp.privacy.engine.step import TRACED, Step
+from dpexp.privacy.engine.whole import WholeNoise, WholeSums
 from dpexp.privacy.given import Values
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.mechanism import add_noise, by_parameter
@@ -79,7 +78,7 @@ class Engine:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         joint = self._bounds is not None and self._bounds.joint
-        self._clip = ClippedSums(plan.groups, joint, self._values.dtype)
+        self._clip = (WholeSums if plan.exact else ClippedSums)(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
         run_pass = VmapPass(module, self._parameters, self._values)
         graphs = Graphs(
@@ -89,7 +88,9 @@ class Engine:
         local = plan.record.local
         training = Training(module, self._parameters, self._values, local) if local else None
         # With discrete noise, what is rounded otherwise among others may be another integer.
-        self.step = Step(module, self._parameters, self._values, graphs, run_pass, training, plan.exact, self._device)
+        self.step = Step(
+            module, self._parameters, self._values, graphs, run_pass, self._clip, training, plan.exact, self._device
+        )  # fmt: skip
         self._round = 0
         self._succeeded = False
         self._contributed = False  # a record has, in some process
@@ -148,32 +149,15 @@ class Engine:
         Raises:
             ConfigError: the batch cannot be split into records, or a parameter changed.
         """
-        leaves, structure = records(batch, size)
-        chunk = Chunk(loss_of, leaves, structure, size)
+        chunk = Chunk.of(loss_of, batch, size)
         for parameter in self._module.parameters():
             parameter.grad = None
         if self.step.mode is None:
-            self.step.decide(loss_of, leaves, structure)
+            self.step.decide(chunk)
         with spectral_norms_fixed(self._module):
-            if self.step.mode == TRACED:
-                return self._run_graph(chunk)
-            for found in self.step.gradients(chunk):
-                self.fail(1, found) if isinstance(found, Exception) else self._clip_and_add(found)
-
-    def _run_graph(self, chunk: Chunk) -> None:
-        """If PyTorch refuses the records, each by itself, so that it may refuse one of them alone."""
-        numbers = self._clip.numbers(self.now.groups, self._device)
-        try:
-            found = self.step.run_graph(chunk, numbers, self._sums)
-        except NOT_OF_A_RECORD:
-            raise
-        except Exception as error:
-            if chunk.size == 1:
-                return self.fail(1, error)
-            for i in range(chunk.size):
-                self._run_graph(Chunk(chunk.loss_of, chunk.row(i), chunk.structure, 1))
-        else:
-            self._note(found, chunk.size)
+            numbers = self._clip.numbers(self.now.groups, self._device)
+            for found in self.step.add(chunk, numbers, self._sums):
+                self.fail(1, found) if isinstance(found, Exception) else self._note(found)
 
     def fail(self, count: int, reason: Exception) -> None:
         """Notes records that contribute nothing, because they could not even be fetched, or have no loss.
@@ -256,31 +240,21 @@ class Engine:
         device, dtype = (torch.device("cpu"), torch.int64) if self._whole else self._kind(name)
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def _note(self, found: dict[str, Tensor], size: int) -> None:
+    def _note(self, found: dict[str, Tensor]) -> None:
+        size = len(found["loss"])
         failed = int((~found["in_range"]).sum())
         self._succeeded = self._succeeded or failed < size
         if failed:
             self.fail(failed, RecordError("an index or a label is out of range."))
-        norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
-        for name, value in norms.items():
-            if size > 1 and not value.is_cuda and "finite" not in self._said and not value.isfinite().any():
-                self._said.add("finite")
-                warnings.warn(
-                    f"group {name.removeprefix('norm/')}: no vector of a whole chunk of records is finite; they "
-                    "contribute nothing, and what is released is noise."
-                )
+        if size > 1 and "finite" not in self._said and not bool(found["finite"].any()):
+            self._said.add("finite")
+            warnings.warn(
+                "no vector of a whole chunk of records is finite; they contribute nothing, and what is released is "
+                "noise."
+            )
         if self.observe:
+            norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
             self.observations.append({"loss": found["loss"], **norms})
-
-    def _clip_and_add(self, gradients: Gradients) -> None:
-        size = len(gradients.losses)
-        with full_precision(gradients.losses.device), torch.no_grad():
-            if self._whole:
-                found = add_whole(self.now.groups, gradients.of, self._sums)
-            else:
-                numbers = self._clip.numbers(self.now.groups, self._device)
-                found = self._clip.add(gradients, numbers, self._sums)
-        self._note(found | {"loss": gradients.losses, "in_range": gradients.in_range}, size)
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:

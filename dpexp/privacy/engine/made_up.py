@@ -4,34 +4,17 @@ Of private records only shapes, types and structure are used.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_unflatten
 
 from dpexp.privacy.batches import flattened
+from dpexp.privacy.engine.chunk import Chunk, laid_out
 from dpexp.privacy.engine.index_range import sizes_met
-
-PLAIN = (str, int, float, bool, bytes, type(None))
-
-
-def signature(leaves: list[Any], structure: Any) -> Hashable:
-    """Equal for records of equal shapes, types and structure, which hold the same besides tensors; one that equals no
-    other where what they hold cannot be compared."""
-    try:
-        return (repr(structure), *map(_signature, leaves))
-    except Exception:  # of a key's own, say
-        return object()
-
-
-def _signature(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return type(leaf), leaf.dtype, leaf.shape[1:], leaf.stride()[1:], leaf.requires_grad
-    return (type(leaf), repr(leaf)) if type(leaf) in PLAIN else object()
 
 
 @dataclass
@@ -49,15 +32,16 @@ class MadeUp:
     below: int = 2
     public: list[Any] | None = None
 
-    def records(self, leaves: list[Any], size: int, seed: int) -> list[Any]:
-        """Leaves of `size` records that look like those of `leaves`, all different."""
+    def records(self, chunk: Chunk, size: int, seed: int) -> Chunk:
+        """`size` records that look like those of a chunk, all different."""
         generator = torch.Generator().manual_seed(seed)
-        return [
+        leaves = [
             self._made_up(leaf, size, generator, self.public[k] if self.public else None)
             if isinstance(leaf, Tensor)
             else leaf
-            for k, leaf in enumerate(leaves)
+            for k, leaf in enumerate(chunk.leaves)
         ]
+        return replace(chunk, leaves=leaves, size=size)
 
     def _made_up(self, like: Tensor, size: int, generator: torch.Generator, public: Tensor | None) -> Tensor:
         shape = (size, *like.shape[1:])
@@ -79,10 +63,7 @@ class MadeUp:
             made = torch.zeros(shape)
         else:
             made = torch.randint(max(1, self.below), shape, generator=generator)
-        made = made.to(like.device, like.dtype)
-        if made.stride()[1:] != like.stride()[1:]:
-            made = _laid_out(made, like)
-        return made.requires_grad_(like.requires_grad)
+        return laid_out(made.to(like.device, like.dtype), like).requires_grad_(like.requires_grad)
 
 
 def tries(below: int, public: list[Any] | None) -> Iterator[MadeUp]:
@@ -93,14 +74,13 @@ def tries(below: int, public: list[Any] | None) -> Iterator[MadeUp]:
     yield from (MadeUp(a, b, below) for b, a in itertools.product(integers, floats))
 
 
-def smallest_table(run: Callable[[Any], Any], leaves: list[Any], structure: Any) -> int:
+def smallest_table(chunk: Chunk) -> int:
     """The size of the smallest table, or number of classes, that indices meet while one made-up record of zeros is
     processed; 2 if they meet none."""
     seen = _TablesSeen()
-    one = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in MadeUp(integers="zeros").records(leaves, 1, 0)]
     try:
         with seen, torch.no_grad():
-            run(tree_unflatten(one, structure))
+            chunk.loss_of(MadeUp(integers="zeros").records(chunk, 1, 0).one(0))
     except Exception:
         pass  # what is wrong with it is said when records are tried
     return min(seen.sizes, default=2)
@@ -121,24 +101,15 @@ class _TablesSeen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def public_leaves(public: Any, leaves: list[Any], structure: Any) -> list[Any] | None:
+def public_leaves(public: Any, chunk: Chunk) -> list[Any] | None:
     """The leaves of a batch of one public record, if it is of the same structure and types as the records."""
     if public is None:
         return None
-    found, its_structure = flattened(public)
-    if its_structure != structure or len(found) != len(leaves):
+    found, structure = flattened(public)
+    if structure != chunk.structure or len(found) != len(chunk.leaves):
         return None
     alike = all(
         isinstance(a, Tensor) and a.dtype == b.dtype and a.dim() + 1 == b.dim() if isinstance(b, Tensor) else True
-        for a, b in zip(found, leaves, strict=True)
+        for a, b in zip(found, chunk.leaves, strict=True)
     )
     return [a[None] if isinstance(a, Tensor) else a for a in found] if alike else None
-
-
-def _laid_out(made: Tensor, like: Tensor) -> Tensor:
-    """In memory as a record is."""
-    try:
-        laid = made.new_empty_strided(made.shape, (max(made[0].numel(), 1), *like.stride()[1:]))
-        return laid.copy_(made) if 0 not in laid.stride()[1:] else made
-    except RuntimeError:
-        return made

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.checkpointed import kept
-from dpexp.privacy.engine.chunk import copied
+from dpexp.privacy.engine.chunk import Chunk, LossOf, copied
 from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.own_vmap import no_modes_inside_vmap, no_vmap_of_its_own
 from dpexp.privacy.engine.precision import full_precision
@@ -68,19 +68,16 @@ class VmapPass:
         self._parameters = parameters
         self._values = values
 
-    def __call__(
-        self, loss_of: Callable[[Any], Tensor], leaves: list[Any], structure: Any, size: int, traced: bool = False
-    ) -> Gradients:
+    def __call__(self, chunk: Chunk, traced: bool = False) -> Gradients:
         """
         Args:
-            loss_of: the loss of one record, as a scalar.
-            leaves: of the batch, tensors [size, ...] or values that are the same for all; structure: of the batch.
             traced: on made-up records, of which a graph is made; no question about a record's data is answered then,
                 and torch's own modes, which make the graph, may run inside.
 
         Raises:
             Exception: they cannot be processed together.
         """
+        size = chunk.size
         uses: dict[int, list[Use]] = defaultdict(list)
 
         def record(parameter: Tensor, use: Use) -> None:
@@ -107,7 +104,7 @@ class VmapPass:
                 no_seeds(),
                 capture,
             ):
-                loss = loss_of(tree_unflatten(list(leaves), structure))
+                loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             capture.refuse_changes()
             if capture.error is not None and (size > 1 or traced):
                 raise RuntimeError(
@@ -118,9 +115,10 @@ class VmapPass:
                 in_range = in_range & one
             return loss, in_range, values()
 
-        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in leaves))
+        in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
         together = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")
-        losses, in_range, values = together(anchor, *map(copied, leaves))
+        with torch.compiler.set_stance("force_eager"):  # in compiled functions, uses of parameters would not be seen
+            losses, in_range, values = together(anchor, *map(copied, chunk.leaves))
         if losses.dim() != 1:
             raise RecordError(ONE_LOSS)
         backward(losses.sum())
@@ -139,7 +137,7 @@ class VmapPass:
 
 
 def gradients_of_one(
-    loss_of: Callable[[Any], Tensor], one: Any, parameters: dict[str, Tensor], values: Values
+    loss_of: LossOf, one: Any, parameters: dict[str, Tensor], values: Values
 ) -> tuple[dict[str, Tensor], Tensor]:
     """A record's gradients with respect to the parameters that it reaches, by ordinary autograd, the values that it
     gave for release, and its loss.

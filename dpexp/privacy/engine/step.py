@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due, same_bits
-from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.graphs import Graphs, LossOf, own_state, random_state, set_random_state
+from dpexp.privacy.engine.chunk import PLAIN, Chunk, LossOf
+from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_random_state
 from dpexp.privacy.engine.local import Training
-from dpexp.privacy.engine.made_up import PLAIN, MadeUp, public_leaves, signature, smallest_table, tries
+from dpexp.privacy.engine.made_up import MadeUp, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
+from dpexp.privacy.engine.precision import full_precision
 from dpexp.privacy.engine.slowness import why
 from dpexp.privacy.engine.traced import NotTraceable
 from dpexp.privacy.engine.uses import Dense
@@ -57,12 +60,13 @@ class Step:
         values: Values,
         graphs: Graphs,
         run_pass: VmapPass,
+        clip: ClippedSums,
         training: Training | None,
         alone: bool,
         device: torch.device,
     ) -> None:
         self._module, self._parameters, self._values = module, parameters, values
-        self._graphs, self._pass = graphs, run_pass
+        self._graphs, self._pass, self._clip = graphs, run_pass, clip
         self._training, self._alone, self._device = training, alone, device
         self.mode: str | None = None
         self.reason = ""
@@ -70,7 +74,7 @@ class Step:
         self.public: Any = None
         self._made_up: MadeUp | None = None
         self._check: StateCheck | None = None
-        self._template: tuple[list[Any], Any, _Settings] | None = None  # a made-up record; settings of a later round
+        self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
         self._attributes: list[Any] = []
         self._asked, self._changes, self._tracing, self._began = 1, 0, 0.0, time.perf_counter()
 
@@ -85,11 +89,11 @@ class Step:
         said = f"{self.mode} {self._graphs.digest()}"
         return int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "big")
 
-    def decide(self, loss_of: LossOf, leaves: list[Any], structure: Any, settings: _Settings = nullcontext) -> None:
+    def decide(self, chunk: Chunk, settings: _Settings = nullcontext) -> None:
         """Decides for the whole job, on made-up records that look like these, what `mode` is.
 
         Args:
-            leaves: [size, ...] of which shapes and types alone are used.
+            chunk: of which shapes and types alone are used.
             settings: under which the step must be the same to be traced, as another round's.
 
         Raises:
@@ -98,21 +102,20 @@ class Step:
         """
         weights = {name: p.detach().to("cpu", copy=True) for name, p in self._module.named_parameters()}
         with own_state(self._device), spectral_norms_fixed(self._module):
-            self._made_up, error = self._made_up_records(loss_of, leaves, structure)
+            made_up, error = self._made_up_records(chunk)
+            self._made_up = made_up or MadeUp()
             if error is not None:  # which a record may have by itself, and not among others
                 self.mode, self.reason = AUTOGRAD, why(error)
-            elif self._made_up is None:
-                self._made_up = MadeUp()
+            elif made_up is None:
                 self.mode, self.reason = VMAP, "no made-up record has a finite loss"
             elif self._training or self._alone:
                 self.mode = AUTOGRAD
             else:
-                self._trace(loss_of, leaves, structure, settings)
-                few = [leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                self._template = self._made_up.records(few, 1, 0), structure, settings
+                self._trace(chunk, settings)
+                self._template = made_up.records(chunk.row(0), 1, 0), settings
                 self._attributes = plain_attributes(self._module)
-            if self._made_up is not None and self.mode != TRACED:
-                self._try_state(loss_of, leaves, structure)
+            if error is None and self.mode != TRACED:
+                self._try_state(chunk)
         for name, parameter in self._module.named_parameters():
             if name in weights and not same_bits(weights[name], parameter.cpu()):
                 raise StateFound(STATE.format(what=f"{name} is changed inside training_step"))
@@ -132,13 +135,13 @@ class Step:
         due = (epoch_begins or self._asked.bit_count() == 1) and self._tracing < _TRACING * (now - self._began)
         if not due and plain_attributes(self._module) == self._attributes:
             return
-        leaves, structure, settings = self._template
+        chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
         assert self._made_up
         for parameter in self._parameters.values():
             parameter.grad = None
         with own_state(self._device), spectral_norms_fixed(self._module):
             try:
-                odd = self._graphs.changed(loss_of, leaves, structure, self._made_up)
+                odd = self._graphs.changed(chunk, self._made_up)
             except ConfigError:
                 raise
             except Exception as error:
@@ -146,11 +149,11 @@ class Step:
             if odd is not None:
                 self._changes += 1
                 self._graphs.forget()
-                self._trace(loss_of, leaves, structure, settings)
+                self._trace(chunk, settings)
                 if self._changes > _CHANGES and self.mode == TRACED:
                     self.mode, self.reason = VMAP, f"hooks change the step time and again ({odd})"
                 if self.mode != TRACED:
-                    self._try_state(loss_of, leaves, structure)
+                    self._try_state(chunk)
                     self._say_slowness()
         self._attributes = plain_attributes(self._module)
         self._tracing += time.perf_counter() - now
@@ -176,50 +179,53 @@ class Step:
         if self._check is not None:
             self._check.after(t)
 
-    def run_graph(self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Adds a chunk of a traced job to `sums`; see `Graphs.add`.
+    def add(self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]) -> Iterator[dict[str, Tensor] | Exception]:
+        """Adds the clipped vectors of a chunk's records to `sums`, of all together, or of one after the other; gives
+        what is found of each, or an error in place of a record's that has no loss.
+
+        Args:
+            numbers: see `ClippedSums`.
 
         Raises:
-            ConfigError: there is no graph that is proved for their number.
-            Exception: PyTorch refuses the records, and none was added.
+            ConfigError: there is no graph that is proved for their number, or the step keeps state.
         """
-        assert self._made_up
-        key = signature(chunk.leaves, chunk.structure)
-        try:
-            return self._graphs.add(
-                chunk.loss_of, chunk.leaves, chunk.structure, key, self._made_up, chunk.size, numbers, sums
-            )
-        except NotTraceable as error:
-            raise ConfigError(
-                f"model: training_step cannot be traced for {chunk.size} records of this round, of another shape or "
-                f"number than those before ({error}); make all records of one shape."
-            ) from None
-
-    def gradients(self, chunk: Chunk) -> Iterator[Gradients | Exception]:
-        """Of a chunk's records as the step is written: of all together, or of one after the other; an error in place of
-        a record's that has none."""
-        if self.mode == VMAP:
+        if self.mode in (TRACED, VMAP):
             try:
-                yield self._pass(chunk.loss_of, chunk.leaves, chunk.structure, chunk.size)
+                if self.mode == TRACED:
+                    assert self._made_up
+                    yield self._graphs.add(chunk, self._made_up, numbers, sums)
+                else:
+                    yield self._add_together(chunk, numbers, sums)
                 return
+            except NotTraceable as error:
+                raise ConfigError(
+                    f"model: training_step cannot be traced for {chunk.size} records of this round, of another shape "
+                    f"or number than those before ({error}); make all records of one shape."
+                ) from None
             except NOT_OF_A_RECORD:
                 raise
-            except Exception as error:
+            except Exception as error:  # of one of them
                 if chunk.size == 1:
                     yield error
                     return
         for i in range(chunk.size):
+            if self.mode == TRACED:
+                yield from self.add(chunk.row(i), numbers, sums)
+                continue
             try:
-                found: Gradients | Exception = self._of_one(chunk, i)
+                gradients = self.of_one(chunk, i)
             except NOT_OF_A_RECORD:
                 raise
             except Exception as error:
-                found = error
-            yield found
+                yield error
+            else:
+                with torch.no_grad(), full_precision(self._device):
+                    yield self._clip.add(gradients, numbers, sums) | _flags(gradients)
 
-    def _of_one(self, chunk: Chunk, i: int) -> Gradients:
-        if self.mode != AUTOGRAD:
-            return self._pass(chunk.loss_of, chunk.row(i), chunk.structure, 1)
+    def of_one(self, chunk: Chunk, i: int) -> Gradients:
+        """A record's gradients as the step is written."""
+        if self.mode not in (AUTOGRAD, TRACED):
+            return self._pass(chunk.row(i))
         if self._training:
             found, loss = self._training.one(chunk, i)
         else:
@@ -227,11 +233,28 @@ class Step:
         dense: Any = {n: Dense(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()}
         return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
-    def _trace(self, loss_of: LossOf, leaves: list[Any], structure: Any, settings: _Settings) -> None:
+    def _add_together(self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As `Graphs.add` does, of the step as it is written."""
+        state = random_state(self._device)
+        gradients = self._pass(chunk)
+        with torch.no_grad(), full_precision(self._device):
+            found = self._clip.add(gradients, numbers, sums) | _flags(gradients)
+        finite = found["finite"]
+        usual = (finite & found["in_range"]).nonzero()[:, 0]
+        if bool(finite.all()) or not len(usual):
+            return found
+        index = torch.arange(chunk.size, device=self._device)
+        set_random_state(self._device, state)
+        gradients = self._pass(chunk.rows(torch.where(finite, index, usual[0])))
+        with torch.no_grad(), full_precision(self._device):
+            if not bool(self._clip.add(gradients, numbers, sums, finite)["finite"].all()):
+                raise StateFound("model: training_step gives a record another loss when it runs again.")
+        return found
+
+    def _trace(self, chunk: Chunk, settings: _Settings) -> None:
         assert self._made_up
         try:
-            key = signature(leaves, structure)
-            odd = self._graphs.settle(loss_of, leaves, structure, key, self._made_up, settings)
+            odd = self._graphs.settle(chunk, self._made_up, settings)
             if odd is None:
                 self.mode, self.is_random = TRACED, self._graphs.draws
                 return
@@ -242,7 +265,7 @@ class Step:
             self.reason = why(caught)
         for mode, size in ((VMAP, 2), (SINGLE, 1)):
             try:
-                self._pass(loss_of, self._made_up.records(leaves, size, 0), structure, size)
+                self._pass(self._made_up.records(chunk, size, 0))
             except ConfigError:
                 raise
             except Exception:
@@ -252,14 +275,14 @@ class Step:
                 return
         self.mode = AUTOGRAD
 
-    def _try_state(self, loss_of: LossOf, leaves: list[Any], structure: Any) -> None:
+    def _try_state(self, chunk: Chunk) -> None:
         """Looks for state that a step keeps, on made-up records, and will look again in the rounds.
 
         Raises:
             StateFound: there is some.
         """
         assert self._made_up
-        first, *others = (self._made_up.records(leaves, 1, seed) for seed in range(sum(_OTHERS) + 1))
+        first, *others = (self._made_up.records(chunk, 1, seed) for seed in range(sum(_OTHERS) + 1))
         probed = [first]
         state = _random_states(self._device)
 
@@ -268,7 +291,7 @@ class Step:
             _set_random_states(self._device, *state)
             try:
                 with spectral_norms_fixed(self._module):
-                    each = [self._of_one(Chunk(loss_of, one, structure, 1), 0) for one in probed]
+                    each = [self.of_one(one, 0) for one in probed]
             finally:
                 _set_random_states(self._device, *before)
             return [t for one in each for t in (one.losses, *(use.dense() for use in one.of.values()))]
@@ -277,14 +300,14 @@ class Step:
         try:
             probe()  # which may fill caches
             for scale in _SCALES:
-                scaled = [leaf * scale if _is_float(leaf) else leaf for leaf in first]
+                scaled = first.having([leaf * scale if leaf.is_floating_point() else leaf for leaf in first.tensors])
                 with suppress(Exception):  # of numbers that the step does not take
-                    self._of_one(Chunk(loss_of, scaled, structure, 1), 0)
+                    self.of_one(scaled, 0)
                     probed.append(scaled)
             for count in _OTHERS:
                 check.before()
                 for _ in range(count):
-                    self._meet(Chunk(loss_of, others.pop(), structure, 1))
+                    self._meet(others.pop())
                 check.after(-1)
         except ConfigError:
             raise
@@ -297,25 +320,23 @@ class Step:
     def _meet(self, chunk: Chunk) -> None:
         """Processes a made-up record, which may have no loss."""
         try:
-            self._of_one(chunk, 0)
+            self.of_one(chunk, 0)
         except NOT_OF_A_RECORD:
             raise
         except Exception:
             pass
 
-    def _made_up_records(
-        self, loss_of: LossOf, leaves: list[Any], structure: Any
-    ) -> tuple[MadeUp | None, Exception | None]:
+    def _made_up_records(self, chunk: Chunk) -> tuple[MadeUp | None, Exception | None]:
         """A way to make records up that have finite losses and gradients; else why they have none at all."""
-        public = public_leaves(self.public, leaves, structure)
+        public = public_leaves(self.public, chunk)
         with own_state(self._device), no_seeds():
-            below = smallest_table(loss_of, leaves, structure)
+            below = smallest_table(chunk)
         error: Exception | None = None
         failed = True
         for made_up in tries(below, public):
             try:
-                one = Chunk(loss_of, made_up.records(leaves, 1, 0), structure, 1).one(0)
-                found, loss = gradients_of_one(loss_of, one, self._parameters, self._values)
+                one = made_up.records(chunk, 1, 0).one(0)
+                found, loss = gradients_of_one(chunk.loss_of, one, self._parameters, self._values)
             except ConfigError:
                 raise
             except Exception as caught:
@@ -346,8 +367,8 @@ def plain_attributes(module: nn.Module) -> list[Any]:
     ]
 
 
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+def _flags(gradients: Gradients) -> dict[str, Tensor]:
+    return {"loss": gradients.losses, "in_range": gradients.in_range}
 
 
 def _is_plain(value: Any) -> bool:

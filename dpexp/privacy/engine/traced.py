@@ -10,8 +10,10 @@ graph.
 import contextlib
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial, reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from torch.fx.experimental import proxy_tensor
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import digest, same_bits
+from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.precision import full_precision
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
@@ -73,11 +76,14 @@ class Graph:
     outputs: list[str]
     forms: list[tuple]
 
+    def __post_init__(self) -> None:
+        self._run = _compiled(self.run)
+
     def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
         with torch.no_grad(), full_precision(device):
-            return dict(zip(self.outputs, self.run(*inputs), strict=True))
+            return dict(zip(self.outputs, self._run(*inputs), strict=True))
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
         tags = (getattr(node.target, "tags", ()) for node in self.run.graph.nodes)
@@ -92,6 +98,7 @@ class Graph:
     def digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
+    @cached_property
     def constants(self) -> dict[str, Tensor]:
         """Tensors that the graph holds, other than what code in it made from numbers of its own."""
         lifted = {
@@ -106,6 +113,20 @@ class Graph:
                 if isinstance(held, Tensor):
                     found[str(node.target)] = held
         return found
+
+
+def _compiled(graph: fx.GraphModule) -> Callable[..., list[Tensor]]:
+    """Its code, in which operators are called without looking their names up."""
+    code = graph.graph.python_code("self")
+    names = dict(code.globals)
+
+    def direct(found: re.Match) -> str:
+        name = "_".join(found.groups())
+        names[name] = reduce(getattr, found.groups(), torch.ops)._op
+        return name
+
+    exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", direct, code.src), names)
+    return partial(names["forward"], graph)
 
 
 def trace(
@@ -126,9 +147,9 @@ def trace(
 
     with compiling():
         graph = proxy_tensor.make_fx(flat)(*held, *others)
-    _check_writes(graph)
+    written = _check_writes(graph)
     _check_errors(graph)
-    _simplify(graph.graph)
+    _simplify(graph.graph, written)
     _initialise(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -147,11 +168,17 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def _simplify(graph: fx.Graph) -> None:
-    """Drops what does nothing where no gradient is recorded, and makes each number once."""
+def _simplify(graph: fx.Graph, written: set[fx.Node]) -> None:
+    """Drops what does nothing where no gradient is recorded, copies of records that are not written to, and makes each
+    number once."""
     numbers: dict[str, fx.Node] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.aten.detach.default:
+        if node.target is torch.ops.aten.detach.default or (
+            node.target is torch.ops.aten.clone.default
+            and node.args[0].op == "placeholder"
+            and not node.kwargs
+            and node not in written
+        ):
             node.replace_all_uses_with(node.args[0])
         elif node.target is torch.ops.aten.scalar_tensor.default:
             same = numbers.setdefault(f"{node.args} {node.kwargs}", node)
@@ -210,13 +237,14 @@ def _check_errors(graph: fx.GraphModule) -> None:
             )
 
 
-def _check_writes(graph: fx.GraphModule) -> None:
-    """Follows each write, through views, to what it writes to.
+def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
+    """Follows each write, through views, to what it writes to: tensors that the graph made.
 
     Raises:
-        NotTraceable: that is no tensor that the graph made.
+        NotTraceable: one is not.
     """
     origin: dict[fx.Node, fx.Node] = {}
+    written = set()
     for node in graph.graph.nodes:
         origin[node] = node
         if node.op != "call_function":
@@ -234,8 +262,12 @@ def _check_writes(graph: fx.GraphModule) -> None:
                 if not isinstance(tensor, fx.Node):
                     continue
                 origin[node] = origin[tensor]
-                if argument.alias_info.is_write and origin[tensor].op in ("placeholder", "get_attr"):
+                if not argument.alias_info.is_write:
+                    continue
+                written.add(origin[tensor])
+                if origin[tensor].op in ("placeholder", "get_attr"):
                     raise NotTraceable(f"it writes to {origin[tensor].target}, which it did not make ({node.target})")
+    return written
 
 
 def differs(some: Graph, other: Graph) -> str | None:
@@ -243,47 +275,42 @@ def differs(some: Graph, other: Graph) -> str | None:
     if some.text != other.text:
         lines = zip(some.text.splitlines(), other.text.splitlines(), strict=False)
         return next((b.strip()[:150] for a, b in lines if a != b), "its length")
-    for (name, a), b in zip(some.constants().items(), other.constants().values(), strict=True):
+    for (name, a), b in zip(some.constants.items(), other.constants.values(), strict=True):
         if a.data_ptr() != b.data_ptr() and not (a.shape == b.shape and a.dtype == b.dtype and same_bits(a, b)):
             return f"the tensor {name} {tuple(a.shape)}"
     return None
 
 
-def prove(
-    graph: Graph, run: Callable[[list[Any], Tensor], dict[str, Tensor]], leaves: list[Any], others: list[Any]
-) -> None:
-    """Shows that what a graph makes of a row depends on no other row, and that it leaves its inputs as they are.
+def prove(run: Callable[[Chunk, int], dict[str, Tensor]], records: Chunk, others: Chunk) -> None:
+    """Shows that what a graph makes of a row depends on no other row.
 
     From one random state it is run with one row counted: in a chunk as it is, and with another row replaced, by a
-    made-up one, a large one, or NaN. That row's sums, and all rows' losses, norms and flags but the replaced one's,
-    must be the same to the last bit.
+    made-up one, a large one, or NaN. All rows' losses, norms and flags but the replaced one's must be the same to the
+    last bit, and so must the counted row's sums, unless a norm is not finite, since then they are not used.
 
     Args:
-        run: (leaves, counted) -> outputs, always from the same random state.
-        leaves, others: of two made-up chunks.
+        run: (records, the row that is counted) -> outputs, always from the same random state.
+        records, others: made up.
 
     Raises:
         NotTraceable: it is not so.
     """
-    size = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    size = records.size
     first, middle, last = 0, size // 2, size - 1
     for row, replaced, scale in ((first, middle, 1.0), (middle, last, _LARGE), (last, first, math.nan)):
         if row == replaced:
             continue
-        counted = torch.zeros(size, dtype=torch.bool)
-        counted[row] = True
-        changed = [
-            _with_row(a, b, replaced, scale) if isinstance(a, Tensor) else a
-            for a, b in zip(leaves, others, strict=True)
-        ]
+        some = [_with_row(a, b, replaced, scale) for a, b in zip(records.tensors, others.tensors, strict=True)]
+        kept = torch.arange(size) != replaced
         before, after = (
             {
-                name: digest(value if name.startswith("sum:") else value[..., torch.arange(size) != replaced])
-                for name, value in run(some, counted).items()
+                name: digest(value + 0 if name.startswith("sum:") else value[kept])  # -0 + 0 = 0
+                for name, value in found.items()
+                if bool(found["finite"].all()) or not name.startswith("sum:")
             }
-            for some in (leaves, changed)
+            for found in (run(given, row) for given in (records, records.having(some)))
         )
-        odd = next((name for name in before if before[name] != after[name]), None)
+        odd = next((name for name in before if name in after and before[name] != after[name]), None)
         if odd is not None:
             raise NotTraceable(f"a record's {odd.partition(':')[0]} depends on another record of its batch")
 
@@ -330,5 +357,5 @@ def check_constants(graph: Graph, data: Sequence[Tensor]) -> list[str]:
     Raises:
         ConfigError: one is a part of the training data.
     """
-    refuse_data(graph.constants(), data)
-    return [str(tuple(tensor.shape)) for tensor in graph.constants().values() if tensor.numel() > 1]
+    refuse_data(graph.constants, data)
+    return [str(tuple(tensor.shape)) for tensor in graph.constants.values() if tensor.numel() > 1]

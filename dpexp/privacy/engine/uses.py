@@ -38,10 +38,6 @@ class Use(ABC):
         """[B, *parameter.shape]."""
 
     @abstractmethod
-    def zero(self, records: Tensor) -> None:
-        """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
-
-    @abstractmethod
     def in_float64(self, rows: Tensor) -> "Use":
         """Those of some records, from factors of float64."""
 
@@ -60,9 +56,6 @@ class Dense(Use):
 
     def dense(self) -> Tensor:
         return self._gradients
-
-    def zero(self, records: Tensor) -> None:
-        self._gradients = _zeroed(self._gradients, records)
 
     def in_float64(self, rows: Tensor) -> "Dense":
         return Dense(self._gradients[rows].double())
@@ -98,9 +91,6 @@ class OuterProducts(Use):
 
     def dense(self) -> Tensor:
         return torch.bmm(self.g.transpose(1, 2), self.x)
-
-    def zero(self, records: Tensor) -> None:
-        self.x, self.g = _zeroed(self.x, records), _zeroed(self.g, records)
 
     def in_float64(self, rows: Tensor) -> "OuterProducts":
         return _ExactProducts(self.x[rows].double(), self.g[rows].double())
@@ -165,11 +155,6 @@ class Rows(Use):
         chosen = self.index[..., None] == torch.arange(self.rows, device=self.index.device)
         return OuterProducts(self.g, chosen.to(self.g.dtype))
 
-    def zero(self, records: Tensor) -> None:
-        self.g = _zeroed(self.g, records)
-        if self._table is not None:
-            self._table = _zeroed(self._table, records)
-
     def in_float64(self, rows: Tensor) -> "Rows":
         return _ExactRows(self.index[rows], self.g[rows].double(), self.rows)
 
@@ -233,9 +218,6 @@ class Convolved(Use):
     def dense(self) -> Tensor:
         return self._gradients(self._images, self._g)
 
-    def zero(self, records: Tensor) -> None:
-        self._images, self._g = _zeroed(self._images, records), _zeroed(self._g, records)
-
     def in_float64(self, rows: Tensor) -> "Convolved":
         x, g = self._images[rows].double(), self._g[rows].double()
         return Convolved(x, g, self._weight_gradient, None, self._weight, self._positions)
@@ -267,7 +249,3 @@ def held(numbers: int) -> bool:
     """Whether a record's gradient is so small that it is better held than computed twice, which also saves an allowance
     for rounding. This is asked of one record: what becomes of it must not depend on how many others there are."""
     return numbers <= _HELD // 512
-
-
-def _zeroed(x: Tensor, records: Tensor) -> Tensor:
-    return torch.where(records.reshape(-1, *(1,) * (x.dim() - 1)), 0, x)

@@ -1,13 +1,15 @@
 """Sums of whole numbers, for exact noise."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dpexp.privacy.clips import asked
+from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.passes import Gradients
 from dpexp.privacy.engine.rounding import norms
-from dpexp.privacy.engine.uses import Dense, Use
+from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.exact.lattice import SIGMA2
 from dpexp.privacy.exact.sampler import DiscreteGaussian
 from dpexp.privacy.keystream import KeyStream
@@ -15,24 +17,29 @@ from dpexp.privacy.mechanism import by_parameter
 from dpexp.privacy.plan import Group, PrivacyPlan
 
 
-def add_whole(groups: Iterable[Group], uses: dict[str, Use], sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds clipped vectors, as integer multiples of each group's grid, to sums, which are int64, on the CPU.
+class WholeSums(ClippedSums):
+    """Clips and sums vectors as integer multiples of each group's grid; the sums are int64, on the CPU."""
 
-    Returns:
-        `norm:group` [B] of each group.
-    """
-    outputs = {}
-    for group in groups:
-        members = [(alpha, name, uses.pop(name)) for _, alpha, name in by_parameter([group]) if name in uses]
-        if not members:
-            continue
-        vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
-        found = outputs[f"norm:{group.name}"] = norms(vectors)
-        whole = group.lattice.rounded(vectors, found, asked(group.clip, found, torch.tensor(group.S).double()))
-        sizes = [sums[name].numel() for _, name, _ in members]
-        for (_, name, _), part in zip(members, whole.split(sizes, 1), strict=True):
-            sums[name].view(-1).add_(part.sum(0))
-    return outputs
+    def numbers(self, now: Sequence[Group], device: torch.device) -> Tensor:
+        self._now = now
+        return super().numbers(now, device)
+
+    def add(
+        self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        outputs = {"finite": gradients.in_range}
+        for group in self._now:
+            given = gradients.of
+            members = [(alpha, name, given.pop(name)) for _, alpha, name in by_parameter([group]) if name in given]
+            if not members:
+                continue
+            vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
+            found = outputs[f"norm:{group.name}"] = norms(vectors)
+            whole = group.lattice.rounded(vectors, found, asked(group.clip, found, torch.tensor(group.S).double()))
+            sizes = [sums[name].numel() for _, name, _ in members]
+            for (_, name, _), part in zip(members, whole.split(sizes, 1), strict=True):
+                sums[name].view(-1).add_(part.sum(0))
+        return outputs
 
 
 class WholeNoise:
