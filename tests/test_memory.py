@@ -21,6 +21,7 @@ def peak(candidate):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.whole
 def test_a_wide_mlp_takes_less_than_one_and_a_half_times_plain_sgds_memory():
     """Held densely, its per-record gradients would take 50 GiB."""
     assert peak("dpexp") < 1.5 * peak("plain")

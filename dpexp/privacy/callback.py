@@ -162,10 +162,9 @@ class PrivacyCallback(pl.Callback):
             refuse_unreleased(pl_module, self.plan)
             loader = source.dataloader()
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
-            expected = min(self.plan.sampling.q * self.plan.n, max(1, at_once // self.plan.record.largest))
             self._engine = Engine(
-                self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes, expected,
-                tensors_of(loader.dataset),
+                self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes,
+                max(1, at_once // self.plan.record.largest), tensors_of(loader.dataset),
             )  # fmt: skip
             if resume and self._position is None:
                 raise ConfigError(NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))

@@ -17,6 +17,7 @@ from dpexp.privacy.engine.graphs import Graphs
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import VmapPass
 from dpexp.privacy.engine.step import TRACED, Step
+from dpexp.privacy.engine.traced import usual_rows
 from dpexp.privacy.engine.whole import WholeNoise, WholeSums
 from dpexp.privacy.given import Values
 from dpexp.privacy.groups import trainable
@@ -40,7 +41,7 @@ class Engine:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
         bounds: where those of an adaptive plan have come to; by default they stay where they begin.
         processes: those that have a part of each sample.
-        expected: records of a chunk; by default those of a sample.
+        at_once: records that are processed together at most; None: a sample.
         data: tensors of the training set, which no graph may hold.
 
     Attributes:
@@ -55,7 +56,7 @@ class Engine:
         observe: bool = False,
         bounds: Bounds | None = None,
         processes: Processes | None = None,
-        expected: float | None = None,
+        at_once: int | None = None,
         data: Sequence[Tensor] = (),
     ) -> None:
         self.plan = self.now = plan
@@ -83,7 +84,7 @@ class Engine:
         run_pass = VmapPass(module, self._parameters, self._values)
         graphs = Graphs(
             module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
-            self._device, expected or plan.sampling.q * plan.n, data,
+            self._device, usual_rows(plan.sampling, plan.n, at_once), data,
         )  # fmt: skip
         local = plan.record.local
         training = Training(module, self._parameters, self._values, local) if local else None

@@ -32,7 +32,7 @@ class Graphs:
 
     Args:
         zeros: a sum of zeros for each parameter and value, by name.
-        expected: records of a chunk, by the plan.
+        usual: rows of a usual chunk (`usual_rows`).
         data: tensors of the training set, which no graph may hold.
 
     Attributes:
@@ -41,12 +41,11 @@ class Graphs:
 
     def __init__(
         self, module: nn.Module, run_pass: VmapPass, clip: ClippedSums, zeros: Callable[[], dict[str, Tensor]],
-        device: torch.device, expected: float, data: Sequence[Tensor] = (),
+        device: torch.device, usual: int, data: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self._inputs = Inputs(module)
         self._pass, self._clip, self._zeros = run_pass, clip, zeros
-        self._device, self._expected, self._data = device, expected, data
-        self._usual = rows_of_graph(max(1, round(expected)), expected)
+        self._device, self._usual, self._data = device, usual, data
         self._graphs: dict[tuple[Hashable, int, bool], Graph] = {}
         self._refused: dict[tuple[Hashable, int, bool], Exception] = {}  # why there is no such graph
         self.held: list[str] = []
@@ -85,7 +84,7 @@ class Graphs:
         Raises:
             Exception: there is no graph for such records, or it cannot process these; nothing was added.
         """
-        rows, key = rows_of_graph(chunk.size, self._expected), chunk.key
+        rows, key = rows_of_graph(chunk.size, self._usual), chunk.key
         graph = self._graph_for(chunk, key, made_up, rows, False)
         index = torch.arange(rows, device=self._device)
         counted = index < chunk.size

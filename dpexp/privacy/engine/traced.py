@@ -25,6 +25,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.checks import digest, same_bits
 from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.precision import full_precision
+from dpexp.privacy.sampling import Policy
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
 _OVERWRITING = {
@@ -321,15 +322,20 @@ def _with_row(a: Tensor, b: Tensor, row: int, scale: float) -> Tensor:
     return changed.requires_grad_(a.requires_grad)
 
 
-def rows_of_graph(count: int, expected: float) -> int:
-    """The number of rows of the graph that takes a chunk of so many records: the next multiple of a ninth of the
-    expected number, so that padding adds at most 6 % on average.
+def usual_rows(policy: Policy, n: int, most: int | None = None) -> int:
+    """The rows of a usual chunk: those of a sample, of which few are larger, but at most as many as are processed at
+    once."""
+    mean = policy.q * n
+    spread = 0 if policy.name in ("fixed_size", "shuffle") else math.sqrt(mean * (1 - policy.q))
+    rows = max(1, math.ceil(mean + 2 * spread - 1e-6))
+    return rows if most is None else min(rows, most)
 
-    Args:
-        expected: records of a chunk, by the plan.
-    """
-    step = max(1, round(expected / 9))
-    return max(step, -(-count // step) * step)
+
+def rows_of_graph(count: int, usual: int) -> int:
+    """The number of rows of the graph that takes a chunk of so many records: the usual one, or a ninth of that more or
+    less, and so on, so that padding adds at most 6 % on average."""
+    step = max(1, round(usual / 9))
+    return usual + math.ceil((count - usual) / step) * step
 
 
 def refuse_data(held: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
