@@ -25,8 +25,7 @@ from torch import nn
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy.banded import Banded
-from dpexp.privacy.bands import candidates, error
+from dpexp.privacy.bands import Banded, candidates, error
 from dpexp.privacy.bounds import Fixed
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Mnist

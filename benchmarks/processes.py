@@ -38,8 +38,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.processes import Processes
-from dpexp.privacy.shared_ledger import SharedLedger
+from dpexp.privacy.processes import Processes, SharedLedger
 
 N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 1.5, 30.0
 

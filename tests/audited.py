@@ -12,14 +12,13 @@ import dpexp
 from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy import adaptive, allocation, bounds, groups, mechanism, mechanisms, sampling
-from dpexp.privacy.banded import Banded
+from dpexp.privacy.asked import Banded
 from dpexp.privacy.canaries import Canaries
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked
-from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.engine import engine
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.sampling import CyclicPoisson
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.synthetic import Synthetic

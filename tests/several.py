@@ -17,7 +17,7 @@ import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy import batchnorm
 from dpexp.privacy.adaptive import Adaptive
-from dpexp.privacy.banded import Banded
+from dpexp.privacy.asked import Banded
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.preparations import Prepared, Standardise
 

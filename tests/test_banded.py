@@ -11,11 +11,10 @@ import torch
 from scipy.stats import binomtest, chi2, chisquare
 
 from dpexp.privacy import bands
-from dpexp.privacy.banded import Banded
-from dpexp.privacy.correlated import CorrelatedNoise, Noisy
+from dpexp.privacy.asked import Banded
 from dpexp.privacy.delivery import RoundSampler
 from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.sampling import CyclicPoisson, make_policy
 
 CYCLIC = {"sampling": "cyclic_poisson"}

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.values import noise_of
-from dpexp.privacy.banded import Banded
+from dpexp.privacy.asked import Banded
 
 SMALL = ("model=logistic", "trainer.evaluations=0", "sampling.expected_batch_size=64")
 

@@ -21,7 +21,7 @@ from dpexp.accounting.ledger import Ledger, joined, read_ledger
 from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
 from dpexp.privacy import adaptive, allocation, bands, groups, mechanisms
-from dpexp.privacy.banded import Banded
+from dpexp.privacy.asked import Banded
 from tests.test_accountants import exact_gaussian
 from tests.test_banded import toeplitz
 from tests.test_callback import Data, Model, fit, plan_for, trainer

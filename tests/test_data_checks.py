@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy import data_checks, delivery, fetching
-from dpexp.privacy.data_checks import Checked, EachAlone, Request, StateFound, WithChecks
+from dpexp.privacy import delivery, fetching
+from dpexp.privacy.fetching import Checked, EachAlone, Request, StateFound, WithChecks
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.records import Microbatch
 
@@ -289,7 +289,7 @@ def test_state_that_shows_late_stops_the_round(tmp_path, workers):
 
 def test_state_that_few_records_leave_is_found(tmp_path, monkeypatch):
     """One of 300, which is in every fourth sample: with this seed, not in the first."""
-    monkeypatch.setattr(data_checks, "_DRY_RUN", 0)
+    monkeypatch.setattr(fetching, "_DRY_RUN", 0)
     module = Model()
     plan = dpexp.make_plan(module, n=300, q=0.25, steps=50, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=3)
@@ -315,9 +315,9 @@ def test_checks_change_nothing_that_is_released(tmp_path, monkeypatch, workers):
         return torch.stack(trained(tmp_path, Model(), loader, steps=3, callback={"noise_seed": 1})[0])
 
     checked = released()
-    monkeypatch.setattr(data_checks, "_ALWAYS", 0)
-    monkeypatch.setattr(data_checks, "_SHARE", -1.0)
-    monkeypatch.setattr(data_checks, "_DRY_RUN", 0)
+    monkeypatch.setattr(fetching, "_ALWAYS", 0)
+    monkeypatch.setattr(fetching, "_SHARE", -1.0)
+    monkeypatch.setattr(fetching, "_DRY_RUN", 0)
     assert torch.equal(checked, released()) and not torch.equal(checked[0], checked[1])
 
 

@@ -15,9 +15,8 @@ from torch.nn.utils import parametrizations
 
 from dpexp.privacy import bounds
 from dpexp.privacy.engine import derived
-from dpexp.privacy.engine.derived import Derived
+from dpexp.privacy.engine.derived import Derived, part_of
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.parts import part_of
 from dpexp.privacy.engine.uses import OuterProducts
 from dpexp.privacy.groups import flat, owners
 from dpexp.privacy.noise import GaussianNoise

@@ -21,8 +21,8 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds
+from dpexp.privacy.batches import Alone
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.stacking import Alone
 
 S, CLASSES = 0.5, 3
 SILENT = 1e-8  # a noise multiplier of next to no noise

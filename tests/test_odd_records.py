@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.isolation.randomness import seed_everything
-from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.keystream import KeyStream, seed_everything
 
 # Records that fail
 

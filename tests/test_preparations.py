@@ -26,7 +26,7 @@ from dpexp.commands.account import account
 from dpexp.commands.predict import predict
 from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.laplace_noise import add_laplace
+from dpexp.privacy.noise import add_laplace
 from dpexp.privacy.plan import PrivacyPlan, make_plan
 from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten
 from dpexp.privacy.preparations.carrying_out import _total, prepare

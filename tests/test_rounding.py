@@ -9,8 +9,8 @@ from torch import nn
 
 from dpexp.privacy import bounds
 from dpexp.privacy.clips import Abadi
+from dpexp.privacy.engine.derived import Part, Parts
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.parts import Part, Parts
 from dpexp.privacy.engine.rounding import gram_norms, norms
 from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, outer_products
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors

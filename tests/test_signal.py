@@ -10,12 +10,11 @@ from mlflow import MlflowClient
 from torch import nn
 
 import dpexp
-from dpexp.privacy.banded import Banded
-from dpexp.privacy.correlated import CorrelatedNoise, Noisy
+from dpexp.privacy.asked import Banded
+from dpexp.privacy.estimates import Signals, course
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.mechanisms import Joint
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.signal import Signals, course
+from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.showing.signal import signal_and_noise
 from tests.test_banded import toeplitz
 

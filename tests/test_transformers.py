@@ -20,10 +20,10 @@ from zoo.text import classified, of
 import dpexp
 from dpexp.errors import RecordError
 from dpexp.privacy import bounds
+from dpexp.privacy.batches import Alone
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
-from dpexp.privacy.stacking import Alone
 from dpexp.training.classifier import Classifier
 
 

@@ -19,7 +19,7 @@ from dpexp.commands.ancestry import ITS_OWN, refuse_telling, weights_of
 from dpexp.commands.values import check, noise_of, record_of, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
-from dpexp.privacy.banded import AUTO, Banded
+from dpexp.privacy.asked import AUTO, Banded
 from dpexp.privacy.batchnorm import GROUP as BATCHNORM
 from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback

@@ -31,10 +31,10 @@ from dpexp.commands.building import (
     rounds_of,
     set_batch_size,
 )
-from dpexp.privacy.isolation.silence import mute
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.mislabelled import Canary, mislabelled, one_by_one, put_into
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.silence import mute
 from dpexp.showing.membership import membership_figure
 from dpexp.tracking.underway import begun
 

@@ -14,6 +14,7 @@ from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_de
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.asked import (
+    Banded,
     check_banded,
     check_kind,
     check_noise,
@@ -23,7 +24,6 @@ from dpexp.privacy.asked import (
     claimed,
     sampled,
 )
-from dpexp.privacy.banded import Banded
 from dpexp.privacy.records import Record, make_record
 from dpexp.privacy.sampling import POLICIES
 from dpexp.privacy.schedules import schedule

@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 from scipy.signal import correlate, lfilter
 
 from dpexp.accounting.renyi import Array
-from dpexp.privacy.banded import Banded
+from dpexp.privacy.asked import Banded
 
 Plan = TypeVar("Plan")
 _OVERFLOWN = 1e3  # above the logarithm of any number; were it far above, line searches would lose their way

@@ -1,13 +1,258 @@
-"""A batch's tensors, and the rest of it."""
+"""Records, each collated by itself, stacked with those that look alike.
+
+Whatever goes wrong with a record is its own: it contributes nothing, and training goes on.
+"""
 
 import pickle
+import struct
 from collections import UserDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten
+from lightning_fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import get_worker_info
+from torch.utils.data.dataloader import default_collate
+
+from dpexp.errors import ConfigError, words_of
+
+
+@dataclass
+class Failed:
+    """A record that cannot be fetched or collated.
+
+    Attributes:
+        reason: made anew, since not every error can be sent from one process to another.
+    """
+
+    reason: Exception
+
+    @classmethod
+    def because(cls, error: BaseException) -> "Failed":
+        """
+        Raises:
+            KeyboardInterrupt: it is one, which is of nobody.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        said = words_of(error)
+        return cls(ConfigError(said) if type(error) is ConfigError else RuntimeError(f"{type(error).__name__}: {said}"))
+
+    def to(self, device: torch.device) -> "Failed":
+        return self
+
+    def pin_memory(self) -> "Failed":
+        return self
+
+
+@dataclass
+class Records:
+    """Records that look alike, to be processed together.
+
+    Attributes:
+        size: B.
+        batch: what training_step is given of each, stacked: its tensors are [B, ...], and whatever else it holds is
+            equal for all of them.
+    """
+
+    size: int
+    batch: Any
+
+    def to(self, device: torch.device) -> "Records":
+        return Records(self.size, move_data_to_device(self.batch, device))
+
+    def pin_memory(self) -> "Records":
+        return Records(
+            self.size, tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self.batch)
+        )
+
+
+class _Tensor:
+    """Stands for a tensor in a batch."""
+
+
+@dataclass
+class Parcel:
+    """Records on their way from a loader process, packed so that they arrive, whatever they hold.
+
+    Attributes:
+        tensors: those of the batch that any process can be sent.
+        rest: the batch without them, pickled.
+    """
+
+    size: int
+    tensors: list[Tensor]
+    rest: bytes
+
+    @classmethod
+    def of(cls, records: "Records | Failed") -> "Parcel | Failed":
+        if isinstance(records, Failed):
+            return records
+        try:
+            leaves, structure = flattened(records.batch)
+            rest = tree_unflatten([_Tensor() if _is_bare(leaf) else leaf for leaf in leaves], structure)
+            return cls(records.size, [leaf for leaf in leaves if _is_bare(leaf)], pickle.dumps(rest))
+        except BaseException as error:
+            return Failed.because(error)
+
+    def opened(self) -> "Records | Failed":
+        try:
+            leaves, structure = flattened(pickle.loads(self.rest))
+            tensors = iter(self.tensors)
+            leaves = [next(tensors) if type(leaf) is _Tensor else leaf for leaf in leaves]
+            return Records(self.size, tree_unflatten(leaves, structure))
+        except BaseException as error:
+            return Failed.because(error)
+
+    def pin_memory(self) -> "Parcel":
+        return Parcel(self.size, [tensor.pin_memory() for tensor in self.tensors], self.rest)
+
+
+class Alone:
+    """Collates each item by itself with the user's `collate_fn`: [items] -> records, by what they look like."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[Any]) -> list[Records | Failed | Parcel]:
+        found = self._stacked(items)
+        return [*map(Parcel.of, found)] if get_worker_info() is not None else [*found]
+
+    def _stacked(self, items: list[Any]) -> list[Records | Failed]:
+        found: list[Records | Failed] = [item for item in items if isinstance(item, Failed)]
+        items = [item for item in items if not isinstance(item, Failed)]
+        # What default_collate does with items of one kind is known: it stacks them.
+        kinds: dict[Hashable, list[Any]] = {}
+        for item in items:
+            kinds.setdefault(self._kind(item), []).append(item)
+        others = kinds.pop(None, [])
+        for some in kinds.values():
+            try:
+                found.append(Records(len(some), tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))))
+            except Exception:  # of one of them
+                others += some
+        return found + self._each(others)
+
+    def _kind(self, item: Any) -> Hashable:
+        try:
+            return _kind(item) if self._collate is default_collate else None
+        except Exception:
+            return None
+
+    def _each(self, items: list[Any]) -> list[Records | Failed]:
+        failed: list[Records | Failed] = []
+        batches = []
+        for item in items:
+            try:
+                leaves, structure = flattened(self._collate([item]))
+                # Copies, since a collate_fn may use the same memory for each.
+                leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                batches.append((tuple(map(_look, leaves)), leaves, structure))
+            except BaseException as error:
+                failed.append(Failed.because(error))
+        return failed + _stacked(batches)
+
+
+def _kind(item: Any) -> Hashable:
+    """Equal for items that default_collate stacks without one of them changing another; None for others."""
+    kind: Any = type(item)
+    if isinstance(item, Tensor):
+        return _look(item) if _is_bare(item) and not item.requires_grad else None
+    if kind is np.ndarray:
+        return kind, item.dtype, item.shape, item.strides
+    if kind in (int, float, bool):
+        return kind
+    parts = item.items() if kind is dict else enumerate(item) if kind in (tuple, list) else None
+    if parts is None:
+        return None
+    kinds = [(_look(key), _kind(part)) for key, part in parts]
+    return None if any(part is None for _, part in kinds) else (kind, *kinds)
+
+
+def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[Records | Failed]:
+    """Batches of one, stacked where all their tensors are of equal shapes and all else in them is equal."""
+    alike: dict[Hashable, list[tuple[TreeSpec, list[list[Any]]]]] = {}
+    for look, leaves, structure in batches:
+        kinds = alike.setdefault(look, [])
+        for known, some in kinds:
+            if _equal(known, structure):
+                some.append(leaves)
+                break
+        else:
+            kinds.append((structure, [leaves]))
+    found: list[Records | Failed] = []
+    for kinds in alike.values():
+        for structure, some in kinds:
+            try:
+                batch = tree_unflatten([_together(part) for part in zip(*some, strict=True)], structure)
+                found.append(Records(len(some), batch))
+            except BaseException as error:
+                found += [Failed.because(error)] * len(some)
+    return found
+
+
+def _equal(known: TreeSpec, structure: TreeSpec) -> bool:
+    return (
+        known.type is structure.type
+        and _is_same(known.context, structure.context)
+        and len(_children(known)) == len(_children(structure))
+        and all(map(_equal, _children(known), _children(structure)))
+    )
+
+
+_children = getattr(TreeSpec, "children", attrgetter("children_specs"))  # the name that older PyTorch has for them
+
+
+def _is_same(some: Any, other: Any) -> bool:
+    """Keys that print alike, and say that they are equal, may be different ones all the same."""
+    if type(some) is type(other) and type(some) in (list, tuple):
+        return len(some) == len(other) and all(map(_is_same, some, other))
+    return some is other or _look(some) == _look(other)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Without what it was computed from, which cannot be sent to another process."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _together(part: tuple[Any, ...]) -> Any:
+    if not isinstance(part[0], Tensor):
+        return part[0]
+    with torch.no_grad():
+        return torch.stack(part).requires_grad_(part[0].requires_grad)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _is_bare(leaf: Any) -> bool:
+    """Whether it is a tensor that carries nothing besides numbers."""
+    return type(leaf) in (Tensor, nn.Parameter) and not leaf.__dict__ and _is_plain(leaf)
+
+
+def _look(leaf: Any) -> Hashable:
+    """Equal for leaves, or keys, that are the same but for a tensor's numbers."""
+    if isinstance(leaf, Tensor):
+        if not _is_plain(leaf):
+            raise ConfigError(
+                "data: a training batch holds a sparse, nested or quantized tensor, which cannot be stacked; make it "
+                "dense, of whatever size: records of different shapes are processed apart."
+            )
+        if not _is_bare(leaf):
+            return id(leaf)
+        return type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad  # all of which shows
+    if type(leaf) is float:
+        return float, struct.pack("d", leaf)  # 0.0 and -0.0 are equal, yet not the same, and NaN is one of many
+    if type(leaf) in (str, int, bool, bytes, type(None)):
+        return type(leaf), leaf
+    return id(leaf)  # like no other, whatever it says of itself
 
 
 def flattened(batch: Any) -> tuple[list[Any], TreeSpec]:

@@ -10,16 +10,20 @@ of itself. So one bound serves layers of any scale, and a sample that happens to
 Gradients take the statistics as constants, so that what a step gains by scaling or shifting a layer's inputs would be
 taken back by statistics that follow, round after round (Ioffe & Szegedy 2015, section 2). So they move by 1/t of what
 is found in round t, and come to rest while the network learns.
+
+Spectral normalization makes one power iteration a round, from the weights alone, and none within a step.
 """
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.bounds import positive
@@ -170,3 +174,35 @@ def _replaced(module: nn.Module, new: Any) -> nn.Module:
             parent, _, own = name.rpartition(".")
             setattr(module.get_submodule(parent), own, made[id(layer)])
     return module
+
+
+def spectral_norms(module: nn.Module) -> list[tuple[_SpectralNorm, Tensor]]:
+    """The module's spectral normalizations, and the weights that they are of."""
+    return [
+        (parametrization, original.original)
+        for layer in module.modules()
+        for original in getattr(layer, "parametrizations", {}).values()
+        for parametrization in original
+        if isinstance(parametrization, _SpectralNorm)
+    ]
+
+
+def iterate(spectral: list[tuple[_SpectralNorm, Tensor]]) -> None:
+    """One power iteration a round, from the weights alone; within a step there are none."""
+    for parametrization, weight in spectral:
+        if parametrization.training:
+            with torch.no_grad():
+                parametrization(weight)
+
+
+@contextmanager
+def spectral_norms_fixed(module: nn.Module) -> Iterator[None]:
+    """Meanwhile no power iteration is made."""
+    training = [parametrization for parametrization, _ in spectral_norms(module) if parametrization.training]
+    for parametrization in training:
+        parametrization.training = False
+    try:
+        yield
+    finally:
+        for parametrization in training:
+            parametrization.training = True

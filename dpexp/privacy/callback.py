@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -16,45 +16,31 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
+from dpexp.privacy import refusals, silence
 from dpexp.privacy.adaptive import UNCLIPPED, Bounds
-from dpexp.privacy.batchnorm import layers_that_give, refuse_unreleased
-from dpexp.privacy.checks import StateFound
+from dpexp.privacy.batches import Failed
+from dpexp.privacy.batchnorm import RunningNorm, iterate, layers_that_give, refuse_unreleased, spectral_norms
+from dpexp.privacy.checks import StateFound, digest_of_weights
 from dpexp.privacy.delivery import Rounds, Sample
-from dpexp.privacy.diagnostics import log_diagnostics
 from dpexp.privacy.dry_run import dry_run, tensors_of
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
 from dpexp.privacy.engine.step import TRACED
-from dpexp.privacy.estimates import Estimates
+from dpexp.privacy.estimates import Estimates, Signals
 from dpexp.privacy.groups import value_key
-from dpexp.privacy.isolation.randomness import own_randomness
-from dpexp.privacy.isolation.signals import signals_wait
-from dpexp.privacy.isolation.silence import log_although_mute, mute, nothing_logged, unmute
-from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.keystream import KeyStream, own_randomness
 from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.physical_batch import first_batch, fitting
+from dpexp.privacy.physical_batch import first_batch, fitting, public_record
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.carrying_out import prepare
 from dpexp.privacy.processes import (
     Processes,
+    SharedLedger,
     digest_of_plan,
-    digest_of_weights,
     give_back,
-    nothing_collected,
+    ledger_of,
     take_over,
 )
-from dpexp.privacy.refusals import (
-    NO_POSITION,
-    refuse_callbacks,
-    refuse_hooks,
-    refuse_mixing_layers,
-    refuse_optimizers,
-    refuse_settings,
-)
-from dpexp.privacy.shared_ledger import SharedLedger, ledger_of
-from dpexp.privacy.signal import Signals
-from dpexp.privacy.spectral import refresh_spectral_norms
-from dpexp.privacy.stacking import Failed
 
 EPSILON_READINGS = 20
 
@@ -121,6 +107,8 @@ class PrivacyCallback(pl.Callback):
         self._step_of_its_own: Any = None
         self._metrics: dict[str, float] = {}  # of the values that the round released
         self._counts = torch.zeros(0)
+        self._normalizing: list[RunningNorm] = []
+        self._spectral: list[Any] = []
         self._rounds: Rounds | None = None
         self._ledger: LedgerWriter | SharedLedger | None = None
         self._processes = Processes()
@@ -141,7 +129,7 @@ class PrivacyCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            refuse_callbacks(trainer)
+            refusals.refuse_callbacks(trainer)
             take_over(trainer, pl_module)
             self._replace_step(trainer, pl_module)
 
@@ -154,12 +142,11 @@ class PrivacyCallback(pl.Callback):
         at_once = self.physical_batch or first_batch(pl_module.device)
         self._fitted = self.physical_batch is not None or pl_module.device.type != "cuda"
         with processes.together():
-            refuse_settings(trainer, pl_module, self.plan.rounds)
+            refusals.refuse_settings(trainer, pl_module, self.plan.rounds)
             if self.unsafe_diagnostics:
                 processes.refuse_company("diagnostics=unsafe shows one process's records")
-            refuse_mixing_layers(pl_module)
-            refuse_hooks(pl_module)
             refuse_unreleased(pl_module, self.plan)
+            self._normalizing, self._spectral = [*layers_that_give(pl_module)], spectral_norms(pl_module)
             loader = source.dataloader()
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
             self._engine = Engine(
@@ -167,7 +154,7 @@ class PrivacyCallback(pl.Callback):
                 max(1, at_once // self.plan.record.largest), tensors_of(loader.dataset),
             )  # fmt: skip
             if resume and self._position is None:
-                raise ConfigError(NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
+                raise ConfigError(refusals.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
         processes.same(plan=digest_of_plan(self.plan), records=rounds.digest)
         about = (
             self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed(),
@@ -196,10 +183,10 @@ class PrivacyCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.together():
-            refuse_optimizers(trainer, pl_module)
+            refusals.refuse_optimizers(trainer, pl_module)
         for _ in self._preparing:
             self._prepared += 1
-        mute(pl_module)
+        silence.mute(pl_module)
         trainer.should_stop = trainer.should_stop or self.completed >= self.plan.rounds
 
     # One round
@@ -215,8 +202,8 @@ class PrivacyCallback(pl.Callback):
                 "that not every round would release its average; remove the GradientAccumulationScheduler."
             )
         self._awaited, self._released = True, False
-        refuse_hooks(pl_module)
-        refresh_spectral_norms(pl_module)
+        if self._spectral:
+            iterate(self._spectral)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -227,7 +214,7 @@ class PrivacyCallback(pl.Callback):
         self.signals.add(self._engine.now, self.completed + 1, released)
         if self.bounds:
             self._counts = released[value_key(UNCLIPPED)]
-        for layer in layers_that_give(pl_module):
+        for layer in self._normalizing:
             if (key := value_key(str(layer.given_as))) in released:
                 layer.follow(released[key])
         for name, parameter in pl_module.named_parameters():
@@ -252,24 +239,24 @@ class PrivacyCallback(pl.Callback):
             done or self.completed.bit_count() == 1 or not self.completed % self._reading_every
         ):
             self._read_epsilon(trainer)
-            log_although_mute(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
+            silence.log_although_mute(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
             logger.log_metrics(self._metrics, step=self.completed)
         for name, value in self._metrics.items():
             if name.endswith("_smooth"):
-                log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
+                silence.log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
-            log_diagnostics(pl_module, self._engine)
+            silence.log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        unmute(pl_module)
+        silence.unmute(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """ε is logged at the same steps as validation metrics, so that a chart can have it as its x axis."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        mute(pl_module)
+        silence.mute(pl_module)
         if self.delta is not None and self.completed != self._read_at:
             self._read_epsilon(trainer)
 
@@ -316,15 +303,6 @@ class PrivacyCallback(pl.Callback):
         self._step_of_its_own = pl_module.__dict__.get("training_step")
 
         @wraps(training_step)
-        def guarded_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return private_step(batch, *args, **kwargs)
-            except StateFound as found:
-                if self.completed and self._ledger is not None:
-                    since = f"the bound may not have held since round {found.last_clean_round + 1}"
-                    self._ledger.not_private(f"{since} ({found})")
-                raise
-
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if trainer.validating or trainer.sanity_checking:
                 return training_step(batch, *args, **kwargs)
@@ -335,7 +313,12 @@ class PrivacyCallback(pl.Callback):
             self._awaited = False
             assert self._rounds and self._engine
             engine_step, rounds, step = self._engine.step, self._rounds, 0
-            with self._processes.together(), nothing_collected(), nothing_logged(trainer):
+            with (
+                self._noting_state(),
+                self._processes.together(),
+                silence.nothing_collected(),
+                silence.nothing_logged(trainer),
+            ):
                 converted = trainer.precision_plugin.convert_input
 
                 def loss_of(record: Any) -> Tensor:
@@ -345,7 +328,10 @@ class PrivacyCallback(pl.Callback):
                     rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
                 if engine_step.mode is None:
-                    dry_run(engine_step, rounds, trainer, pl_module, loss_of)
+                    kept, engine_step.public = refusals.kept_numbers(pl_module), public_record(trainer)
+                    refusals.refuse_hooks(pl_module)
+                    dry_run(engine_step, rounds, loss_of, pl_module, silence.later_round(trainer))
+                    refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
                     step = engine_step.digest
                 else:
                     engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
@@ -353,14 +339,25 @@ class PrivacyCallback(pl.Callback):
                 with own_randomness(pl_module.device, rounds.randomness) if draws else nullcontext():
                     sample = self._process_sample(pl_module, loss_of)
                     self._engine.check_state()
-            with self._processes.together():
+            with self._noting_state(), self._processes.together():
                 self._engine.finish()
             if not self._processes.alone:
                 now = digest_of_plan(self._engine.now)
                 self._processes.same(plan=now, step=step, sample=sample, weights=digest_of_weights(pl_module))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
-        pl_module.training_step = guarded_step  # type: ignore[method-assign]
+        pl_module.training_step = private_step  # type: ignore[method-assign]
+
+    @contextmanager
+    def _noting_state(self) -> Iterator[None]:
+        """State that is found is noted in the ledger."""
+        try:
+            yield
+        except StateFound as found:
+            if self.completed and self._ledger is not None:
+                since = f"the bound may not have held since round {found.last_clean_round + 1}"
+                self._ledger.not_private(f"{since} ({found})")
+            raise
 
     def _process_sample(self, pl_module: pl.LightningModule, loss_of: Any) -> int:
         """Clips and adds up the sample's records, or this process's part of them; returns the sample's digest."""
@@ -380,7 +377,7 @@ class PrivacyCallback(pl.Callback):
                 except Exception as error:
                     engine.fail(records.size, error)
                 else:
-                    with signals_wait():
+                    with silence.signals_wait():
                         engine.accumulate(loss_of, records.batch, records.size)
         return chunk.digest
 
@@ -389,7 +386,7 @@ class PrivacyCallback(pl.Callback):
             pl_module.training_step = self._step_of_its_own  # type: ignore[method-assign]
         else:
             pl_module.__dict__.pop("training_step", None)
-        unmute(pl_module)
+        silence.unmute(pl_module)
         if self._ledger is not None:
             self._ledger.close()
         if self._rounds is not None:

@@ -36,7 +36,6 @@ from dpexp.privacy.clips import asked
 from dpexp.privacy.delivery import RoundSampler
 from dpexp.privacy.fetching import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.matched import PARITIES, Matched
 from dpexp.privacy.noise import SMALL
 from dpexp.privacy.plan import Group, PrivacyPlan
 from dpexp.privacy.records import User
@@ -297,3 +296,43 @@ class _Collate:
         if which[0] == _NONE:
             return self._collate(list(records)), None, None
         return None, torch.tensor(which), torch.tensor(values, dtype=torch.float64)
+
+
+PARITIES = 2  # of a record's turns, of which what is released is kept apart
+
+
+class Matched:
+    """Of one group's releases in D coordinates.
+
+    Attributes:
+        sums, expected: [PARITIES, D], what was found, and what an included canary adds to it on average.
+    """
+
+    def __init__(self, coordinates: int) -> None:
+        self._released: dict[int, Array] = {}
+        self._rounds: dict[int, tuple[float, NDArray[np.bool_], NDArray[np.int64]]] = {}
+        self._turns = np.zeros(coordinates, dtype=np.int64)
+        self.sums, self.expected = np.zeros((2, PARITIES, coordinates))
+
+    def add(
+        self, t: int, released: Array, weight: float, sign: int, bands: tuple[float, ...], there: NDArray[np.bool_]
+    ) -> None:
+        """Takes round t.
+
+        Args:
+            released: [D], in units of σ̃; weight: what an included canary adds to it on average, but for its sign.
+            there: [D], whether the canary might have been in the round.
+        """
+        self._released[t], self._rounds[t] = released, (sign * weight, there, self._turns % PARITIES)
+        self._turns = self._turns + there
+        row = sum(c * self._released[t - i] for i, c in enumerate(bands) if t - i in self._released)
+        for i, c in enumerate(bands):
+            if t - i not in self._rounds:
+                continue
+            adds, those, parity = self._rounds[t - i]
+            for p in range(PARITIES):
+                own = those & (parity == p)
+                self.sums[p, own] += adds * c * np.broadcast_to(row, own.shape)[own]
+                self.expected[p, own] += (adds * c) ** 2
+        for past in (self._released, self._rounds):
+            past.pop(t - len(bands) + 1, None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 
-FIRST, RARELY = 8, 50  # rounds that are all checked; afterwards one in so many is
+FIRST = 8  # rounds that are all checked
 
 STATE = (
     "model: {what}, so that training_step keeps something of a record that reaches others, or what is saved; compute a "
@@ -45,12 +45,16 @@ class StateCheck:
         self._module, self._probe = module, probe
         self._clean = 0
         self._given: list[Tensor] | None = None
-        self._saved: dict[str, Tensor] = {}
+        self._saved: dict[str, bytes] = {}
 
-    def before(self) -> None:
-        self._saved = {name: tensor.detach().clone() for name, tensor in self._held().items()}
-        self._given = None
-        self._given = self._probe()
+    def before(self, probing: bool = True) -> None:
+        """
+        Args:
+            probing: else weights and buffers alone are looked at.
+        """
+        self._saved, self._given = digests(self._module), None
+        if probing:
+            self._given = self._probe()
 
     def after(self, done: int = 0) -> None:
         """
@@ -60,31 +64,48 @@ class StateCheck:
         Raises:
             StateFound: something is not as it was.
         """
-        if self._given is None:
-            return
-        changed = [name for name, tensor in self._held().items() if not same_bits(self._saved[name], tensor)]
+        now = digests(self._module)
+        changed = [name for name, was in self._saved.items() if now.get(name) != was]
         if changed:
             raise StateFound(STATE.format(what=f"{changed[0]} is changed inside training_step"), self._clean)
-        for _ in range(2):  # what every second call does is found whatever their number in between
+        for _ in range(2 if self._given is not None else 0):  # what every second call does is found
             try:
                 again = self._probe()
             except ConfigError:
                 raise
             except Exception as error:  # of what is left behind
                 raise StateFound(STATE.format(what="training_step fails after other records"), self._clean) from error
-            if len(again) != len(self._given) or not all(map(same_bits, self._given, again)):
+            if len(again) != len(self._given or []) or not all(map(same_bits, self._given or [], again)):
                 raise StateFound(
                     STATE.format(what="a record's loss or gradient is another one after other records"), self._clean
                 )
-        self._given, self._clean = None, done + 1
-
-    def _held(self) -> dict[str, Tensor]:
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        self._clean = done + 1 if self._given is not None else self._clean
+        self._saved, self._given = {}, None
 
 
-def is_due(completed: int) -> bool:
-    """Whether the round after so many is checked."""
-    return completed < FIRST or completed % RARELY == 0
+def digest_of_weights(module: nn.Module) -> int:
+    """Of the bits of all parameters and buffers."""
+    return int.from_bytes(hashlib.sha256(b"".join(digests(module).values())).digest()[:7], "big")
+
+
+def digests(module: nn.Module) -> dict[str, bytes]:
+    """Of the bits of each parameter and buffer: weighted sums over its numbers by their place modulo 1024."""
+    return {name: _sums(tensor.detach()) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _sums(tensor: Tensor) -> bytes:
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    flat = plain.contiguous().view(-1).view(whole)
+    even = len(flat) // _PLACES * _PLACES
+    sums = torch.zeros(_PLACES, dtype=torch.int64, device=flat.device)
+    for k, rows in enumerate(flat[:even].view(-1, _PLACES).split(_PLACES)):
+        weights = 2 * torch.arange(k * _PLACES, k * _PLACES + len(rows), device=flat.device) + 1
+        sums += (rows * weights[:, None]).sum(0)
+    return hashlib.sha256(torch.cat([sums, flat[even:].to(torch.int64)]).cpu().numpy().tobytes()).digest()
+
+
+_PLACES = 1024
 
 
 def digest(tensor: Tensor) -> bytes:

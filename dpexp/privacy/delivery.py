@@ -20,16 +20,24 @@ from torch.utils.data import (
 )
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.batches import Failed, Parcel, Records
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.data_checks import WRITES, Results, refuse_order
-from dpexp.privacy.fetching import Seeding, each_alone, fetched_alone, only_rows, opened, sampled_dataset
-from dpexp.privacy.isolation.randomness import own_randomness, renew
-from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.fetching import (
+    WRITES,
+    Results,
+    Seeding,
+    each_alone,
+    fetched_alone,
+    only_rows,
+    opened,
+    refuse_order,
+    sampled_dataset,
+)
+from dpexp.privacy.keystream import KeyStream, own_randomness, renew
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.processes import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.records import Units
 from dpexp.privacy.sampling import Policy
-from dpexp.privacy.stacking import Failed, Parcel, Records
 
 _LOOKED_AT = 8  # records, until one can be fetched
 _ALONE = 8  # records of a chunk, to say that each is processed alone
@@ -275,13 +283,15 @@ class Rounds:
         """
         last = False
         while not last:
-            before = watched()
-            parts = opened(self._checks.without(next(self._chunks), self.sampler.completed + 1))
-            after = watched()
-            for name, tensor in before:
-                if after.get((name, tensor)) != before[name, tensor]:
-                    raise StateFound(WRITES.format(name=name), self.sampler.completed)
-            if not self.only_rows:
+            if self.only_rows:
+                parts: Any = next(self._chunks)
+            else:
+                before = watched()
+                parts = opened(self._checks.without(next(self._chunks), self.sampler.completed + 1))
+                after = watched()
+                for name, tensor in before:
+                    if after.get((name, tensor)) != before[name, tensor]:
+                        raise StateFound(WRITES.format(name=name), self.sampler.completed)
                 renew(device, self.randomness)
             chunk = self.sampler.pending.popleft()
             last = chunk.last

@@ -4,30 +4,33 @@ the same in every round."""
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import Dataset
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.company import refuse_company
+from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.delivery import Rounds
-from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.questions import Unreadable
-from dpexp.privacy.engine.step import TRACED, Step
+from dpexp.privacy.engine.chunk import Chunk, LossOf
+from dpexp.privacy.engine.step import Step
 from dpexp.privacy.engine.traced import refuse_data
+from dpexp.privacy.keystream import KeyStream, own_randomness
+
+Later = Callable[[], AbstractContextManager]
 
 
-def dry_run(step: Step, rounds: Rounds, trainer: pl.Trainer, module: pl.LightningModule, loss_of: Any) -> None:
+def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, later: Later) -> None:
     """Finds mistakes of a step, and decides how records are processed, on made-up or public records. Of the training
     set shapes, types and structure are used; if no record of it can be fetched, the first one that can be decides.
+
+    Args:
+        later: under which the step must be the same, as another round's.
 
     Raises:
         ConfigError: a mistake, in one sentence.
@@ -36,12 +39,11 @@ def dry_run(step: Step, rounds: Rounds, trainer: pl.Trainer, module: pl.Lightnin
     if example is None:
         return
     refuse_data(dict([*module.named_parameters(), *module.named_buffers()]), tensors_of(rounds.dataset))
-    example, kept = example.to(module.device), kept_numbers(module)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    chunk = Chunk.of(loss_of, example.to(device).batch, 1)
+    step.decide(chunk, later)
     if rounds.of_examples:
-        refuse_company(module, loss_of, example.batch, module.device)
-    step.public = public_record(trainer)
-    step.decide(Chunk.of(loss_of, example.batch, 1), later_round(trainer))
-    refuse_kept_losses(module, kept, step.mode != TRACED)
+        _compare_with_company(step, chunk, module, device)
     if step.held:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
@@ -49,107 +51,46 @@ def dry_run(step: Step, rounds: Rounds, trainer: pl.Trainer, module: pl.Lightnin
         )
 
 
-def public_record(trainer: pl.Trainer) -> Any:
-    """The first record of the validation set, as a batch of one; None: there is none to be had."""
-    data = getattr(trainer, "datamodule", None)
-    if data is None or not is_overridden("val_dataloader", data, pl.LightningDataModule):
-        loader = getattr(trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
-        loader = getattr(loader, "instance", None)
-    else:
-        loader = data.val_dataloader()
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
-        return None
-    try:
-        return loader.collate_fn([loader.dataset[0]])
-    except Exception:  # of an empty set, or one whose records cannot be collated alone
-        return None
-
-
-def later_round(trainer: pl.Trainer) -> Callable[[], AbstractContextManager]:
-    """Makes the Trainer say meanwhile that a later round is under way."""
-
-    @contextmanager
-    def later() -> Iterator[None]:
-        loop = trainer.fit_loop
-        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        counts: list[tuple[Any, str, int]] = [
-            (count, name, more)
-            for count, more in (
-                (loop.epoch_progress.current, 3),
-                (steps, 7),
-                (loop.epoch_loop.batch_progress.current, 5),
-            )
-            for name in ("ready", "started", "processed", "completed")
-            if hasattr(count, name)
-        ]
-        for count, name, more in counts:
-            setattr(count, name, getattr(count, name) + more)
-        try:
-            yield
-        finally:
-            for count, name, more in counts:
-                setattr(count, name, getattr(count, name) - more)
-
-    return later
-
-
-def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bool) -> None:
-    """Refuses a step that keeps what it computes of records for a hook: there is nothing of theirs to be had outside.
-
-    Args:
-        before: see `kept_numbers`, before the step ran; as_written: it is not traced, so that numbers may be records'.
+def _compare_with_company(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
+    """Says so where a record's loss is another one in company: of two made-up records a and b, which become a' and b',
+    L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own.
 
     Raises:
-        ConfigError: names the attribute.
+        ConfigError: and a record by itself has no gradient.
     """
-    used = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
-    if not used:
+    if step.made_up is None or any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in chunk.tensors):
         return
-    for where, value in _attributes(module):
-        if as_written and isinstance(value, float) and before.get(where, value) != value:
-            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
-        if not isinstance(value, _COLLECTIONS):
-            continue
-        values = tree_leaves([*value] if isinstance(value, set) else value)
-        kept = any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and _is_wrapped(v)) for v in values)
-        if isinstance(value, list) and not kept:  # of a step that runs as written
-            added = value[before.get(where, 0) :]
-            kept = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
-        if kept:
-            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
+    some, others = (step.made_up.records(chunk, 2, seed) for seed in (0, 1))
+    stream, losses = KeyStream(), []
+    for replaced in ([], [0], [1], [0, 1]):
+        together = [leaf.detach().clone() for leaf in some.tensors]
+        for leaf, other in zip(together, others.tensors, strict=True):
+            if leaf.is_floating_point():  # not labels, of which weights may be
+                leaf[replaced] = other.detach()[replaced]
+        batch = some.having([leaf.flatten(0, 1) for leaf in together])
+        try:
+            with own_randomness(device, KeyStream(stream.key)), torch.no_grad(), spectral_norms_fixed(module):
+                losses.append(float(chunk.loss_of(tree_unflatten(batch.leaves, chunk.structure))))
+        except ConfigError:
+            raise
+        except Exception:  # of two, so that it does not rely on company
+            return
+    if not abs(losses[0] - losses[1] - losses[2] + losses[3]) > _ROUNDING * max(map(abs, losses)):
+        return
+    with own_randomness(device, stream):
+        alone = step.of_one(some, 0)
+    if not any(bool(use.dense().any()) for use in alone.of.values()):
+        raise ConfigError(
+            "model: training_step gives a record by itself no gradient, as contrastive losses do, which compare the "
+            "records of a batch; here each record is seen by itself."
+        )
+    warnings.warn(
+        "the loss that training_step gives two records together is no sum or mean of theirs, as with mixup or a mean "
+        "over all words of a batch; here each record gets the loss of a batch of one."
+    )
 
 
-_KEPT = (
-    "model: training_step keeps numbers of records in self.{where}, and {hook} may read them; records' losses are "
-    "private, so that there is nothing to average: leave that out, or release them with private metrics "
-    "(metrics.release)."
-)
-_READING = (
-    "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
-    "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_start",
-    "on_validation_epoch_end", "on_validation_end", "on_save_checkpoint",
-)  # fmt: skip
-_COLLECTIONS = (list, tuple, dict, set)
-
-
-def kept_numbers(module: nn.Module) -> dict[str, Any]:
-    """Numbers that a module's parts hold as attributes, and the lengths of lists."""
-    return {
-        where: len(value) if isinstance(value, list) else value
-        for where, value in _attributes(module)
-        if isinstance(value, list | float)
-    }
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, layer in module.named_modules():
-        for key, value in vars(layer).items():
-            if not key.startswith("_"):
-                yield f"{name}.{key}" if name else key, value
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+_ROUNDING = 1e-2  # of the losses, that it may make of them
 
 
 def tensors_of(dataset: Any) -> list[Tensor]:

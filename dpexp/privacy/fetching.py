@@ -1,7 +1,18 @@
-"""Fetches records of the user's data set, and collates each by itself."""
+"""Fetches records of the user's data set, collates each by itself, and checks that none depends on which records were
+fetched before.
 
+A data set or `collate_fn` that keeps state (a running mean, a counter, an iterator, a random generator of its own) lets
+one record change another, which (ε, δ) does not bound. So a few records are fetched and collated twice from equal
+states of the global random generators, with other records in between, in the process that fetches those, and compared
+bit for bit: before the first round, and in the rounds. What is compared is not trained on.
+"""
+
+import copy
 import hashlib
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +24,16 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
 )
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.data_checks import EachAlone, Request, Results, WithChecks
-from dpexp.privacy.isolation.randomness import seed_everything
-from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.batches import Alone, Failed, Parcel, Records, bits_of, flattened
+from dpexp.privacy.checks import StateFound
+from dpexp.privacy.keystream import KeyStream, own_randomness, seed_everything
 from dpexp.privacy.records import Units
-from dpexp.privacy.stacking import Failed, Parcel, Records
 
 
 class _Rows(Dataset):
@@ -160,3 +171,180 @@ def sampled_dataset(loader: Any) -> Dataset:
             "single records, so give it a batch_size and let the data set give one record for an index."
         )
     return loader.dataset
+
+
+_DRY_RUN = 8  # records that are checked before the first round
+_ALWAYS = 8  # first chunks of each process that fetches, in each of which a record is checked
+_SHARE = 0.02  # of the time that fetching takes, which later checks may take
+
+
+_STATE = (
+    "data: {what} gave a record another value after other records were fetched{round}, so that records would change "
+    "one another; draw random numbers from torch's, NumPy's or Python's global generator; keep no state between "
+    "records."
+)
+
+
+WRITES = (
+    "data: fetching a record changes {name}, which training_step reads, so that records would change one another; let "
+    "data sets and collate_fn leave the module alone."
+)
+
+
+@dataclass
+class Request:
+    """A chunk's records.
+
+    Attributes:
+        checked: those to fetch before these and again afterwards; key: of the random numbers that they draw;
+            always: however long it takes.
+    """
+
+    records: list[Any]
+    checked: list[Any]
+    key: bytes
+    always: bool = True
+
+
+@dataclass
+class Checked:
+    """Among a chunk's parts: records were checked. `found`: what gave one of them another value, if anything did."""
+
+    found: str | None
+
+
+class WithChecks(Sampler[Request]):
+    """Asks for a check in every chunk that has records.
+
+    Args:
+        chunks: None: a dry run, one chunk without records for each process that fetches.
+        draw: a random record of the data.
+        stream: of the keys of the checked records' random numbers.
+        workers: processes that fetch, which take the chunks in turn.
+    """
+
+    def __init__(self, chunks: Any, draw: Callable[[], Any], stream: KeyStream, workers: int) -> None:
+        self._chunks, self._draw, self._stream, self._workers = chunks, draw, stream, workers
+        self._given = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for chunk in [[]] * self._workers if self._chunks is None else self._chunks:
+            count = _DRY_RUN if self._chunks is None else min(1, len(chunk))
+            key = self._stream.words(4).numpy().tobytes()
+            yield Request(chunk, [self._draw() for _ in range(count)], key, self._given < _ALWAYS * self._workers)
+            self._given += count > 0
+
+
+class EachAlone(Dataset):
+    """Fetches and collates each record of a chunk by itself, and checks what it is asked to: of a data set of which
+    `__getitems__`, which is given several records at once, is not called."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], units: Units | None) -> None:
+        self._dataset, self._collate, self._units = dataset, collate, units
+        self._alone = Alone(collate if units is None else self._collate_unit)
+        self._fetching = self._checking = 0.0  # seconds
+
+    def __getitems__(self, request: Request) -> list[Any]:
+        checked = request.checked if request.always or self._checking <= _SHARE * self._fetching else []
+        began = time.perf_counter()
+        before = [self._snapshot(record, request.key) for record in checked]
+        fetching = time.perf_counter()
+        parts: list[Any] = [*self._alone([self._fetched(record) for record in request.records])]
+        fetched = time.perf_counter()
+        if checked:
+            after = [self._snapshot(record, request.key) for record in checked]
+            parts.append(Checked(next(filter(None, map(self._changed, before, after)), None)))
+        self._fetching += fetched - fetching
+        self._checking += time.perf_counter() - fetched + fetching - began
+        return parts
+
+    def _fetched(self, record: Any) -> Any:
+        try:
+            return self._dataset[record] if self._units is None else self._units.examples(self._dataset, record)
+        except BaseException as error:
+            return Failed.because(error)
+
+    def _collate_unit(self, items: list[Any]) -> Any:
+        return self._collate(items[0])
+
+    def _snapshot(self, record: Any, key: bytes) -> Any:
+        """The record's item and the bits of that when fetched, of its batch, and of the item when that was made."""
+        with own_randomness(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"), KeyStream(key)):
+            item = self._fetched(record)
+            try:
+                return item, _bits(item), _bits(self._collate([item] if self._units is None else item)), _bits(item)
+            except BaseException as error:
+                return Failed.because(error)
+
+    def _changed(self, before: Any, after: Any) -> str | None:
+        """What gave another value; nothing is said of a record that failed."""
+        if any(isinstance(one, Failed) or isinstance(one[0], Failed) for one in (before, after)):
+            return None
+        item, fetched, collated, left = before
+        if fetched != after[1] or left != _bits(item):  # the latter where each record is written to the same memory
+            source = self._dataset
+            while type(source) is Subset:
+                source = source.dataset
+            return f"the data set {type(source).__name__}"
+        name = getattr(self._collate, "__name__", type(self._collate).__name__)
+        return None if collated == after[2] else f"the collate_fn {name}"
+
+
+def refuse_order(
+    dataset: Any, collate: Callable[[list[Any]], Any], units: Units | None, draw: Callable[[], Any]
+) -> None:
+    """Fetches some records in one order and, as if none had been fetched, in the reverse order: what is set once, by
+    whichever record comes first, is found so. State in attributes is told apart by copies of the data set.
+
+    Raises:
+        StateFound: a record's value follows from the order.
+    """
+    drawn = [(draw(), KeyStream().key) for _ in range(_DRY_RUN)]
+    try:
+        there, back = (EachAlone(_copied(dataset), collate, units) for _ in range(2))
+    except Exception:  # of a data set that cannot be copied
+        return
+    first = [there._snapshot(record, key) for record, key in drawn]
+    second = [back._snapshot(record, key) for record, key in reversed(drawn)]
+    for one, other in zip(first, reversed(second), strict=True):
+        found = there._changed(one, other)
+        if found is not None:
+            raise StateFound(_STATE.format(what=found, round=""))
+
+
+def _copied(dataset: Any) -> Any:
+    """A copy that shares the data, but no attributes and none of the lists and dictionaries in them."""
+    made = copy.copy(dataset)
+    for name, value in vars(dataset).items():
+        if isinstance(value, Dataset):
+            vars(made)[name] = _copied(value)
+        elif isinstance(value, dict | list | set | deque):
+            vars(made)[name] = copy.copy(value)
+    return made
+
+
+def _bits(value: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = flattened(value)
+    return structure, [(type(leaf), bits_of(leaf)) for leaf in leaves]
+
+
+class Results:
+    """Of the checks, in the process that trains."""
+
+    def __init__(self) -> None:
+        self._clean = self._checked = 0  # rounds: of the check before that of the last, and of that
+
+    def without(self, parts: list[Any], round: int = 0) -> list[Any]:
+        """A chunk's parts without what a check says.
+
+        Raises:
+            StateFound: a record's value changed.
+        """
+        if not (parts and isinstance(parts[-1], Checked)):
+            return parts
+        if round > self._checked:
+            self._clean, self._checked = self._checked, round
+        if parts[-1].found is not None:
+            when = f" (round {round})" if round else ""
+            raise StateFound(_STATE.format(what=parts[-1].found, round=when), self._clean)
+        return parts[:-1]

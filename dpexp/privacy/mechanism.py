@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.clips import Clip, asked
-from dpexp.privacy.correlated import CorrelatedNoise, Noisy
 from dpexp.privacy.engine.rounding import LARGEST, LOOSE, UNIT
 from dpexp.privacy.engine.uses import Dense, Use
+from dpexp.privacy.noise import CorrelatedNoise, Noisy
 from dpexp.privacy.plan import Group
 
 # What rounding S and c in float64, and then c, c·g and c·g·x, can add (see rounding).

@@ -1,15 +1,21 @@
-"""The Gaussian noise, from a key stream.
+"""The noise, from a key stream: Gaussian, correlated from round to round, or Laplace.
 
 Two uniform words of 63 bits give two normal numbers (Box & Muller 1958), computed in float64 and rounded once, to the
 type of what they are added to. So fine are they that float32, which leaves, does not show which values the method can
 take and which it cannot; and the radius √(-2 log u) reaches 9.4 standard deviations, with P(|N| > 8) right to 1e-4
 of itself.
+
+Correlated noise is y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0, that is C y = Z. To take back later a part of what was added
+before, past noise must be remembered: (b-1)·d numbers in float64. They are as secret as the key that they come from,
+and stay in the memory of the process that adds the noise, for as long as a job runs. A resumed job begins anew.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -114,3 +120,57 @@ class BoxMuller:
         torch.cos(angle, out=cos).mul_(radius)
         torch.sin(angle, out=sin).mul_(radius)
         return normal, uniform
+
+
+Bands = tuple[float, ...]
+
+
+class Noisy(NamedTuple):
+    """A sum that noise of standard deviation σ, times that of y_t, is to be added to; its name is the same in every
+    round."""
+
+    name: str
+    total: Tensor
+    sigma: float
+    bands: Bands
+
+
+class CorrelatedNoise:
+    """Adds σ y_t to each coordinate of sums that have bands, and independent normal noise to those that have one."""
+
+    def __init__(self, gaussian: GaussianNoise) -> None:
+        self._gaussian = gaussian
+        self._past: dict[str, deque[Tensor]] = {}  # y_{t-1}, y_{t-2}, …
+
+    def add_to(self, sums: Sequence[Noisy], divisor: float = 1.0) -> None:
+        """Adds a round's noise to contiguous tensors and divides them, in place. To be called once a round."""
+        self._gaussian.add_to([(one.total, one.sigma) for one in sums if len(one.bands) == 1], divisor)
+        banded = [one for one in sums if len(one.bands) > 1]
+        drawn = [torch.zeros(one.total.numel(), dtype=torch.float64, device=one.total.device) for one in banded]
+        self._gaussian.add_to([(z, 1.0) for z in drawn])
+        for one, z in zip(banded, drawn, strict=True):
+            y = self._next(one.name, z, one.bands)
+            one.total.copy_((y * one.sigma).view_as(one.total).add_(one.total).div_(divisor))
+
+    def _next(self, name: str, z: Tensor, c: Bands) -> Tensor:
+        """y_t, in the place of Z_t."""
+        past = self._past.setdefault(name, deque(maxlen=len(c) - 1))
+        for c_j, y in zip(c[1:], past, strict=False):
+            z.sub_(y, alpha=c_j)
+        past.appendleft(z.div_(c[0]))
+        return z
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("past noise is secret, and neither copied nor saved.")
+
+
+def add_laplace(sums: Iterable[tuple[Tensor, float]], stream: KeyStream) -> None:
+    """Adds independent noise of density e^(-|x|/b)/2b to each coordinate of tensors [d] in float64, in place, for pairs
+    (tensor, b).
+
+    The size is -b log u with u of 62 random bits, and reaches 43 b; the sign is the bit that is left.
+    """
+    for total, b in sums:
+        words = stream.words(len(total))
+        size = (words >> 1).double().add_(0.5).mul_(2.0**-62).log_().neg_()
+        total.add_(size * (1 - 2 * (words & 1)), alpha=b)

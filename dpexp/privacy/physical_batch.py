@@ -13,14 +13,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from dpexp.privacy.batches import flattened
-from dpexp.privacy.dry_run import public_record
+from dpexp.privacy.batches import Records, flattened
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.stacking import Records
 
 ON_A_CPU = 640
 FIRST = 16  # on a GPU, and all that is risked where nothing can be tried
@@ -80,3 +80,19 @@ def _copies(one: Any, size: int) -> Any:
     return structure.unflatten(
         [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     )
+
+
+def public_record(trainer: pl.Trainer) -> Any:
+    """The first record of the validation set, as a batch of one; None: there is none to be had."""
+    data = getattr(trainer, "datamodule", None)
+    if data is None or not is_overridden("val_dataloader", data, pl.LightningDataModule):
+        loader = getattr(trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
+        loader = getattr(loader, "instance", None)
+    else:
+        loader = data.val_dataloader()
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
+        return None
+    try:
+        return loader.collate_fn([loader.dataset[0]])
+    except Exception:  # of an empty set, or one whose records cannot be collated alone
+        return None

@@ -26,6 +26,8 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import Following
 from dpexp.privacy.allocation import Allocation, Explicit, Proportional
 from dpexp.privacy.asked import (
+    AUTO,
+    Banded,
     check_adaptive,
     check_banded,
     check_kind,
@@ -34,7 +36,6 @@ from dpexp.privacy.asked import (
     claimed,
     sampled,
 )
-from dpexp.privacy.banded import AUTO, Banded
 from dpexp.privacy.bands import candidates, coefficients, error, least
 from dpexp.privacy.besides import besides
 from dpexp.privacy.bounds import Bound, Fixed

@@ -12,29 +12,29 @@ import hashlib
 import pickle
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
+from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import bits_of
-from dpexp.privacy.engine.torch_functions import EXCHANGES
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 
 _AT_ONCE = 2**22  # numbers that are sent together
 _LOOKED_AT = 32  # records, to see whether all processes have the same
-_PLACES = 1024
 _WORDS = 5000
 LOST = (
     "another process of this training ended, so that this one does too; its own words say why. The ledger has every "
@@ -213,20 +213,6 @@ def digest_of_rows(rows: Sequence[int]) -> int:
     return _number(np.asarray(rows, dtype=np.int64).tobytes())
 
 
-def digest_of_weights(module: nn.Module) -> int:
-    """Of the bits of all parameters and buffers: of each, weighted sums over its numbers by their place modulo 1024."""
-    seen = hashlib.sha256()
-    for tensor in (*module.parameters(), *module.buffers()):
-        plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
-        flat = plain.contiguous().view(-1).view(whole)
-        even = len(flat) // _PLACES * _PLACES
-        rows = flat[:even].view(-1, _PLACES).to(torch.int64)
-        sums = (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)[:, None]).sum(0)
-        seen.update(torch.cat([sums, flat[even:].to(torch.int64)]).cpu().numpy().tobytes())
-    return int.from_bytes(seen.digest()[:7], "big")
-
-
 def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
     """Of the tensors of a TensorDataset, of the places of a Subset, else of some of a data set's records, evenly
     spread; what is random about them is drawn from a fixed seed.
@@ -315,25 +301,72 @@ _SHARDED = (
 REASONS = {"FSDPStrategy": _SHARDED, "ModelParallelStrategy": _SHARDED, "DeepSpeedStrategy": _SHARDED}
 
 
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Meanwhile code that asks finds no other processes, and collectives of the default group are refused: what is
-    computed from a record would be told the others.
+class SharedLedger:
+    """A ledger that the first process writes. The others learn of each round when it is in the file, and count it too.
 
-    Raises:
-        ConfigError: something was to be exchanged.
+    Args:
+        begin: opens the file; called in the first process only.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        yield
-        return
 
-    def refuse() -> NoReturn:
-        raise ConfigError(EXCHANGES.format(name="a collective"))
+    def __init__(self, processes: Processes, begin: Callable[[], LedgerWriter]) -> None:
+        self._processes = processes
+        self._writer: LedgerWriter | None = None
+        with processes.together():
+            if processes.first:
+                self._writer = begin()
+        found: Ledger = processes.told(self._writer.ledger if self._writer else None)
+        self._adjacency, self._counts, self._exposed = found.adjacency, Counter(found.rounds), found.exposed
+        self._sampling: SamplingEvent | None = None
+        self._queries: list[Query] = []
 
-    world = dist.distributed_c10d._world
-    before, world.default_pg = world.default_pg, None
-    try:
-        with patch.object(dist.distributed_c10d, "_get_default_group", refuse):
-            yield
-    finally:
-        world.default_pg = before
+    @property
+    def ledger(self) -> Ledger:
+        """What has been committed so far."""
+        return Ledger(self._adjacency, dict(self._counts), exposed=self._exposed)
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """See `LedgerWriter`; None in processes that write neither ledger nor checkpoint."""
+        return self._writer.position if self._writer else None
+
+    def sample(self, event: SamplingEvent) -> None:
+        self._sampling, self._queries = event, []
+        if self._writer:
+            self._writer.sample(event)
+
+    def query(self, event: Query) -> None:
+        self._queries.append(event)
+        if self._writer:
+            self._writer.query(event)
+
+    def commit(self) -> None:
+        """Returns when the round is in the file, in every process.
+
+        Raises:
+            ConfigError: it is not, in every process.
+        """
+        with self._processes.together():
+            if self._writer:
+                self._writer.commit()
+        if self._sampling is None:
+            raise RuntimeError("a round needs a sampling event.")
+        self._counts[Round(self._sampling, tuple(self._queries))] += 1
+        self._sampling = None
+
+    def not_private(self, reason: str) -> None:
+        """See `LedgerWriter`."""
+        self._exposed = self._exposed or reason
+        if self._writer:
+            self._writer.not_private(reason)
+
+    def sync(self) -> None:
+        if self._writer:
+            self._writer.sync()
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+def ledger_of(processes: Processes, begin: Callable[[], LedgerWriter]) -> LedgerWriter | SharedLedger:
+    return begin() if processes.alone else SharedLedger(processes, begin)

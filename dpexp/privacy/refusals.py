@@ -1,14 +1,18 @@
 """What cannot be trained privately, refused by name before training."""
 
 import inspect
+from collections.abc import Iterator
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.engine.questions import Unreadable
 
 NO_POSITION = (
     "the checkpoint {checkpoint} does not say what its run's ledger held, as none made by an older dpexp or without a "
@@ -82,6 +86,7 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
     Raises:
         ConfigError: names the option or the hook.
     """
+    refuse_mixing_layers(pl_module)
     if not pl_module.automatic_optimization:
         raise ConfigError(
             f"model: {type(pl_module).__name__} optimizes by hand (automatic_optimization=False), so a sample "
@@ -167,3 +172,62 @@ def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Non
                 "optimizer: LBFGS evaluates the loss several times a step, each of which would be another release; "
                 "choose SGD, Adam or another that does so once."
             )
+
+
+def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bool) -> None:
+    """Refuses a step that keeps what it computes of records for a hook: there is nothing of theirs to be had outside.
+
+    Args:
+        before: see `kept_numbers`, before the step ran; as_written: it is not traced, so that numbers may be records'.
+
+    Raises:
+        ConfigError: names the attribute.
+    """
+    used = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
+    if not used:
+        return
+    for where, value in _attributes(module):
+        if as_written and isinstance(value, float) and before.get(where, value) != value:
+            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
+        if not isinstance(value, _COLLECTIONS):
+            continue
+        values = tree_leaves([*value] if isinstance(value, set) else value)
+        kept = any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and _is_wrapped(v)) for v in values)
+        if isinstance(value, list) and not kept:  # of a step that runs as written
+            added = value[before.get(where, 0) :]
+            kept = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
+        if kept:
+            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
+
+
+_KEPT = (
+    "model: training_step keeps numbers of records in self.{where}, and {hook} may read them; records' losses are "
+    "private, so that there is nothing to average: leave that out, or release them with private metrics "
+    "(metrics.release)."
+)
+_READING = (
+    "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
+    "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_start",
+    "on_validation_epoch_end", "on_validation_end", "on_save_checkpoint",
+)  # fmt: skip
+_COLLECTIONS = (list, tuple, dict, set)
+
+
+def kept_numbers(module: nn.Module) -> dict[str, Any]:
+    """Numbers that a module's parts hold as attributes, and the lengths of lists."""
+    return {
+        where: len(value) if isinstance(value, list) else value
+        for where, value in _attributes(module)
+        if isinstance(value, list | float)
+    }
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, layer in module.named_modules():
+        for key, value in vars(layer).items():
+            if not key.startswith("_"):
+                yield f"{name}.{key}" if name else key, value
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -70,17 +70,18 @@ A ledger is a document from elsewhere: reading one executes nothing, and refuses
 
 from dpexp.accounting.ledger.events import (
     ADJACENCIES,
+    LARGEST_Z,
     POLICIES,
     DiscreteSumQueryEvent,
     Ledger,
+    PartsEvent,
+    QueryEvent,
     Round,
     SamplingEvent,
     SumQueryEvent,
     joined,
     rate_in_part,
 )
-from dpexp.accounting.ledger.numbers import LARGEST_Z
-from dpexp.accounting.ledger.one_off import PartsEvent, QueryEvent
 from dpexp.accounting.ledger.reading import holds, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.writing import LedgerWriter, write_ledger
 

@@ -14,12 +14,13 @@ from dpexp.accounting.ledger.events import (
     DiscreteSumQueryEvent,
     Ledger,
     Query,
+    QueryEvent,
     Round,
     SamplingEvent,
     SumQueryEvent,
+    is_whole,
+    parts,
 )
-from dpexp.accounting.ledger.numbers import is_whole
-from dpexp.accounting.ledger.one_off import QueryEvent, parts
 from dpexp.accounting.ledger.units import checked
 from dpexp.errors import ConfigError
 

@@ -4,11 +4,22 @@ A header without "record" is about single examples. Otherwise it says {"kind": "
 examples by position, or {"kind": "user", "most": 16, …}, users of whose examples at most 16 took part in a round.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from dpexp.accounting.ledger.numbers import is_whole
 from dpexp.errors import ConfigError
+
+LARGEST_Z = 1e8
+
+
+def is_number(value: object) -> bool:
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
 
 _COUNTS = {"microbatch": "k", "user": "most"}
 

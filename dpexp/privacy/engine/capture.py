@@ -10,15 +10,13 @@ from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
 from dpexp.privacy.engine.attention import multi_head_attention
+from dpexp.privacy.engine.by_value import INDEXED, SHAPES, clamped
 from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
 from dpexp.privacy.engine.derived import Derived, inner
-from dpexp.privacy.engine.extremes import EXTREMES, Extreme
-from dpexp.privacy.engine.index_range import INDEXED, clamped
 from dpexp.privacy.engine.questions import QUESTIONS, Node, answer, sees_behind
 from dpexp.privacy.engine.recurrent import CELLS, unrolled
-from dpexp.privacy.engine.rewritten import REWRITTEN
+from dpexp.privacy.engine.rewritten import EXTREMES, REWRITTEN, Extreme
 from dpexp.privacy.engine.rules import RULES, Call
-from dpexp.privacy.engine.shapes import SHAPES
 from dpexp.privacy.engine.torch_functions import (
     BATCH_NORMS,
     OPERATORS,

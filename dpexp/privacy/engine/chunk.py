@@ -1,15 +1,21 @@
-"""Records that are processed together."""
+"""Records that are processed together: a chunk of a sample; or such as are made up, or made from a public one, on which
+a step is traced and tried before it sees data. Of private records only shapes, types and structure are used for these.
+"""
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import flattened
+from dpexp.privacy.engine.by_value import sizes_met
 
 LossOf = Callable[[Any], Tensor]
 PLAIN = (str, int, float, bool, bytes, type(None))
@@ -101,3 +107,101 @@ def copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return deepcopy(leaf)
+
+
+@dataclass
+class MadeUp:
+    """Makes records up.
+
+    Args:
+        floats, integers: how their entries are drawn.
+        below: integers are drawn below it.
+        public: leaves [1, ...] of a public record of the same structure, whose entries are used, if any.
+    """
+
+    floats: str = "normal"
+    integers: str = "random"
+    below: int = 2
+    public: list[Any] | None = None
+
+    def records(self, chunk: Chunk, size: int, seed: int) -> Chunk:
+        """`size` records that look like those of a chunk, all different."""
+        generator = torch.Generator().manual_seed(seed)
+        leaves = [
+            self._made_up(leaf, size, generator, self.public[k] if self.public else None)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for k, leaf in enumerate(chunk.leaves)
+        ]
+        return replace(chunk, leaves=leaves, size=size)
+
+    def _made_up(self, like: Tensor, size: int, generator: torch.Generator, public: Tensor | None) -> Tensor:
+        shape = (size, *like.shape[1:])
+        if public is not None and public.numel():
+            entries = public.detach().cpu().reshape(-1)
+            if public.shape[1:] == like.shape[1:]:
+                made = public.detach().cpu().expand(shape).clone()
+            else:
+                made = entries[torch.randint(len(entries), shape, generator=generator)]
+            if made.is_floating_point() and self.floats == "normal":
+                spread = entries.double().std(correction=0).nan_to_num(0).clamp(max=1e6).to(made.dtype)
+                made = made + 0.1 * spread * torch.randn(shape, generator=generator).to(made.dtype)
+        elif like.is_floating_point() or like.is_complex():
+            draw: Callable[..., Tensor] = torch.rand if self.floats == "uniform" else torch.randn
+            made = torch.ones(shape) if self.floats == "ones" else draw(shape, generator=generator)
+        elif like.dtype == torch.bool or self.integers == "ones":
+            made = torch.ones(shape)
+        elif self.integers == "zeros":
+            made = torch.zeros(shape)
+        else:
+            made = torch.randint(max(1, self.below), shape, generator=generator)
+        return laid_out(made.to(like.device, like.dtype), like).requires_grad_(like.requires_grad)
+
+
+def tries(below: int, public: list[Any] | None) -> Iterator[MadeUp]:
+    """Ways to make records up, the best first."""
+    if public is not None:
+        yield from (MadeUp(floats, below=below, public=public) for floats in ("normal", "same"))
+    floats, integers = ("normal", "uniform", "ones"), ("random", "ones", "zeros")
+    yield from (MadeUp(a, b, below) for b, a in itertools.product(integers, floats))
+
+
+def smallest_table(chunk: Chunk) -> int:
+    """The size of the smallest table, or number of classes, that indices meet while one made-up record of zeros is
+    processed; 2 if they meet none."""
+    seen = _TablesSeen()
+    try:
+        with seen, torch.no_grad():
+            chunk.loss_of(MadeUp(integers="zeros").records(chunk, 1, 0).one(0))
+    except Exception:
+        pass  # what is wrong with it is said when records are tried
+    return min(seen.sizes, default=2)
+
+
+class _TablesSeen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        try:
+            size = sizes_met(func, args, kwargs or {})
+        except Exception:  # of arguments that are wrong
+            size = None
+        if size is not None:
+            self.sizes.append(size)
+        return func(*args, **(kwargs or {}))
+
+
+def public_leaves(public: Any, chunk: Chunk) -> list[Any] | None:
+    """The leaves of a batch of one public record, if it is of the same structure and types as the records."""
+    if public is None:
+        return None
+    found, structure = flattened(public)
+    if structure != chunk.structure or len(found) != len(chunk.leaves):
+        return None
+    alike = all(
+        isinstance(a, Tensor) and a.dtype == b.dtype and a.dim() + 1 == b.dim() if isinstance(b, Tensor) else True
+        for a, b in zip(found, chunk.leaves, strict=True)
+    )
+    return [a[None] if isinstance(a, Tensor) else a for a in found] if alike else None

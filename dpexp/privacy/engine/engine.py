@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import Bounds
-from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.engine.chunk import Chunk, LossOf
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.graphs import Graphs
@@ -22,11 +21,9 @@ from dpexp.privacy.engine.whole import WholeNoise, WholeSums
 from dpexp.privacy.given import Values
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.mechanism import add_noise, by_parameter
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.processes import Processes
-from dpexp.privacy.shared_ledger import SharedLedger
-from dpexp.privacy.spectral import spectral_norms_fixed
+from dpexp.privacy.processes import Processes, SharedLedger
 
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 
@@ -155,10 +152,9 @@ class Engine:
             parameter.grad = None
         if self.step.mode is None:
             self.step.decide(chunk)
-        with spectral_norms_fixed(self._module):
-            numbers = self._clip.numbers(self.now.groups, self._device)
-            for found in self.step.add(chunk, numbers, self._sums):
-                self.fail(1, found) if isinstance(found, Exception) else self._note(found)
+        numbers = self._clip.numbers(self.now.groups, self._device)
+        for found in self.step.add(chunk, numbers, self._sums):
+            self.fail(1, found) if isinstance(found, Exception) else self._note(found)
 
     def fail(self, count: int, reason: Exception) -> None:
         """Notes records that contribute nothing, because they could not even be fetched, or have no loss.

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound, digest
-from dpexp.privacy.engine.chunk import Chunk
+from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.made_up import MadeUp
 from dpexp.privacy.engine.passes import VmapPass
 from dpexp.privacy.engine.traced import (
     Graph,

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.engine.chunk import Chunk, copied
 from dpexp.privacy.engine.passes import ONE_LOSS, backward, no_seeds
-from dpexp.privacy.engine.precision import full_precision
+from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.torch_functions import Refusing
 from dpexp.privacy.given import Values
 from dpexp.privacy.records import Local

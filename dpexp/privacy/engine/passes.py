@@ -1,4 +1,8 @@
-"""One forward and one backward pass: of several records under vmap, or of one by ordinary autograd."""
+"""One forward and one backward pass: of several records under vmap, or of one by ordinary autograd.
+
+Activation checkpointing computes anew in the backward pass, where records are no longer told apart: what it would drop
+is kept.
+"""
 
 import random
 from collections import defaultdict
@@ -6,20 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_unflatten
 
 from dpexp.errors import ConfigError, RecordError, words_of
+from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.engine.capture import Capture
-from dpexp.privacy.engine.checkpointed import kept
 from dpexp.privacy.engine.chunk import Chunk, LossOf, copied
 from dpexp.privacy.engine.derived import Derived
-from dpexp.privacy.engine.own_vmap import no_modes_inside_vmap, no_vmap_of_its_own
-from dpexp.privacy.engine.precision import full_precision
-from dpexp.privacy.engine.torch_functions import Refusing
+from dpexp.privacy.engine.rounding import full_precision
+from dpexp.privacy.engine.torch_functions import Refusing, no_modes_inside_vmap, no_vmap_of_its_own
 from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.given import Values
 
@@ -117,7 +122,10 @@ class VmapPass:
 
         in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
         together = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")
-        with torch.compiler.set_stance("force_eager"):  # in compiled functions, uses of parameters would not be seen
+        with (
+            spectral_norms_fixed(self._module),
+            torch.compiler.set_stance("force_eager"),
+        ):  # in compiled functions, uses of parameters would not be seen
             losses, in_range, values = together(anchor, *map(copied, chunk.leaves))
         if losses.dim() != 1:
             raise RecordError(ONE_LOSS)
@@ -207,3 +215,27 @@ def _refuse_seed(*_: Any, **__: Any) -> NoReturn:
 def _refuse_seeds(seed: int) -> None:
     if torch.default_generator.initial_seed() != seed:
         _refuse_seed()
+
+
+@contextmanager
+def kept(met: Callable[[Any], None]) -> Iterator[None]:
+    """Meanwhile torch.utils.checkpoint.checkpoint keeps what a function computes, unless it is reentrant, which makes
+    another thing of gradients.
+
+    Args:
+        met: is told what such a function is given.
+    """
+
+    def nothing(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Before and after the function is called."""
+        if preserve and context_fn is checkpoint.noop_context_fn:
+            yield
+            met((args, kwargs))
+        else:
+            yield from _generator(function, preserve, context_fn, *args, **kwargs)
+
+    with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing):
+        yield
+
+
+_generator = checkpoint._checkpoint_without_reentrant_generator

@@ -120,3 +120,26 @@ REWRITTEN: dict[Callable[..., Any], Rewriting] = {
     torch.rnn_tanh_cell: cell(lambda of_x, of_h, h: (of_x + of_h).tanh()),
     torch.rnn_relu_cell: cell(lambda of_x, of_h, h: (of_x + of_h).relu()),
 }  # fmt: skip
+
+
+class Extreme(torch.autograd.Function):
+    """amax or amin over all dimensions, with the gradient that `x.max()` has."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, of_all: Any) -> Tensor:
+        return of_all(x, [*range(x.dim())])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        x, extreme = ctx.saved_tensors
+        equal = (x == extreme) | (x.isnan() & extreme.isnan())
+        return g / equal.sum() * equal, None
+
+
+EXTREMES = {torch.max: torch.amax, Tensor.max: torch.amax, torch.min: torch.amin, Tensor.min: torch.amin}

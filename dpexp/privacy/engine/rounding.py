@@ -26,10 +26,15 @@ to first order in u; so that
 less that, divided by such a norm, it bounds c, whatever the clip rule (`dpexp.privacy.clips`). What is left, and is no
 matter of one record's norm, is that a sum of many records is itself rounded, at each addition by up to u of what it has
 come to.
+
+Norms, sums and noise are never computed in the autocast type, nor in TF32 or bfloat16 behind float32's back
+(`full_precision`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,3 +121,38 @@ def row_norms(same_row: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def _or_infinite(found: Tensor) -> Tensor:
     return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device.type, enabled=False), _no_shortcuts():
+        yield
+
+
+@contextmanager
+def _no_shortcuts() -> Iterator[None]:
+    """PyTorch has two ways to set what products in float32 are computed in, and one refuses once the other was used."""
+    try:
+        matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        backends: list[Any] = [
+            torch.backends.cuda.matmul,
+            *(getattr(torch.backends.cudnn, kind) for kind in ("conv", "rnn")),
+            *(getattr(torch.backends.mkldnn, kind) for kind in ("matmul", "conv", "rnn")),
+        ]
+        before = [backend.fp32_precision for backend in backends]
+        try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+        return
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn

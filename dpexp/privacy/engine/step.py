@@ -14,25 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.checks import STATE, StateCheck, StateFound, is_due, same_bits
-from dpexp.privacy.engine.chunk import PLAIN, Chunk, LossOf
+from dpexp.privacy.batchnorm import spectral_norms_fixed
+from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, same_bits
+from dpexp.privacy.engine.chunk import PLAIN, Chunk, LossOf, MadeUp, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_random_state
 from dpexp.privacy.engine.local import Training
-from dpexp.privacy.engine.made_up import MadeUp, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
-from dpexp.privacy.engine.precision import full_precision
-from dpexp.privacy.engine.slowness import why
+from dpexp.privacy.engine.questions import why
+from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import NotTraceable
 from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.given import Values
-from dpexp.privacy.spectral import spectral_norms_fixed
 
 TRACED, VMAP, SINGLE, AUTOGRAD = "traced", "vmap", "one at a time", "one at a time by autograd"
 NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _OTHERS = (1, 2, 4)  # made-up records that are processed between one and the same
 _SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
-_TRACING = 0.02  # of the time
+_TRACING = _CHECKING = 0.02  # of the time
 _CHANGES = 3  # of a step by hooks, after which it runs as written
 
 _Settings = Callable[[], AbstractContextManager]
@@ -50,6 +49,7 @@ class Step:
             one at a time under vmap, or one at a time by autograd.
         reason: why the job is not traced.
         is_random: whether the step draws random numbers, as far as is known.
+        made_up: how records are made up, once that was found out.
         public: a batch of one public record, on which the step is tried; None: records are made up.
     """
 
@@ -72,11 +72,13 @@ class Step:
         self.reason = ""
         self.is_random = True
         self.public: Any = None
-        self._made_up: MadeUp | None = None
+        self.made_up: MadeUp | None = None
         self._check: StateCheck | None = None
         self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
         self._attributes: list[Any] = []
-        self._asked, self._changes, self._tracing, self._began = 1, 0, 0.0, time.perf_counter()
+        self._asked, self._changes = 1, 0
+        self._tracing = self._checking = 0.0  # seconds
+        self._began = time.perf_counter()
 
     @property
     def held(self) -> list[str]:
@@ -101,9 +103,9 @@ class Step:
             ConfigError: a mistake in the step.
         """
         weights = {name: p.detach().to("cpu", copy=True) for name, p in self._module.named_parameters()}
-        with own_state(self._device), spectral_norms_fixed(self._module):
+        with own_state(self._device):
             made_up, error = self._made_up_records(chunk)
-            self._made_up = made_up or MadeUp()
+            self.made_up = made_up or MadeUp()
             if error is not None:  # which a record may have by itself, and not among others
                 self.mode, self.reason = AUTOGRAD, why(error)
             elif made_up is None:
@@ -116,6 +118,8 @@ class Step:
                 self._attributes = plain_attributes(self._module)
             if error is None and self.mode != TRACED:
                 self._try_state(chunk)
+            elif self.mode != TRACED:
+                self._check = StateCheck(self._module, list)
         for name, parameter in self._module.named_parameters():
             if name in weights and not same_bits(weights[name], parameter.cpu()):
                 raise StateFound(STATE.format(what=f"{name} is changed inside training_step"))
@@ -136,12 +140,12 @@ class Step:
         if not due and plain_attributes(self._module) == self._attributes:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
-        assert self._made_up
+        assert self.made_up
         for parameter in self._parameters.values():
             parameter.grad = None
-        with own_state(self._device), spectral_norms_fixed(self._module):
+        with own_state(self._device):
             try:
-                odd = self._graphs.changed(chunk, self._made_up)
+                odd = self._graphs.changed(chunk, self.made_up)
             except ConfigError:
                 raise
             except Exception as error:
@@ -163,12 +167,16 @@ class Step:
         return self._graphs.versions()
 
     def begin_round(self, t: int) -> None:
-        """Before a round's records, of which a check may be due."""
-        if self._check is not None and is_due(t):
-            for parameter in self._module.parameters():
-                parameter.grad = None
-            with suppress(Exception):  # of a made-up record that has no loss with the weights as they are
-                self._check.before()
+        """Before a round's records: their step is tried on made-up ones in the first rounds, and then as often as that
+        takes 2 % of the time. Weights and buffers are looked at in each round."""
+        if self._check is None:
+            return
+        began = time.perf_counter()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        with suppress(Exception):  # of a made-up record that has no loss with the weights as they are
+            self._check.before(t < FIRST or self._checking <= _CHECKING * (began - self._began))
+        self._checking += time.perf_counter() - began
 
     def check_state(self, t: int) -> None:
         """After a round's records.
@@ -177,7 +185,9 @@ class Step:
             StateFound: the step has kept something of them.
         """
         if self._check is not None:
+            began = time.perf_counter()
             self._check.after(t)
+            self._checking += time.perf_counter() - began
 
     def add(self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]) -> Iterator[dict[str, Tensor] | Exception]:
         """Adds the clipped vectors of a chunk's records to `sums`, of all together, or of one after the other; gives
@@ -192,8 +202,8 @@ class Step:
         if self.mode in (TRACED, VMAP):
             try:
                 if self.mode == TRACED:
-                    assert self._made_up
-                    yield self._graphs.add(chunk, self._made_up, numbers, sums)
+                    assert self.made_up
+                    yield self._graphs.add(chunk, self.made_up, numbers, sums)
                 else:
                     yield self._add_together(chunk, numbers, sums)
                 return
@@ -226,10 +236,11 @@ class Step:
         """A record's gradients as the step is written."""
         if self.mode not in (AUTOGRAD, TRACED):
             return self._pass(chunk.row(i))
-        if self._training:
-            found, loss = self._training.one(chunk, i)
-        else:
-            found, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values)
+        with spectral_norms_fixed(self._module):
+            if self._training:
+                found, loss = self._training.one(chunk, i)
+            else:
+                found, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values)
         dense: Any = {n: Dense(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()}
         return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
@@ -252,9 +263,9 @@ class Step:
         return found
 
     def _trace(self, chunk: Chunk, settings: _Settings) -> None:
-        assert self._made_up
+        assert self.made_up
         try:
-            odd = self._graphs.settle(chunk, self._made_up, settings)
+            odd = self._graphs.settle(chunk, self.made_up, settings)
             if odd is None:
                 self.mode, self.is_random = TRACED, self._graphs.draws
                 return
@@ -265,7 +276,7 @@ class Step:
             self.reason = why(caught)
         for mode, size in ((VMAP, 2), (SINGLE, 1)):
             try:
-                self._pass(self._made_up.records(chunk, size, 0))
+                self._pass(self.made_up.records(chunk, size, 0))
             except ConfigError:
                 raise
             except Exception:
@@ -281,8 +292,8 @@ class Step:
         Raises:
             StateFound: there is some.
         """
-        assert self._made_up
-        first, *others = (self._made_up.records(chunk, 1, seed) for seed in range(sum(_OTHERS) + 1))
+        assert self.made_up
+        first, *others = (self.made_up.records(chunk, 1, seed) for seed in range(sum(_OTHERS) + 1))
         probed = [first]
         state = _random_states(self._device)
 
@@ -290,8 +301,7 @@ class Step:
             before = _random_states(self._device)
             _set_random_states(self._device, *state)
             try:
-                with spectral_norms_fixed(self._module):
-                    each = [self.of_one(one, 0) for one in probed]
+                each = [self.of_one(one, 0) for one in probed]
             finally:
                 _set_random_states(self._device, *before)
             return [t for one in each for t in (one.losses, *(use.dense() for use in one.of.values()))]

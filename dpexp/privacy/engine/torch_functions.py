@@ -1,13 +1,18 @@
 """Functions of torch as a function mode sees them: which are torch's own, and which a private step must not call."""
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._functorch import autograd_function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpexp.errors import ConfigError
 
@@ -90,3 +95,33 @@ def leaves_of(value: Any) -> list[Any]:
     elif kind not in (list, tuple, torch.Size) and kind.__module__ != "torch.return_types":
         return [value]
     return [leaf for item in value for leaf in (leaves_of(item) if isinstance(item, list | tuple | dict) else (item,))]
+
+
+@contextmanager
+def no_modes_inside_vmap() -> Iterator[None]:
+    """Meanwhile no mode of one's own sees what operators are given.
+
+    Raises:
+        RuntimeError: a step would have it otherwise.
+    """
+
+    def refuse(mode: Any) -> NoReturn:
+        raise RuntimeError(f"the mode {type(mode).__name__} would see the tensors of all records.")
+
+    with patch.object(TorchDispatchMode, "__enter__", refuse):
+        yield
+
+
+@contextmanager
+def no_vmap_of_its_own() -> Iterator[None]:
+    """Meanwhile an autograd function or custom operator with a vmap rule of its own, which may mix records, is refused.
+
+    Raises:
+        RuntimeError: one is called.
+    """
+
+    def refuse(interpreter: Any, rule: Any, function: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"the vmap rule of {getattr(function, '__name__', function)} would see all records.")
+
+    with patch.object(autograd_function, "custom_function_call_vmap_helper", refuse):
+        yield

@@ -24,7 +24,7 @@ from torch.fx.experimental import proxy_tensor
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import digest, same_bits
 from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.precision import full_precision
+from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.sampling import Policy
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators

@@ -12,16 +12,13 @@ from torch.utils._pytree import tree_map
 
 from dpexp.accounting.ledger import LedgerWriter, PartsEvent, QueryEvent, SamplingEvent
 from dpexp.errors import ConfigError
+from dpexp.privacy.batches import Failed, Records
 from dpexp.privacy.fetching import all_records
-from dpexp.privacy.isolation.randomness import own_randomness
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.laplace_noise import add_laplace
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.keystream import KeyStream, own_randomness
+from dpexp.privacy.noise import GaussianNoise, add_laplace
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.preparation import Preparation, preparations_of
-from dpexp.privacy.processes import Processes
-from dpexp.privacy.shared_ledger import SharedLedger
-from dpexp.privacy.stacking import Failed, Records
+from dpexp.privacy.processes import Processes, SharedLedger
 
 
 def prepare(

@@ -1,0 +1,191 @@
+"""While records are seen nothing is logged or told other processes, and signals wait."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import distributed as dist
+from torchmetrics import Metric, MetricCollection
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.checks import STATE, StateFound
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.questions import Unreadable
+from dpexp.privacy.engine.torch_functions import EXCHANGES
+from dpexp.privacy.given import release
+
+
+@contextmanager
+def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
+    """Meanwhile whatever is logged by way of the module or the Trainer is lost.
+
+    Raises:
+        StateFound: the Trainer is to stop, or an optimizer's numbers are others than before.
+    """
+    loggers, loop = trainer.loggers, trainer.fit_loop.epoch_loop
+    results, before = loop._results, _set_by_hooks(trainer)
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    loop._results = _ResultCollection(training=True)
+    try:
+        yield
+    finally:
+        trainer.loggers, loop._results = loggers, results
+    if _set_by_hooks(trainer) != before:
+        raise StateFound(STATE.format(what="trainer.should_stop or an optimizer's rate is set inside training_step"))
+
+
+def _set_by_hooks(trainer: pl.Trainer) -> list[Any]:
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [trainer.should_stop, *(float(group[key]) for group in groups for key in _RATES if key in group)]
+
+
+_RATES = ("lr", "momentum", "weight_decay")
+
+
+def mute(module: pl.LightningModule) -> None:
+    """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
+    It gives the value for release, which is dropped unless the plan names it. Metrics of torchmetrics that
+    `training_step` updates stay empty, and later hooks find nothing in them."""
+    module.log = lambda name, value, *args, **kwargs: release(name, value)  # type: ignore[method-assign]
+    for metric in _metrics(module):
+        if _OWN not in vars(metric):
+            own = {name: metric.__dict__.get(name) for name in _EMPTIED}
+            vars(metric).update({name: partial(_nothing, metric, name) for name in _EMPTIED} | {_OWN: own})
+
+
+def log_although_mute(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
+    """What is released, or shown as unsafe."""
+    type(module).log(module, name, value, on_step=True, on_epoch=False, **options)
+
+
+def unmute(module: pl.LightningModule) -> None:
+    module.__dict__.pop("log", None)
+    for metric in _metrics(module):
+        for name, own in vars(metric).pop(_OWN, {}).items():
+            vars(metric).pop(name, None)
+            if own is not None:
+                setattr(metric, name, own)
+
+
+_EMPTIED = ("forward", "update", "compute")
+# Attributes of a metric, whose hash changes with its state: what was on it before, and whether an update was dropped.
+_OWN, _DROPPED = "_dpexp_own", "_dpexp_dropped"
+
+
+def _metrics(module: pl.LightningModule) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
+
+
+def _nothing(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """In place of a metric's methods: nothing that may be read."""
+    if name != "compute":
+        vars(metric)[_DROPPED] = True
+    elif not vars(metric).get(_DROPPED):
+        own = vars(metric)[_OWN]["compute"]
+        return own() if own is not None else type(metric).compute(metric)
+    return {key: Unreadable() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else Unreadable()
+
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Meanwhile no handler of Python's is called; then those are whose signals came.
+
+    A handler may save a checkpoint, in which nothing must be that a step is about to leave behind; or set what would be
+    taken for the step's and set back, such as `trainer.should_stop`. Ctrl-C does not wait: it ends the step, and all is
+    set back on the way out.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    waiting = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in waiting:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in waiting.items():
+            signal.signal(number, handler)
+        for number in came:
+            waiting[number](number, None)  # type: ignore[operator]
+
+
+def log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
+    """The last sample's size, losses, norms and how many of them were clipped."""
+    observed = engine.observations
+    sizes = sum(len(chunk["loss"]) for chunk in observed)
+    values: dict[str, float] = {"unsafe/sample_size": float(sizes)}
+    if sizes:
+        values["unsafe/train_loss"] = float(torch.cat([chunk["loss"] for chunk in observed]).float().mean())
+    for group in engine.now.groups:
+        norms = [chunk[key] for chunk in observed if (key := f"norm/{group.name}") in chunk]
+        if norms:
+            joined = torch.cat(norms)
+            values[f"unsafe/median_norm/{group.name}"] = float(joined.median())
+            values[f"unsafe/clip_fraction/{group.name}"] = float((joined > group.S).float().mean())
+    for name, value in values.items():
+        log_although_mute(pl_module, name, value)
+
+
+def later_round(trainer: pl.Trainer) -> Callable[[], AbstractContextManager]:
+    """Makes the Trainer say meanwhile that a later round is under way."""
+
+    @contextmanager
+    def later() -> Iterator[None]:
+        loop = trainer.fit_loop
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        counts: list[tuple[Any, str, int]] = [
+            (count, name, more)
+            for count, more in (
+                (loop.epoch_progress.current, 3),
+                (steps, 7),
+                (loop.epoch_loop.batch_progress.current, 5),
+            )
+            for name in ("ready", "started", "processed", "completed")
+            if hasattr(count, name)
+        ]
+        for count, name, more in counts:
+            setattr(count, name, getattr(count, name) + more)
+        try:
+            yield
+        finally:
+            for count, name, more in counts:
+                setattr(count, name, getattr(count, name) - more)
+
+    return later
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Meanwhile code that asks finds no other processes, and collectives of the default group are refused: what is
+    computed from a record would be told the others.
+
+    Raises:
+        ConfigError: something was to be exchanged.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+
+    def refuse() -> NoReturn:
+        raise ConfigError(EXCHANGES.format(name="a collective"))
+
+    world = dist.distributed_c10d._world
+    before, world.default_pg = world.default_pg, None
+    try:
+        with patch.object(dist.distributed_c10d, "_get_default_group", refuse):
+            yield
+    finally:
+        world.default_pg = before
