@@ -687,12 +687,20 @@ class OfWords(Model):
         return F.cross_entropy(x @ x.T / 0.1, torch.arange(len(x)))
 
 
-@pytest.mark.parametrize("build", [Contrastive, Mixup, OfWords])
-def test_losses_that_need_company_are_refused(tmp_path, build):
+@pytest.mark.parametrize("build", [Contrastive, OfWords])
+def test_losses_of_which_a_record_alone_has_no_gradient_are_refused(tmp_path, build):
     data = [torch.randint(7, (3,)) for _ in range(6)] if build is OfWords else rows(6)
-    with pytest.raises(ConfigError, match="depends on the others of its batch"):
+    with pytest.raises(ConfigError, match="gives a record by itself no gradient"):
         trained(tmp_path, build(), data)
     assert len(read_ledger(tmp_path / "0.jsonl")) == 0
+
+
+def test_losses_that_are_others_in_company_are_said(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(warnings, "warn", lambda message, *args, **kwargs: said.append(str(message)))
+    (released,), _ = trained(tmp_path, Mixup(), rows(6))
+    assert any("each record gets the loss of a batch of one" in one for one in said)
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(6)), atol=1e-6), "alone, a record is mixed with itself"
 
 
 class DropPath(nn.Module):

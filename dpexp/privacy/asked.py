@@ -88,10 +88,7 @@ def claimed(sampling: str, adjacency: str | None) -> str:
 
 
 def check_norms(norms: str) -> None:
-    """
-    Raises:
-        ConfigError: they are not to be exact. (Exact ones are too large, if anything, in floating point.)
-    """
+    """Raises ConfigError: they are not to be exact. (Exact ones are too large, if anything, in floating point.)"""
     if norms == "jl":
         raise ConfigError(
             "norms=jl cannot be accounted for: norms estimated by r random projections may be too small, so that a "
@@ -103,11 +100,7 @@ def check_norms(norms: str) -> None:
 
 
 def check_kind(noise: str | Banded) -> str:
-    """The kind of noise.
-
-    Raises:
-        ConfigError: it is unknown.
-    """
+    """The kind of noise."""
     kind = "banded" if isinstance(noise, Banded) else noise
     if kind not in NOISES:
         raise ConfigError(f"noise={kind} is unknown; choose {', '.join(NOISES[:-1])} or {NOISES[-1]}.")
@@ -119,9 +112,6 @@ def check_banded(noise: Banded, sampling: str, calibrate: str, aimed: bool, part
 
     Args:
         aimed: there is a target, for which z is solved if the knob is the noise.
-
-    Raises:
-        ConfigError: names what contradicts it.
     """
     if sampling != "cyclic_poisson" and noise.bands != 1:
         raise ConfigError(
@@ -153,9 +143,6 @@ def check_noise(
 
     Args:
         explicit: the allocation gives every σ̃_g.
-
-    Raises:
-        ConfigError: too much is given or too little, or a value out of range.
     """
     if calibrate not in KNOBS:
         raise ConfigError(f"calibrate={calibrate} is unknown; choose one of {', '.join(KNOBS)}.")
@@ -182,11 +169,7 @@ def check_noise(
 
 
 def check_targets(epsilon: float | None, advantage: float | None, tpr: Mapping[float, float] | None) -> list[str]:
-    """Those that are given, as they were asked for.
-
-    Raises:
-        ConfigError: several are, or one that is out of range.
-    """
+    """Those that are given, as they were asked for."""
     if advantage is not None:
         check_advantage(advantage)
     if tpr is not None:
@@ -199,11 +182,7 @@ def check_targets(epsilon: float | None, advantage: float | None, tpr: Mapping[f
 
 
 def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str) -> None:
-    """Whether z, q and S may vary as asked, and the knob be solved for beside.
-
-    Raises:
-        ConfigError: names the schedule or the knob.
-    """
+    """Whether z, q and S may vary as asked, and the knob be solved for beside."""
     unknown = sorted(set(schedules) - {"z", "q", "S"})
     if unknown:
         raise ConfigError(f"schedule.{unknown[0]} is unknown; known: z, q, S.")
@@ -222,11 +201,7 @@ def check_schedules(schedules: Mapping[str, Any], sampling: str, calibrate: str)
 
 
 def check_adaptive(schedules: Mapping[str, Any], calibrate: str, noise: str | Banded) -> None:
-    """Whether bounds may follow quantiles beside what else was asked.
-
-    Raises:
-        ConfigError: names what contradicts it.
-    """
+    """Whether bounds may follow quantiles beside what else was asked."""
     if schedules.get("S") is not None:
         raise ConfigError(f"schedule.S={schedules['S']} and bound=adaptive both say how S varies; choose one.")
     if calibrate == "bound":

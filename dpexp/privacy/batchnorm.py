@@ -147,9 +147,7 @@ def layers_that_give(module: nn.Module) -> Iterator[RunningNorm]:
 
 
 def refuse_unreleased(module: nn.Module, plan: PrivacyPlan) -> None:
-    """Raises:
-    ConfigError: a layer would never learn its statistics.
-    """
+    """Raises ConfigError: a layer would never learn its statistics."""
     released = {vector.name for group in plan.groups for vector in group.vectors}
     for layer in layers_that_give(module):
         if layer.given_as not in released:

@@ -104,9 +104,7 @@ def asked(clip: Clip, norms: Tensor, S: Tensor) -> Tensor:
 
 
 def check_clip(clip: Any) -> None:
-    """Raises:
-    ConfigError: it is no rule, or could not be shown with the plan.
-    """
+    """Raises ConfigError: it is no rule, or could not be shown with the plan."""
     made = is_dataclass(clip) and not isinstance(clip, type)
     try:
         hash(clip)

@@ -295,9 +295,6 @@ def refuse_order(
 ) -> None:
     """Fetches some records in one order and, as if none had been fetched, in the reverse order: what is set once, by
     whichever record comes first, is found so. State in attributes is told apart by copies of the data set.
-
-    Raises:
-        StateFound: a record's value follows from the order.
     """
     drawn = [(draw(), KeyStream().key) for _ in range(_DRY_RUN)]
     try:

@@ -21,11 +21,7 @@ NO_POSITION = (
 
 
 def refuse_mixing_layers(module: nn.Module) -> None:
-    """Refuses layers that combine the records of a batch, or store statistics of them.
-
-    Raises:
-        ConfigError: names the layer and what to use instead.
-    """
+    """Refuses layers that combine the records of a batch, or store statistics of them."""
     for name, layer in module.named_modules():
         where = f"model: the layer {name or '(root)'} ({type(layer).__name__})"
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _learns_statistics(layer):
@@ -49,11 +45,7 @@ def refuse_mixing_layers(module: nn.Module) -> None:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Refuses backward hooks: a gradient of the whole batch, which they are for, never exists.
-
-    Raises:
-        ConfigError: names the parameter or the layer.
-    """
+    """Refuses backward hooks: a gradient of the whole batch, which they are for, never exists."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
@@ -82,9 +74,6 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
 
     Args:
         rounds: T.
-
-    Raises:
-        ConfigError: names the option or the hook.
     """
     refuse_mixing_layers(pl_module)
     if not pl_module.automatic_optimization:
@@ -134,11 +123,7 @@ _METERS = tuple(
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:
-    """Refuses callbacks that train on raw batches before training begins, or tell loggers how large samples were.
-
-    Raises:
-        ConfigError: names the callback.
-    """
+    """Refuses callbacks that train on raw batches before training begins, or tell loggers how large samples were."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, _METERS):
             raise ConfigError(
@@ -153,11 +138,7 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
 
 
 def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Refuses optimizers that would need another release, or that train what none releases.
-
-    Raises:
-        ConfigError: says which.
-    """
+    """Refuses optimizers that would need another release, or that train what none releases."""
     known = {id(parameter) for parameter in pl_module.parameters()}
     for optimizer in trainer.optimizers:
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
@@ -179,9 +160,6 @@ def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bo
 
     Args:
         before: see `kept_numbers`, before the step ran; as_written: it is not traced, so that numbers may be records'.
-
-    Raises:
-        ConfigError: names the attribute.
     """
     used = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
     if not used:

@@ -149,10 +149,7 @@ class Capture(Refusing):
                 self._met.append((inner(leaf), inner(leaf)._version))
 
     def refuse_changes(self) -> None:
-        """
-        Raises:
-            RuntimeError: such a tensor was modified in place afterwards, which PyTorch might refuse.
-        """
+        """Raises RuntimeError: such a tensor was modified in place afterwards, which PyTorch might refuse."""
         if any(tensor._version != version for tensor, version in self._met):
             raise RuntimeError("what a function was given is modified in place after it was used.")
 

@@ -175,7 +175,7 @@ def smallest_table(chunk: Chunk) -> int:
             chunk.loss_of(MadeUp(integers="zeros").records(chunk, 1, 0).one(0))
     except Exception:
         pass  # what is wrong with it is said when records are tried
-    return min(seen.sizes, default=2)
+    return min((size for size in seen.sizes if size > 1), default=2)
 
 
 class _TablesSeen(TorchFunctionMode):

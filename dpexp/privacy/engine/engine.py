@@ -171,11 +171,7 @@ class Engine:
             self.finish()
 
     def check_state(self) -> None:
-        """Looks, once a round that is checked, whether the step has kept something of the sample's records.
-
-        Raises:
-            StateFound: it has.
-        """
+        """Looks, once a round that is checked, whether the step has kept something of the sample's records."""
         self.step.check_state(self._round)
 
     def finish(self) -> None:

@@ -171,11 +171,7 @@ class Graphs:
         return graph([*self._inputs.tensors(), numbers, *counted, *records.tensors], self._device)
 
     def _compare(self, graph: Graph, records: Chunk) -> None:
-        """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees.
-
-        Raises:
-            NotTraceable: it is something else.
-        """
+        """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees."""
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
         numbers, state = self._clip.numbers((), self._device), random_state(self._device)
         found = self._run(graph, numbers, [counted], records)

@@ -84,11 +84,7 @@ class Training:
             yield
 
     def _batches(self, chunk: Chunk, leaves: list[Any]) -> Iterator[Any]:
-        """What each step is given, of a record's leaves [m, ...]: copies, which may be written to.
-
-        Raises:
-            RecordError: it is not known which numbers are of which example.
-        """
+        """What each step is given, of a record's leaves [m, ...]: copies, which may be written to."""
         present = [leaf for leaf in leaves if leaf is not None]
         tensors = [leaf for leaf in present if isinstance(leaf, Tensor)]
         sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}

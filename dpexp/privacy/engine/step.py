@@ -179,11 +179,7 @@ class Step:
         self._checking += time.perf_counter() - began
 
     def check_state(self, t: int) -> None:
-        """After a round's records.
-
-        Raises:
-            StateFound: the step has kept something of them.
-        """
+        """After a round's records."""
         if self._check is not None:
             began = time.perf_counter()
             self._check.after(t)
@@ -287,11 +283,7 @@ class Step:
         self.mode = AUTOGRAD
 
     def _try_state(self, chunk: Chunk) -> None:
-        """Looks for state that a step keeps, on made-up records, and will look again in the rounds.
-
-        Raises:
-            StateFound: there is some.
-        """
+        """Looks for state that a step keeps, on made-up records, and will look again in the rounds."""
         assert self.made_up
         first, *others = (self.made_up.records(chunk, 1, seed) for seed in range(sum(_OTHERS) + 1))
         probed = [first]

@@ -54,10 +54,7 @@ class Refusing(TorchFunctionMode):
 
 
 def refuse_mixing(func: Any, args: tuple, kwargs: dict) -> None:
-    """
-    Raises:
-        ConfigError: the call mixes records, of a batch or of processes.
-    """
+    """Raises ConfigError: the call mixes records, of a batch or of processes."""
     operator = packet(func)
     if isinstance(operator, torch._ops.OpOverloadPacket) and operator._qualified_op_name.startswith(_COLLECTIVES):
         raise ConfigError(EXCHANGES.format(name=operator))

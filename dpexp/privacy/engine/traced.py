@@ -210,10 +210,7 @@ def _name(target: Any) -> str:
 
 
 def _check_operators(graph: fx.GraphModule) -> None:
-    """
-    Raises:
-        NotTraceable: it calls what may keep state or see other processes.
-    """
+    """Raises NotTraceable: it calls what may keep state or see other processes."""
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
@@ -227,10 +224,7 @@ def _check_operators(graph: fx.GraphModule) -> None:
 
 
 def _check_errors(graph: fx.GraphModule) -> None:
-    """
-    Raises:
-        NotTraceable: it raises an error for some records, which would be dropped with whatever has no result.
-    """
+    """Raises NotTraceable: it raises an error for some records, which would be dropped with whatever has no result."""
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten._linalg_check_errors.default:
             raise NotTraceable(
@@ -239,11 +233,7 @@ def _check_errors(graph: fx.GraphModule) -> None:
 
 
 def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
-    """Follows each write, through views, to what it writes to: tensors that the graph made.
-
-    Raises:
-        NotTraceable: one is not.
-    """
+    """Follows each write, through views, to what it writes to: tensors that the graph made."""
     origin: dict[fx.Node, fx.Node] = {}
     written = set()
     for node in graph.graph.nodes:
@@ -339,10 +329,7 @@ def rows_of_graph(count: int, usual: int) -> int:
 
 
 def refuse_data(held: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
-    """
-    Raises:
-        ConfigError: a tensor that a step holds is a part of the training data.
-    """
+    """Raises ConfigError: a tensor that a step holds is a part of the training data."""
     plain = [tensor.untyped_storage() for tensor in data if tensor.layout == torch.strided and not tensor.is_nested]
     ranges = [(storage.data_ptr(), storage.nbytes()) for storage in plain]
     for name, tensor in held.items():
@@ -358,10 +345,6 @@ def refuse_data(held: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
 
 
 def check_constants(graph: Graph, data: Sequence[Tensor]) -> list[str]:
-    """The shapes of tensors that a graph holds and that are no parameters or buffers.
-
-    Raises:
-        ConfigError: one is a part of the training data.
-    """
+    """The shapes of tensors that a graph holds and that are no parameters or buffers."""
     refuse_data(graph.constants, data)
     return [str(tuple(tensor.shape)) for tensor in graph.constants.values() if tensor.numel() > 1]

@@ -113,11 +113,7 @@ def _total(
     physical_batch: int,
     randomness: KeyStream,
 ) -> Tensor:
-    """Σ of all records' vectors [d], in float64. A record of which nothing can be made contributes nothing.
-
-    Raises:
-        ConfigError: none contributed.
-    """
+    """Σ of all records' vectors [d], in float64. A record of which nothing can be made contributes nothing."""
     before = [copy.deepcopy(earlier).double() for earlier in before]
     total, used = torch.zeros(preparation.d, dtype=torch.float64), 0
     reason: Exception | None = None
