@@ -71,14 +71,17 @@ def _compare_with_company(step: Step, chunk: Chunk, module: nn.Module, device: t
         return
     with own_randomness(device, stream):
         alone = step.of_one(step.made_up.records(chunk, 1, 0), 0)
-    if not any(bool(use.dense().any()) for use in alone.of.values()):
+    reached = {name for name, use in alone.of.items() if bool(use.dense().any())}
+    if not reached:
         raise ConfigError(
             "model: training_step gives a record by itself no gradient, as contrastive losses do, which compare the "
             "records of a batch; here each record is seen by itself."
         )
+    unreached = [name for name, p in module.named_parameters() if p.requires_grad and name not in reached]
     warnings.warn(
         "the loss that training_step gives two records together is no sum or mean of theirs, as with mixup or a mean "
-        "over all words of a batch; here each record gets the loss of a batch of one."
+        "over all words of a batch; here each record gets the loss of a batch of one"
+        + (f", which gives {', '.join(unreached[:4])} no gradient." if unreached else ".")
     )
 
 
