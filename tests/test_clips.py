@@ -17,6 +17,7 @@ from test_engine import MECHANISMS, B, case, cross_entropy, relative_error, sums
 from torch import nn
 
 import dpexp
+from dpexp.accounting.claims import releases
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
 from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked, check_clip
@@ -437,3 +438,21 @@ def test_the_last_digits_of_a_norm_decide_over_little(rule):
     x = torch.cat([torch.logspace(-3, 3, 20001, dtype=torch.float64), torch.linspace(0.4, 0.6, 20001).double()])
     moved = (asked(rule, x * (1 + 1e-7), number(0.5)) - asked(rule, x, number(0.5))).abs() * x
     assert float(moved.max()) < 1e-4 * 0.5
+
+
+@pytest.mark.parametrize("adjacency, changed", [("add_remove", []), ("replace_null", [0.0]), ("replace_one", [-9.0])])
+def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency, changed):
+    """σ̃ over it is the z of a round in which all are sampled."""
+    plan = make_plan(
+        nn.Linear(1, 1, bias=False), n=2, q=1.0, sampling="all", steps=1, noise_multiplier=1.5, adjacency=adjacency
+    )
+    (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
+    sums = []
+    for gradients in ([9.0, 5.0], [*changed, 5.0]):
+        total = {"weight": torch.zeros(1, 1)}
+        found = mechanism.norms({"weight": Dense(torch.tensor(gradients)[:, None])}, number(group.S))
+        mechanism.add(found, number(group.S), total)
+        sums.append(float(total["weight"]))
+    assert abs(sums[0] - sums[1]) == pytest.approx(mechanism.sensitivity(adjacency), rel=1e-6)
+    (release,) = releases(plan.ledger())
+    assert release.z == pytest.approx(group.sigma / mechanism.sensitivity(adjacency))

@@ -14,7 +14,7 @@ from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent
 from dpexp.errors import ConfigError
 
 _SAME = 1e-12  # relative: what rounding may do to z
-_SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}
+SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}  # of a clipped sum, in units of S
 NAMES = ("pld", "rdp", "moments", "strong", "basic", "gdp")  # of accountants
 APPROXIMATIONS = ("gdp",)
 OF_LAPLACE = ("pld", "rdp", "moments", "strong", "basic")  # those that compose Laplace noise
@@ -164,7 +164,7 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     epochs: dict[int, float] = {}
     dealt: dict[int, float] = defaultdict(float)
     blocks = Blocks()
-    sensitivity = _SENSITIVITY[ledger.adjacency]
+    sensitivity = SENSITIVITY[ledger.adjacency]
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
         check_claim(sampling.policy, ledger.adjacency, accountant)

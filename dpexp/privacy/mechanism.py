@@ -29,31 +29,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpexp.accounting.claims import SENSITIVITY
 from dpexp.privacy.clips import Clip, asked
 from dpexp.privacy.engine.rounding import LARGEST, LOOSE, UNIT
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.noise import CorrelatedNoise, Noisy
 from dpexp.privacy.plan import Group
 
-# What rounding S and c in float64, and then c, c·g and c·g·x, can add (see rounding).
-MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}
-_SMALLEST = {torch.float32: 2.0**-100, torch.float64: 2.0**-900}  # of c
-_LARGEST = {torch.float32: 2.0**30, torch.float64: 2.0**100}
+MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}  # rounding S, c, c·g, c·g·x adds
+_SMALLEST, _LARGEST = ({torch.float32: a, torch.float64: b} for a, b in ((2.0**-100, 2.0**-900), (2.0**30, 2.0**100)))
 _SMALL, _MANY = 2**10, 4  # entries of a gradient, and such gradients, to be laid side by side
 
 
 @dataclass
 class Part:
-    """Gradients of one vector: of one parameter, or of many small ones side by side.
+    """Gradients of one vector: of one parameter, or of many small ones side by side."""
 
-    Attributes:
-        vector: its number in the group; alpha: its scale; names: of the parameters.
-    """
-
-    vector: int
+    vector: int  # its number in the group
     alpha: float | Tensor
     gradient: Use
-    names: list[str]
+    names: list[str]  # of the parameters
 
 
 @dataclass
@@ -64,14 +59,13 @@ class ScaledNorms:
         squares: [parts, B] of each part, scaled; norms: [B] of the group. Both float64, never too small.
         doubtful: [parts, B] in [0, 1]: how far a norm must be the one computed from factors in float64, since what it
             is enlarged by for rounding would change the clip factor (`rounding`, 6); None: none can be.
-        in_float64: whether the gradients are.
     """
 
     parts: list[Part]
     squares: Tensor
     norms: Tensor
     doubtful: Tensor | None
-    in_float64: bool = False
+    in_float64: bool = False  # the gradients
 
     def by_vector(self, vectors: int) -> Tensor:
         """[vectors, B]: ||v_j|| / alpha_j."""
@@ -80,15 +74,15 @@ class ScaledNorms:
         return own.index_add(0, index, self.squares).sqrt()
 
 
+@dataclass
 class GroupMechanism:
     """Clips, sums and noises one group's vectors."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    group: Group
 
     def sensitivity(self, adjacency: str) -> float:
         """How far one record moves the sum, in the group's scaled norm."""
-        return self.group.S * (2 if adjacency == "replace_one" else 1)
+        return self.group.S * SENSITIVITY[adjacency]
 
     def norms(
         self, gradients: dict[str, Use], S: Tensor, alphas: Sequence[float | Tensor] | None = None
@@ -153,8 +147,7 @@ class GroupMechanism:
 
 
 def add_noise(groups: Iterable[Group], sums: Mapping[str, Tensor], noise: CorrelatedNoise, denominator: float) -> None:
-    """Adds alpha_j N(0, sigma^2) to each parameter's sum and divides by qn, in place. The sum query events are in the
-    ledger by then."""
+    """Adds alpha_j N(0, sigma^2) to each sum and divides by qn, in place, once the event is in the ledger."""
     noisy = [Noisy(name, sums[name], alpha * group.sigma, group.bands) for group, alpha, name in by_parameter(groups)]
     noise.add_to(noisy, divisor=denominator)
 
@@ -181,8 +174,7 @@ def by_parameter(groups: Iterable[Group]) -> Iterator[tuple[Group, float, str]]:
 
 
 def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, Use]) -> Iterator[Part]:
-    """Many small gradients of a vector, as of biases, are laid side by side: most of the time they would take is that
-    of calling functions."""
+    """Many small gradients of a vector, as of biases, are laid side by side, which takes fewer calls of functions."""
     small: dict[tuple[int, torch.dtype], list[tuple[str, Dense]]] = {}
     for k, vector in enumerate(group.vectors):
         for name in vector.parameters:
