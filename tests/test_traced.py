@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from dpexp.errors import ConfigError
 from dpexp.privacy.bounds import Fixed
 from dpexp.privacy.checks import StateFound
+from dpexp.privacy.engine import graphs
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.step import AUTOGRAD
 from dpexp.privacy.noise import GaussianNoise
@@ -276,3 +277,14 @@ def test_a_buffer_that_a_hook_replaces_is_read_by_its_name():
     found = sums_of(engine, loss_of, batch)
     assert engine.mode == "traced", engine.reason
     assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
+
+
+def test_many_shapes_are_said_to_take_long(monkeypatch):
+    monkeypatch.setattr(graphs, "_SHAPES", 3)
+    module = nn.Linear(2, 1)
+    engine = engine_of(module)
+    engine.start()
+    with pytest.warns(UserWarning, match="records have 3 shapes so far"):
+        for length in (1, 2, 3):
+            engine.accumulate(lambda one: module(one).mean(), torch.ones(2, 1, length, 2), 2)
+    assert engine.mode == "traced"

@@ -1,5 +1,6 @@
 """The graphs of a job: one for each shape that records have and each number of rows, traced when first needed."""
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -23,6 +24,7 @@ from dpexp.privacy.engine.traced import (
     trace,
 )
 
+_SHAPES = 17  # of records, to say that these are many
 _EXACT_ROWS = 8  # of doubtful norms that one graph computes in float64
 
 
@@ -225,6 +227,12 @@ class Graphs:
             self._refused[key, rows, exact] = error.with_traceback(None)
             raise
         self._graphs[key, rows, exact] = graph
+        shapes = len({key for key, *_ in self._graphs})
+        if shapes == _SHAPES and not exact:
+            warnings.warn(
+                f"data: records have {shapes} shapes so far, and for each the step is traced, which takes as long as "
+                "many rounds; pad records to a few shapes."
+            )
         return graph
 
 
