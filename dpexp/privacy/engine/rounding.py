@@ -55,9 +55,10 @@ def norms(x: Tensor) -> Tensor:
     flat = x.reshape(len(x), -1)
     d, dtype = flat.shape[1], x.dtype
     if dtype == torch.float64 or d <= _FEW:
-        pieces = flat.split(max(1, _PIECE // max(1, d)))
-        found = torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in pieces])
-        found = found * (1 + (d + 2) * 2.0**-53)
+        rows = max(1, _PIECE // max(1, d))
+        pieces = flat.split(rows) if len(flat) > rows else [flat]
+        each = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in pieces]
+        found = (torch.cat(each) if len(each) > 1 else each[0]) * (1 + (d + 2) * 2.0**-53)
         lost = _LOST[torch.float64] if dtype == torch.float64 else 0.0
     else:
         whole = d // RUN * RUN
@@ -65,7 +66,7 @@ def norms(x: Tensor) -> Tensor:
         rest = torch.linalg.vector_norm(flat[:, whole:], dim=1)
         found = torch.hypot(torch.linalg.vector_norm(runs.double(), dim=1), rest.double())
         found, lost = found * (1 + (RUN + 1) / 2 * UNIT[dtype] + d * 2.0**-53), _LOST[dtype]
-    found = found + d**0.5 * lost
+    found = found + d**0.5 * lost if lost else found
     return torch.where(found <= LARGEST[dtype], found, torch.inf)
 
 
