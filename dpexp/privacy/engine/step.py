@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batchnorm import spectral_norms_fixed
-from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, same_bits
+from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest
 from dpexp.privacy.engine.chunk import PLAIN, Chunk, LossOf, MadeUp, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_random_state
@@ -102,7 +102,7 @@ class Step:
             StateFound: the step keeps something of records, or changes a weight.
             ConfigError: a mistake in the step.
         """
-        weights = {name: p.detach().to("cpu", copy=True) for name, p in self._module.named_parameters()}
+        weights = {name: digest(p) for name, p in self._module.named_parameters()}
         with own_state(self._device):
             made_up, error = self._made_up_records(chunk)
             self.made_up = made_up or MadeUp()
@@ -121,7 +121,7 @@ class Step:
             elif self.mode != TRACED:
                 self._check = StateCheck(self._module, list)
         for name, parameter in self._module.named_parameters():
-            if name in weights and not same_bits(weights[name], parameter.cpu()):
+            if weights.get(name) not in (None, digest(parameter)):
                 raise StateFound(STATE.format(what=f"{name} is changed inside training_step"))
         self._say_slowness()
 
