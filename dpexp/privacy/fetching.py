@@ -175,7 +175,7 @@ def sampled_dataset(loader: Any) -> Dataset:
 
 _DRY_RUN = 8  # records that are checked before the first round
 _ALWAYS = 8  # first chunks of each process that fetches, in each of which a record is checked
-_SHARE = 0.02  # of the time that fetching takes, which later checks may take
+_SHARE = 0.02  # of the time, which later checks may take
 
 
 _STATE = (
@@ -242,20 +242,21 @@ class EachAlone(Dataset):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], units: Units | None) -> None:
         self._dataset, self._collate, self._units = dataset, collate, units
         self._alone = Alone(collate if units is None else self._collate_unit)
-        self._fetching = self._checking = 0.0  # seconds
+        self._began: float | None = None
+        self._checking = 0.0  # seconds
 
     def __getitems__(self, request: Request) -> list[Any]:
-        checked = request.checked if request.always or self._checking <= _SHARE * self._fetching else []
         began = time.perf_counter()
+        self._began = self._began or began
+        checked = request.checked if request.always or self._checking <= _SHARE * (began - self._began) else []
         before = [self._snapshot(record, request.key) for record in checked]
         fetching = time.perf_counter()
         parts: list[Any] = [*self._alone([self._fetched(record) for record in request.records])]
-        fetched = time.perf_counter()
         if checked:
+            fetched = time.perf_counter()
             after = [self._snapshot(record, request.key) for record in checked]
             parts.append(Checked(next(filter(None, map(self._changed, before, after)), None)))
-        self._fetching += fetched - fetching
-        self._checking += time.perf_counter() - fetched + fetching - began
+            self._checking += 0.0 if request.always else time.perf_counter() - fetched + fetching - began
         return parts
 
     def _fetched(self, record: Any) -> Any:
