@@ -2,12 +2,16 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from reference import clipped_sums, stacked
 from test_engine import relative_error
+from test_isolation import Items, Model, trained
+from test_isolation import rows as labelled
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.bounds import Fixed
@@ -288,3 +292,83 @@ def test_many_shapes_are_said_to_take_long(monkeypatch):
         for length in (1, 2, 3):
             engine.accumulate(lambda one: module(one).mean(), torch.ones(2, 1, length, 2), 2)
     assert engine.mode == "traced"
+
+
+@pytest.mark.parametrize("dropping", [nn.Identity(), nn.Dropout(0.5)])
+def test_records_that_are_not_finite_by_chance_add_nothing(dropping):
+    """They draw a mask of which nothing is left, whatever they hold; the others draw what they draw as written."""
+    module, loss = classifier(dropping)
+
+    def loss_of(one):
+        mask = (torch.rand(3) < 0.4).float()
+        return loss(one) * mask.sum() / mask.sum()
+
+    engine, batch = engine_of(module), rows()
+    sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    for _ in range(4):
+        state = torch.get_rng_state()
+        found = sums_of(engine, loss_of, batch)
+        assert 0 < int(engine.observations[0]["loss"].isfinite().sum()) < N
+        torch.set_rng_state(state)
+        engine.step.mode = "vmap"
+        written = sums_of(engine, loss_of, batch)
+        engine.step.mode = "traced"
+        assert all(torch.equal(found[name], written[name]) and written[name].any() for name in found)
+
+
+@pytest.mark.parametrize("fill", [torch.index_fill, torch.ops.aten.index_fill.int_Scalar])
+def test_an_index_below_zero_fills_no_other_record(fill):
+    """PyTorch's vmap lays the records side by side, and counts from there."""
+    module, loss_of = classifier()
+    x, y = rows()
+    index = torch.full((N, 1, 1), 2)
+    found = []
+    for place in (2, -2):
+        index[3] = place
+        engine = engine_of(module)
+        found.append(sums_of(engine, lambda one: loss_of((fill(one[0], 1, one[2][0], 5.0), one[1])), (x, y, index)))
+    moved = sum(float((found[0][name] - found[1][name]).square().sum()) for name in found[0]) ** 0.5
+    assert moved <= 2 * S * (1 + 1e-6)
+
+
+def test_a_record_that_runs_by_itself_shows_no_other():
+    """`as_strided` with an offset looks at the memory behind a tensor."""
+    module, loss_of = classifier()
+    x, y = rows()
+    index = torch.zeros(N, 1, 1, dtype=torch.long)
+    index[2] = 99  # PyTorch refuses it, and so all records of the chunk
+
+    def strided(one):
+        seen = torch.as_strided(one[0], (1, 8), (8, 1), 0)
+        return loss_of((seen, one[1])) + 0 * torch.zeros(1, 3).scatter_add(1, one[2], one[0][:, :1]).sum()
+
+    sums = []
+    for changed in (False, True):
+        x = x.clone()
+        x[0] = x[0] * 3 if changed else x[0]
+        engine = engine_of(module, n=2, q=0.5)
+        sums.append(sums_of(engine, strided, (x, y, index)))
+    moved = sum(float((sums[0][name] - sums[1][name]).square().sum()) for name in sums[0]) ** 0.5
+    assert 0 < moved <= 2 * S * (1 + 1e-6)
+
+
+def test_the_dry_run_leaves_what_a_batch_holds_as_it_is(tmp_path):
+    """Also what is no tensor."""
+    weights = [np.ones(1) for _ in range(6)]
+
+    class Writing(Model):
+        def training_step(self, batch, batch_idx):
+            x, y, w = batch
+            w *= 2
+            return F.cross_entropy(self.net(x), y) * float(w[0])
+
+    def collate(items):
+        x, y, w = items[0]
+        if len(items) > 1:
+            raise ValueError
+        return x[None], y[None], w
+
+    data = DataLoader(Items([(x, y, w) for (x, y), w in zip(labelled(6), weights, strict=True)]), collate_fn=collate)
+    trained(tmp_path, Writing(), data)
+    assert all(w[0] == 1 for w in weights)

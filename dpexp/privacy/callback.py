@@ -377,7 +377,7 @@ class PrivacyCallback(pl.Callback):
                 except Exception as error:
                     engine.fail(records.size, error)
                 else:
-                    with silence.signals_wait():
+                    with silence.signals_wait(), silence.nothing_set(pl_module.trainer):
                         engine.accumulate(loss_of, records.batch, records.size)
         return chunk.digest
 

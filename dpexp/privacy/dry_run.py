@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import Dataset
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.delivery import Rounds
-from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp
+from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, copied
 from dpexp.privacy.engine.passes import python_randomness
+from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.step import Step
 from dpexp.privacy.engine.traced import refuse_data
 from dpexp.privacy.keystream import KeyStream, own_randomness
@@ -70,7 +71,12 @@ def _compare_with_company(step: Step, chunk: Chunk, module: nn.Module, device: t
     else:
         return
     with own_randomness(device, stream):
-        alone = step.of_one(step.made_up.records(chunk, 1, 0), 0)
+        try:
+            alone = step.of_one(step.made_up.records(chunk, 1, 0), 0)
+        except RecordError as error:
+            raise ConfigError(str(error)) from None
+        except Exception as error:
+            raise ConfigError(f"model: training_step fails for a record by itself ({why(error)})") from None
     reached = {name for name, use in alone.of.items() if bool(use.dense().any())}
     if not reached:
         raise ConfigError(
@@ -106,7 +112,7 @@ def _in_company(
         with own_randomness(device, KeyStream(key)), torch.no_grad(), spectral_norms_fixed(module):
             before = torch.get_rng_state(), python_randomness()
             try:
-                losses.append(float(chunk.loss_of(tree_unflatten(batch.leaves, chunk.structure))))
+                losses.append(float(chunk.loss_of(tree_unflatten([*map(copied, batch.leaves)], chunk.structure))))
             except ConfigError:
                 raise
             except Exception:

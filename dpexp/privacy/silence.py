@@ -25,19 +25,25 @@ from dpexp.privacy.given import release
 
 @contextmanager
 def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
-    """Meanwhile whatever is logged by way of the module or the Trainer is lost.
-
-    Raises:
-        StateFound: the Trainer is to stop, or an optimizer's numbers are others than before.
-    """
+    """Meanwhile whatever is logged by way of the module or the Trainer is lost."""
     loggers, loop = trainer.loggers, trainer.fit_loop.epoch_loop
-    results, before = loop._results, _set_by_hooks(trainer)
+    results = loop._results
     trainer.loggers = [DummyLogger() for _ in loggers]
     loop._results = _ResultCollection(training=True)
     try:
         yield
     finally:
         trainer.loggers, loop._results = loggers, results
+
+
+@contextmanager
+def nothing_set(trainer: pl.Trainer) -> Iterator[None]:
+    """
+    Raises:
+        StateFound: meanwhile the Trainer was told to stop, or an optimizer's numbers were set.
+    """
+    before = _set_by_hooks(trainer)
+    yield
     if _set_by_hooks(trainer) != before:
         raise StateFound(STATE.format(what="trainer.should_stop or an optimizer's rate is set inside training_step"))
 

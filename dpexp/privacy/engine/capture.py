@@ -64,8 +64,8 @@ class Capture(Refusing):
             raise
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, given: list[Any]) -> Any:
-        if func in INDEXED:
-            safe = clamped(func, args, kwargs)
+        if (indexing := _known(func)) in INDEXED:
+            safe = clamped(indexing, args, kwargs)
             if safe is not None:
                 args, kwargs, in_range = safe
                 self.in_range.append(in_range)
@@ -235,7 +235,8 @@ _EXPORTED: dict[Any, Any] = {
         for function in (
             F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
             F.layer_norm, F.group_norm, F.rms_norm, F.scaled_dot_product_attention, *CELLS,
-            torch.embedding, torch.embedding_bag, torch.select_scatter, torch.matmul, torch.mm, torch.addmm,
+            torch.embedding, torch.embedding_bag, torch.select_scatter, torch.index_fill, torch.matmul,
+            torch.mm, torch.addmm,
         )
     },
     torch.ops.aten._embedding_bag: torch.embedding_bag,
@@ -249,7 +250,14 @@ def _known(func: Any) -> Any:
 
 
 # Found by comparing, in PyTorch 2.13, the gradients of all operators that its tests know, together and one by one.
-_MISTAKEN = {torch.select_scatter, Tensor.select_scatter, torch.as_strided_scatter, Tensor.as_strided_scatter}
+_MISTAKEN = {
+    torch.index_fill,
+    Tensor.index_fill,  # an index out of range, or a negative one, writes to other records
+    torch.select_scatter,
+    Tensor.select_scatter,
+    torch.as_strided_scatter,
+    Tensor.as_strided_scatter,
+}
 _MISTAKEN_OF_ALL = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # without a dimension
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
 

@@ -76,8 +76,8 @@ class Chunk:
         return self.having(some)
 
     def row(self, i: int) -> "Chunk":
-        """One record, as a chunk."""
-        return replace(self.having([leaf[i : i + 1] for leaf in self.tensors]), size=1)
+        """A copy of one record, as a chunk: a function may look at the memory behind it."""
+        return replace(self.having([copied(leaf[i : i + 1]) for leaf in self.tensors]), size=1)
 
     def one(self, i: int) -> Any:
         """A copy of one record's batch."""

@@ -44,11 +44,12 @@ class ClippedSums:
         sums: Mapping[str, Tensor],
         counted: Tensor,
         rows: tuple[Tensor, Tensor] | None = None,
+        zeroing: bool = False,
     ) -> dict[str, Tensor]:
         """Adds the clipped gradients of a chunk to `sums`, in place.
 
-        A row whose norm is doubtful (`ScaledNorms.doubtful`) adds nothing, unless it is asked for. Rows whose norm is
-        not finite make the sums useless: whoever calls replaces them.
+        A row whose norm is doubtful (`ScaledNorms.doubtful`) adds nothing, unless it is asked for. One of which a norm
+        is not finite adds nothing if `zeroing`, and else makes the sums useless.
 
         Args:
             numbers: see `numbers`; counted: [B], which rows are records.
@@ -60,6 +61,9 @@ class ClippedSums:
         """
         S, _ = self._split(numbers)
         found, outputs = self._norms(gradients, numbers)
+        if zeroing:
+            counted = counted & outputs["finite"]
+            _zero(found, ~outputs["finite"])
         doubtful = outputs.get("doubtful")
         if rows is not None:
             self._add(self._exact(found, S, gradients, rows[0]), S, sums, rows[1])
@@ -70,15 +74,13 @@ class ClippedSums:
             self._add(found, S, sums, counted & ~doubtful)
         return outputs
 
-    def add(
-        self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """The same outside of a graph, doubtful rows included; nothing is added if a norm is not finite."""
+    def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same outside of a graph, for all rows, the doubtful ones included."""
         S, _ = self._split(numbers)
         found, outputs = self._norms(gradients, numbers)
+        counted = gradients.in_range & outputs["finite"]
         if not bool(outputs["finite"].all()):
-            return outputs
-        counted = gradients.in_range if counted is None else counted & gradients.in_range
+            _zero(found, ~outputs["finite"])
         doubtful = outputs.pop("doubtful", None)
         if doubtful is not None and bool((doubtful := doubtful & counted).any()):
             self._add(self._exact(found, S, gradients, doubtful.nonzero()[:, 0]), S, sums, None)
@@ -155,3 +157,9 @@ class ClippedSums:
             k = len(group.vectors) if self._joint else 1
             counted.append(within(parts) if parts is not None else losses.new_ones(k, len(losses), dtype=torch.float64))
         return Dense(torch.cat(counted).T.to(self._dtype) - 0.5)
+
+
+def _zero(found: Sequence[ScaledNorms | None], rows: Tensor) -> None:
+    for one in found:
+        for part in one.parts if one is not None else ():
+            part.gradient.zero(rows)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound, digest
+from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.passes import VmapPass
@@ -24,6 +24,7 @@ from dpexp.privacy.engine.traced import (
     trace,
 )
 
+PLAIN, EXACT, ZEROING = "plain", "exact", "zeroing"  # kinds of graphs
 _SHAPES = 17  # of records, to say that these are many
 _EXACT_ROWS = 8  # of doubtful norms that one graph computes in float64
 
@@ -47,8 +48,8 @@ class Graphs:
         self._inputs = Inputs(module)
         self._pass, self._clip, self._zeros = run_pass, clip, zeros
         self._device, self._usual, self._data = device, usual, data
-        self._graphs: dict[tuple[Hashable, int, bool], Graph] = {}
-        self._refused: dict[tuple[Hashable, int, bool], Exception] = {}  # why there is no such graph
+        self._graphs: dict[tuple[Hashable, int, str], Graph] = {}
+        self._refused: dict[tuple[Hashable, int, str], Exception] = {}  # why there is no such graph
         self.held: list[str] = []
 
     def settle(self, chunk: Chunk, made_up: MadeUp, settings: Callable[[], AbstractContextManager]) -> str | None:
@@ -71,56 +72,48 @@ class Graphs:
             if odd is None:
                 self._compare(graph, made_up.records(chunk, self._usual, 0))
                 self._prove(graph, chunk, made_up)
-                self._graphs[chunk.key, self._usual, False] = graph
+                self._graphs[chunk.key, self._usual, PLAIN] = graph
                 return None
         return odd
 
     def add(self, chunk: Chunk, made_up: MadeUp, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on a chunk's records, adds what they sum up to, and returns what it says of each.
 
-        Rows of padding are copies of the first record, which no function refuses that takes the records. Records whose
-        norm is not finite add nothing: copies of another take their places, and the graph runs again from the same
-        random state, so that all others draw the same.
+        Rows of padding are copies of the first record, which no function refuses that takes the records. Where a norm
+        is not finite or doubtful, another graph runs from the same random state, so that all other records draw the
+        same: one that sets such records' gradients to zero, or one of norms in float64.
 
         Raises:
             Exception: there is no graph for such records, or it cannot process these; nothing was added.
         """
         rows, key = rows_of_graph(chunk.size, self._usual), chunk.key
-        graph = self._graph_for(chunk, key, made_up, rows, False)
+        graph = self._graph_for(chunk, key, made_up, rows, PLAIN)
         index = torch.arange(rows, device=self._device)
         counted = index < chunk.size
+        padded = chunk.rows(torch.where(counted, index, 0)) if rows > chunk.size else chunk
         state = random_state(self._device) if graph.draws else ()
-        if rows > chunk.size:
-            index = torch.where(counted, index, 0)
-            padded = chunk.rows(index)
-        else:
-            padded = chunk
-        first = found = self._run(graph, numbers, [counted], padded)
+        found = self._run(graph, numbers, [counted], padded)
         if not bool(found["finite"].all()):
-            usual = (found["finite"] & found["in_range"]).nonzero()[:, 0]
-            if not len(usual):
-                return _of_rows(first, chunk.size)
-            counted = counted & found["finite"]
-            padded = chunk.rows(torch.where(found["finite"], index, index[usual[0]]))
+            zeroing = self._graph_for(chunk, key, made_up, rows, ZEROING)
             set_random_state(self._device, state)
-            found = self._run(graph, numbers, [counted], padded)
-            if not bool(found["finite"].all()):
-                raise StateFound("model: training_step gives a record another loss when it runs again.")
-        _add(found, sums)
+            found = self._run(zeroing, numbers, [counted], padded)
+        to_add = [found]
         if "doubtful" in found and found["doubtful"].any():
             after = random_state(self._device)
-            exact = self._graph_for(chunk, key, made_up, rows, True)
+            exact = self._graph_for(chunk, key, made_up, rows, EXACT)
             for some in found["doubtful"].nonzero()[:, 0].split(_EXACT_ROWS):
                 places = torch.cat([some, some[:1].expand(_EXACT_ROWS - len(some))])
                 here = torch.arange(_EXACT_ROWS, device=self._device) < len(some)
                 set_random_state(self._device, state)
-                _add(self._run(exact, numbers, [counted, places, here], padded), sums)
+                to_add.append(self._run(exact, numbers, [counted, places, here], padded))
             set_random_state(self._device, after)
-        return _of_rows(first, chunk.size)
+        for one in to_add:  # all or nothing
+            _add(one, sums)
+        return {name: value[: chunk.size] for name, value in found.items() if not name.startswith("sum:")}
 
     def changed(self, chunk: Chunk, made_up: MadeUp) -> str | None:
         """In what the step differs from what was traced; None: in nothing."""
-        known = self._graphs.get((chunk.key, self._usual, False))
+        known = self._graphs.get((chunk.key, self._usual, PLAIN))
         if known is None:
             return None
         return differs(known, self._traced(made_up.records(chunk, self._usual, 3)))
@@ -145,23 +138,24 @@ class Graphs:
         self._graphs.clear()
         self._refused.clear()
 
-    def _traced(self, records: Chunk, exact: bool = False) -> Graph:
+    def _traced(self, records: Chunk, kind: str = PLAIN) -> Graph:
         """One trace, on made-up records."""
         odd = next((leaf for leaf in records.leaves if not isinstance(leaf, Tensor | bool | None)), None)
         if odd is not None:
             raise NotTraceable(f"a batch holds a {type(odd).__name__} besides tensors; leave out what is not used")
 
         def run(numbers: Tensor, counted: Tensor, *given: Tensor) -> dict[str, Tensor]:
-            rows, tensors = ((given[0], given[1]), given[2:]) if exact else (None, given)
+            rows, tensors = ((given[0], given[1]), given[2:]) if kind == EXACT else (None, given)
             gradients = self._pass(records.having([*tensors]), traced=True)
             sums = self._zeros()
             with torch.no_grad():
-                found = self._clip(gradients, numbers, sums, counted & gradients.in_range, rows)
+                counted = counted & gradients.in_range
+                found = self._clip(gradients, numbers, sums, counted, rows, kind == ZEROING)
             outputs = {f"sum:{name}": total for name, total in sums.items()}
             return outputs | found | {"loss": gradients.losses, "in_range": gradients.in_range}
 
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
-        others = [self._clip.numbers((), self._device), counted, *(self._exact_rows(0) if exact else [])]
+        others = [self._clip.numbers((), self._device), counted, *(self._exact_rows(0) if kind == EXACT else [])]
         return trace(run, self._inputs, [*others, *records.tensors], self._device)
 
     def _exact_rows(self, row: int) -> list[Tensor]:
@@ -190,7 +184,7 @@ class Graphs:
             if name in found and not torch.allclose(value, found[name], rtol=1e-2, atol=1e-2 * most, equal_nan=True):
                 raise NotTraceable(f"a record's {name.partition(':')[0]} is another one than without a trace")
 
-    def _prove(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int = 0, exact: bool = False) -> None:
+    def _prove(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int = 0, kind: str = PLAIN) -> None:
         some, others = (made_up.records(chunk, rows or self._usual, seed) for seed in (0, 1))
         self.held = check_constants(graph, self._data)
         before = [digest(tensor) for tensor in (*self._inputs.tensors(), *graph.constants.values())]
@@ -199,23 +193,23 @@ class Graphs:
         def run(given: Chunk, row: int) -> dict[str, Tensor]:
             counted = torch.arange(given.size, device=self._device) == row
             set_random_state(self._device, state)
-            return self._run(graph, numbers, [counted, *(self._exact_rows(row) if exact else [])], given)
+            return self._run(graph, numbers, [counted, *(self._exact_rows(row) if kind == EXACT else [])], given)
 
-        prove(run, some, others)
+        prove(run, some, others, kind == ZEROING)
         if before != [digest(tensor) for tensor in (*self._inputs.tensors(), *graph.constants.values())]:
             raise NotTraceable("it changes what it reads")
 
-    def _graph_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp, rows: int, exact: bool) -> Graph:
-        known = self._graphs.get((key, rows, exact))
+    def _graph_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp, rows: int, kind: str) -> Graph:
+        known = self._graphs.get((key, rows, kind))
         if known is not None and known.forms == self._inputs.forms():
             return known
-        self._graphs.pop((key, rows, exact), None)
-        if (key, rows, exact) in self._refused:
-            raise self._refused[key, rows, exact]
+        self._graphs.pop((key, rows, kind), None)
+        if (key, rows, kind) in self._refused:
+            raise self._refused[key, rows, kind]
         try:
             with own_state(self._device):
-                graph = self._traced(made_up.records(chunk, rows, 0), exact)
-                self._prove(graph, chunk, made_up, rows, exact)
+                graph = self._traced(made_up.records(chunk, rows, 0), kind)
+                self._prove(graph, chunk, made_up, rows, kind)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -224,11 +218,11 @@ class Graphs:
                     f"model: training_step can no longer be traced for {rows} records ({type(error).__name__}): it "
                     "fails on made-up ones, perhaps since weights have diverged."
                 ) from None
-            self._refused[key, rows, exact] = error.with_traceback(None)
+            self._refused[key, rows, kind] = error.with_traceback(None)
             raise
-        self._graphs[key, rows, exact] = graph
+        self._graphs[key, rows, kind] = graph
         shapes = len({key for key, *_ in self._graphs})
-        if shapes == _SHAPES and not exact:
+        if shapes == _SHAPES and kind == PLAIN:
             warnings.warn(
                 f"data: records have {shapes} shapes so far, and for each the step is traced, which takes as long as "
                 "many rounds; pad records to a few shapes."
@@ -241,10 +235,6 @@ def _add(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
         if name.startswith("sum:"):
             name = name.removeprefix("sum:")
             sums[name] = sums[name].add_(value) if name in sums else value
-
-
-def _of_rows(found: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    return {name: value[:size] for name, value in found.items() if not name.startswith("sum:")}
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:

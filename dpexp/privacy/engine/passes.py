@@ -91,7 +91,7 @@ class VmapPass:
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(size, device=device, requires_grad=True)
         derived = Derived(self._parameters.values())
-        drawn = None if size == 1 else python_randomness()
+        drawn = None if size == 1 and not traced else python_randomness()
         seed = torch.default_generator.initial_seed()
         inside = nullcontext() if traced else no_modes_inside_vmap()
 

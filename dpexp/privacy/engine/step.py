@@ -201,7 +201,7 @@ class Step:
                     assert self.made_up
                     yield self._graphs.add(chunk, self.made_up, numbers, sums)
                 else:
-                    yield self._add_together(chunk, numbers, sums)
+                    yield self._clipped(self._pass(chunk), numbers, sums)
                 return
             except NotTraceable as error:
                 raise ConfigError(
@@ -225,8 +225,7 @@ class Step:
             except Exception as error:
                 yield error
             else:
-                with torch.no_grad(), full_precision(self._device):
-                    yield self._clip.add(gradients, numbers, sums) | _flags(gradients)
+                yield self._clipped(gradients, numbers, sums)
 
     def of_one(self, chunk: Chunk, i: int) -> Gradients:
         """A record's gradients as the step is written."""
@@ -240,23 +239,10 @@ class Step:
         dense: Any = {n: Dense(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()}
         return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
-    def _add_together(self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As `Graphs.add` does, of the step as it is written."""
-        state = random_state(self._device)
-        gradients = self._pass(chunk)
+    def _clipped(self, gradients: Gradients, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad(), full_precision(self._device):
-            found = self._clip.add(gradients, numbers, sums) | _flags(gradients)
-        finite = found["finite"]
-        usual = (finite & found["in_range"]).nonzero()[:, 0]
-        if bool(finite.all()) or not len(usual):
-            return found
-        index = torch.arange(chunk.size, device=self._device)
-        set_random_state(self._device, state)
-        gradients = self._pass(chunk.rows(torch.where(finite, index, usual[0])))
-        with torch.no_grad(), full_precision(self._device):
-            if not bool(self._clip.add(gradients, numbers, sums, finite)["finite"].all()):
-                raise StateFound("model: training_step gives a record another loss when it runs again.")
-        return found
+            found = self._clip.add(gradients, numbers, sums)
+        return found | {"loss": gradients.losses, "in_range": gradients.in_range}
 
     def _trace(self, chunk: Chunk, settings: _Settings) -> None:
         assert self.made_up
@@ -367,10 +353,6 @@ def plain_attributes(module: nn.Module) -> list[Any]:
         for key, value in vars(layer).items()
         if _is_plain(value)
     ]
-
-
-def _flags(gradients: Gradients) -> dict[str, Tensor]:
-    return {"loss": gradients.losses, "in_range": gradients.in_range}
 
 
 def _is_plain(value: Any) -> bool:

@@ -181,7 +181,7 @@ def _simplify(graph: fx.Graph, written: set[fx.Node]) -> None:
             and node not in written
         ):
             node.replace_all_uses_with(node.args[0])
-        elif node.target is torch.ops.aten.scalar_tensor.default:
+        elif node.target is torch.ops.aten.scalar_tensor.default and node not in written:
             same = numbers.setdefault(f"{node.args} {node.kwargs}", node)
             if same is not node:
                 node.replace_all_uses_with(same)
@@ -272,12 +272,13 @@ def differs(some: Graph, other: Graph) -> str | None:
     return None
 
 
-def prove(run: Callable[[Chunk, int], dict[str, Tensor]], records: Chunk, others: Chunk) -> None:
+def prove(run: Callable[[Chunk, int], dict[str, Tensor]], records: Chunk, others: Chunk, zeroing: bool = False) -> None:
     """Shows that what a graph makes of a row depends on no other row.
 
     From one random state it is run with one row counted: in a chunk as it is, and with another row replaced, by a
     made-up one, a large one, or NaN. All rows' losses, norms and flags but the replaced one's must be the same to the
-    last bit, and so must the counted row's sums, unless a norm is not finite, since then they are not used.
+    last bit, and so must the counted row's sums. These are not used where a norm is not finite, but of a graph that is
+    made for that.
 
     Args:
         run: (records, the row that is counted) -> outputs, always from the same random state.
@@ -297,7 +298,7 @@ def prove(run: Callable[[Chunk, int], dict[str, Tensor]], records: Chunk, others
             {
                 name: digest(value + 0 if name.startswith("sum:") else value[kept])  # -0 + 0 = 0
                 for name, value in found.items()
-                if bool(found["finite"].all()) or not name.startswith("sum:")
+                if zeroing or bool(found["finite"].all()) or not name.startswith("sum:")
             }
             for found in (run(given, row) for given in (records, records.having(some)))
         )

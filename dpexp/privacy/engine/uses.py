@@ -41,6 +41,12 @@ class Use(ABC):
     def in_float64(self, rows: Tensor) -> "Use":
         """Those of some records, from factors of float64."""
 
+    def zero(self, rows: Tensor) -> None:
+        """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
+        for name, factor in vars(self).items():
+            if isinstance(factor, Tensor) and factor.is_floating_point():
+                setattr(self, name, torch.where(rows.reshape(-1, *(1,) * (factor.dim() - 1)), 0, factor))
+
 
 class Dense(Use):
     """Gradients held as they are, [B, *shape]."""

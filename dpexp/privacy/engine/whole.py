@@ -24,9 +24,7 @@ class WholeSums(ClippedSums):
         self._now = now
         return super().numbers(now, device)
 
-    def add(
-        self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         outputs = {"finite": gradients.in_range}
         for group in self._now:
             given = gradients.of
