@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from test_delivery import Seeding
-from test_isolation import Items, Model, padded, rows, sequences, trained
+from test_isolation import Items, Model, padded, rows, sequences, sum_of_clipped, trained
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 import dpexp
@@ -225,7 +225,9 @@ def test_items_of_every_kind_train(tmp_path, workers):
         for k, (x, y) in enumerate(rows(6))
     ]  # fmt: skip
 
-    trained(tmp_path, Described(), DataLoader(Items(items), 2, collate_fn=first, num_workers=workers), steps=2)
+    loader = DataLoader(Items(items), 2, collate_fn=first, num_workers=workers)
+    released, _ = trained(tmp_path, Described(), loader, steps=2)
+    assert len(released) == 2 and torch.allclose(released[0], sum_of_clipped(Model(), rows(6)), atol=1e-6)
 
 
 def first(items):

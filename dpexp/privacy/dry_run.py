@@ -45,7 +45,7 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     chunk = Chunk.of(loss_of, example.to(device).batch, 1)
     step.decide(chunk, later)
     if rounds.of_examples:
-        _compare_with_company(step, chunk, module, device)
+        _check_loss_of_a_batch(step, chunk, module, device)
     if step.held:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
@@ -53,15 +53,15 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
         )
 
 
-def _compare_with_company(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
-    """Says so where a record's loss is another one in company: of two made-up records a and b, which become a' and b',
-    L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own.
+def _check_loss_of_a_batch(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
+    """Warns where the loss of a batch is not made of losses of its records: of two made-up ones a and b, which become
+    a' and b', L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own.
     """
     if step.made_up is None or any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in chunk.tensors):
         return
     for seed in range(_TRIES):
-        stream = KeyStream.known(seed, "company", 0)
-        losses, is_random = _in_company(step.made_up, chunk, module, device, stream.key, seed)
+        stream = KeyStream.known(seed, "pairs", 0)
+        losses, is_random = _losses_of_pairs(step.made_up, chunk, module, device, stream.key, seed)
         if not losses or (met := losses[0] - losses[1] - losses[2] + losses[3]) != met:
             return
         if abs(met) > _ROUNDING * max(map(abs, losses)):
@@ -95,7 +95,7 @@ _ROUNDING = 1e-2  # of the losses, that it may make of them
 _TRIES = 6  # since what mixes at random may leave two records as they are
 
 
-def _in_company(
+def _losses_of_pairs(
     made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, key: bytes, seed: int
 ) -> tuple[list[float], bool]:
     """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, and whether random numbers were drawn; no losses

@@ -107,9 +107,8 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "
 def signals_wait() -> Iterator[None]:
     """Meanwhile no handler of Python's is called; then those are whose signals came.
 
-    A handler may save a checkpoint, in which nothing must be that a step is about to leave behind; or set what would be
-    taken for the step's and set back, such as `trainer.should_stop`. Ctrl-C does not wait: it ends the step, and all is
-    set back on the way out.
+    A handler may save a checkpoint, or set `trainer.should_stop`, which would be taken for the step's doing. Ctrl-C
+    does not wait: it ends the step.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -23,7 +23,7 @@ from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
 from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.rounding import full_precision
-from dpexp.privacy.engine.traced import NotTraceable
+from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.given import Values
 
@@ -119,7 +119,7 @@ class Step:
             if error is None and self.mode != TRACED:
                 self._try_state(chunk)
             elif self.mode != TRACED:
-                self._check = StateCheck(self._module, list)
+                self._check = StateCheck(self._module, list)  # of weights and buffers alone
         for name, parameter in self._module.named_parameters():
             if weights.get(name) not in (None, digest(parameter)):
                 raise StateFound(STATE.format(what=f"{name} is changed inside training_step"))
@@ -195,29 +195,20 @@ class Step:
         Raises:
             ConfigError: there is no graph that is proved for their number, or the step keeps state.
         """
-        if self.mode in (TRACED, VMAP):
+        if self.mode == TRACED:
+            yield from self._add_by_graph(chunk, numbers, sums)
+            return
+        if self.mode == VMAP and chunk.size > 1:
             try:
-                if self.mode == TRACED:
-                    assert self.made_up
-                    yield self._graphs.add(chunk, self.made_up, numbers, sums)
-                else:
-                    yield self._clipped(self._pass(chunk), numbers, sums)
-                return
-            except NotTraceable as error:
-                raise ConfigError(
-                    f"model: training_step cannot be traced for {chunk.size} records of this round, of another shape "
-                    f"or number than those before ({error}); make all records of one shape."
-                ) from None
+                gradients = self._pass(chunk)
             except NOT_OF_A_RECORD:
                 raise
-            except Exception as error:  # of one of them
-                if chunk.size == 1:
-                    yield error
-                    return
+            except Exception:
+                pass  # of one of them
+            else:
+                yield self._clipped(gradients, numbers, sums)
+                return
         for i in range(chunk.size):
-            if self.mode == TRACED:
-                yield from self.add(chunk.row(i), numbers, sums)
-                continue
             try:
                 gradients = self.of_one(chunk, i)
             except NOT_OF_A_RECORD:
@@ -226,6 +217,26 @@ class Step:
                 yield error
             else:
                 yield self._clipped(gradients, numbers, sums)
+
+    def _add_by_graph(
+        self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]
+    ) -> Iterator[dict[str, Tensor] | Exception]:
+        assert self.made_up
+        try:
+            yield self._graphs.add(chunk, self.made_up, numbers, sums)
+        except NotTraceable as error:
+            raise ConfigError(
+                f"model: training_step cannot be traced for {chunk.size} records of this round, of another shape "
+                f"or number than those before ({error}); make all records of one shape."
+            ) from None
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as error:
+            if chunk.size == 1:
+                yield error
+                return
+            for i in range(chunk.size):
+                yield from self._add_by_graph(chunk.row(i), numbers, sums)
 
     def of_one(self, chunk: Chunk, i: int) -> Gradients:
         """A record's gradients as the step is written."""
@@ -246,6 +257,7 @@ class Step:
 
     def _trace(self, chunk: Chunk, settings: _Settings) -> None:
         assert self.made_up
+        mixes = False
         try:
             odd = self._graphs.settle(chunk, self.made_up, settings)
             if odd is None:
@@ -255,8 +267,8 @@ class Step:
         except ConfigError:
             raise
         except Exception as caught:
-            self.reason = why(caught)
-        for mode, size in ((VMAP, 2), (SINGLE, 1)):
+            self.reason, mixes = why(caught), isinstance(caught, Mixes)
+        for mode, size in ((SINGLE, 1),) if mixes else ((VMAP, 2), (SINGLE, 1)):
             try:
                 self._pass(self.made_up.records(chunk, size, 0))
             except ConfigError:

@@ -33,10 +33,15 @@ _OVERWRITING = {
     "uniform_", "zero_",
 }  # fmt: skip
 _LARGE = 1e4  # times a made-up record
+_OUT_OF_RANGE = 7  # more or less than a made-up index
 
 
 class NotTraceable(Exception):
     """A step cannot be a graph that is proved. The message says why."""
+
+
+class Mixes(NotTraceable):
+    """Under vmap, one record changes what comes of another."""
 
 
 @dataclass
@@ -276,40 +281,54 @@ def prove(run: Callable[[Chunk, int], dict[str, Tensor]], records: Chunk, others
     """Shows that what a graph makes of a row depends on no other row.
 
     From one random state it is run with one row counted: in a chunk as it is, and with another row replaced, by a
-    made-up one, a large one, or NaN. All rows' losses, norms and flags but the replaced one's must be the same to the
-    last bit, and so must the counted row's sums. These are not used where a norm is not finite, but of a graph that is
-    made for that.
+    made-up one, a large one, or NaN; whole numbers by such as are out of range too, unless an operator refuses them.
+    All rows' losses, norms and flags but the replaced one's must be the same to the last bit, and so must the counted
+    row's sums. These are not used where a norm is not finite, but of a graph that is made for that.
 
     Args:
         run: (records, the row that is counted) -> outputs, always from the same random state.
         records, others: made up.
 
     Raises:
-        NotTraceable: it is not so.
+        Mixes: it is not so.
     """
     size = records.size
     first, middle, last = 0, size // 2, size - 1
     for row, replaced, scale in ((first, middle, 1.0), (middle, last, _LARGE), (last, first, math.nan)):
         if row == replaced:
             continue
-        some = [_with_row(a, b, replaced, scale) for a, b in zip(records.tensors, others.tensors, strict=True)]
-        kept = torch.arange(size) != replaced
-        before, after = (
-            {
-                name: digest(value + 0 if name.startswith("sum:") else value[kept])  # -0 + 0 = 0
-                for name, value in found.items()
-                if zeroing or bool(found["finite"].all()) or not name.startswith("sum:")
-            }
-            for found in (run(given, row) for given in (records, records.having(some)))
-        )
-        odd = next((name for name in before if name in after and before[name] != after[name]), None)
-        if odd is not None:
-            raise NotTraceable(f"a record's {odd.partition(':')[0]} depends on another record of its batch")
+        before = run(records, row)
+        for shift in (-_OUT_OF_RANGE, 0, _OUT_OF_RANGE):
+            some = [
+                _with_row(*pair, replaced, scale, shift) for pair in zip(records.tensors, others.tensors, strict=True)
+            ]
+            try:
+                after = run(records.having(some), row)
+            except Exception:
+                if not shift:
+                    raise
+                continue
+            kept = torch.arange(size) != replaced
+            for name, value in before.items():
+                is_sum = name.startswith("sum:")
+                if is_sum and not zeroing and not bool(before["finite"].all() & after["finite"].all()):
+                    continue
+                some_bits, other_bits = (
+                    digest(one + 0 if is_sum else one[kept])
+                    for one in (value, after[name])  # -0 + 0 = 0
+                )
+                if some_bits != other_bits:
+                    raise Mixes(f"a record's {name.partition(':')[0]} depends on another record of its batch")
 
 
-def _with_row(a: Tensor, b: Tensor, row: int, scale: float) -> Tensor:
+def _with_row(a: Tensor, b: Tensor, row: int, scale: float, shift: int) -> Tensor:
     changed = a.detach().clone()
-    changed[row] = b.detach()[row] * scale if b.is_floating_point() or b.is_complex() else b.detach()[row]
+    is_whole = a.dtype in (torch.int32, torch.int64)
+    changed[row] = (
+        b.detach()[row] + shift
+        if is_whole
+        else b.detach()[row] * (scale if b.is_floating_point() or b.is_complex() else 1)
+    )
     return changed.requires_grad_(a.requires_grad)
 
 
