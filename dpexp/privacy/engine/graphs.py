@@ -190,10 +190,10 @@ class Graphs:
         before = [digest(tensor) for tensor in (*self._inputs.tensors(), *graph.constants.values())]
         numbers, state = self._clip.numbers((), self._device), random_state(self._device)
 
-        def run(given: Chunk, row: int) -> dict[str, Tensor]:
-            counted = torch.arange(given.size, device=self._device) == row
+        def run(given: Chunk, counted: Tensor) -> dict[str, Tensor]:
             set_random_state(self._device, state)
-            return self._run(graph, numbers, [counted, *(self._exact_rows(row) if kind == EXACT else [])], given)
+            exact = self._exact_rows(int(counted.nonzero()[0])) if kind == EXACT else []
+            return self._run(graph, numbers, [counted, *exact], given)
 
         prove(run, some, others, kind == ZEROING)
         if before != [digest(tensor) for tensor in (*self._inputs.tensors(), *graph.constants.values())]:

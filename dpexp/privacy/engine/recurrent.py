@@ -116,8 +116,59 @@ CELLS: dict[Callable[..., Any], type[Cell]] = {
     torch.rnn_tanh: RnnTanh,
     torch.rnn_relu: RnnRelu,
 }
+_BY_NAME = {cell.__name__: cell for cell in CELLS.values()}
 # (h at each step [B, T, H], gradient of the gates [B, T, G·H]) -> None
 OnGradient = Callable[[Tensor, Tensor], None]
+
+
+_OPERATORS = torch.library.Library("dpexp", "DEF")  # each one node of a graph, however many steps there are
+_OPERATORS.define(
+    "steps(Tensor p, Tensor h, Tensor c, Tensor weight, Tensor? bias, str cell, bool reverse) -> (Tensor, Tensor[])"
+)
+_OPERATORS.define(
+    "steps_backward(Tensor d_outputs, Tensor dh, Tensor dc, Tensor h, Tensor c, Tensor weight, Tensor[] kept, str cell,"
+    " bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_OPERATORS, "steps", "CompositeExplicitAutograd")
+def _steps(
+    p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: str, reverse: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Every h [T, B, H]; and for each step its h, its c and what the cell keeps."""
+    outputs, c = _by_record(p, h.shape[1]), c.clone()  # which a cell may return as it is
+    all_kept = []
+    for t in range(len(p))[:: -1 if reverse else 1]:
+        s = h @ weight.T if bias is None else torch.addmm(bias, h, weight.T)
+        h, c, kept = _BY_NAME[cell].forward(p[t], s, h, c)
+        outputs[t] = h
+        all_kept += [h, c, *kept]
+    return outputs, all_kept
+
+
+@torch.library.impl(_OPERATORS, "steps_backward", "CompositeExplicitAutograd")
+def _steps_backward(
+    d_outputs: Tensor, dh: Tensor, dc: Tensor, h: Tensor, c: Tensor, weight: Tensor, kept: list[Tensor], cell: str,
+    reverse: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of p, of the first h and c and of what the previous state adds to the gates, and the previous states,
+    [T, B, ...]."""
+    of_cell, gates = _BY_NAME[cell], len(weight)
+    d_p, previous = _by_record(d_outputs, gates), _by_record(d_outputs, h.shape[1])
+    d_s = _by_record(d_outputs, gates if of_cell is Gru else 0)
+    order = range(len(d_outputs))[:: -1 if reverse else 1]
+    each = len(kept) // len(order)
+    for step in reversed(range(len(order))):
+        t = order[step]
+        before = kept[(step - 1) * each :] if step else [h, c]
+        dh = dh + d_outputs[t]
+        previous[t] = before[0]
+        of_step = tuple(kept[step * each + 2 : (step + 1) * each])
+        state, through, dc = of_cell.backward(dh, dc, of_step, before[0], before[1], d_p[t])
+        if of_cell is Gru:
+            d_s[t] = state
+        dh = state @ weight if through is None else torch.addmm(through, state, weight)
+    return d_p, dh, dc, d_s, previous
 
 
 class Steps(torch.autograd.Function):
@@ -135,40 +186,25 @@ class Steps(torch.autograd.Function):
         ctx: Any, anchor: Tensor, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
         cell: type[Cell], reverse: bool, on_gradient: OnGradient,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        order = range(len(p))[:: -1 if reverse else 1]
-        outputs = _by_record(p, h.shape[1])
-        hs, cs, kept = [h], [c], {}
-        for t in order:
-            s = h @ weight.T if bias is None else torch.addmm(bias, h, weight.T)
-            h, c, kept[t] = cell.forward(p[t], s, h, c)
-            outputs[t] = h
-            hs.append(h)
-            cs.append(c)
-        ctx.kept, ctx.hs, ctx.cs, ctx.order = kept, hs, cs, order
-        ctx.versions = [state._version for state in (hs[0], cs[0])]
-        ctx.weight, ctx.cell, ctx.on_gradient, ctx.gates = weight, cell, on_gradient, p.shape[2]
-        return outputs, h.clone(), c.clone()
+        outputs, kept = torch.ops.dpexp.steps(p, h, c, weight, bias, cell.__name__, reverse)
+        ctx.given, ctx.kept = (h, c, weight), kept
+        ctx.versions = h._version, c._version
+        ctx.cell, ctx.reverse, ctx.on_gradient = cell, reverse, on_gradient
+        last = kept[-(len(kept) // len(p)) :]
+        return outputs, last[0].clone(), last[1].clone()
 
     @staticmethod
     def backward(ctx: Any, d_outputs: Tensor, dh: Tensor, dc: Tensor) -> tuple:  # type: ignore[override]
-        if ctx.versions != [state._version for state in (ctx.hs[0], ctx.cs[0])]:
+        h, c, weight = ctx.given
+        if ctx.versions != (h._version, c._version):
             raise RuntimeError(
                 "the first state of a recurrent layer was modified in place after the layer had used it."
             )
-        d_p = _by_record(d_outputs, ctx.gates)
-        d_s = _by_record(d_outputs, ctx.gates) if ctx.cell is Gru else d_p
-        for step in reversed(range(len(ctx.order))):
-            t = ctx.order[step]
-            dh = dh + d_outputs[t]
-            state, through, dc = ctx.cell.backward(dh, dc, ctx.kept.pop(t), ctx.hs[step], ctx.cs[step], d_p[t])
-            if d_s is not d_p:
-                d_s[t] = state
-            dh = state @ ctx.weight if through is None else torch.addmm(through, state, ctx.weight)
-        previous = _by_record(d_outputs, dh.shape[1])
-        for step, t in enumerate(ctx.order):
-            previous[t] = ctx.hs[step]
-        ctx.on_gradient(previous.transpose(0, 1), d_s.transpose(0, 1))
-        ctx.hs = ctx.cs = None
+        d_p, dh, dc, d_s, previous = torch.ops.dpexp.steps_backward(
+            d_outputs, dh, dc, h, c, weight, ctx.kept, ctx.cell.__name__, ctx.reverse
+        )
+        ctx.on_gradient(previous.transpose(0, 1), (d_s if ctx.cell is Gru else d_p).transpose(0, 1))
+        ctx.given = ctx.kept = None
         return None, d_p, dh, dc, None, None, None, None, None
 
 
