@@ -9,6 +9,7 @@ import mpmath
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation, pld, rdp
+from dp_accounting.pld.privacy_loss_distribution import from_truncated_subsampled_gaussian_mechanism
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.special import logsumexp
@@ -198,6 +199,22 @@ def test_truncated_samples_against_dp_accounting(z, q, maximum, rounds, d):
     full = analytic_gaussian(2 * math.sqrt(rounds) / z, d)  # a record nulled may let another in
     assert epsilon(run, d) == pytest.approx(min(accountant.get_epsilon(d), full), rel=1e-3)
     assert epsilon(of("poisson", "replace_null", z=z, q=q, rounds=rounds), d) <= epsilon(run, d) * (1 + 1e-4)
+
+
+MORE = [1, 2, 4, 5, 6, 7, 8, 10]  # standard deviations
+MAXIMA = [(z, q, n, T, k) for z, q, n, T in [(2.0, 0.01, 60_000, 1000), (0.8, 0.05, 5000, 100)] for k in MORE]
+
+
+@pytest.mark.parametrize("z, q, n, rounds, more", [*MAXIMA, (0.5, 3.2e-5, 432_666, 100, 7)])
+def test_maxima_of_so_many_standard_deviations_more_than_the_mean(z, q, n, rounds, more):
+    maximum, d = math.ceil(n * q + more * math.sqrt(n * q * (1 - q))), 2e-6
+    event = from_truncated_subsampled_gaussian_mechanism(
+        n, q, maximum, z, value_discretization_interval=1e-4, neighboring_relation=NeighboringRelation.REPLACE_SPECIAL
+    )
+    theirs = event.self_compose(rounds).get_epsilon_for_delta(d)
+    run = of("truncated_poisson", "replace_null", z=z, q=q, n=n, rounds=rounds, maximum=maximum)
+    assert epsilon(run, d) == pytest.approx(theirs, rel=0.02)
+    assert epsilon(run, d) >= epsilon(of("poisson", "replace_null", z=z, q=q, n=n, rounds=rounds), d) * (1 - 1e-3)
 
 
 def test_a_maximum_that_never_binds_costs_nothing():

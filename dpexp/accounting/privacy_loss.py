@@ -227,6 +227,8 @@ def compose(
         starts, tilted = [], []
         for r in rows:
             start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total))
+            kept = max(1, math.ceil(largest[r] / h) + 1 - start)  # above, a tilt would make much of next to nothing
+            mass, beyond = mass[:kept], beyond + float(mass[kept:].sum())
             losses = h * (start + np.arange(len(mass)))
             with np.errstate(divide="ignore"):
                 log_mass = np.log(mass)
