@@ -1,6 +1,7 @@
 """What is found out before the first round: which steps are traced, which run as written, and which are refused."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
+from dpexp.privacy.engine import graphs
 from dpexp.privacy.engine.step import AUTOGRAD, SINGLE, TRACED, VMAP
 
 
@@ -242,6 +244,90 @@ def test_an_attribute_that_changes_time_and_again_makes_the_step_run_as_written(
     for one in found:
         assert torch.allclose(one, sum_of_clipped(module, rows(5)), atol=1e-6)
         module.temperature += 0.5
+
+
+class Changing(Model):
+    """Whose loss is multiplied by what a hook, the round, or the learning rate says."""
+
+    def __init__(self, factor, hook=lambda module, t: None):
+        super().__init__()
+        self.factor, self.hook = factor, hook
+        self.hparams["beta"], self.options, self.act, self.k = 1.0, {"beta": [1.0]}, torch.tanh, 0
+        self.plain = SimpleNamespace(beta=1.0)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 0.02 * self.factor(self, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.k += 1
+        self.hook(self, self.trainer.global_step)
+
+
+def sets(key):
+    def hook(module, t):
+        value = 1 + min(t, 5) / 2
+        match key:
+            case "hparams":
+                module.hparams["beta"] = value
+            case "options":
+                module.options["beta"][0] = value
+            case "plain":
+                module.plain.beta = value
+            case "act" if t == 3:
+                module.act = torch.exp
+
+    return hook
+
+
+CHANGES = {
+    "hparams": (lambda m, i: m.hparams["beta"], sets("hparams")),
+    "options": (lambda m, i: m.options["beta"][0], sets("options")),
+    "plain": (lambda m, i: m.plain.beta, sets("plain")),
+    "a function": (lambda m, i: m.act(torch.ones(())), sets("act")),
+    "a late round": (lambda m, i: 3 if m.global_step >= 12 else 1,),
+    "a late epoch": (lambda m, i: 3 if m.current_epoch >= 12 else 1,),
+    "the number of the batch": (lambda m, i: 1 + i,),
+    "the learning rate": (lambda m, i: 1 + m.optimizers().param_groups[0]["lr"],),
+}
+
+
+class Expected(pl.Callback):
+    """What each round's sum is by hand, with the module as it is then."""
+
+    def __init__(self, records):
+        self.records, self.sums = records, []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.place = batch_idx
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        kept = [parameter.grad for parameter in module.parameters()]
+        factor = 0.02 * float(module.factor(module, self.place))
+        scaled = SimpleNamespace(
+            zero_grad=module.zero_grad,
+            parameters=module.parameters,
+            training_step=lambda batch, i: factor * F.cross_entropy(module.net(batch[0]), batch[1]),
+        )
+        self.sums.append(sum_of_clipped(scaled, self.records))
+        for parameter, gradient in zip(module.parameters(), kept, strict=True):
+            parameter.grad = gradient
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_the_step_between_rounds_changes_what_is_released(tmp_path, change):
+    expected = Expected(rows(5))
+    found, _ = trained(tmp_path, Changing(*CHANGES[change]), rows(5), steps=20, callbacks=[expected])
+    assert len(found) == len(expected.sums) == 20
+    for one, by_hand in zip(found, expected.sums, strict=True):
+        assert torch.allclose(one, by_hand, atol=1e-6)
+
+
+def test_a_counter_that_only_hooks_read_costs_no_trace(tmp_path, monkeypatch):
+    traces = []
+    own = graphs.Graphs.changed
+    monkeypatch.setattr(graphs.Graphs, "changed", lambda *arguments: traces.append(1) or own(*arguments))
+    released(tmp_path, Changing(lambda m, i: 1.0), rows(5), steps=20)
+    assert len(traces) <= 5, "in rounds 2, 4, 8, 16 at most"
 
 
 # How records are processed

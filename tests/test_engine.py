@@ -102,6 +102,19 @@ class Recurrent(nn.Module):
         return self.head(torch.cat(parts, 1))
 
 
+class LearnedStates(nn.Module):
+    """Whose first states are parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.h, self.c = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(1, 1, 5))
+
+    def forward(self, x):
+        outputs, _ = self.rnn(x, (self.h.expand(1, len(x), -1), self.c.repeat(1, len(x), 1)))
+        return self.head(outputs.mean(1))
+
+
 class Packed(nn.Module):
     """Packed sequences ask for lengths inside PyTorch."""
 
@@ -285,6 +298,7 @@ MODELS = {
     "rnn": (lambda: Recurrent(nn.RNN), sequences),
     "rnn_relu": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), sequences),
     "projected": (lambda: Recurrent(nn.LSTM, proj_size=2), sequences),
+    "learned_states": (LearnedStates, sequences),
     "packed": (Packed, sequences),
     "checkpointed": (lambda: Checkpointed(False), rows),
     "checkpointed_reentrant": (lambda: Checkpointed(True), rows),

@@ -374,6 +374,87 @@ def test_the_dry_run_leaves_what_a_batch_holds_as_it_is(tmp_path):
     assert all(w[0] == 1 for w in weights)
 
 
+def of_the_first_scale(x):
+    """As int8 in PyTorch's vmap: the first record's largest number is the scale of all."""
+    return torch.quantize_per_tensor_dynamic(x, torch.qint8, False).dequantize()
+
+
+def with_an_error(x):
+    """Likewise, and not traced for another reason, which is found first."""
+    torch.linalg.cholesky(x.mT @ x + 10 * torch.eye(x.shape[1]))
+    return of_the_first_scale(x)
+
+
+def without_full_rank(x):
+    """The residuals of all are empty if one has none."""
+    return x * (1 + torch.linalg.lstsq(x.mT, x.mT[:, :1] + 1, driver="gelsd").residuals.sum())
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("odd", [of_the_first_scale, with_an_error, without_full_rank])
+def test_an_operator_that_vmap_gets_wrong_never_takes_records_together(odd, known, monkeypatch):
+    """By its name; and were it not known, by the proof."""
+    if not known:
+        monkeypatch.setattr(capture, "_MISTAKEN", set())
+    module, loss_of = classifier()
+    x, y = rows()
+    x[0] *= 50
+    x[5] = 0
+    sums = []
+    for size in (N, 1):
+        engine = engine_of(module)
+        for k in range(0, N, size):
+            found = sums_of(
+                engine, lambda one: loss_of((odd(one[0]), one[1])), (x[k : k + size], y[k : k + size]), size
+            )
+            sums.append(found)
+        assert engine.mode.startswith("one at a time"), engine.mode
+    for name, total in sums[0].items():
+        assert torch.allclose(total, sum(one[name] for one in sums[1:]), atol=1e-6), name
+
+
+def test_what_is_hidden_by_weights_of_zero_is_found():
+    """A gate of zero times a layer of zeros: the proof moves the weights."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    nn.init.zeros_(module[0].weight)
+    gate = nn.Parameter(torch.zeros(()))
+    module.register_parameter("gate", gate)
+    x = torch.randint(-9, 9, (N, 1, 8)).short()
+    y = torch.randint(3, (N, 1))
+
+    def loss_of(one):
+        scale = one[0].float().abs().amax() / 127
+        kept = torch.quantize_per_tensor(one[0].float(), scale, torch.zeros((), dtype=torch.int), torch.qint8)
+        return F.cross_entropy(module[1](one[0].float() + gate * module[0](kept.dequantize())), one[1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "_MISTAKEN", set())
+        engine = engine_of(module)
+        sums_of(engine, loss_of, (x, y))
+    assert engine.mode == "one at a time" and "depends on another record" in engine.reason
+
+
+def test_labels_out_of_range_read_no_memory_beside_the_table():
+    """A packed sequence runs as written, where PyTorch's own loss would read what lies there."""
+    torch.manual_seed(0)
+    lstm, head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 5)
+    module = nn.ModuleList([lstm, head])
+
+    def loss_of(one):
+        x, labels, length = one
+        packed = nn.utils.rnn.pack_padded_sequence(x, length, batch_first=True)
+        scores = head(nn.utils.rnn.pad_packed_sequence(lstm(packed)[0], batch_first=True)[0]).log_softmax(-1)
+        return F.ctc_loss(scores.transpose(0, 1), labels, length, torch.tensor([2]))
+
+    x, labels, length = torch.randn(N, 1, 9, 4), torch.randint(1, 5, (N, 1, 2)), torch.full((N, 1), 9)
+    labels[3, 0, 1] = 14
+    engine = engine_of(module)
+    found = sums_of(engine, loss_of, (x, labels, length))
+    others = torch.arange(N) != 3
+    without = sums_of(engine, loss_of, (x[others], labels[others], length[others]), N - 1)
+    assert engine.mode == AUTOGRAD and all(torch.allclose(found[n], without[n], atol=1e-7) for n in found)
+
+
 def test_a_pass_that_mixes_records_never_takes_them_together(monkeypatch):
     """As `index_fill` does below zero, were it not known: the proof finds it, and vmap of one record is left."""
     monkeypatch.setattr(capture, "_MISTAKEN", capture._MISTAKEN - {torch.index_fill})

@@ -319,10 +319,10 @@ class PrivacyCallback(pl.Callback):
                 silence.nothing_collected(),
                 silence.nothing_logged(trainer),
             ):
-                converted = trainer.precision_plugin.convert_input
+                converted, given = trainer.precision_plugin.convert_input, [*args]
 
                 def loss_of(record: Any) -> Tensor:
-                    return loss_in(lambda: training_step(converted(record), *args, **kwargs))
+                    return loss_in(lambda: training_step(converted(record), *given, **kwargs))
 
                 if not self._fitted:
                     rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
@@ -330,7 +330,8 @@ class PrivacyCallback(pl.Callback):
                 if engine_step.mode is None:
                     kept, engine_step.public = refusals.kept_numbers(pl_module), public_record(trainer)
                     refusals.refuse_hooks(pl_module)
-                    dry_run(engine_step, rounds, loss_of, pl_module, silence.later_round(trainer))
+                    last = silence.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last(), given)
+                    dry_run(engine_step, rounds, loss_of, pl_module, last)
                     refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
                     step = engine_step.digest
                 else:

@@ -168,11 +168,20 @@ class RoundSampler(Sampler[list[Any]]):
 
     def epoch_end(self) -> int:
         """The round at which the epoch that is under way ends; rounds are never lost between epochs."""
+        return min(self.policy_at(0).rounds(self._epoch(self.completed)), self.rounds)
+
+    def last(self) -> tuple[int, int]:
+        """The last round's epoch, and its place there, counted from 0."""
+        before = self._epoch(self.rounds - 1) - 1
+        return before, self.rounds - 1 - (self.policy_at(0).rounds(before) if before else 0)
+
+    def _epoch(self, t: int) -> int:
+        """Of a round, counted from 1."""
         policy = self.policy_at(0)
-        epoch = max(1, math.floor(self.completed / policy.rounds_per_epoch))
-        while policy.rounds(epoch) <= self.completed:
+        epoch = max(1, math.floor(t / policy.rounds_per_epoch))
+        while policy.rounds(epoch) <= t:
             epoch += 1
-        return min(policy.rounds(epoch), self.rounds)
+        return epoch
 
 
 def _drawn(size: int, units: Units | None) -> Any:

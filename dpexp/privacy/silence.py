@@ -144,32 +144,40 @@ def log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
         log_although_mute(pl_module, name, value)
 
 
-def later_round(trainer: pl.Trainer) -> Callable[[], AbstractContextManager]:
-    """Makes the Trainer say meanwhile that a later round is under way."""
+def other_round(
+    trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]
+) -> Callable[[], AbstractContextManager]:
+    """Makes the Trainer say meanwhile that round `t` is under way, with half of the learning rates.
+
+    Args:
+        place: its epoch, and the number that it has there.
+        args: of training_step after the batch, of which the first is batch_idx.
+    """
 
     @contextmanager
-    def later() -> Iterator[None]:
-        loop = trainer.fit_loop
+    def other() -> Iterator[None]:
+        loop, (epoch, batch) = trainer.fit_loop, place
         steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        counts: list[tuple[Any, str, int]] = [
-            (count, name, more)
-            for count, more in (
-                (loop.epoch_progress.current, 3),
-                (steps, 7),
-                (loop.epoch_loop.batch_progress.current, 5),
-            )
-            for name in ("ready", "started", "processed", "completed")
-            if hasattr(count, name)
-        ]
-        for count, name, more in counts:
-            setattr(count, name, getattr(count, name) + more)
+        batches = loop.epoch_loop.batch_progress.current
+        counts = [(loop.epoch_progress.current, epoch), (steps, t), (batches, batch)]
+        before = [dict(vars(count)) for count, _ in counts]
+        rates = [(group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        given = [*args]
         try:
+            for count, number in counts:
+                vars(count).update(dict.fromkeys(vars(count), number))
+            for group, rate in rates:
+                group["lr"] = rate / 2
+            args[:1] = [batch] if args else []
             yield
         finally:
-            for count, name, more in counts:
-                setattr(count, name, getattr(count, name) - more)
+            for (count, _), was in zip(counts, before, strict=True):
+                vars(count).update(was)
+            for group, rate in rates:
+                group["lr"] = rate
+            args[:] = given
 
-    return later
+    return other
 
 
 @contextmanager

@@ -19,6 +19,26 @@ from dpexp.privacy.engine.captured import OnRecords
 def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] | None:
     """A call whose indices are all in range, and whether they were (0-d, of each record under vmap); None: the function
     takes no indices of a record's."""
+    found = _wrong(func, args, kwargs)
+    if found is None or not _functorch.is_batchedtensor(found[2]):
+        return None
+    key, name, index, wrong = found
+    safe = torch.where(wrong, 0, index)
+    if key < len(args):
+        args = (*args[:key], safe, *args[key + 1 :])
+    else:
+        kwargs = {**kwargs, name: safe}
+    return args, kwargs, ~wrong.any()
+
+
+def refuse_wrong(func: Any, args: tuple, kwargs: dict) -> None:
+    """Raises IndexError: indices are out of range, of which some functions read what lies beside their tables."""
+    if func in INDEXED and (found := _wrong(func, args, kwargs)) is not None and bool(found[3].any()):
+        raise IndexError(f"an index that {func.__name__} was given is out of range.")
+
+
+def _wrong(func: Any, args: tuple, kwargs: dict) -> tuple[int, str, Tensor, Tensor] | None:
+    """Place, name, and indices of a call, and which of them are out of range."""
     place = _PLACES.get(func)
     found = place(*args, **kwargs) if place is not None else None
     if found is None or not isinstance(found[2], Tensor):
@@ -26,17 +46,12 @@ def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] 
     key, name, _, least, size, ignored = found
     index: Tensor = found[2]
     given: Any = args[key] if key < len(args) else kwargs.get(name)
-    if given is not index or not _functorch.is_batchedtensor(index) or index.dtype not in (torch.int32, torch.int64):
+    if given is not index or index.dtype not in (torch.int32, torch.int64):
         return None
     wrong = (index < least) | (index >= size)
     if ignored is not None:
         wrong = wrong & (index != ignored)
-    safe = torch.where(wrong, 0, index)
-    if key < len(args):
-        args = (*args[:key], safe, *args[key + 1 :])
-    else:
-        kwargs = {**kwargs, name: safe}
-    return args, kwargs, ~wrong.any()
+    return key, name, index, wrong
 
 
 # place, name, indices, the least of them, one more than the largest, and one that stands for none
@@ -78,7 +93,7 @@ _PLACES: dict[Any, Callable[..., Found]] = {
     F.embedding: _embedding, F.embedding_bag: _embedding, torch.embedding: _embedding_of_torch,
     torch.gather: _along, Tensor.gather: _along, torch.index_select: _along, Tensor.index_select: _along,
     Tensor.__getitem__: _item, F.one_hot: _one_hot,
-    F.cross_entropy: _classes, F.nll_loss: _classes, F.ctc_loss: _ctc,
+    F.cross_entropy: _classes, F.nll_loss: _classes, F.ctc_loss: _ctc, torch.ctc_loss: _ctc,
 }  # fmt: skip
 
 INDEXED = frozenset(_PLACES)

@@ -120,7 +120,7 @@ class Capture(Refusing):
             or (of_all and known in _MISTAKEN_OF_ALL)
             or (known is _CHUNKED and kwargs.get("options") is not None)
         ):
-            raise RuntimeError(f"PyTorch's vmap gets gradients of {known.__name__} wrong.")
+            raise RuntimeError(f"PyTorch's vmap gets {known.__name__} wrong.")
         if of_all and known in EXTREMES:
             return Extreme.apply(args[0], EXTREMES[known])
         if known is F.scaled_dot_product_attention:
@@ -195,6 +195,7 @@ class Capture(Refusing):
             if bias is not None and bias.requires_grad:
                 self.record(bias, Dense(g.sum(1)))
 
+        h, c = self.with_copies((h, c))
         self._derived.use(weight)
         self._derived.use(bias)
         with DisableTorchFunction():
@@ -249,7 +250,7 @@ def _known(func: Any) -> Any:
     return _EXPORTED.get(packet(func), func)
 
 
-# Found by comparing, in PyTorch 2.13, the gradients of all operators that its tests know, together and one by one.
+# Found by comparing, in PyTorch 2.13, all operators that its tests know, together and one by one.
 _MISTAKEN = {
     torch.index_fill,
     Tensor.index_fill,  # an index out of range, or a negative one, writes to other records
@@ -257,6 +258,11 @@ _MISTAKEN = {
     Tensor.select_scatter,
     torch.as_strided_scatter,
     Tensor.as_strided_scatter,
+    torch.segment_reduce,  # writes beside its memory
+    torch.linalg.lstsq,  # one matrix without full rank empties the residuals of all
+    torch.quantize_per_tensor,  # the scale of the first record is taken for that of all
+    torch.quantize_per_tensor_dynamic,
+    torch.quantize_per_channel,
 }
 _MISTAKEN_OF_ALL = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian}  # without a dimension
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides

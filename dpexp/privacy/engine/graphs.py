@@ -11,7 +11,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.passes import VmapPass
+from dpexp.privacy.engine.passes import Gradients, VmapPass
 from dpexp.privacy.engine.traced import (
     Graph,
     Inputs,
@@ -26,6 +26,7 @@ from dpexp.privacy.engine.traced import (
 
 PLAIN, EXACT, ZEROING = "plain", "exact", "zeroing"  # kinds of graphs
 _SHAPES = 17  # of records, to say that these are many
+_PROVED_ROWS = 16  # of a pass that is not traced
 _EXACT_ROWS = 8  # of doubtful norms that one graph computes in float64
 
 
@@ -118,6 +119,22 @@ class Graphs:
             return None
         return differs(known, self._traced(made_up.records(chunk, self._usual, 3)))
 
+    def prove_untraced(self, chunk: Chunk, made_up: MadeUp) -> None:
+        """Shows the same of a pass that is not traced.
+
+        Raises:
+            Exception: it is not so, or such records cannot be processed together.
+        """
+        rows = max(2, min(self._usual, _PROVED_ROWS))
+        some, others = (made_up.records(chunk, rows, seed) for seed in (0, 1))
+        numbers, state = self._clip.numbers((), self._device), random_state(self._device)
+
+        def run(given: Chunk, counted: Tensor) -> dict[str, Tensor]:
+            set_random_state(self._device, state)
+            return self._outputs(self._pass(given), numbers, counted)
+
+        prove(run, some, others)
+
     @property
     def draws(self) -> bool:
         """Whether the step draws random numbers."""
@@ -147,24 +164,36 @@ class Graphs:
         def run(numbers: Tensor, counted: Tensor, *given: Tensor) -> dict[str, Tensor]:
             rows, tensors = ((given[0], given[1]), given[2:]) if kind == EXACT else (None, given)
             gradients = self._pass(records.having([*tensors]), traced=True)
-            sums = self._zeros()
-            with torch.no_grad():
-                counted = counted & gradients.in_range
-                found = self._clip(gradients, numbers, sums, counted, rows, kind == ZEROING)
-            outputs = {f"sum:{name}": total for name, total in sums.items()}
-            return outputs | found | {"loss": gradients.losses, "in_range": gradients.in_range}
+            return self._outputs(gradients, numbers, counted, rows, kind == ZEROING)
 
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
         others = [self._clip.numbers((), self._device), counted, *(self._exact_rows(0) if kind == EXACT else [])]
         return trace(run, self._inputs, [*others, *records.tensors], self._device)
+
+    def _outputs(
+        self,
+        gradients: Gradients,
+        numbers: Tensor,
+        counted: Tensor,
+        rows: tuple[Tensor, Tensor] | None = None,
+        zeroing: bool = False,
+    ) -> dict[str, Tensor]:
+        """Sums, and what is found of each row."""
+        sums = self._zeros()
+        with torch.no_grad():
+            found = self._clip(gradients, numbers, sums, counted & gradients.in_range, rows, zeroing)
+        outputs = {f"sum:{name}": total for name, total in sums.items()}
+        return outputs | found | {"loss": gradients.losses, "in_range": gradients.in_range}
 
     def _exact_rows(self, row: int) -> list[Tensor]:
         """That one row's norm is wanted in float64."""
         here = torch.arange(_EXACT_ROWS, device=self._device)
         return [torch.full_like(here, row), here == 0]
 
-    def _run(self, graph: Graph, numbers: Tensor, counted: list[Tensor], records: Chunk) -> dict[str, Tensor]:
-        return graph([*self._inputs.tensors(), numbers, *counted, *records.tensors], self._device)
+    def _run(
+        self, graph: Graph, numbers: Tensor, counted: list[Tensor], records: Chunk, read: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        return graph([*(read or self._inputs.tensors()), numbers, *counted, *records.tensors], self._device)
 
     def _compare(self, graph: Graph, records: Chunk) -> None:
         """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees."""
@@ -187,16 +216,17 @@ class Graphs:
     def _prove(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int = 0, kind: str = PLAIN) -> None:
         some, others = (made_up.records(chunk, rows or self._usual, seed) for seed in (0, 1))
         self.held = check_constants(graph, self._data)
-        before = [digest(tensor) for tensor in (*self._inputs.tensors(), *graph.constants.values())]
+        read = [*self._inputs.moved()]
+        before = [digest(tensor) for tensor in (*read, *graph.constants.values())]
         numbers, state = self._clip.numbers((), self._device), random_state(self._device)
 
         def run(given: Chunk, counted: Tensor) -> dict[str, Tensor]:
             set_random_state(self._device, state)
             exact = self._exact_rows(int(counted.nonzero()[0])) if kind == EXACT else []
-            return self._run(graph, numbers, [counted, *exact], given)
+            return self._run(graph, numbers, [counted, *exact], given, read)
 
         prove(run, some, others, kind == ZEROING)
-        if before != [digest(tensor) for tensor in (*self._inputs.tensors(), *graph.constants.values())]:
+        if before != [digest(tensor) for tensor in (*read, *graph.constants.values())]:
             raise NotTraceable("it changes what it reads")
 
     def _graph_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp, rows: int, kind: str) -> Graph:

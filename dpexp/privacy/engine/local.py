@@ -50,7 +50,7 @@ class Training:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
                 with self._having(weights):
-                    with no_seeds(), Refusing():
+                    with no_seeds(), Refusing(indices=True):
                         loss = chunk.loss_of(batch)
                     if loss.dim():
                         raise RecordError(ONE_LOSS)

@@ -157,7 +157,7 @@ def gradients_of_one(
     for parameter in parameters.values():
         parameter.grad = None
     try:
-        with values.given() as given, no_seeds(), Refusing():
+        with values.given() as given, no_seeds(), Refusing(indices=True):
             loss = loss_of(one)
         if loss.dim():
             raise RecordError(ONE_LOSS)

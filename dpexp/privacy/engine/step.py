@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest
-from dpexp.privacy.engine.chunk import PLAIN, Chunk, LossOf, MadeUp, public_leaves, smallest_table, tries
+from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_random_state
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
 from dpexp.privacy.engine.questions import why
+from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense
@@ -33,6 +34,7 @@ _OTHERS = (1, 2, 4)  # made-up records that are processed between one and the sa
 _SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
 _TRACING = _CHECKING = 0.02  # of the time
 _CHANGES = 3  # of a step by hooks, after which it runs as written
+_CHANGES_READ = 8  # of what it reads
 
 _Settings = Callable[[], AbstractContextManager]
 
@@ -75,8 +77,9 @@ class Step:
         self.made_up: MadeUp | None = None
         self._check: StateCheck | None = None
         self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
-        self._attributes: list[Any] = []
-        self._asked, self._changes = 1, 0
+        self._reads = Reads()
+        self._asked = 1
+        self._changes = self._changed = 0
         self._tracing = self._checking = 0.0  # seconds
         self._began = time.perf_counter()
 
@@ -109,13 +112,13 @@ class Step:
             if error is not None:  # which a record may have by itself, and not among others
                 self.mode, self.reason = AUTOGRAD, why(error)
             elif made_up is None:
-                self.mode, self.reason = VMAP, "no made-up record has a finite loss"
+                self.reason = "no made-up record has a finite loss"
+                self._untraced(chunk)
             elif self._training or self._alone:
                 self.mode = AUTOGRAD
             else:
                 self._trace(chunk, settings)
                 self._template = made_up.records(chunk.row(0), 1, 0), settings
-                self._attributes = plain_attributes(self._module)
             if error is None and self.mode != TRACED:
                 self._try_state(chunk)
             elif self.mode != TRACED:
@@ -126,41 +129,54 @@ class Step:
         self._say_slowness()
 
     def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
-        """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when plain
-        attributes of modules changed, and, as far as that takes 2 % of the time, at epochs' starts and in rounds 2, 4,
-        8, …
+        """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when
+        something that the step reads of the modules has changed, and, as far as that takes 2 % of the time, at epochs'
+        starts and in rounds 2, 4, 8, …
 
-        A step that has changed is traced and proved; one that changes time and again runs as written from then on.
+        A step that has changed is traced and proved. One that changes time and again, or reads what hooks change so
+        often that most of the time would go into traces, runs as written from then on.
         """
         if self.mode != TRACED or self._template is None:
             return
         self._asked += 1
         now = time.perf_counter()
         due = (epoch_begins or self._asked.bit_count() == 1) and self._tracing < _TRACING * (now - self._began)
-        if not due and plain_attributes(self._module) == self._attributes:
+        changed = self._reads.changed()
+        if not due and changed is None:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
         assert self.made_up
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._changed += changed is not None
         with own_state(self._device):
-            try:
-                odd = self._graphs.changed(chunk, self.made_up)
-            except ConfigError:
-                raise
-            except Exception as error:
-                odd = why(error)
-            if odd is not None:
-                self._changes += 1
-                self._graphs.forget()
-                self._trace(chunk, settings)
-                if self._changes > _CHANGES and self.mode == TRACED:
-                    self.mode, self.reason = VMAP, f"hooks change the step time and again ({odd})"
-                if self.mode != TRACED:
-                    self._try_state(chunk)
-                    self._say_slowness()
-        self._attributes = plain_attributes(self._module)
+            if self._changed > _CHANGES_READ and self._tracing > 0.5 * (now - self._began):
+                self.reason = f"training_step reads {changed}, which hooks change"
+                self._untraced(chunk)
+            else:
+                self._trace_if_changed(chunk, settings)
+            if self.mode != TRACED:
+                self._try_state(chunk)
+                self._say_slowness()
         self._tracing += time.perf_counter() - now
+
+    def _trace_if_changed(self, chunk: Chunk, settings: _Settings) -> None:
+        assert self.made_up
+        try:
+            with self._reads.noted():
+                odd = self._graphs.changed(chunk, self.made_up)
+        except ConfigError:
+            raise
+        except Exception as error:
+            odd = why(error)
+        if odd is None:
+            return
+        self._changes += 1
+        self._graphs.forget()
+        self._trace(chunk, settings)
+        if self._changes > _CHANGES and self.mode == TRACED:
+            self.reason = f"hooks change the step time and again ({odd})"
+            self._untraced(chunk)
 
     def versions(self) -> dict[tuple[str, int], int]:
         """See `Graphs.versions`."""
@@ -257,9 +273,9 @@ class Step:
 
     def _trace(self, chunk: Chunk, settings: _Settings) -> None:
         assert self.made_up
-        mixes = False
         try:
-            odd = self._graphs.settle(chunk, self.made_up, settings)
+            with self._reads.noted():
+                odd = self._graphs.settle(chunk, self.made_up, settings)
             if odd is None:
                 self.mode, self.is_random = TRACED, self._graphs.draws
                 return
@@ -267,18 +283,26 @@ class Step:
         except ConfigError:
             raise
         except Exception as caught:
-            self.reason, mixes = why(caught), isinstance(caught, Mixes)
-        for mode, size in ((SINGLE, 1),) if mixes else ((VMAP, 2), (SINGLE, 1)):
+            self.reason = why(caught)
+            if isinstance(caught, Mixes):
+                return self._untraced(chunk, (SINGLE, AUTOGRAD))
+        self._untraced(chunk)
+
+    def _untraced(self, chunk: Chunk, modes: tuple[str, ...] = (VMAP, SINGLE, AUTOGRAD)) -> None:
+        """Decides how records are processed by the step as it is written: several under vmap, if that is proved."""
+        assert self.made_up
+        for mode in modes:
+            self.mode = mode
             try:
-                self._pass(self.made_up.records(chunk, size, 0))
+                if mode == VMAP:
+                    self._graphs.prove_untraced(chunk, self.made_up)
+                elif mode == SINGLE:
+                    self._pass(self.made_up.records(chunk, 1, 0))
+                return
             except ConfigError:
                 raise
             except Exception:
                 pass  # what stands in the way of a graph was said
-            else:
-                self.mode = mode
-                return
-        self.mode = AUTOGRAD
 
     def _try_state(self, chunk: Chunk) -> None:
         """Looks for state that a step keeps, on made-up records, and will look again in the rounds."""
@@ -355,22 +379,6 @@ class Step:
         else:
             return
         warnings.warn(f"this model's records are processed {how}: {self.reason}")
-
-
-def plain_attributes(module: nn.Module) -> list[Any]:
-    """What is plain in the modules: numbers, texts, and short lists of them."""
-    return [
-        (key, value if not isinstance(value, list) else tuple(value))
-        for layer in module.modules()
-        for key, value in vars(layer).items()
-        if _is_plain(value)
-    ]
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return len(value) <= 8 and all(isinstance(one, PLAIN) for one in value)
-    return isinstance(value, PLAIN)
 
 
 def _random_states(device: torch.device) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.engine.by_value import refuse_wrong
 
 EXCHANGES = (
     "model: training_step exchanges something with other processes ({name}), which would mix their records with its "
@@ -36,17 +37,23 @@ _FOLDER = f"{Path(torch.__file__).parent}/"
 class Refusing(TorchFunctionMode):
     """While active, calls that mix records are refused.
 
+    Args:
+        indices: those out of range are refused, too.
+
     Attributes:
         error: the last one that a function of torch raised, whoever may have caught it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, indices: bool = False) -> None:
         super().__init__()
+        self._indices = indices
         self.error: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         refuse_mixing(func, args, kwargs or {})
         try:
+            if self._indices:
+                refuse_wrong(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         except Exception as error:
             self.error = error

@@ -32,8 +32,6 @@ _OVERWRITING = {
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
     "uniform_", "zero_",
 }  # fmt: skip
-_LARGE = 1e4  # times a made-up record
-_OUT_OF_RANGE = 7  # more or less than a made-up index
 
 
 class NotTraceable(Exception):
@@ -61,6 +59,17 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         return [held[key] for held, key, _ in self._places]
+
+    def moved(self) -> list[Tensor]:
+        """The same, with trainable parameters a little elsewhere, where nothing is multiplied by zero."""
+        generator = torch.Generator().manual_seed(0)
+        tensors = self.tensors()
+        return [
+            t + (1e-3 * (1 + t.detach().abs()) * torch.randn(t.shape, generator=generator).to(t)).to(t)
+            if isinstance(t, nn.Parameter) and t.requires_grad and t.is_floating_point()
+            else t
+            for t in tensors
+        ]
 
     def forms(self) -> list[tuple]:
         """Of what shape and type they are, which a graph relies on."""
@@ -280,12 +289,12 @@ def differs(some: Graph, other: Graph) -> str | None:
 def prove(
     run: Callable[[Chunk, Tensor], dict[str, Tensor]], records: Chunk, others: Chunk, zeroing: bool = False
 ) -> None:
-    """Shows that what a graph makes of a row depends on no other row.
+    """Shows that what a pass makes of a row depends on no other row.
 
-    From one random state it is run on a chunk as it is, and with a row replaced: by a made-up one, a large one, or NaN,
-    of which whole numbers are out of range unless an operator refuses them. The losses, norms and flags of all other
-    rows must be the same to the last bit, and so must be their sums. Sums are not used where a norm is not finite, but
-    of a graph that is made for that.
+    From one random state it is run on a chunk as it is, and with a row replaced: the first, a middle and the last one
+    by a made-up one, then one each by large numbers, NaN, and zeros, of which whole numbers are out of range unless an
+    operator refuses them. The losses, norms and flags of all other rows must be the same to the last bit, and so must
+    be their sums. Sums are not used where a norm is not finite, but of a graph that is made for that.
 
     Args:
         run: (records, which rows are counted [B]) -> outputs, always from the same random state.
@@ -298,32 +307,43 @@ def prove(
     if size == 1:
         return
     rows = torch.arange(size, device=records.tensors[0].device)
-    for row, scale, shift in ((size // 2, 1.0, 0), (size - 1, _LARGE, _OUT_OF_RANGE), (0, math.nan, -_OUT_OF_RANGE)):
+    replaced = {0: [_AS_IT_IS, _LARGE], size // 2: [_AS_IT_IS, _NOT_A_NUMBER], size - 1: [_AS_IT_IS, _ZERO]}
+    for row, changes in replaced.items():
         kept = rows != row
         before = run(records, kept)
-        try:
-            after = run(_with_row(records, others, row, scale, shift), kept)
-        except Exception:
-            after = run(_with_row(records, others, row, scale, 0), kept)
-        sums_used = zeroing or bool(before["finite"].all() & after["finite"].all())
-        for name, value in before.items():
-            if not name.startswith("sum:"):
-                same = digest(value[kept]) == digest(after[name][kept])
-            else:
-                same = not sums_used or digest(value + 0) == digest(after[name] + 0)  # -0 + 0 = 0
-            if not same:
-                raise Mixes(f"a record's {name.partition(':')[0]} depends on another record of its batch")
+        for scale, shift in changes:
+            try:
+                after = run(_with_row(records, others, row, scale, shift), kept)
+            except Exception:
+                if not shift:
+                    raise
+                after = run(_with_row(records, others, row, scale, 0), kept)
+            sums_used = zeroing or bool(before["finite"].all() & after["finite"].all())
+            for name, value in before.items():
+                if not name.startswith("sum:"):
+                    same = digest(value[kept]) == digest(after[name][kept])
+                else:
+                    same = not sums_used or digest(value + 0) == digest(after[name] + 0)  # -0 + 0 = 0
+                if not same:
+                    raise Mixes(f"a record's {name.partition(':')[0]} depends on another record of its batch")
+
+
+# A made-up record times a number; indices plus one, which puts them out of range.
+_AS_IT_IS, _LARGE, _NOT_A_NUMBER, _ZERO = (1.0, 0), (1e4, 7), (math.nan, -7), (0.0, 0)
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def _with_row(records: Chunk, others: Chunk, row: int, scale: float, shift: int) -> Chunk:
-    """The records, of which one is another's, times `scale`, or plus `shift` if of whole numbers."""
+    """The records, of which one is another's, changed."""
     changed = []
     for a, b in zip(records.tensors, others.tensors, strict=True):
-        new = a.detach().clone()
-        if a.dtype in (torch.int32, torch.int64):
-            new[row] = b.detach()[row] + shift
+        new, of_row = a.detach().clone(), b.detach()[row]
+        if scale == 0:
+            new[row] = 0
+        elif a.dtype in _WHOLE:
+            new[row] = of_row + shift
         else:
-            new[row] = b.detach()[row] * (scale if a.is_floating_point() or a.is_complex() else 1)
+            new[row] = of_row * (scale if a.is_floating_point() or a.is_complex() else 1)
         changed.append(new.requires_grad_(a.requires_grad))
     return records.having(changed)
 
