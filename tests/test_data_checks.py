@@ -254,7 +254,7 @@ def test_values_that_differ_in_anything_differ(before, after):
             return next(self.values)
 
     for values, name in (((before, after), "the data set Two"), ((before, before), None)):
-        (found,) = EachAlone(Two(*values), list, None).__getitems__(Request([], [0], b"0" * 32))
+        (found,) = EachAlone(Two(*values), list, None).__getitems__(Request([], [0], b"0" * 32, 0))
         assert found == Checked(name)
 
 
@@ -287,6 +287,14 @@ def test_state_that_shows_late_stops_the_round(tmp_path, workers):
     with pytest.raises(StateFound, match=rf"Kept gave .* \(round {1 if workers else 3}\), so") as raised:
         trained(tmp_path, Model(), loader, steps=5, callback={"physical_batch": 25 if workers else 50})
     assert raised.value.last_clean_round == len(read_ledger(tmp_path / "0.jsonl")) == (0 if workers else 2)
+
+
+def test_state_that_shows_late_stops_the_round_in_chunks_of_one_record_too(tmp_path):
+    """10 records are fetched in a round, one before, and that one after each; before, 16 in the dry run."""
+    data = Kept(functools.partial(late, after=16 + 21 + 21 + 12), rows(10))
+    with pytest.raises(StateFound, match=r"Kept gave .* \(round 3\), so") as raised:
+        trained(tmp_path, Model(), DataLoader(data, 2), steps=5, callback={"physical_batch": 1})
+    assert raised.value.last_clean_round == len(read_ledger(tmp_path / "0.jsonl")) == 2
 
 
 def test_state_that_few_records_leave_is_found(tmp_path, monkeypatch):
@@ -329,11 +337,11 @@ def test_which_records_are_checked():
     requests = [*WithChecks(chunks, lambda: int(stream.words(1)) % 10, stream, 2)]
     assert [request.records for request in requests] == chunks
     assert [len(request.checked) for request in requests] == [min(1, len(chunk)) for chunk in chunks]
-    assert sum(request.always for request in requests if request.records) == 16, "8 of each process"
+    assert [request.round for request in requests] == [k // 2 if k < 16 else None for k in range(100)]
     assert len({request.key for request in requests}) == 100
     assert {i for request in requests for i in request.checked} == set(range(10))
     (request, _) = WithChecks(None, lambda: 0, stream, 2)
-    assert request.records == [] and len(request.checked) == 8 and request.always
+    assert request.records == [] and len(request.checked) == 8 and request.round == 0
 
 
 def test_later_checks_take_a_fiftieth_of_the_time(monkeypatch):
@@ -347,6 +355,6 @@ def test_later_checks_take_a_fiftieth_of_the_time(monkeypatch):
 
     data = EachAlone(Slow(rows(6)), default_collate, None)
     checks = sum(
-        isinstance(data.__getitems__(Request([0] * 20, [1], b"0" * 32, False))[-1], Checked) for _ in range(1000)
+        isinstance(data.__getitems__(Request([0] * 20, [1], b"0" * 32, None))[-1], Checked) for _ in range(1000)
     )
     assert checks == pytest.approx(0.02 * (20 * 1000 + 2 * checks) / 2, abs=2)

@@ -71,11 +71,12 @@ _SEALED = (
 @dataclass(frozen=True)
 class Chunk:
     """One physical part of a process's part of a sample: first and last of its round or not. `epoch`: see Policy.event.
-    `digest`: of the whole sample, where several processes have a part."""
+    `round`: counted from 0. `digest`: of the whole sample, where several processes have a part."""
 
     first: bool
     last: bool
     epoch: int
+    round: int
     digest: int = 0
 
 
@@ -135,7 +136,7 @@ class RoundSampler(Sampler[list[Any]]):
             rows, self.sampled_from[t] = [part[k] for k in samples.popleft()], part
             digest = 0 if self.processes.alone else digest_of_rows(rows)
             for k, chunk in enumerate(chunks := self._parts(rows)):
-                pending.append(Chunk(k == 0, k == len(chunks) - 1, began, digest))
+                pending.append(Chunk(k == 0, k == len(chunks) - 1, began, t, digest))
                 yield chunk
 
     def _parts(self, rows: list[int]) -> list[list[Any]]:

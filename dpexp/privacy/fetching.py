@@ -141,7 +141,7 @@ def fetched_alone(loader: Any, units: Units | None, drawn: Any) -> list[Any]:
     dataset: Any = sampled_dataset(loader)
     if only_rows(loader):
         return (_Rows(dataset) if units is None else _RowsOfUnits(dataset)).__getitems__([drawn])
-    return EachAlone(dataset, loader.collate_fn, units).__getitems__(Request([drawn], [], b"", False))
+    return EachAlone(dataset, loader.collate_fn, units).__getitems__(Request([drawn], [], b"", None))
 
 
 def opened(parts: list[Records | Failed | Parcel]) -> list[Records | Failed]:
@@ -174,7 +174,7 @@ def sampled_dataset(loader: Any) -> Dataset:
 
 
 _DRY_RUN = 8  # records that are checked before the first round
-_ALWAYS = 8  # first chunks of each process that fetches, in each of which a record is checked
+_ALWAYS = 8  # first rounds, in each of which a record is checked after every chunk
 _SHARE = 0.02  # of the time, which later checks may take
 
 
@@ -196,14 +196,15 @@ class Request:
     """A chunk's records.
 
     Attributes:
-        checked: those to fetch before these and again afterwards; key: of the random numbers that they draw;
-            always: however long it takes.
+        checked: those to fetch before these and again afterwards; key: of the random numbers that they draw.
+        round: if it is one of this job's first, in which those that were fetched before its first chunk are fetched
+            again after each, however long it takes; None later.
     """
 
     records: list[Any]
     checked: list[Any]
     key: bytes
-    always: bool = True
+    round: int | None
 
 
 @dataclass
@@ -217,7 +218,8 @@ class WithChecks(Sampler[Request]):
     """Asks for a check in every chunk that has records.
 
     Args:
-        chunks: None: a dry run, one chunk without records for each process that fetches.
+        chunks: those of a RoundSampler; others count as a round for each process; None: a dry run, one chunk without
+            records for each process that fetches.
         draw: a random record of the data.
         stream: of the keys of the checked records' random numbers.
         workers: processes that fetch, which take the chunks in turn.
@@ -225,14 +227,16 @@ class WithChecks(Sampler[Request]):
 
     def __init__(self, chunks: Any, draw: Callable[[], Any], stream: KeyStream, workers: int) -> None:
         self._chunks, self._draw, self._stream, self._workers = chunks, draw, stream, workers
-        self._given = 0
+        self._first: int | None = None
 
     def __iter__(self) -> Iterator[Request]:
-        for chunk in [[]] * self._workers if self._chunks is None else self._chunks:
+        pending = getattr(self._chunks, "pending", None)
+        for k, chunk in enumerate([[]] * self._workers if self._chunks is None else self._chunks):
             count = _DRY_RUN if self._chunks is None else min(1, len(chunk))
             key = self._stream.words(4).numpy().tobytes()
-            yield Request(chunk, [self._draw() for _ in range(count)], key, self._given < _ALWAYS * self._workers)
-            self._given += count > 0
+            t = k // self._workers if pending is None else self._chunks.pending[-1].round
+            self._first = t if self._first is None else self._first
+            yield Request(chunk, [self._draw() for _ in range(count)], key, t if t < self._first + _ALWAYS else None)
 
 
 class EachAlone(Dataset):
@@ -244,20 +248,29 @@ class EachAlone(Dataset):
         self._alone = Alone(collate if units is None else self._collate_unit)
         self._began: float | None = None
         self._checking = 0.0  # seconds
+        self._before: tuple[int | None, list[tuple[Any, bytes, Any]]] = None, []  # of a round: what was fetched first
 
     def __getitems__(self, request: Request) -> list[Any]:
         began = time.perf_counter()
         self._began = self._began or began
-        checked = request.checked if request.always or self._checking <= _SHARE * (began - self._began) else []
-        before = [self._snapshot(record, request.key) for record in checked]
+        if request.round is None:
+            checking = self._checking <= _SHARE * (began - self._began)
+            before = [self._seen(record, request.key) for record in request.checked if checking]
+        else:
+            if self._before[0] != request.round or not self._before[1]:
+                self._before = request.round, [self._seen(record, request.key) for record in request.checked]
+            before = self._before[1]
         fetching = time.perf_counter()
         parts: list[Any] = [*self._alone([self._fetched(record) for record in request.records])]
-        if checked:
+        if before:
             fetched = time.perf_counter()
-            after = [self._snapshot(record, request.key) for record in checked]
-            parts.append(Checked(next(filter(None, map(self._changed, before, after)), None)))
-            self._checking += 0.0 if request.always else time.perf_counter() - fetched + fetching - began
+            changes = (self._changed(was, self._snapshot(record, key)) for record, key, was in before)
+            parts.append(Checked(next(filter(None, changes), None)))
+            self._checking += time.perf_counter() - fetched + fetching - began if request.round is None else 0.0
         return parts
+
+    def _seen(self, record: Any, key: bytes) -> tuple[Any, bytes, Any]:
+        return record, key, self._snapshot(record, key)
 
     def _fetched(self, record: Any) -> Any:
         try:
