@@ -112,7 +112,7 @@ class Workload:
     build: Callable[[], nn.Module]
     data: Data
     batch: int  # B
-    rounds: int = 40
+    rounds: int = 100
     was: float | None = None
     goal: float | None = None
     opacus: Callable[[], nn.Module] | None = None  # what it is given instead, and how that differs
@@ -125,8 +125,8 @@ WORKLOADS: dict[str, Workload] = {
     "logistic": Workload("logistic 784-10", lambda: dense(784, 10), vectors(784), 256, 200, 3.6, 2.3),
     "probe": Workload("linear probe 384-10", lambda: dense(384, 10), vectors(384), 1024, 100, 1.7, 1.5),
     "tabular": Workload("MLP 14-64-64-2", lambda: dense(14, 64, 64, 2), vectors(14, classes=2), 256, 200, 4.8, 2.4),
-    "mlp": Workload("MLP 784-1000-10", lambda: dense(784, 1000, 10), vectors(784), 512, 60, 1.6, 1.5),
-    "cnn": Workload("CNN, 28×28", lambda: cnn([1, 28, 28], 10), vectors(1, 28, 28), 256, 60, 1.72, 1.65),
+    "mlp": Workload("MLP 784-1000-10", lambda: dense(784, 1000, 10), vectors(784), 512, 100, 1.6, 1.5),
+    "cnn": Workload("CNN, 28×28", lambda: cnn([1, 28, 28], 10), vectors(1, 28, 28), 256, 100, 1.72, 1.65),
     "lstm": Workload(
         "LSTM 2×128, T 32", Recurrent, vectors(32, 64), 64, 60, 2.3, 2.0, lambda: Recurrent(DPLSTM), "its own DPLSTM"
     ),

@@ -1,5 +1,6 @@
 """What is found out before the first round: which steps are traced, which run as written, and which are refused."""
 
+import dataclasses
 import warnings
 from types import SimpleNamespace
 
@@ -246,6 +247,11 @@ def test_an_attribute_that_changes_time_and_again_makes_the_step_run_as_written(
         module.temperature += 0.5
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    beta: float = 1.0
+
+
 class Changing(Model):
     """Whose loss is multiplied by what a hook, the round, or the learning rate says."""
 
@@ -253,7 +259,8 @@ class Changing(Model):
         super().__init__()
         self.factor, self.hook = factor, hook
         self.hparams["beta"], self.options, self.act, self.k = 1.0, {"beta": [1.0]}, torch.tanh, 0
-        self.plain = SimpleNamespace(beta=1.0)
+        self.plain, self.slotted = SimpleNamespace(beta=1.0), Slotted()
+        self.register_buffer("scale", None)
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * 0.02 * self.factor(self, batch_idx)
@@ -273,8 +280,16 @@ def sets(key):
                 module.options["beta"][0] = value
             case "plain":
                 module.plain.beta = value
+            case "slotted":
+                module.slotted.beta = value
             case "act" if t == 3:
                 module.act = torch.exp
+            case "default" if t == 3:
+                module.gain = 2.0
+            case "scale" if t == 3:
+                module.scale = torch.tensor(2.0)
+            case "hook" if t == 3:
+                module.net[0].register_forward_hook(lambda layer, given, found: 3 * found)
 
     return hook
 
@@ -284,6 +299,10 @@ CHANGES = {
     "options": (lambda m, i: m.options["beta"][0], sets("options")),
     "plain": (lambda m, i: m.plain.beta, sets("plain")),
     "a function": (lambda m, i: m.act(torch.ones(())), sets("act")),
+    "a dataclass": (lambda m, i: m.slotted.beta, sets("slotted")),
+    "a default": (lambda m, i: getattr(m, "gain", 1.0), sets("default")),
+    "a buffer": (lambda m, i: 1.0 if m.scale is None else m.scale, sets("scale")),
+    "a hook": (lambda m, i: 1.0, sets("hook")),
     "a late round": (lambda m, i: 3 if m.global_step >= 12 else 1,),
     "a late epoch": (lambda m, i: 3 if m.current_epoch >= 12 else 1,),
     "the number of the batch": (lambda m, i: 1 + i,),

@@ -455,6 +455,26 @@ def test_labels_out_of_range_read_no_memory_beside_the_table():
     assert engine.mode == AUTOGRAD and all(torch.allclose(found[n], without[n], atol=1e-7) for n in found)
 
 
+@pytest.mark.parametrize("padding", [-1, -100, 5])
+def test_padded_labels_of_ctc_are_no_wrong_ones(padding):
+    torch.manual_seed(0)
+    module = nn.Linear(4, 5)
+    x, labels, lengths = torch.randn(N, 1, 9, 4), torch.randint(1, 5, (N, 1, 3)), torch.randint(1, 4, (N, 1))
+    padded = torch.where(torch.arange(3) < lengths[..., None], labels, padding)
+
+    def loss_of(one):
+        scores = module(one[0]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, one[1], torch.tensor([9]), one[2])
+
+    for mode in (None, AUTOGRAD):
+        sums = []
+        for given in (labels, padded):
+            engine = engine_of(module)
+            engine.step.mode = mode
+            sums.append(sums_of(engine, loss_of, (x, given, lengths)))
+        assert all(torch.allclose(sums[0][n], sums[1][n], atol=1e-7) for n in sums[0]) and sums[0]["bias"].any()
+
+
 def test_a_pass_that_mixes_records_never_takes_them_together(monkeypatch):
     """As `index_fill` does below zero, were it not known: the proof finds it, and vmap of one record is left."""
     monkeypatch.setattr(capture, "_MISTAKEN", capture._MISTAKEN - {torch.index_fill})

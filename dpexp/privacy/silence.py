@@ -147,7 +147,7 @@ def log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
 def other_round(
     trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]
 ) -> Callable[[], AbstractContextManager]:
-    """Makes the Trainer say meanwhile that round `t` is under way, with half of the learning rates.
+    """Makes the Trainer say meanwhile that round `t` is under way, with half of the optimizers' numbers.
 
     Args:
         place: its epoch, and the number that it has there.
@@ -161,23 +161,30 @@ def other_round(
         batches = loop.epoch_loop.batch_progress.current
         counts = [(loop.epoch_progress.current, epoch), (steps, t), (batches, batch)]
         before = [dict(vars(count)) for count, _ in counts]
-        rates = [(group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        given = [*args]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        numbers = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
+        given, is_last = [*args], loop.epoch_loop.batch_progress.is_last_batch
         try:
             for count, number in counts:
                 vars(count).update(dict.fromkeys(vars(count), number))
-            for group, rate in rates:
-                group["lr"] = rate / 2
+            for group, key, value in numbers:
+                group[key] = value / 2
+            loop.epoch_loop.batch_progress.is_last_batch = not is_last
             args[:1] = [batch] if args else []
             yield
         finally:
             for (count, _), was in zip(counts, before, strict=True):
                 vars(count).update(was)
-            for group, rate in rates:
-                group["lr"] = rate
+            for group, key, value in numbers:
+                group[key] = value
+            loop.epoch_loop.batch_progress.is_last_batch = is_last
             args[:] = given
 
     return other
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def _wrong(func: Any, args: tuple, kwargs: dict) -> tuple[int, str, Tensor, Tens
     found = place(*args, **kwargs) if place is not None else None
     if found is None or not isinstance(found[2], Tensor):
         return None
-    key, name, _, least, size, ignored = found
+    key, name, _, least, size, ignored, *used = found
     index: Tensor = found[2]
     given: Any = args[key] if key < len(args) else kwargs.get(name)
     if given is not index or index.dtype not in (torch.int32, torch.int64):
@@ -51,11 +51,13 @@ def _wrong(func: Any, args: tuple, kwargs: dict) -> tuple[int, str, Tensor, Tens
     wrong = (index < least) | (index >= size)
     if ignored is not None:
         wrong = wrong & (index != ignored)
+    if used:
+        wrong = wrong & used[0]
     return key, name, index, wrong
 
 
-# place, name, indices, the least of them, one more than the largest, and one that stands for none
-Found = tuple[int, str, Any, int, int, int | None] | None
+# place, name, indices, the least of them, one more than the largest, one that stands for none, and which are used
+Found = tuple[int, str, Any, int, int, int | None] | tuple[int, str, Any, int, int, None, Tensor] | None
 
 
 def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Found:
@@ -67,6 +69,8 @@ def _embedding_of_torch(weight: Tensor, indices: Tensor, *args: Any, **kwargs: A
 
 
 def _along(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Found:
+    if not input.dim():
+        return None
     return 2, "index", index, 0, input.shape[dim], None
 
 
@@ -85,8 +89,14 @@ def _classes(input: Tensor, target: Tensor, *args: Any, ignore_index: int = -100
     return 1, "target", target, 0, input.shape[1 if input.dim() > 1 else 0], ignored
 
 
-def _ctc(log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Found:
-    return 1, "targets", targets, 0, log_probs.shape[-1], None
+def _ctc(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
+) -> Found:
+    """Of labels [N, S] those before the lengths are used; of labels one after the other all."""
+    lengths = torch.as_tensor(target_lengths, device=targets.device)
+    lengths = lengths[:, None] if targets.dim() == 2 else lengths.sum()
+    used = torch.arange(targets.shape[-1], device=targets.device) < lengths
+    return 1, "targets", targets, 0, log_probs.shape[-1], None, used
 
 
 _PLACES: dict[Any, Callable[..., Found]] = {

@@ -12,6 +12,7 @@ from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.passes import Gradients, VmapPass
+from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.traced import (
     Graph,
     Inputs,
@@ -40,6 +41,7 @@ class Graphs:
 
     Attributes:
         held: shapes of tensors that the step reads and that are neither parameters nor buffers.
+        reads: what else it reads of the modules.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Graphs:
         self._graphs: dict[tuple[Hashable, int, str], Graph] = {}
         self._refused: dict[tuple[Hashable, int, str], Exception] = {}  # why there is no such graph
         self.held: list[str] = []
+        self.reads = Reads()
 
     def settle(self, chunk: Chunk, made_up: MadeUp, settings: Callable[[], AbstractContextManager]) -> str | None:
         """Traces a usual chunk, and traces it again with other records and under other settings: equal graphs show that
@@ -114,6 +117,10 @@ class Graphs:
 
     def changed(self, chunk: Chunk, made_up: MadeUp) -> str | None:
         """In what the step differs from what was traced; None: in nothing."""
+        inputs = Inputs(self._inputs.module)
+        if inputs.names() != self._inputs.names():
+            self._inputs = inputs
+            return "it has other parameters or buffers"
         known = self._graphs.get((chunk.key, self._usual, PLAIN))
         if known is None:
             return None
@@ -150,9 +157,10 @@ class Graphs:
             held += graph.constants.items()
         return {(name, id(tensor)): tensor._version for name, tensor in held}
 
-    def forget(self) -> None:
-        """What was traced is no longer what the step is."""
-        self._graphs.clear()
+    def forget(self, but: Chunk | None = None) -> None:
+        """What was traced is no longer what the step is; `but` of records of this shape."""
+        kept = but.key if but is not None else None
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] == kept}
         self._refused.clear()
 
     def _traced(self, records: Chunk, kind: str = PLAIN) -> Graph:
@@ -168,7 +176,8 @@ class Graphs:
 
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
         others = [self._clip.numbers((), self._device), counted, *(self._exact_rows(0) if kind == EXACT else [])]
-        return trace(run, self._inputs, [*others, *records.tensors], self._device)
+        with self.reads.noted():
+            return trace(run, self._inputs, [*others, *records.tensors], self._device)
 
     def _outputs(
         self,

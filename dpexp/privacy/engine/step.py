@@ -22,7 +22,6 @@ from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_ran
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
 from dpexp.privacy.engine.questions import why
-from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense
@@ -77,7 +76,6 @@ class Step:
         self.made_up: MadeUp | None = None
         self._check: StateCheck | None = None
         self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
-        self._reads = Reads()
         self._asked = 1
         self._changes = self._changed = 0
         self._tracing = self._checking = 0.0  # seconds
@@ -141,7 +139,7 @@ class Step:
         self._asked += 1
         now = time.perf_counter()
         due = (epoch_begins or self._asked.bit_count() == 1) and self._tracing < _TRACING * (now - self._began)
-        changed = self._reads.changed()
+        changed = self._graphs.reads.changed()
         if not due and changed is None:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
@@ -155,6 +153,8 @@ class Step:
                 self._untraced(chunk)
             else:
                 self._trace_if_changed(chunk, settings)
+                if changed is not None:
+                    self._graphs.forget(but=chunk)
             if self.mode != TRACED:
                 self._try_state(chunk)
                 self._say_slowness()
@@ -163,8 +163,7 @@ class Step:
     def _trace_if_changed(self, chunk: Chunk, settings: _Settings) -> None:
         assert self.made_up
         try:
-            with self._reads.noted():
-                odd = self._graphs.changed(chunk, self.made_up)
+            odd = self._graphs.changed(chunk, self.made_up)
         except ConfigError:
             raise
         except Exception as error:
@@ -274,8 +273,7 @@ class Step:
     def _trace(self, chunk: Chunk, settings: _Settings) -> None:
         assert self.made_up
         try:
-            with self._reads.noted():
-                odd = self._graphs.settle(chunk, self.made_up, settings)
+            odd = self._graphs.settle(chunk, self.made_up, settings)
             if odd is None:
                 self.mode, self.is_random = TRACED, self._graphs.draws
                 return
