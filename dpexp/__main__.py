@@ -104,7 +104,7 @@ def main() -> None:
         if sys.argv[1:2] == ["help"] or {"--help", "-h"} & {*sys.argv}:
             from dpexp.commands.help import help
 
-            print(help([argument for argument in sys.argv[1:] if argument not in ("help", "--help", "-h")]))
+            print(help([argument for argument in sys.argv[1:] if argument not in ("help", "--help", "-h")]), flush=True)
             return
         check(sys.argv[1:])
         _job()
@@ -112,6 +112,12 @@ def main() -> None:
         sys.exit(f"dpexp: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"dpexp: {sentence(error)}")
+    except KeyboardInterrupt:
+        print("dpexp: interrupted.", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # as of `dpexp help | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
+        sys.exit(141)
     except OSError as error:
         making_a_folder = traceback.extract_tb(error.__traceback__)[-1].name == "mkdir"
         if error.errno not in UNWRITABLE and not (making_a_folder and error.errno == errno.ENOENT):

@@ -377,6 +377,14 @@ def test_a_mistake_ends_the_process_with_one_line_and_an_error_code(tmp_path):
     )
 
 
+def test_a_reader_that_stops_reading_is_no_error(tmp_path):
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m dpexp help | head -1"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
+
+
 def test_the_version_and_help_as_words(tmp_path):
     assert command("version", cwd=tmp_path).stdout == command("--version", cwd=tmp_path).stdout == "dpexp 0.1.0\n"
     assert command("help", cwd=tmp_path).stdout == command("--help", cwd=tmp_path).stdout

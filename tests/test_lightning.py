@@ -218,7 +218,7 @@ def stopped_before_it_kept_its_model(dpexp_job, tmp_path, monkeypatch):
     def job(*arguments):
         with monkeypatch.context() as patched:
             patched.setattr("dpexp.commands.train.keep", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(SystemExit, match="130"):
                 dpexp_job(*QUICK[1:], *arguments, f"hydra.run.dir={tmp_path}/job")
         return tmp_path / "job"
 

@@ -309,7 +309,7 @@ def test_a_job_that_is_resumed_after_its_audit_shows_no_other(dpexp_job, tmp_pat
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="130"):
         patched.setattr(terminal, "attacked", interrupted)
         dpexp_job(*QUICK, "data.id=digits")
     (output,) = (path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt"))

@@ -129,7 +129,10 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
     arguments = (job, cfg, HydraConfig.instance().cfg, count, port, results)
     begun = multiprocessing.start_processes(_process, arguments, count, join=False, start_method="spawn")
 
+    by = [signal.SIGINT]
+
     def stop(*_: Any) -> None:
+        by.append(signal.SIGTERM)
         for process in begun.processes:
             process.terminate()
         raise KeyboardInterrupt
@@ -150,7 +153,7 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
             pass
     except KeyboardInterrupt:  # which a terminal sends to all
         _wait(begun, 6 * _SECONDS)
-        sys.exit(1)
+        sys.exit(128 + by[-1])
     except multiprocessing.ProcessExitedException as error:
         if results.empty():
             words = "and so all others end; the ledger has every round that was released"

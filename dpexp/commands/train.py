@@ -52,6 +52,7 @@ from dpexp.showing.counts import counts
 from dpexp.tracking.origin import without_passwords
 from dpexp.tracking.underway import begun
 from dpexp.training.checkpoints import LastWeights
+from dpexp.training.stopping import Stop
 
 if TYPE_CHECKING:
     from dpexp.accounting.auditing import Audit
@@ -77,7 +78,9 @@ def run(cfg: DictConfig) -> float | None:
         return processes.start(run, cfg, count)
     with processes.connected(cfg, count):
         if processes.rank() == 0:
-            return _run(cfg)
+            stop = Stop()
+            with stop.heeded():
+                return _run(cfg, stop)
         _accompany(cfg)
         return None
 
@@ -96,7 +99,7 @@ def _accompany(cfg: DictConfig) -> None:
         _tested(module, data, trainer)
 
 
-def _run(cfg: DictConfig) -> float | None:
+def _run(cfg: DictConfig, stop: Stop) -> float | None:
     among, output = trial.current(cfg), Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         output = _free(output)
@@ -125,8 +128,8 @@ def _run(cfg: DictConfig) -> float | None:
     if among is None:
         terminal.announce(cfg, plan)
         terminal.announce_tuned(job.module)
-    with _track(cfg, plan, output, _at_its_end(cfg, plan, output)) as tracked:
-        result = _trained(cfg, job, output, tracked) if cfg.train else _planned(cfg, plan)
+    with _track(cfg, plan, output, _at_its_end(cfg, plan, output), stop) as tracked:
+        result = _trained(cfg, job, output, tracked, stop) if cfg.train else _planned(cfg, plan)
         (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
         summary, refuted = _audited(cfg, plan, output)
         if summary:
@@ -209,13 +212,13 @@ def _at_its_end(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledg
 
 
 def _track(
-    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, promised: Ledger | None
+    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, promised: Ledger | None, stop: Stop
 ) -> "AbstractContextManager[Tracked | None]":
     if cfg.tracking.uri is None:
         return nullcontext()
     from dpexp.tracking.run import track
 
-    return track(cfg, plan, output, accountants(cfg, plan) if plan else [], promised)
+    return track(cfg, plan, output, accountants(cfg, plan) if plan else [], promised, lambda: stop.name)
 
 
 def _shown(cfg: DictConfig) -> DictConfig:
@@ -227,8 +230,9 @@ def _shown(cfg: DictConfig) -> DictConfig:
     return shown
 
 
-def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None") -> dict[str, Any]:
+def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None", stop: Stop) -> dict[str, Any]:
     module, data, plan, trainer, origin = job
+    trainer.callbacks.append(stop)  # type: ignore[attr-defined]
     if tracked:
         trainer.logger = tracked.logger
         tracked.logger.rounds = lambda: trainer.global_step
@@ -242,6 +246,8 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
             _fit(cfg, module, data, trainer, output)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
+        if stop.number is not None:
+            raise SystemExit(stop.status) from None
         raise
     except MisconfigurationException as error:
         raise ConfigError(f"trainer or callbacks: {' '.join(str(error).split())}") from error

@@ -100,15 +100,16 @@ def _nothing(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return {key: Unreadable() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else Unreadable()
 
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
     """Meanwhile no handler of Python's is called; then those are whose signals came.
 
-    A handler may save a checkpoint, or set `trainer.should_stop`, which would be taken for the step's doing. Ctrl-C
-    does not wait: it ends the step.
+    A handler may save a checkpoint, or set `trainer.should_stop`, which would be taken for the step's doing. A second
+    Ctrl-C does not wait: it ends the step.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -116,8 +117,14 @@ def signals_wait() -> Iterator[None]:
     came: list[int] = []
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     waiting = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def wait(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in came:
+            raise KeyboardInterrupt
+        came.append(number)
+
     for number in waiting:
-        signal.signal(number, lambda number, frame: came.append(number))
+        signal.signal(number, wait)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -187,6 +188,8 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
         f"ε = {up(epsilon(ledger, delta, accountant), 4)} at δ = {up(delta, 4)} is spent."
     )
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
+    if (output / "last.ckpt").exists():
+        console.print(f"Go on with: python -m dpexp resume {shlex.quote(str(output))}", soft_wrap=True)
     if ledger.truncated:
         console.print("[bold red]It has no closing line[/], so that it reads as one that ends early.")
 

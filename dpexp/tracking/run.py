@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shlex
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -219,51 +217,43 @@ class Tracked:
 
 @contextmanager
 def track(
-    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, accountants: Sequence[str], promised: Ledger | None = None
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    output: Path,
+    accountants: Sequence[str],
+    promised: Ledger | None = None,
+    stopped_by: Callable[[], str] = lambda: "the keyboard",
 ) -> Iterator[Tracked]:
     """A run that ends FINISHED, FAILED or KILLED, as it was. An interrupt (Ctrl-C, SIGTERM) is KILLED.
 
     Args:
         promised: what the job will have released at its end, at most.
+        stopped_by: names the signal that interrupted it.
     """
-    with alone(output), _tracked(Tracked(cfg, plan, output, accountants, promised), output) as run:
+    with alone(output), _tracked(Tracked(cfg, plan, output, accountants, promised), output, stopped_by) as run:
         yield run
 
 
 @contextmanager
-def _tracked(run: Tracked, output: Path) -> Iterator[Tracked]:
+def _tracked(run: Tracked, output: Path, stopped_by: Callable[[], str]) -> Iterator[Tracked]:
     status, reason = "FAILED", None
-    stopped_by = "the keyboard"
-
-    def interrupt(signum: int, frame: Any) -> None:
-        nonlocal stopped_by
-        stopped_by = "SIGTERM, which schedulers send before they kill"
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt) if _in_main_thread() else None
     try:
         if not run.resumed:
             run.log_start()
         yield run
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):  # Lightning makes one of the other
-        status, reason = "KILLED", f"interrupted by {stopped_by}"
+        status, reason = "KILLED", f"interrupted by {stopped_by()}"
         raise
     except Exception as error:
         reason = keep_error(error, output)
         error.tracked = True  # type: ignore[attr-defined]
         raise
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
         try:
             run.log_ledger()
         finally:
             run.end(status, reason)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def parent_id() -> str | None:

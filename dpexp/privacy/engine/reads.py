@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from omegaconf import Container
 from torch import nn
 
 from dpexp.privacy.engine.chunk import PLAIN
@@ -87,7 +86,7 @@ def _is_plain(value: Any) -> bool:
 def _look(value: Any, depth: int = _DEPTH) -> Any:
     """Equal for what is the same: plain numbers and texts by value, also in containers and plain objects; else the very
     same object."""
-    if isinstance(value, (*PLAIN, Container)):
+    if isinstance(value, PLAIN) or _library(value) == "omegaconf":  # of which not every value can be asked for
         return repr(value)
     if isinstance(value, np.ndarray) and value.size <= _MANY:
         return value.dtype, value.shape, value.tobytes()
@@ -109,4 +108,8 @@ def _is_of_the_users(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, nn.Module | type) or callable(value) or kind.__module__ == "builtins":
         return False
-    return kind.__module__.partition(".")[0] not in _LIBRARIES and (hasattr(value, "__dict__") or is_dataclass(kind))
+    return _library(value) not in _LIBRARIES and (hasattr(value, "__dict__") or is_dataclass(kind))
+
+
+def _library(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
