@@ -117,6 +117,13 @@ class Tied(Model):
         self.net[2].weight = self.net[0].weight
 
 
+class Infinite(Model):
+    """Its loss is finite for real records alone."""
+
+    def loss(self, batch):
+        return super().loss(batch) / (batch[0][:, 0] == 5).all()
+
+
 class Frozen(Model):
     def __init__(self):
         super().__init__()
@@ -139,6 +146,19 @@ def test_models_train_as_by_hand(make, tmp_path, quiet, in_order):
     dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
     found, plan = released(tmp_path, dataset, User(8, "user_of", local), make(), users=4)
     close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan))
+
+
+@pytest.mark.parametrize("choices", [{}, {"noise": "exact", "noise_multiplier": 0.1}], ids=["gaussian", "exact"])
+def test_users_train_as_by_hand_where_no_made_up_record_has_a_finite_loss(choices, tmp_path, quiet, in_order):
+    x, y = rows(11)
+    x[:, 0] = 5
+    found, plan = released(
+        tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["epochs"]), Infinite(), users=4,
+        bound=bounds.Fixed(0.1), **choices,
+    )  # fmt: skip
+    expected = by_hand(MEMBERS, trained_by_hand(x, y, LOCALS["epochs"], Infinite), plan)
+    for name, total in found.items():
+        assert torch.allclose(total, expected[name], atol=0.6 * 0.1 if choices else 1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("make", [Frozen, Unused])

@@ -185,7 +185,7 @@ def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(tmp_path, store):
     assert "dpexp.error" not in second.data.tags
     assert len(list(tmp_path.glob("outputs/multirun/a/b/**/ledger.jsonl"))) == 2, "the same ledger"
     spent = read_ledger(ledger)
-    assert 400 < len(spent) <= 441, "those after the last checkpoint twice; and one that SIGTERM met after its line"
+    assert 400 <= len(spent) <= 441, "those after the last checkpoint twice; and one that SIGTERM met after its line"
     costs = store.parents()[0].data.metrics
     both = joined([spent, read_ledger(ledger.parents[1] / "0" / "ledger.jsonl")])
     assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(both, 1e-4), rel=1e-9)

@@ -129,10 +129,11 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
     arguments = (job, cfg, HydraConfig.instance().cfg, count, port, results)
     begun = multiprocessing.start_processes(_process, arguments, count, join=False, start_method="spawn")
 
-    by = [signal.SIGINT]
+    ended_by = signal.SIGINT
 
     def stop(*_: Any) -> None:
-        by.append(signal.SIGTERM)
+        nonlocal ended_by
+        ended_by = signal.SIGTERM
         for process in begun.processes:
             process.terminate()
         raise KeyboardInterrupt
@@ -153,7 +154,7 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
             pass
     except KeyboardInterrupt:  # which a terminal sends to all
         _wait(begun, 6 * _SECONDS)
-        sys.exit(128 + by[-1])
+        sys.exit(128 + ended_by)
     except multiprocessing.ProcessExitedException as error:
         if results.empty():
             words = "and so all others end; the ledger has every round that was released"

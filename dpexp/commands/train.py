@@ -78,8 +78,7 @@ def run(cfg: DictConfig) -> float | None:
         return processes.start(run, cfg, count)
     with processes.connected(cfg, count):
         if processes.rank() == 0:
-            stop = Stop()
-            with stop.heeded():
+            with Stop().heeded() as stop:
                 return _run(cfg, stop)
         _accompany(cfg)
         return None
@@ -94,7 +93,7 @@ def _accompany(cfg: DictConfig) -> None:
     output, cfg.checkpoint.resume = said
     processes.use_threads(cfg)
     module, data, _, trainer, _ = _job(cfg, output, plan_for)
-    _fit(cfg, module, data, trainer, output)
+    trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     with suppress(Exception):  # the first process tells
         _tested(module, data, trainer)
 
@@ -174,6 +173,8 @@ def _job(
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg, begun=not cfg.checkpoint.resume)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
+    if hasattr(data, "workers"):
+        data.workers = cfg.trainer.workers
     check_device(cfg)
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
@@ -243,11 +244,9 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     named = cfg.data.id is not None and plan is not None
     try:
         with begun(output, lambda: released[0].begun) if named else nullcontext():
-            _fit(cfg, module, data, trainer, output)
+            trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
-        if stop.number is not None:
-            raise SystemExit(stop.status) from None
         raise
     except MisconfigurationException as error:
         raise ConfigError(f"trainer or callbacks: {' '.join(str(error).split())}") from error
@@ -272,14 +271,6 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         if tracked:
             tracked.log_model(about, result["rounds"])
     return result
-
-
-def _fit(
-    cfg: DictConfig, module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer, output: Path
-) -> None:  # fmt: skip
-    if hasattr(data, "workers"):
-        data.workers = cfg.trainer.workers
-    trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
 
 
 def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]:

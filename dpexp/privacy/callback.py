@@ -330,7 +330,7 @@ class PrivacyCallback(pl.Callback):
                 if engine_step.mode is None:
                     kept, engine_step.public = refusals.kept_numbers(pl_module), public_record(trainer)
                     refusals.refuse_hooks(pl_module)
-                    last = silence.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last(), given)
+                    last = silence.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last_place(), given)
                     dry_run(engine_step, rounds, loss_of, pl_module, last)
                     refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
                     step = engine_step.digest

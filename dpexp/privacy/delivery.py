@@ -171,7 +171,7 @@ class RoundSampler(Sampler[list[Any]]):
         """The round at which the epoch that is under way ends; rounds are never lost between epochs."""
         return min(self.policy_at(0).rounds(self._epoch(self.completed)), self.rounds)
 
-    def last(self) -> tuple[int, int]:
+    def last_place(self) -> tuple[int, int]:
         """The last round's epoch, and its place there, counted from 0."""
         before = self._epoch(self.rounds - 1) - 1
         return before, self.rounds - 1 - (self.policy_at(0).rounds(before) if before else 0)

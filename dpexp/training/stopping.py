@@ -25,15 +25,23 @@ class Stop(pl.Callback):
         self.number: int | None = None
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Meanwhile; but not of signals that somebody else has a handler for."""
+    def heeded(self) -> Iterator["Stop"]:
+        """Meanwhile; but not of signals that somebody else has a handler for.
+
+        Raises:
+            SystemExit: after such a signal, with the status that a shell gives a process which it ended.
+        """
         main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in NAMES if main}
         own = [number for number, handler in before.items() if handler in _DEFAULT]
         for number in own:
             signal.signal(number, self._came)
         try:
-            yield
+            yield self
+        except (KeyboardInterrupt, SystemExit):  # Lightning makes one of the other
+            if self.number is None:
+                raise
+            raise SystemExit(128 + self.number) from None
         finally:
             for number in own:
                 signal.signal(number, before[number])
@@ -49,8 +57,3 @@ class Stop(pl.Callback):
     @property
     def name(self) -> str:
         return NAMES[signal.Signals(self.number or signal.SIGINT)]
-
-    @property
-    def status(self) -> int:
-        """What a shell says of a process that the signal ended."""
-        return 128 + (self.number or signal.SIGINT)

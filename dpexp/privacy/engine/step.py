@@ -32,8 +32,7 @@ NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _OTHERS = (1, 2, 4)  # made-up records that are processed between one and the same
 _SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
 _TRACING = _CHECKING = 0.02  # of the time
-_CHANGES = 3  # of a step by hooks, after which it runs as written
-_CHANGES_READ = 8  # of what it reads
+_STEPS_CHANGED, _READS_CHANGED = 3, 8  # how often, after which a step runs as written
 
 _Settings = Callable[[], AbstractContextManager]
 
@@ -77,7 +76,7 @@ class Step:
         self._check: StateCheck | None = None
         self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
         self._asked = 1
-        self._changes = self._changed = 0
+        self._steps_changed = self._reads_changed = 0
         self._tracing = self._checking = 0.0  # seconds
         self._began = time.perf_counter()
 
@@ -109,11 +108,11 @@ class Step:
             self.made_up = made_up or MadeUp()
             if error is not None:  # which a record may have by itself, and not among others
                 self.mode, self.reason = AUTOGRAD, why(error)
+            elif self._training or self._alone:
+                self.mode = AUTOGRAD
             elif made_up is None:
                 self.reason = "no made-up record has a finite loss"
                 self._untraced(chunk)
-            elif self._training or self._alone:
-                self.mode = AUTOGRAD
             else:
                 self._trace(chunk, settings)
                 self._template = made_up.records(chunk.row(0), 1, 0), settings
@@ -146,9 +145,9 @@ class Step:
         assert self.made_up
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._changed += changed is not None
+        self._reads_changed += changed is not None
         with own_state(self._device):
-            if self._changed > _CHANGES_READ and self._tracing > 0.5 * (now - self._began):
+            if self._reads_changed > _READS_CHANGED and self._tracing > 0.5 * (now - self._began):
                 self.reason = f"training_step reads {changed}, which hooks change"
                 self._untraced(chunk)
             else:
@@ -170,10 +169,10 @@ class Step:
             odd = why(error)
         if odd is None:
             return
-        self._changes += 1
+        self._steps_changed += 1
         self._graphs.forget()
         self._trace(chunk, settings)
-        if self._changes > _CHANGES and self.mode == TRACED:
+        if self._steps_changed > _STEPS_CHANGED and self.mode == TRACED:
             self.reason = f"hooks change the step time and again ({odd})"
             self._untraced(chunk)
 

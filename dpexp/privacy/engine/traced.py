@@ -307,11 +307,10 @@ def prove(
     if size == 1:
         return
     rows = torch.arange(size, device=records.tensors[0].device)
-    replaced = {0: [_AS_IT_IS, _LARGE], size // 2: [_AS_IT_IS, _NOT_A_NUMBER], size - 1: [_AS_IT_IS, _ZERO]}
-    for row, changes in replaced.items():
+    for row, change in ((0, _LARGE), (size // 2, _NOT_A_NUMBER), (size - 1, _ZERO)):
         kept = rows != row
         before = run(records, kept)
-        for scale, shift in changes:
+        for scale, shift in (_AS_IT_IS, change):
             try:
                 after = run(_with_row(records, others, row, scale, shift), kept)
             except Exception:
@@ -328,7 +327,7 @@ def prove(
                     raise Mixes(f"a record's {name.partition(':')[0]} depends on another record of its batch")
 
 
-# A made-up record times a number; indices plus one, which puts them out of range.
+# What a made-up record is multiplied by, and what is added to its whole numbers, which puts indices out of range.
 _AS_IT_IS, _LARGE, _NOT_A_NUMBER, _ZERO = (1.0, 0), (1e4, 7), (math.nan, -7), (0.0, 0)
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
