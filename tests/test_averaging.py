@@ -7,7 +7,7 @@ import torch
 from mlflow import MlflowClient
 
 from dpexp.errors import ConfigError
-from dpexp.training.averaging import WarmAveraging
+from dpexp.training.callbacks import WarmAveraging
 
 QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
 

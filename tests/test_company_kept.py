@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.step import AUTOGRAD
+from dpexp.privacy.engine.step import LOOP
 from tests.test_engine import engine_of
 
 N = 12
@@ -262,7 +262,7 @@ def sums(step, x, chunk, S=0.01, singly=False):
     module = Model(step).double()
     engine, _ = engine_of(module, S)
     if singly:
-        engine.step.mode = AUTOGRAD
+        engine.step.mode = LOOP
     else:
         engine.step.decide(Chunk.of(module, x, len(x)))  # as the dry run does
     engine.start()

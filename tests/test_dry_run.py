@@ -19,7 +19,7 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.engine import graphs
-from dpexp.privacy.engine.step import AUTOGRAD, SINGLE, TRACED, VMAP
+from dpexp.privacy.engine.step import LOOP, TRACED, VMAP
 
 
 class Modes(pl.Callback):
@@ -381,7 +381,7 @@ class Drawing(Model):
         return super().training_step(batch, batch_idx) * (1 + 0 * np.random.rand())
 
 
-@pytest.mark.parametrize("build, mode", [(Model, TRACED), (Asking, SINGLE), (Scripted, AUTOGRAD), (Drawing, SINGLE)])
+@pytest.mark.parametrize("build, mode", [(Model, TRACED), (Asking, LOOP), (Scripted, LOOP), (Drawing, LOOP)])
 def test_the_whole_job_is_processed_in_one_way(tmp_path, build, mode):
     found = released(tmp_path, build(), rows(5), mode, steps=2)
     for one in found:

@@ -50,19 +50,19 @@ ALWAYS = {
 }  # fmt: skip
 # What is not traced (see the page).
 EXPECTED = {
-    "checkpointed, reentrant": "autograd",
+    "checkpointed, reentrant": "singly",
     "early exits": "singly",
     "Fourier layer, complex": "refused",
-    "LSTM, packed": "autograd",
-    "GRU, both ways, packed": "autograd",
+    "LSTM, packed": "singly",
+    "GRU, both ways, packed": "singly",
     "experts, routed": "singly",
     "ELECTRA, discriminator": "singly",
     "DeBERTa": "singly",
     "DeBERTa-v2": "singly",
-    "Bloom": "autograd",
+    "Bloom": "singly",
     "Mixtral": "singly",
     "Wav2Vec2, CTC": "singly",
-    "LoHa on Llama": "autograd",
+    "LoHa on Llama": "singly",
     "LoKr on Llama": "singly",
     "timm ResNet": "refused",
     "torchvision ResNet": "refused",
@@ -101,7 +101,7 @@ def tried(model, dropout, dtype):
     return SHORT[engine.mode], engine.reason, wrong
 
 
-SHORT = {"traced": "traced", "vmap": "together", "one at a time": "singly", "one at a time by autograd": "autograd"}
+SHORT = {"traced": "traced", "vmap": "together", "one at a time": "singly"}
 
 
 @pytest.mark.parametrize("family, name", NAMES)
@@ -138,7 +138,7 @@ time in float64, at 1e-9, and holds how its records are processed, with dropout 
 
 - *traced*: by a graph of the step, all records together;
 - *together*: by the step as it is written, under vmap;
-- *singly*, *autograd*: one at a time, under vmap or by autograd, which is right but slow;
+- *singly*: one at a time by ordinary autograd, which is right but slow;
 - *refused*.
 
 What a model is made of decides, and [speed](speed.md) says how. `python tests/test_models.py` writes this page; with

@@ -467,7 +467,7 @@ def compiled(function):
     return torch.compile(function, backend="eager")
 
 
-@pytest.mark.parametrize("mode", [None, "vmap", "one at a time", "one at a time by autograd"])
+@pytest.mark.parametrize("mode", [None, "vmap", "one at a time"])
 @pytest.mark.parametrize("physical", [1, 5])
 def test_parameters_of_compiled_functions_are_trained(tmp_path, physical, mode, monkeypatch):
     """Traced, and as they are written."""

@@ -18,7 +18,7 @@ from dpexp.privacy.bounds import Fixed
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.engine import capture, graphs
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.step import AUTOGRAD
+from dpexp.privacy.engine.step import LOOP
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
 
@@ -97,7 +97,7 @@ def test_what_all_but_cancels_is_clipped_as_if_it_were_held(layer):
     """Such rows go through a graph of exact norms."""
     module, loss_of, batch = cancelling(layer)
     found = []
-    for mode in (None, AUTOGRAD):
+    for mode in (None, LOOP):
         engine = engine_of(module)
         engine.step.mode = mode
         found.append(sums_of(engine, loss_of, batch)["weight"].double())
@@ -452,7 +452,7 @@ def test_labels_out_of_range_read_no_memory_beside_the_table():
     found = sums_of(engine, loss_of, (x, labels, length))
     others = torch.arange(N) != 3
     without = sums_of(engine, loss_of, (x[others], labels[others], length[others]), N - 1)
-    assert engine.mode == AUTOGRAD and all(torch.allclose(found[n], without[n], atol=1e-7) for n in found)
+    assert engine.mode == LOOP and all(torch.allclose(found[n], without[n], atol=1e-7) for n in found)
 
 
 @pytest.mark.parametrize("padding", [-1, -100, 5])
@@ -466,7 +466,7 @@ def test_padded_labels_of_ctc_are_no_wrong_ones(padding):
         scores = module(one[0]).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(scores, one[1], torch.tensor([9]), one[2])
 
-    for mode in (None, AUTOGRAD):
+    for mode in (None, LOOP):
         sums = []
         for given in (labels, padded):
             engine = engine_of(module)

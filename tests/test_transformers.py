@@ -112,7 +112,7 @@ def test_what_a_module_that_runs_one_record_at_a_time_may_return(what):
         warnings.simplefilter("ignore")
         engine.accumulate(module.loss, stacked(x), 6)
     assert relative_error(engine._sums, clipped_sums(engine.plan, module, module.loss, x, 6)) < 1e-9
-    assert engine.mode == "one at a time by autograd"
+    assert engine.mode == "one at a time"
 
 
 class Searching(nn.Linear):

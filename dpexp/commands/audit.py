@@ -25,8 +25,7 @@ from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.attack import attack
 from dpexp.showing.terminal import RoundBar
-from dpexp.training.checkpoints import Checkpoints, LastCheckpoint
-from dpexp.training.watch import Watch
+from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
 
 FOLDER = "audit"  # in the job's
 

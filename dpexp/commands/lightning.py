@@ -20,8 +20,7 @@ from dpexp.privacy.physical_batch import ON_A_CPU
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.preparations.carrying_out import PreparedPlainly
 from dpexp.showing.terminal import RoundBar
-from dpexp.training.checkpoints import Checkpoints, LastCheckpoint, LastWeights
-from dpexp.training.watch import Watch
+from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
 OWN = ("physical_batch", "workers", "threads", "evaluations")  # keys of `trainer` that are not Lightning's
 _ROUNDS = "the plan says how many rounds there are; give sampling.steps or sampling.epochs"

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.training.checkpoints import LastWeights
+from dpexp.training.callbacks import LastWeights
 from dpexp.training.classifier import Classifier
 
 

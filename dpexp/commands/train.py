@@ -51,8 +51,7 @@ from dpexp.showing import terminal
 from dpexp.showing.counts import counts
 from dpexp.tracking.origin import without_passwords
 from dpexp.tracking.underway import begun
-from dpexp.training.checkpoints import LastWeights
-from dpexp.training.stopping import Stop
+from dpexp.training.callbacks import LastWeights, Stop
 
 if TYPE_CHECKING:
     from dpexp.accounting.auditing import Audit

@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError, words_of
+from dpexp.privacy.checks import digest
 
 
 @dataclass
@@ -272,9 +273,8 @@ def _named(kind: type, values: Any, names: Any) -> Any:
 
 def bits_of(leaf: Any) -> bytes:
     """Equal for leaves of one type that are the same, bit for bit; of what cannot be pickled, the type's name alone."""
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized:
-        plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return repr((leaf.dtype, leaf.shape)).encode() + plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, Tensor) and _is_plain(leaf):
+        return digest(leaf)
     try:
         return pickle.dumps(leaf)
     except Exception:

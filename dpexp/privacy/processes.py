@@ -30,6 +30,7 @@ from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import bits_of
+from dpexp.privacy.checks import number_of
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 
@@ -202,12 +203,12 @@ _DIFFER = {
 
 def digest_of_plan(plan: PrivacyPlan) -> int:
     """Of all that it says; functions count by name."""
-    return _number(re.sub(r" at 0x\w+", "", repr(plan)).encode())
+    return number_of(re.sub(r" at 0x\w+", "", repr(plan)).encode())
 
 
 def digest_of_rows(rows: Sequence[int]) -> int:
     """Of which records a sample holds, in which order."""
-    return _number(np.asarray(rows, dtype=np.int64).tobytes())
+    return number_of(np.asarray(rows, dtype=np.int64).tobytes())
 
 
 def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
@@ -222,7 +223,7 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
     if type(dataset) is TensorDataset:
         for tensor in dataset.tensors:
             seen.update(bits_of(tensor))
-        return int.from_bytes(seen.digest()[:7], "big")
+        return number_of(seen.digest())
     if type(dataset) is Subset:
         seen.update(np.asarray(dataset.indices, dtype=np.int64).tobytes())
     states = random.getstate(), np.random.get_state()
@@ -241,11 +242,7 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-    return int.from_bytes(seen.digest()[:7], "big")
-
-
-def _number(content: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
+    return number_of(seen.digest())
 
 
 # Lightning's strategies

@@ -1,9 +1,4 @@
-"""What a function of torch does by a record's numbers: indices and labels out of range, and shapes that depend on data.
-
-Of indices it is found by value whether they are in range, since under vmap one of them would raise for all records.
-Where a mask is true, as x[mask] and mask.nonzero() ask, each record is asked at how many positions; records of equal
-counts then have results of equal shapes.
-"""
+"""Indices and labels out of range, which are found by value: under vmap one of them would raise for all records."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +7,6 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.nn import functional as F
-
-from dpexp.privacy.engine.captured import OnRecords
 
 
 def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] | None:
@@ -116,75 +109,3 @@ def sizes_met(func: Any, args: tuple, kwargs: dict) -> int | None:
     if found is None or not isinstance(found[2], Tensor) or found[2].is_floating_point():
         return None
     return found[4]
-
-
-Count = Callable[[Tensor], int]
-
-
-class _Positions(OnRecords):
-    """[*shape] -> the k positions [k, dimensions] at which it is not zero."""
-
-    @staticmethod
-    def vmap(B: int, in_dims: Any, mask: Tensor, k: int) -> tuple[Tensor, int]:
-        found = mask.movedim(in_dims[0], 0).nonzero()
-        return found[:, 1:].reshape(B, k, mask.dim() - 1), 0
-
-
-def _nonzero(count: Count, input: Tensor, *, as_tuple: bool = False) -> Any:
-    if not _functorch.is_batchedtensor(input) or not input.dim():
-        return NotImplemented
-    found = _Positions.apply(input, count(input))
-    return found.unbind(-1) if as_tuple else found
-
-
-def _where(count: Count, condition: Tensor, *others: Any, **named: Any) -> Any:
-    return NotImplemented if others or named else _nonzero(count, condition, as_tuple=True)
-
-
-def _masked_select(count: Count, input: Tensor, mask: Tensor) -> Any:
-    input, mask = torch.broadcast_tensors(input, mask)
-    return _masked(count, input, mask)
-
-
-def _masked(count: Count, x: Tensor, index: Any) -> Any:
-    positions = _by_positions(count, index)
-    return NotImplemented if positions is None else x[positions]
-
-
-def _set_item(count: Count, x: Tensor, index: Any, value: Any) -> Any:
-    if _is_mask(index) and index.shape == x.shape[: index.dim()] and not (isinstance(value, Tensor) and value.dim()):
-        x.masked_fill_(index.reshape(*index.shape, *(1,) * (x.dim() - index.dim())), value)
-        return None
-    positions = _by_positions(count, index)
-    if positions is None:
-        return NotImplemented
-    x[positions] = value
-    return None
-
-
-def _by_positions(count: Count, index: Any) -> tuple | None:
-    """An index without masks; None if it has none."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not any(map(_is_mask, parts)):
-        return None
-    spread = (_nonzero(count, part, as_tuple=True) if _is_mask(part) else (part,) for part in parts)
-    return tuple(part for several in spread for part in several)
-
-
-def _is_mask(part: Any) -> bool:
-    return (
-        isinstance(part, Tensor) and _functorch.is_batchedtensor(part) and part.dtype == torch.bool and part.dim() > 0
-    )
-
-
-SHAPES: dict[Any, Callable[..., Any]] = {
-    torch.nonzero: _nonzero,
-    Tensor.nonzero: _nonzero,
-    torch.argwhere: _nonzero,
-    Tensor.argwhere: _nonzero,
-    torch.where: _where,
-    torch.masked_select: _masked_select,
-    Tensor.masked_select: _masked_select,
-    Tensor.__getitem__: _masked,
-    Tensor.__setitem__: _set_item,
-}

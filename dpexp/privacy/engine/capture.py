@@ -9,13 +9,12 @@ from torch import Tensor
 from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
-from dpexp.privacy.engine.attention import multi_head_attention
-from dpexp.privacy.engine.by_value import INDEXED, SHAPES, clamped
+from dpexp.privacy.engine.by_value import INDEXED, clamped
 from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
 from dpexp.privacy.engine.derived import Derived, inner
 from dpexp.privacy.engine.questions import QUESTIONS, Node, answer, sees_behind
 from dpexp.privacy.engine.recurrent import CELLS, unrolled
-from dpexp.privacy.engine.rewritten import EXTREMES, REWRITTEN, Extreme
+from dpexp.privacy.engine.rewritten import EXTREMES, REWRITTEN, Extreme, multi_head_attention
 from dpexp.privacy.engine.rules import RULES, Call
 from dpexp.privacy.engine.torch_functions import (
     BATCH_NORMS,
@@ -37,18 +36,16 @@ class Capture(Refusing):
         derived: what is computed from parameters alone.
         anchor: [B] zeros that require gradients, batched by vmap: it marks every intercepted output as one
             that belongs to a record and that gradients must flow back to.
-        answers: whether a question about the data is answered, which one record by itself may ask.
 
     Attributes:
         in_range: of each call with indices, whether they were in range (0-d, of each record).
     """
 
-    def __init__(self, derived: Derived, anchor: Tensor, record: Record, answers: bool = False) -> None:
+    def __init__(self, derived: Derived, anchor: Tensor, record: Record) -> None:
         super().__init__()
         self._derived = derived
         self.anchor = anchor
         self.record = record
-        self._answers = answers
         self._copies: dict[int, Tensor] = {}
         self._met: list[tuple[Tensor, int]] = []
         self.in_range: list[Tensor] = []
@@ -80,17 +77,15 @@ class Capture(Refusing):
         if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
-            return answer(func, args[0], self.anchor, self._answers)
+            return answer(func, args[0], self.anchor)
         if func is Tensor.__contains__:
             with self:
                 return bool((args[1] == args[0]).any())  # as it does itself, unseen
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass of each record alone.")
-        if func in SHAPES:
-            shaped = SHAPES[func](self._count, *args, **kwargs)
-            if shaped is not NotImplemented:
-                self.met((args, kwargs))
-                return shaped
+        if func is Tensor.__setitem__ and _fills_where_true(*args):
+            x, mask, value = args
+            return func(x, ..., x.masked_fill(mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim())), value))
         if func in _SHAPED and kwargs.get("output_size") is None and _counts(args, kwargs):
             raise RuntimeError(f"what {func.__name__} returns may be differently shaped for each record.")
         if _generator(func, args, kwargs) not in (None, torch.default_generator):
@@ -136,11 +131,6 @@ class Capture(Refusing):
                 self.met((args, kwargs))
                 return result
         return super().__torch_function__(func, types, self.with_copies(args), self.with_copies(kwargs))
-
-    def _count(self, mask: Tensor) -> int:
-        """At how many positions a mask is true: a question to each record."""
-        with self:
-            return int((mask != 0).sum())
 
     def met(self, value: Any) -> None:
         """Notes tensors that PyTorch might have kept for the backward pass, and the engine has not."""
@@ -292,6 +282,12 @@ def _is_data(leaf: Any) -> bool:
     return type(leaf) in _NO_TENSORS
 
 
+def _fills_where_true(x: Tensor, index: Any, value: Any) -> bool:
+    """Whether x[index] = value sets one number where a mask is true, for which vmap has no rule."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0
+    return is_mask and index.shape == x.shape[: index.dim()] and not (isinstance(value, Tensor) and value.dim())
+
+
 def _counts(args: tuple, kwargs: dict) -> bool:
     """Whether a record says how often its rows are repeated, or how long it is: the first argument if there is but one,
     else one of the others."""
@@ -311,9 +307,9 @@ def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
 
 
 _SPECIAL: set[Any] = {
-    *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *QUESTIONS, Tensor.__contains__, *_BACKWARD, *SHAPES, *CELLS, *REWRITTEN,
-    F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_MISTAKEN, *_MISTAKEN_OF_ALL,
-    *EXTREMES, _CHUNKED, *_SHAPED,
+    *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *QUESTIONS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD, *CELLS,
+    *REWRITTEN, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_MISTAKEN,
+    *_MISTAKEN_OF_ALL, *EXTREMES, _CHUNKED, *_SHAPED,
 }  # fmt: skip
 
 

@@ -171,7 +171,7 @@ class Graphs:
 
         def run(numbers: Tensor, counted: Tensor, *given: Tensor) -> dict[str, Tensor]:
             rows, tensors = ((given[0], given[1]), given[2:]) if kind == EXACT else (None, given)
-            gradients = self._pass(records.having([*tensors]), traced=True)
+            gradients = self._pass(records.having([*tensors]))
             return self._outputs(gradients, numbers, counted, rows, kind == ZEROING)
 
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
@@ -211,7 +211,7 @@ class Graphs:
         found = self._run(graph, numbers, [counted], records)
         set_random_state(self._device, state)
         with compiling():
-            seen = self._outputs(self._pass(records, traced=True), numbers, counted)
+            seen = self._outputs(self._pass(records), numbers, counted)
         finite = bool(seen["finite"].all())
         for name, value in seen.items():
             most = float(value.abs().nan_to_num(0, 0).max()) if value.is_floating_point() else 0

@@ -7,7 +7,7 @@ is kept.
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from dpexp.privacy.engine.capture import Capture
 from dpexp.privacy.engine.chunk import Chunk, LossOf, copied
 from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.rounding import full_precision
-from dpexp.privacy.engine.torch_functions import Refusing, no_modes_inside_vmap, no_vmap_of_its_own
+from dpexp.privacy.engine.torch_functions import Refusing, no_vmap_of_its_own
 from dpexp.privacy.engine.uses import Dense, Use, merged
 from dpexp.privacy.given import Values
 
@@ -73,12 +73,8 @@ class VmapPass:
         self._parameters = parameters
         self._values = values
 
-    def __call__(self, chunk: Chunk, traced: bool = False) -> Gradients:
+    def __call__(self, chunk: Chunk) -> Gradients:
         """
-        Args:
-            traced: on made-up records, of which a graph is made; no question about a record's data is answered then,
-                and torch's own modes, which make the graph, may run inside.
-
         Raises:
             Exception: they cannot be processed together.
         """
@@ -91,12 +87,11 @@ class VmapPass:
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(size, device=device, requires_grad=True)
         derived = Derived(self._parameters.values())
-        drawn = None if size == 1 and not traced else python_randomness()
+        drawn = python_randomness()
         seed = torch.default_generator.initial_seed()
-        inside = nullcontext() if traced else no_modes_inside_vmap()
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            capture = Capture(derived, anchor, record, answers=size == 1 and not traced)
+            capture = Capture(derived, anchor, record)
             hooks = torch.autograd.graph.disable_saved_tensors_hooks(
                 "hooks on saved tensors would see those of all records."
             )
@@ -105,13 +100,12 @@ class VmapPass:
                 kept(capture.met),
                 hooks,
                 no_vmap_of_its_own(),
-                inside,
                 no_seeds(),
                 capture,
             ):
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             capture.refuse_changes()
-            if capture.error is not None and (size > 1 or traced):
+            if capture.error is not None:
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
                 ) from capture.error
@@ -130,7 +124,7 @@ class VmapPass:
         if losses.dim() != 1:
             raise RecordError(ONE_LOSS)
         backward(losses.sum())
-        if drawn is not None and python_randomness() != drawn:
+        if python_randomness() != drawn:
             raise RuntimeError(
                 "training_step draws random numbers by Python's or NumPy's generator, once for all records."
             )

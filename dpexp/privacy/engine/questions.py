@@ -1,8 +1,7 @@
 """What code asks of a record's tensor that is no tensor: its number, its text, what it was computed from.
 
 Under vmap a tensor stands for those of all records, which answer differently. A number may be passed on to a log, which
-drops it; whatever else is done with it is a question about data, and ends a pass of several records. A record that is
-processed by itself answers.
+drops it; whatever else is done with it is a question about data, and ends the pass.
 
 `why` says which line of code asked, and what to write instead.
 """
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction, _disabled_torch_dispatch_impl, _functorch
+from torch._C import _disabled_torch_dispatch_impl, _functorch
 
 import dpexp
 from dpexp.errors import words_of
@@ -62,8 +61,8 @@ QUESTIONS = {
 _PASSED_ON = {Tensor.item, Tensor.tolist, Tensor.numpy}
 
 
-def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor, answers: bool) -> Any:
-    """What a record's tensor answers.
+def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor) -> Any:
+    """What a tensor answers.
 
     Args:
         tensor: batched by the same vmap as `anchor`, if by any.
@@ -73,13 +72,9 @@ def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor, answers
     """
     if _functorch.maybe_get_level(tensor) != _functorch.maybe_get_level(anchor):
         return question(tensor)  # of a vmap inside the model; or the same for all records
-    if not answers:
-        if question in _PASSED_ON:
-            return Unreadable(tensor)
-        raise DataDependent(f"a branch or a number in it depends on a record's data ({question.__name__})")
-    values = _functorch.get_unwrapped(tensor).detach().movedim(_functorch.maybe_get_bdim(tensor), 0)
-    with DisableTorchFunction():
-        return question(values[0])
+    if question in _PASSED_ON:
+        return Unreadable(tensor)
+    raise DataDependent(f"a branch or a number in it depends on a record's data ({question.__name__})")
 
 
 class Node:

@@ -16,6 +16,7 @@ from dpexp.privacy.engine.chunk import PLAIN
 # Parameters and buffers are inputs of a graph; most of what else a module holds for PyTorch's purposes changes no loss.
 _NOT_NOTED = {*vars(nn.Module())} - {"training", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 _DEPTH, _MANY = 5, 100
+_CHANGEABLE = object()
 _LIBRARIES = {"torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers"}
 
 
@@ -23,7 +24,7 @@ class Reads:
     """The attributes that a step has read, and what they were."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._seen: dict[tuple[int, str], tuple[nn.Module, Any, Any]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -46,13 +47,16 @@ class Reads:
 
         with patch.object(nn.Module, "__getattribute__", noting, create=True):
             yield
-        before = {key: module for key, (module, _) in self._seen.items()}
-        self._seen = {key: (module, _look(_value(module, key[1]))) for key, module in (before | read).items()}
+        before = {key: module for key, (module, *_) in self._seen.items()}
+        for key, module in (before | read).items():
+            value = _value(module, key[1])
+            self._seen[key] = module, value if _is_constant(value) else _CHANGEABLE, _look(value)
 
     def changed(self) -> str | None:
         """The name of an attribute that is not what it was; None: there is none."""
-        for (_, name), (module, before) in self._seen.items():
-            if _look(_value(module, name)) != before:
+        for (_, name), (module, constant, before) in self._seen.items():
+            value = _value(module, name)
+            if value is not constant and _look(value) != before:
                 return name
         return None
 
@@ -77,6 +81,11 @@ class _Same:
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _Same) and other.value is self.value
+
+
+def _is_constant(value: Any) -> bool:
+    """Of a type that cannot be changed in place."""
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(_is_constant, value)))
 
 
 def _is_plain(value: Any) -> bool:

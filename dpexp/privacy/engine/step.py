@@ -1,6 +1,5 @@
 """How the records of a job are processed: traced, all by a graph, or as the training step is written."""
 
-import hashlib
 import random
 import time
 import warnings
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batchnorm import spectral_norms_fixed
-from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest
+from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest, number_of
 from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_random_state
@@ -27,7 +26,7 @@ from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.given import Values
 
-TRACED, VMAP, SINGLE, AUTOGRAD = "traced", "vmap", "one at a time", "one at a time by autograd"
+TRACED, VMAP, LOOP = "traced", "vmap", "one at a time"
 NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _OTHERS = (1, 2, 4)  # made-up records that are processed between one and the same
 _SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
@@ -46,7 +45,7 @@ class Step:
 
     Attributes:
         mode: decided once, before the first record: `traced`; or, as the step is written, several records under vmap,
-            one at a time under vmap, or one at a time by autograd.
+            or one at a time by ordinary autograd.
         reason: why the job is not traced.
         is_random: whether the step draws random numbers, as far as is known.
         made_up: how records are made up, once that was found out.
@@ -88,8 +87,7 @@ class Step:
     @property
     def digest(self) -> int:
         """Of how records are processed, which is the same in all processes."""
-        said = f"{self.mode} {self._graphs.digest()}"
-        return int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "big")
+        return number_of(f"{self.mode} {self._graphs.digest()}".encode())
 
     def decide(self, chunk: Chunk, settings: _Settings = nullcontext) -> None:
         """Decides for the whole job, on made-up records that look like these, what `mode` is.
@@ -107,9 +105,9 @@ class Step:
             made_up, error = self._made_up_records(chunk)
             self.made_up = made_up or MadeUp()
             if error is not None:  # which a record may have by itself, and not among others
-                self.mode, self.reason = AUTOGRAD, why(error)
+                self.mode, self.reason = LOOP, why(error)
             elif self._training or self._alone:
-                self.mode = AUTOGRAD
+                self.mode = LOOP
             elif made_up is None:
                 self.reason = "no made-up record has a finite loss"
                 self._untraced(chunk)
@@ -212,25 +210,22 @@ class Step:
         if self.mode == TRACED:
             yield from self._add_by_graph(chunk, numbers, sums)
             return
-        if self.mode == VMAP and chunk.size > 1:
-            try:
-                gradients = self._pass(chunk)
-            except NOT_OF_A_RECORD:
-                raise
-            except Exception:
-                pass  # of one of them
-            else:
-                yield self._clipped(gradients, numbers, sums)
-                return
+        found = self._gradients(chunk) if self.mode == VMAP else None
+        if isinstance(found, Gradients):
+            yield self._clipped(found, numbers, sums)
+            return
         for i in range(chunk.size):
-            try:
-                gradients = self.of_one(chunk, i)
-            except NOT_OF_A_RECORD:
-                raise
-            except Exception as error:
-                yield error
-            else:
-                yield self._clipped(gradients, numbers, sums)
+            one = self._gradients(chunk, i)
+            yield self._clipped(one, numbers, sums) if isinstance(one, Gradients) else one
+
+    def _gradients(self, chunk: Chunk, i: int | None = None) -> Gradients | Exception:
+        """Of all records together, or of one; or why they have none."""
+        try:
+            return self._pass(chunk) if i is None else self.of_one(chunk, i)
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as error:
+            return error
 
     def _add_by_graph(
         self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]
@@ -253,8 +248,9 @@ class Step:
                 yield from self._add_by_graph(chunk.row(i), numbers, sums)
 
     def of_one(self, chunk: Chunk, i: int) -> Gradients:
-        """A record's gradients as the step is written."""
-        if self.mode not in (AUTOGRAD, TRACED):
+        """A record's gradients as the step is written. Where others are taken together, it is taken as they are, with
+        norms that allow for rounding alike."""
+        if self.mode == VMAP:
             return self._pass(chunk.row(i))
         with spectral_norms_fixed(self._module):
             if self._training:
@@ -282,24 +278,20 @@ class Step:
         except Exception as caught:
             self.reason = why(caught)
             if isinstance(caught, Mixes):
-                return self._untraced(chunk, (SINGLE, AUTOGRAD))
+                self.mode = LOOP
+                return
         self._untraced(chunk)
 
-    def _untraced(self, chunk: Chunk, modes: tuple[str, ...] = (VMAP, SINGLE, AUTOGRAD)) -> None:
+    def _untraced(self, chunk: Chunk) -> None:
         """Decides how records are processed by the step as it is written: several under vmap, if that is proved."""
         assert self.made_up
-        for mode in modes:
-            self.mode = mode
-            try:
-                if mode == VMAP:
-                    self._graphs.prove_untraced(chunk, self.made_up)
-                elif mode == SINGLE:
-                    self._pass(self.made_up.records(chunk, 1, 0))
-                return
-            except ConfigError:
-                raise
-            except Exception:
-                pass  # what stands in the way of a graph was said
+        self.mode = VMAP
+        try:
+            self._graphs.prove_untraced(chunk, self.made_up)
+        except ConfigError:
+            raise
+        except Exception:  # what stands in the way of a graph was said
+            self.mode = LOOP
 
     def _try_state(self, chunk: Chunk) -> None:
         """Looks for state that a step keeps, on made-up records, and will look again in the rounds."""

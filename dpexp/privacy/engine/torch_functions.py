@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._functorch import autograd_function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.by_value import refuse_wrong
@@ -99,21 +98,6 @@ def leaves_of(value: Any) -> list[Any]:
     elif kind not in (list, tuple, torch.Size) and kind.__module__ != "torch.return_types":
         return [value]
     return [leaf for item in value for leaf in (leaves_of(item) if isinstance(item, list | tuple | dict) else (item,))]
-
-
-@contextmanager
-def no_modes_inside_vmap() -> Iterator[None]:
-    """Meanwhile no mode of one's own sees what operators are given.
-
-    Raises:
-        RuntimeError: a step would have it otherwise.
-    """
-
-    def refuse(mode: Any) -> NoReturn:
-        raise RuntimeError(f"the mode {type(mode).__name__} would see the tensors of all records.")
-
-    with patch.object(TorchDispatchMode, "__enter__", refuse):
-        yield
 
 
 @contextmanager
