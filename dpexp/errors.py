@@ -1,5 +1,8 @@
 """The exceptions whose messages are whole sentences: of a person's mistake, and of a record; and what others say."""
 
+import traceback
+from pathlib import Path
+
 
 class ConfigError(ValueError):
     """A choice that cannot be honoured. The message names the key, the value and what would be accepted."""
@@ -25,3 +28,11 @@ def words_of(error: BaseException) -> str:
         raise
     except BaseException:
         return "it does not say why"
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether dpexp or a library raised an error and all its causes, so that no code of a user's wrote the text, which
+    may quote a record."""
+    here, last = Path(__file__).parent, traceback.extract_tb(error.__traceback__)[-1:]
+    own = not last or Path(last[0].filename).is_relative_to(here) or "site-packages" in last[0].filename
+    return own and (error.__cause__ is None or is_own(error.__cause__))

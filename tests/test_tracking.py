@@ -24,7 +24,7 @@ from dpexp.accounting.ledger import (
     write_ledger,
 )
 from dpexp.accounting.risk import FIGURES
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, RecordError
 from dpexp.showing import terminal
 from dpexp.tracking.run import keep_error
 from dpexp.training.classifier import Classifier
@@ -221,18 +221,19 @@ def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatc
     assert sorted(run.info.status for run in runs) == ["FINISHED", "KILLED"]
 
 
-def test_error_texts_of_user_code_stay_on_this_machine(dpexp_job, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [ValueError, ConfigError, RecordError])
+def test_error_texts_of_user_code_stay_on_this_machine(dpexp_job, tmp_path, monkeypatch, kind):
     """They may quote a record."""
 
     def quoting(self, batch):
-        raise ValueError(f"Target {batch[1].tolist()} is out of bounds")
+        raise kind(f"Target {batch[1].tolist()} is out of bounds")
 
     monkeypatch.setattr(Classifier, "training_step", quoting)
-    with pytest.raises(ValueError, match="Target"):
+    with pytest.raises((ValueError, SystemExit), match="Target"):
         dpexp_job(*QUICK)
     run = only_run(tmp_path)
     said = run.data.tags["dpexp.error"]
-    assert said.startswith("ValueError in test_tracking.py, line ") and "Target" not in str(run.to_dictionary())
+    assert said.startswith(f"{kind.__name__} in test_tracking.py, line ") and "Target" not in str(run.to_dictionary())
     assert "Target" in (Path(run.data.tags["dpexp.output"]) / "error.txt").read_text()
     assert "error.txt" not in artifacts(tmp_path, run)
 

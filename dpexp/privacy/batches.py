@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import default_collate
 
-from dpexp.errors import ConfigError, words_of
+from dpexp.errors import ConfigError, is_own, words_of
 from dpexp.privacy.checks import digest
 
 
@@ -43,7 +43,8 @@ class Failed:
         if isinstance(error, KeyboardInterrupt):
             raise error
         said = words_of(error)
-        return cls(ConfigError(said) if type(error) is ConfigError else RuntimeError(f"{type(error).__name__}: {said}"))
+        own = type(error) is ConfigError and is_own(error)
+        return cls(ConfigError(said) if own else RuntimeError(f"{type(error).__name__}: {said}"))
 
     def to(self, device: torch.device) -> "Failed":
         return self

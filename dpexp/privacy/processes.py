@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, is_own
 from dpexp.privacy.batches import bits_of
 from dpexp.privacy.checks import number_of
 from dpexp.privacy.keystream import KeyStream
@@ -182,8 +182,8 @@ def _lost() -> Iterator[None]:
 def _words(error: Exception) -> tuple[bool, str]:
     """Whether it is a sentence of dpexp's own, and what it says."""
     text = " ".join(str(error).split())[:_WORDS]
-    own = isinstance(error, ConfigError) and error.__cause__ is None
-    return own, text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+    named = isinstance(error, ConfigError)
+    return named and is_own(error), text if named else f"{type(error).__name__}: {text}"
 
 
 # What must be the same everywhere

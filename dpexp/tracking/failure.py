@@ -4,7 +4,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, is_own
 
 _OWN_WORDS = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning")
 
@@ -15,7 +15,7 @@ def keep_error(error: Exception, output: Path) -> str:
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    if isinstance(error, ConfigError) and type(root).__module__.partition(".")[0] in _OWN_WORDS:
+    if isinstance(error, ConfigError) and is_own(error) and type(root).__module__.partition(".")[0] in _OWN_WORDS:
         return " ".join(str(error).split())
     with suppress(OSError):  # that may be what went wrong
         output.mkdir(parents=True, exist_ok=True)
