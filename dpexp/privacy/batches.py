@@ -21,7 +21,6 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError, is_own, words_of
-from dpexp.privacy.checks import digest
 
 
 @dataclass
@@ -270,13 +269,3 @@ def flattened(batch: Any) -> tuple[list[Any], TreeSpec]:
 
 def _named(kind: type, values: Any, names: Any) -> Any:
     return kind(dict(zip(names, values, strict=True)))
-
-
-def bits_of(leaf: Any) -> bytes:
-    """Equal for leaves of one type that are the same, bit for bit; of what cannot be pickled, the type's name alone."""
-    if isinstance(leaf, Tensor) and _is_plain(leaf):
-        return digest(leaf)
-    try:
-        return pickle.dumps(leaf)
-    except Exception:
-        return type(leaf).__name__.encode()

@@ -26,6 +26,7 @@ from dpexp.privacy.dry_run import dry_run, tensors_of
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
 from dpexp.privacy.engine.step import TRACED
+from dpexp.privacy.engine.traced import memory_of
 from dpexp.privacy.estimates import Estimates, Signals
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.keystream import KeyStream, own_randomness
@@ -151,7 +152,7 @@ class PrivacyCallback(pl.Callback):
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
             self._engine = Engine(
                 self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes,
-                max(1, at_once // self.plan.record.largest), tensors_of(loader.dataset),
+                max(1, at_once // self.plan.record.largest), memory_of(tensors_of(loader.dataset)),
             )  # fmt: skip
             if resume and self._position is None:
                 raise ConfigError(refusals.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
@@ -378,7 +379,7 @@ class PrivacyCallback(pl.Callback):
                 except Exception as error:
                     engine.fail(records.size, error)
                 else:
-                    with silence.signals_wait(), silence.nothing_set(pl_module.trainer):
+                    with silence.signals_wait():
                         engine.accumulate(loss_of, records.batch, records.size)
         return chunk.digest
 

@@ -6,7 +6,9 @@ is not set back: the job is refused, or stops before the round's release.
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +52,9 @@ class StateCheck:
     def before(self, probing: bool = True) -> None:
         """
         Args:
-            probing: else weights and buffers alone are looked at.
+            probing: else only what a checkpoint saves is looked at.
         """
-        self._saved, self._given = digests(self._module), None
+        self._saved, self._given = digests(self._module) | digests_of_training(self._module), None
         if probing:
             self._given = [*map(digest, self._probe())]
 
@@ -64,7 +66,7 @@ class StateCheck:
         Raises:
             StateFound: something is not as it was.
         """
-        now = digests(self._module)
+        now = digests(self._module) | digests_of_training(self._module)
         changed = [name for name, was in self._saved.items() if now.get(name) != was]
         if changed:
             raise StateFound(STATE.format(what=f"{changed[0]} is changed inside training_step"), self._clean)
@@ -96,6 +98,41 @@ def number_of(content: bytes) -> int:
 def digests(module: nn.Module) -> dict[str, bytes]:
     """Of each parameter and buffer."""
     return {name: digest(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def digests_of_training(module: nn.Module) -> dict[str, bytes]:
+    """Of what else a checkpoint saves or the Trainer goes by: hyperparameters, extra state, optimizers."""
+    values: dict[str, Any] = {"self.hparams": dict(getattr(module, "hparams", {}))}
+    for name, layer in module.named_modules():
+        if type(layer).get_extra_state is not nn.Module.get_extra_state:
+            values[f"the extra state of {name or 'the module'}"] = layer.get_extra_state()
+    trainer = getattr(module, "_trainer", None)
+    if trainer is not None:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        for key in {key for group in groups for key in group} - {"params"}:
+            values[f"the optimizer's {key}"] = [group.get(key) for group in groups]
+        values["the optimizer's state"] = [[*optimizer.state.values()] for optimizer in trainer.optimizers]
+        values |= {f"trainer.{key}": getattr(trainer, key, None) for key in _SETTINGS}
+    return {name: bits_of(value) for name, value in values.items()}
+
+
+_SETTINGS = (
+    "should_stop", "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "gradient_clip_val",
+)  # fmt: skip
+
+
+def bits_of(value: Any) -> bytes:
+    """Equal for values that are the same, bit for bit; of what cannot be pickled, the type's name alone."""
+    if isinstance(value, Tensor) and not value.is_quantized and not value.is_nested:
+        return digest(value)
+    if type(value) in (list, tuple):
+        return repr(type(value)).encode() + b" ".join(map(bits_of, value))
+    if type(value) is dict:
+        return b"dict" + b" ".join(repr(key).encode() + bits_of(one) for key, one in value.items())
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return type(value).__name__.encode()
 
 
 def digest(tensor: Tensor) -> bytes:

@@ -4,13 +4,16 @@ the same in every round."""
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import Dataset
 
@@ -21,7 +24,8 @@ from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, copied
 from dpexp.privacy.engine.passes import python_randomness
 from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.step import Step
-from dpexp.privacy.engine.traced import refuse_data
+from dpexp.privacy.engine.torch_functions import leaves_of
+from dpexp.privacy.engine.traced import memory_of, refuse_data
 from dpexp.privacy.keystream import KeyStream, own_randomness
 
 Later = Callable[[], AbstractContextManager]
@@ -40,10 +44,12 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     example = rounds.example()
     if example is None:
         return
-    refuse_data(dict([*module.named_parameters(), *module.named_buffers()]), tensors_of(rounds.dataset))
+    data = memory_of(tensors_of(rounds.dataset))
+    refuse_data([*module.named_parameters(), *module.named_buffers()], data)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     chunk = Chunk.of(loss_of, example.to(device).batch, 1)
-    step.decide(chunk, later)
+    with _DataUnread(data), _nothing_fetched(rounds.dataset):
+        step.decide(chunk, later)
     if rounds.of_examples:
         _check_loss_of_a_batch(step, chunk, module, device)
     if step.held:
@@ -51,6 +57,47 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
             "public, since nothing protects what was computed from records beforehand."
         )
+
+
+class _DataUnread(TorchFunctionMode):
+    """While active, a function that is given a part of the training data is refused."""
+
+    def __init__(self, data: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self._data = data
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = leaves_of((args, kwargs or {}))
+        plain = [t for t in given if type(t) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(t)]
+        refuse_data([("an argument of " + getattr(func, "__name__", "a function"), t) for t in plain], self._data)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _nothing_fetched(dataset: Any) -> Iterator[None]:
+    """Meanwhile the training set, and those that it wraps, give no records.
+
+    Raises:
+        ConfigError: one was asked for.
+    """
+    sets, todo = [], [dataset]
+    while todo:
+        sets.append(one := todo.pop())
+        todo += [value for value in vars(one).values() if isinstance(value, Dataset) and value not in sets]
+    with contextlib.ExitStack() as stack:
+        for kind in {type(one) for one in sets}:
+            get = kind.__getitem__
+
+            def refuse(self: Any, *key: Any, get: Any = get) -> Any:
+                if any(self is one for one in sets):
+                    raise ConfigError(
+                        f"model: training_step fetches records of the training set ({type(self).__name__}), so that a "
+                        "record would reach all others; let it use its batch alone."
+                    )
+                return get(self, *key)
+
+            stack.enter_context(patch.object(kind, "__getitem__", refuse))
+        yield
 
 
 def _check_loss_of_a_batch(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:

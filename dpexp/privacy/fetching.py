@@ -30,8 +30,8 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.batches import Alone, Failed, Parcel, Records, bits_of, flattened
-from dpexp.privacy.checks import StateFound
+from dpexp.privacy.batches import Alone, Failed, Parcel, Records, flattened
+from dpexp.privacy.checks import StateFound, bits_of
 from dpexp.privacy.keystream import KeyStream, own_randomness, seed_everything
 from dpexp.privacy.records import Units
 

@@ -29,8 +29,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError, is_own
-from dpexp.privacy.batches import bits_of
-from dpexp.privacy.checks import number_of
+from dpexp.privacy.checks import bits_of, number_of
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
 

@@ -16,7 +16,6 @@ from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import STATE, StateFound
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.questions import Unreadable
 from dpexp.privacy.engine.torch_functions import EXCHANGES
@@ -34,26 +33,6 @@ def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.loggers, loop._results = loggers, results
-
-
-@contextmanager
-def nothing_set(trainer: pl.Trainer) -> Iterator[None]:
-    """
-    Raises:
-        StateFound: meanwhile the Trainer was told to stop, or an optimizer's numbers were set.
-    """
-    before = _set_by_hooks(trainer)
-    yield
-    if _set_by_hooks(trainer) != before:
-        raise StateFound(STATE.format(what="trainer.should_stop or an optimizer's rate is set inside training_step"))
-
-
-def _set_by_hooks(trainer: pl.Trainer) -> list[Any]:
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return [trainer.should_stop, *(float(group[key]) for group in groups for key in _RATES if key in group)]
-
-
-_RATES = ("lr", "momentum", "weight_decay")
 
 
 def mute(module: pl.LightningModule) -> None:

@@ -26,7 +26,11 @@ def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] 
 
 def refuse_wrong(func: Any, args: tuple, kwargs: dict) -> None:
     """Raises IndexError: indices are out of range, of which some functions read what lies beside their tables."""
-    if func in INDEXED and (found := _wrong(func, args, kwargs)) is not None and bool(found[3].any()):
+    found = _wrong(func, args, kwargs) if func in INDEXED else None
+    wrong = found[3] if found is not None else None
+    while wrong is not None and _functorch.is_batchedtensor(wrong):  # of a vmap inside the step
+        wrong = _functorch.get_unwrapped(wrong)
+    if wrong is not None and bool(wrong.any()):
         raise IndexError(f"an index that {func.__name__} was given is out of range.")
 
 

@@ -39,7 +39,7 @@ class Engine:
         bounds: where those of an adaptive plan have come to; by default they stay where they begin.
         processes: those that have a part of each sample.
         at_once: records that are processed together at most; None: a sample.
-        data: tensors of the training set, which no graph may hold.
+        data: where the training set lies in memory, which no graph may hold (`memory_of`).
 
     Attributes:
         step: how records are processed.
@@ -54,7 +54,7 @@ class Engine:
         bounds: Bounds | None = None,
         processes: Processes | None = None,
         at_once: int | None = None,
-        data: Sequence[Tensor] = (),
+        data: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.plan = self.now = plan
         self._processes = processes or Processes()

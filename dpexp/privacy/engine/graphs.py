@@ -13,6 +13,7 @@ from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.passes import Gradients, VmapPass
 from dpexp.privacy.engine.reads import Reads
+from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import (
     Graph,
     Inputs,
@@ -37,7 +38,7 @@ class Graphs:
     Args:
         zeros: a sum of zeros for each parameter and value, by name.
         usual: rows of a usual chunk (`usual_rows`).
-        data: tensors of the training set, which no graph may hold.
+        data: where the training set lies in memory, which no graph may hold (`memory_of`).
 
     Attributes:
         held: shapes of tensors that the step reads and that are neither parameters nor buffers.
@@ -46,7 +47,7 @@ class Graphs:
 
     def __init__(
         self, module: nn.Module, run_pass: VmapPass, clip: ClippedSums, zeros: Callable[[], dict[str, Tensor]],
-        device: torch.device, usual: int, data: Sequence[Tensor] = (),
+        device: torch.device, usual: int, data: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
         self._inputs = Inputs(module)
         self._pass, self._clip, self._zeros = run_pass, clip, zeros
@@ -189,7 +190,7 @@ class Graphs:
     ) -> dict[str, Tensor]:
         """Sums, and what is found of each row."""
         sums = self._zeros()
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(self._device):  # a trace notes what autocast makes of each operator
             found = self._clip(gradients, numbers, sums, counted & gradients.in_range, rows, zeroing)
         outputs = {f"sum:{name}": total for name, total in sums.items()}
         return outputs | found | {"loss": gradients.losses, "in_range": gradients.in_range}

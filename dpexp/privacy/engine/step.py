@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batchnorm import spectral_norms_fixed
-from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest, number_of
+from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest, digests_of_training, number_of
 from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_random_state
@@ -106,7 +106,7 @@ class Step:
             StateFound: the step keeps something of records, or changes a weight.
             ConfigError: a mistake in the step.
         """
-        weights = {name: digest(p) for name, p in self._module.named_parameters()}
+        before = self._held()
         with own_state(self._device):
             made_up, error = self._made_up_records(chunk)
             self.made_up = made_up or MadeUp()
@@ -123,10 +123,20 @@ class Step:
                 self._try_state(chunk)
             elif self.mode != TRACED:
                 self._check = StateCheck(self._module, list)  # of weights and buffers alone
-        for name, parameter in self._module.named_parameters():
-            if weights.get(name) not in (None, digest(parameter)):
-                raise StateFound(STATE.format(what=f"{name} is changed inside training_step"))
+        self._refuse_changes(before)
         self._say_slowness()
+
+    def _held(self) -> dict[str, bytes]:
+        """Of what a step may not set. It may fill buffers at first, as caches are."""
+        weights = {name: digest(p) for name, p in self._module.named_parameters()}
+        return weights | digests_of_training(self._module)
+
+    def _refuse_changes(self, before: dict[str, bytes]) -> None:
+        """Raises StateFound: the step set something."""
+        now = self._held()
+        changed = next((name for name, was in before.items() if now.get(name, was) != was), None)
+        if changed is not None:
+            raise StateFound(STATE.format(what=f"{changed} is changed inside training_step"))
 
     def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
         """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when

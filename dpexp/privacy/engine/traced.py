@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -28,6 +28,7 @@ from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.sampling import Policy
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
+_TYPED_IN = 64  # numbers of a tensor, at most, to count as made of what stands in the code
 _OVERWRITING = {
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
     "uniform_", "zero_",
@@ -115,19 +116,17 @@ class Graph:
 
     @cached_property
     def constants(self) -> dict[str, Tensor]:
-        """Tensors that the graph holds, other than what code in it made from numbers of its own."""
-        lifted = {
-            node.args[0].name  # type: ignore[union-attr]
-            for node in self.run.graph.nodes
-            if node.op == "call_function" and "lift_fresh" in str(node.target)
-        }
-        found = {}
-        for node in self.run.graph.nodes:
-            if node.op == "get_attr" and node.name not in lifted:
-                held = getattr(self.run, str(node.target))
-                if isinstance(held, Tensor):
-                    found[str(node.target)] = held
-        return found
+        """Tensors that the graph holds."""
+        names = [str(node.target) for node in self.run.graph.nodes if node.op == "get_attr"]
+        held = {name: getattr(self.run, name) for name in names}
+        return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+
+    @cached_property
+    def typed_in(self) -> set[str]:
+        """Those that code makes anew from a few numbers, as torch.tensor([0.5, 2.0]) does."""
+        lifted = [node.args[0] for node in self.run.graph.nodes if "lift_fresh" in str(node.target)]
+        names = {str(node.target) for node in lifted if isinstance(node, fx.Node)}
+        return {name for name in names if name in self.constants and self.constants[name].numel() <= _TYPED_IN}
 
 
 def _compiled(graph: fx.GraphModule) -> Callable[..., list[Tensor]]:
@@ -363,23 +362,26 @@ def rows_of_graph(count: int, usual: int) -> int:
     return usual + math.ceil((count - usual) / step) * step
 
 
-def refuse_data(held: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
-    """Raises ConfigError: a tensor that a step holds is a part of the training data."""
+def memory_of(data: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where tensors lie: first byte, and the one after the last."""
     plain = [tensor.untyped_storage() for tensor in data if tensor.layout == torch.strided and not tensor.is_nested]
-    ranges = [(storage.data_ptr(), storage.nbytes()) for storage in plain]
-    for name, tensor in held.items():
-        if (
-            tensor.layout == torch.strided
-            and tensor.numel()
-            and any(start <= tensor.data_ptr() < start + size for start, size in ranges)
-        ):
-            raise ConfigError(
-                f"model: training_step reads the training data itself ({name}, of shape {tuple(tensor.shape)}), so "
-                "that a record would reach all others; let it use its batch alone."
-            )
+    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in plain]
 
 
-def check_constants(graph: Graph, data: Sequence[Tensor]) -> list[str]:
+def refuse_data(held: Iterable[tuple[str, Tensor]], memory: Sequence[tuple[int, int]]) -> None:
+    """Raises ConfigError: a tensor that a step holds or is given is a part of the training data, which lie there."""
+    for name, tensor in held:
+        if tensor.layout == torch.strided and tensor.numel():
+            place = tensor.data_ptr()
+            if any(start <= place < end for start, end in memory):
+                raise ConfigError(
+                    f"model: training_step reads the training data itself ({name}, of shape {tuple(tensor.shape)}), so "
+                    "that a record would reach all others; let it use its batch alone."
+                )
+
+
+def check_constants(graph: Graph, data: Sequence[tuple[int, int]]) -> list[str]:
     """The shapes of tensors that a graph holds and that are no parameters or buffers."""
-    refuse_data(graph.constants, data)
-    return [str(tuple(tensor.shape)) for tensor in graph.constants.values() if tensor.numel() > 1]
+    refuse_data(graph.constants.items(), data)
+    others = (tensor for name, tensor in graph.constants.items() if name not in graph.typed_in)
+    return [str(tuple(tensor.shape)) for tensor in others if tensor.numel() > 1]
