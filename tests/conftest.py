@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import sqlite3
 import sys
+import time
+import traceback
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -62,6 +65,77 @@ def dpexp_job(tmp_path, monkeypatch, empty_store):
         return max(folders, key=lambda path: path.stat().st_mtime, default=tmp_path)
 
     return run
+
+
+class Forked:
+    """A job in a process of its own, forked from this one, so that nothing slow is imported again."""
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...], before) -> None:
+        self.printed, self.returncode = folder / f"printed{len([*folder.glob('printed*')])}.txt", None
+        self.printed.touch()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                status = self._run(folder, arguments, before)
+            finally:
+                os._exit(status)
+
+    def _run(self, folder: Path, arguments: tuple[str, ...], before) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
+        os.chdir(folder)
+        sys.argv = ["dpexp", *arguments]
+        try:
+            before()
+            main()
+        except SystemExit as end:
+            if not isinstance(end.code, str):
+                return end.code or 0
+            print(end.code)
+            return 1
+        except BaseException:
+            traceback.print_exc()
+            return 1
+        return 0
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def ended(self, seconds: float = 120) -> str:
+        """What it has printed when it ends."""
+        self.until(lambda: self.poll() is not None, seconds)
+        return self.printed.read_text()
+
+    def until(self, condition, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.poll() is None and time.monotonic() < deadline, self.printed.read_text()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def forked(tmp_path, monkeypatch, empty_store):
+    """Starts `python -m dpexp` with the given arguments in a folder; none outlives the test."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    jobs = []
+
+    def start(*arguments: str, folder: Path = tmp_path, before=lambda: None) -> Forked:
+        jobs.append(Forked(folder, arguments, before))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture
