@@ -247,20 +247,22 @@ def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):
     assert all((p != b).all() for p, b in zip(module.parameters(), before, strict=True)), "noise reached every weight"
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("usual"))[0]
+
+
 @pytest.mark.parametrize("callback", [{"physical_batch": 1}, {"physical_batch": 1000}])
-def test_physical_batches_change_nothing(tmp_path, callback):
-    module, _, _ = fit(tmp_path, **callback)
-    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+def test_physical_batches_change_nothing(tmp_path, callback, usual):
+    assert_same(fit(tmp_path, **callback)[0], usual)
 
 
-def test_loader_workers_change_nothing(tmp_path):
-    module, _, _ = fit(tmp_path, data=Data(workers=2))
-    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+def test_loader_workers_change_nothing(tmp_path, usual):
+    assert_same(fit(tmp_path, data=Data(workers=2))[0], usual)
 
 
-def test_a_loader_given_to_fit_is_sampled_too(tmp_path):
-    module, _, _ = fit(tmp_path, data=DataLoader(dataset(), batch_size=2))
-    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+def test_a_loader_given_to_fit_is_sampled_too(tmp_path, usual):
+    assert_same(fit(tmp_path, data=DataLoader(dataset(), batch_size=2))[0], usual)
 
 
 def test_without_a_seed_no_two_runs_are_alike(tmp_path):

@@ -113,7 +113,7 @@ def test_gdp_refuses_laplace_by_name_and_takes_gaussians():
         assert epsilon(only, 1e-5, name) == pytest.approx(Gaussian(math.sqrt(2) / 7).epsilon(1e-5), rel=1e-9)
 
 
-@pytest.mark.parametrize("pure", [1e-3, 0.1, 1.0, 5.0, 50.0, 1000.0])
+@pytest.mark.parametrize("pure", [1e-3, 1.0, 50.0, 1000.0])
 def test_one_laplace_query_costs_what_the_closed_form_says(pure):
     """δ(ε) = 1 - e^((ε-ε₀)/2)."""
     ledger = Ledger("add_remove", {once(laplace(1 / pure)): 1})

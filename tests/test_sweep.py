@@ -134,7 +134,7 @@ def test_a_sweep_prints_a_line_a_trial(dpexp_job, capsys):
         assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · \d+ s{left}", line), line
     dpexp_job(*sweep)
     assert "[4/4] privacy.noise_multiplier=4 seed=1 · finished before" in capsys.readouterr().out
-    dpexp_job(*sweep, "verbose=true", "tracking.resume=false")
+    dpexp_job(*sweep, "train=false", "verbose=true", "tracking.resume=false")
     assert capsys.readouterr().out.count("noise per coordinate") == 4
     dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "diagnostics=unsafe")
     assert capsys.readouterr().out.count("not private ·") == 2
