@@ -93,7 +93,7 @@ FAULTS = [
     fault("norms of large vectors are not enlarged", ROUNDING, "1 + (RUN + 1) / 2 * UNIT[dtype] + d * 2.0**-53", "1",
           "rounding -k 'large_layers or enlarged'"),
     fault("what underflows has no part in a norm", ROUNDING, "found + d**0.5 * lost if lost else found", "found",
-          "clips rounding -k 'underflow or more_than_s'"),
+          "rounding -k underflow"),
     fault("Gram matrices without their error", ROUNDING,
           "most = _or_infinite((total + _ROUGH * error).sqrt() + _ROUGH * T * u * lengths)",
           "most = _or_infinite(total.sqrt())", "rounding rules -k 'contributes or cancelling'"),
