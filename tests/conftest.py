@@ -1,12 +1,12 @@
 """What every test may use."""
 
 import json
+import multiprocessing
 import os
 import signal
 import sqlite3
 import sys
 import time
-import traceback
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -67,58 +67,37 @@ def dpexp_job(tmp_path, monkeypatch, empty_store):
     return run
 
 
-class Forked:
+class Forked(multiprocessing.get_context("fork").Process):
     """A job in a process of its own, forked from this one, so that nothing slow is imported again."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], before) -> None:
-        self.printed, self.returncode = folder / f"printed{len([*folder.glob('printed*')])}.txt", None
-        self.printed.touch()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                status = self._run(folder, arguments, before)
-            finally:
-                os._exit(status)
+    def __init__(self, folder, arguments, before):
+        super().__init__()
+        self.printed = folder / f"printed{len([*folder.glob('printed*')])}.txt"
+        self._job = folder, ["dpexp", *arguments], before
 
-    def _run(self, folder: Path, arguments: tuple[str, ...], before) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    def run(self):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
+        folder, sys.argv, before = self._job
         os.chdir(folder)
-        sys.argv = ["dpexp", *arguments]
-        try:
-            before()
-            main()
-        except SystemExit as end:
-            if not isinstance(end.code, str):
-                return end.code or 0
-            print(end.code)
-            return 1
-        except BaseException:
-            traceback.print_exc()
-            return 1
-        return 0
+        before()
+        main()
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+    def send_signal(self, number):
+        if self.is_alive():
             os.kill(self.pid, number)
 
-    def ended(self, seconds: float = 120) -> str:
+    def ended(self) -> str:
         """What it has printed when it ends."""
-        self.until(lambda: self.poll() is not None, seconds)
+        self.join(120)
+        assert not self.is_alive()
         return self.printed.read_text()
 
-    def until(self, condition, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
+    def until(self, condition):
+        deadline = time.monotonic() + 120
         while not condition():
-            assert self.poll() is None and time.monotonic() < deadline, self.printed.read_text()
+            assert self.is_alive() and time.monotonic() < deadline, self.printed.read_text()
             time.sleep(0.02)
 
 
@@ -131,6 +110,7 @@ def forked(tmp_path, monkeypatch, empty_store):
 
     def start(*arguments: str, folder: Path = tmp_path, before=lambda: None) -> Forked:
         jobs.append(Forked(folder, arguments, before))
+        jobs[-1].start()
         return jobs[-1]
 
     yield start

@@ -192,7 +192,7 @@ def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(forke
     before = ledger.read_bytes()
     done = forked(*sweep)
     printed = done.ended()
-    assert done.returncode == 0 and ledger.read_bytes() == before, printed
+    assert done.exitcode == 0 and ledger.read_bytes() == before, printed
     assert {path.parent.name for path in ledger.parents[1].glob("*/ledger.jsonl")} == {"0", "0.2", "1"}
     (dead,) = store.trials("KILLED")
     assert "died without a word" in dead.data.tags["dpexp.error"]
