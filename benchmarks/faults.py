@@ -157,7 +157,7 @@ FAULTS = [
             "            ledger.query(group.query())\n"),
            ("        self._processes.hand_out(released)\n        return released\n",
             "        self._processes.hand_out(released)\n        ledger.commit()\n        return released\n")),
-          "callback -k 'edited or release'"),
+          "callback -k before_its_noise"),
     Fault("a preparation is in the ledger after its noise", PREPARING,
           (("        ledger.commit()\n        parts", "        parts"),
            ("        processes.hand_out({name: total})\n",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 import dpexp
 from dpexp.accounting.claims import releases
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
 from dpexp.privacy.keystream import KeyStream
@@ -315,6 +315,18 @@ def test_the_module_is_as_before_afterwards(tmp_path):
     module, run, _ = fit(tmp_path)
     assert "training_step" not in module.__dict__ and "log" not in module.__dict__
     assert run.accumulate_grad_batches == 1
+
+
+def test_a_round_is_in_the_ledger_before_its_noise_is_drawn(tmp_path, monkeypatch):
+    add_to, known = GaussianNoise.add_to, set()
+
+    def noted(self, sums, divisor=1.0):
+        known.add(len(ledger_so_far(tmp_path / "l.jsonl")))
+        add_to(self, sums, divisor)
+
+    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+    fit(tmp_path, plan=plan_for(Model(), steps=3))
+    assert known == {1, 2, 3}
 
 
 def test_a_crash_leaves_a_valid_ledger(tmp_path):
