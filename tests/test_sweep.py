@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import json
 import math
 import re
@@ -125,17 +124,17 @@ def test_a_sweep_killed_in_mid_training_is_resumed(forked, tmp_path, store):
 
 
 def test_a_sweep_prints_a_line_a_trial(dpexp_job, capsys):
-    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4", "seed=range(2)", "optimizer.lr=0.1")
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4", "optimizer.lr=0.1")
     dpexp_job(*sweep)
     *lines, _, _, _ = re.findall(r"^\[.*|^Sweep.*|^Best.*|^Compare.*", capsys.readouterr().out, re.M)
-    for number, (line, (z, seed)) in enumerate(zip(lines, itertools.product((2, 4), (0, 1)), strict=True), 1):
-        left = r" · about \d+ s left" if number < 4 else ""
-        place = rf"\[{number}/4\] privacy\.noise_multiplier={z} seed={seed}"
+    for number, (line, z) in enumerate(zip(lines, (2, 4), strict=True), 1):
+        left = r" · about \d+ s left" if number < 2 else ""
+        place = rf"\[{number}/2\] privacy\.noise_multiplier={z}"
         assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · \d+ s{left}", line), line
     dpexp_job(*sweep)
-    assert "[4/4] privacy.noise_multiplier=4 seed=1 · finished before" in capsys.readouterr().out
+    assert "[2/2] privacy.noise_multiplier=4 · finished before" in capsys.readouterr().out
     dpexp_job(*sweep, "train=false", "verbose=true", "tracking.resume=false")
-    assert capsys.readouterr().out.count("noise per coordinate") == 4
+    assert capsys.readouterr().out.count("noise per coordinate") == 2
     dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "diagnostics=unsafe")
     assert capsys.readouterr().out.count("not private ·") == 2
 
