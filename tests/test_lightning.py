@@ -63,7 +63,7 @@ def test_honoured_options_reach_the_trainer(dpexp_job, monkeypatch):
     monkeypatch.setattr(pl, "Trainer", noted)
     there = ("accelerator", "precision", "strategy", "devices", "num_nodes")
     asked = [f"{'' if name in there else '+'}trainer.{name}={value}" for name, value in HONOURED.items()]
-    output = dpexp_job(*QUICK, *asked)
+    output = dpexp_job(*QUICK, "sampling.expected_batch_size=8", *asked)
     assert {name: given[name] for name in HONOURED} == HONOURED | {"max_time": {"hours": 1}}
     assert result_of(output)["rounds"] == 6
 

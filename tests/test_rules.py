@@ -66,7 +66,7 @@ def assert_equals_reference(layer, x, dtype, fast=True, group=None):
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
 DTYPE = st.sampled_from([*TOLERANCE])
-QUICK = settings(max_examples=16, deadline=None, derandomize=True)
+QUICK = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 @QUICK
