@@ -235,7 +235,7 @@ def test_more_canaries_than_places_are_refused():
 
 TINY = (
     "audit=mislabelled", "data=synthetic", "data.n=400", "sampling=all", "privacy.noise_seed=1", "tracking=none",
-    "audit.references=4", "+trainer.enable_progress_bar=false",
+    "audit.references=4", "+trainer.enable_progress_bar=false", "trainer.evaluations=0",
 )  # fmt: skip
 OVERFITTED = (*TINY, "model=mlp", "optimizer.lr=2", "sampling.steps=40", "audit.attacked=3")
 
