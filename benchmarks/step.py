@@ -47,7 +47,7 @@ DEVICE = "cpu"
 WARM_UP, REPEAT = 60, 5
 OPACUS_WARM_UP, OPACUS_SECONDS = 2, 5  # at most: of an Opacus fit, the rounds before, and how long it is measured
 LR, Z = 0.01, 1.0
-SHOWN = [name for name in WORKLOADS if name != "wide"]  # that one is for tests/test_memory.py
+SHOWN = [name for name in WORKLOADS if name != "wide"]  # that one shows memory, by --peak-of
 
 
 def loss_of(scores: Tensor, y: Tensor) -> Tensor:

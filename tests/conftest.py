@@ -1,8 +1,14 @@
 """What every test may use."""
 
 import json
+import multiprocessing
 import os
+import signal
+import sqlite3
 import sys
+import time
+import warnings
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -20,8 +26,30 @@ def same_environment():
         yield
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """The file of an empty store. MLflow makes one by all of its migrations, which takes seconds: every other store
+    begins as a copy of the first."""
+    from mlflow.store.db import utils
+    from sqlalchemy import create_engine
+
+    path = tmp_path_factory.mktemp("store") / "empty.db"
+    engine = create_engine(f"sqlite:///{path}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        utils._initialize_tables(engine)
+    engine.dispose()
+
+    def copied(engine):
+        with closing(sqlite3.connect(path)) as empty, closing(sqlite3.connect(engine.url.database)) as new:
+            empty.backup(new)
+
+    with mock.patch.object(utils, "_initialize_tables", copied):
+        yield path
+
+
 @pytest.fixture
-def dpexp_job(tmp_path, monkeypatch):
+def dpexp_job(tmp_path, monkeypatch, empty_store):
     """Runs `python -m dpexp` with the given arguments in this process and an empty folder; returns the output
     directory of the job."""
     monkeypatch.chdir(tmp_path)
@@ -37,6 +65,57 @@ def dpexp_job(tmp_path, monkeypatch):
         return max(folders, key=lambda path: path.stat().st_mtime, default=tmp_path)
 
     return run
+
+
+class Forked(multiprocessing.get_context("fork").Process):
+    """A job in a process of its own, forked from this one, so that nothing slow is imported again."""
+
+    def __init__(self, folder, arguments, before):
+        super().__init__()
+        self.printed = folder / f"printed{len([*folder.glob('printed*')])}.txt"
+        self._job = folder, ["dpexp", *arguments], before
+
+    def run(self):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
+        folder, sys.argv, before = self._job
+        os.chdir(folder)
+        before()
+        main()
+
+    def send_signal(self, number):
+        if self.is_alive():
+            os.kill(self.pid, number)
+
+    def ended(self) -> str:
+        """What it has printed when it ends."""
+        self.join(120)
+        assert not self.is_alive()
+        return self.printed.read_text()
+
+    def until(self, condition):
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert self.is_alive() and time.monotonic() < deadline, self.printed.read_text()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def forked(tmp_path, monkeypatch, empty_store):
+    """Starts `python -m dpexp` with the given arguments in a folder; none outlives the test."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    jobs = []
+
+    def start(*arguments: str, folder: Path = tmp_path, before=lambda: None) -> Forked:
+        jobs.append(Forked(folder, arguments, before))
+        jobs[-1].start()
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture

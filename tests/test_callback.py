@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 import dpexp
 from dpexp.accounting.claims import releases
-from dpexp.accounting.ledger import read_ledger
+from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import bounds, groups, mechanisms
 from dpexp.privacy.keystream import KeyStream
@@ -247,20 +247,22 @@ def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):
     assert all((p != b).all() for p, b in zip(module.parameters(), before, strict=True)), "noise reached every weight"
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("usual"))[0]
+
+
 @pytest.mark.parametrize("callback", [{"physical_batch": 1}, {"physical_batch": 1000}])
-def test_physical_batches_change_nothing(tmp_path, callback):
-    module, _, _ = fit(tmp_path, **callback)
-    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+def test_physical_batches_change_nothing(tmp_path, callback, usual):
+    assert_same(fit(tmp_path, **callback)[0], usual)
 
 
-def test_loader_workers_change_nothing(tmp_path):
-    module, _, _ = fit(tmp_path, data=Data(workers=2))
-    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+def test_loader_workers_change_nothing(tmp_path, usual):
+    assert_same(fit(tmp_path, data=Data(workers=2))[0], usual)
 
 
-def test_a_loader_given_to_fit_is_sampled_too(tmp_path):
-    module, _, _ = fit(tmp_path, data=DataLoader(dataset(), batch_size=2))
-    assert_same(module, fit(tmp_path, ledger="other.jsonl")[0])
+def test_a_loader_given_to_fit_is_sampled_too(tmp_path, usual):
+    assert_same(fit(tmp_path, data=DataLoader(dataset(), batch_size=2))[0], usual)
 
 
 def test_without_a_seed_no_two_runs_are_alike(tmp_path):
@@ -313,6 +315,18 @@ def test_the_module_is_as_before_afterwards(tmp_path):
     module, run, _ = fit(tmp_path)
     assert "training_step" not in module.__dict__ and "log" not in module.__dict__
     assert run.accumulate_grad_batches == 1
+
+
+def test_a_round_is_in_the_ledger_before_its_noise_is_drawn(tmp_path, monkeypatch):
+    add_to, known = GaussianNoise.add_to, set()
+
+    def noted(self, sums, divisor=1.0):
+        known.add(len(ledger_so_far(tmp_path / "l.jsonl")))
+        add_to(self, sums, divisor)
+
+    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+    fit(tmp_path, plan=plan_for(Model(), steps=3))
+    assert known == {1, 2, 3}
 
 
 def test_a_crash_leaves_a_valid_ledger(tmp_path):

@@ -363,28 +363,31 @@ KINDS = [("separate", "flat"), ("joint", "per_layer"), ("separate", "per_layer")
 
 
 @pytest.mark.parametrize(
-    ("name", "mechanism", "grouping"),
-    [(name, *KINDS[(2 * i + k) % 4]) for i, name in enumerate(MODELS) for k in range(2)],
+    ("name", "mechanism", "grouping", "loss"),
+    [
+        (name, *KINDS[(2 * i + k) % 4], loss)
+        for i, name in enumerate(MODELS)
+        for k, loss in enumerate((cross_entropy, summed))
+    ],
 )
-def test_float64_equals_one_record_at_a_time(name, mechanism, grouping):
+def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, loss):
     module, batch = case(name)
     plan = make_plan(
         module,
         n=20, q=0.3, steps=1, noise_multiplier=1.0,
         group=getattr(groups, grouping)(), bound=bounds.Dimension(0.3), mechanism=MECHANISMS[mechanism],
     )  # fmt: skip
-    for loss in (cross_entropy, summed):
-        engine = Engine(plan, module, GaussianNoise(), observe=True)
+    engine = Engine(plan, module, GaussianNoise(), observe=True)
 
-        def loss_of(one, loss=loss):
-            return loss(module(one[0]), one[1])
+    def loss_of(one):
+        return loss(module(one[0]), one[1])
 
-        sums = sums_of(engine, loss_of, batch)
-        clipped = torch.cat([o[f"norm/{g.name}"] > g.S for o in engine.observations for g in plan.groups
-                             if f"norm/{g.name}" in o])  # fmt: skip
-        assert clipped.any(), "the test must clip something to mean anything"
-        assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
-        assert engine.mode == MODES.get(name, "traced"), engine.reason
+    sums = sums_of(engine, loss_of, batch)
+    clipped = torch.cat([o[f"norm/{g.name}"] > g.S for o in engine.observations for g in plan.groups
+                         if f"norm/{g.name}" in o])  # fmt: skip
+    assert clipped.any(), "the test must clip something to mean anything"
+    assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
+    assert engine.mode == MODES.get(name, "traced"), engine.reason
 
 
 @pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "lstm"])
@@ -423,8 +426,13 @@ def test_chunks_change_nothing(chunk):
     assert relative_error(sums_of(engine, loss_of, batch, chunk=chunk), whole) < 1e-12
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "norms", "lstm", "branching", "outside"])
+@pytest.mark.parametrize(
+    "name, bad",
+    [
+        *((name, bad) for name in ("mlp", "branching") for bad in (math.nan, math.inf, 1e30)),
+        *zip(("convolutions", "norms", "lstm", "outside"), (math.inf, math.nan, 1e30, math.nan), strict=True),
+    ],
+)
 def test_a_non_finite_record_contributes_nothing(name, bad):
     """Trap 1. The other records' sum must come out as if the bad one were not there."""
     module, (x, y) = case(name, torch.float32)
@@ -552,8 +560,9 @@ class InAnObject(nn.Module):
 STATEFUL = [RunningMean, Reassigned, ThroughData, Counting, InAnAttribute, InAContainer, InAnObject]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("build", STATEFUL)
+@pytest.mark.parametrize(
+    "build, inside", [*((build, False) for build in STATEFUL), *((build, True) for build in (RunningMean, InAnObject))]
+)
 def test_a_step_that_keeps_something_of_a_record_is_refused_before_it_sees_one(build, inside):
     torch.manual_seed(0)
     module, (x, y) = (nn.Sequential(nn.Identity(), build()) if inside else build()).double(), rows()
@@ -793,8 +802,7 @@ def branching(build, count=12):
     return module, lambda one: cross_entropy(module(one[0]).sin(), one[1]), batch
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 12])
-@pytest.mark.parametrize("build", BRANCHING)
+@pytest.mark.parametrize("build, chunk", [*((build, 5) for build in BRANCHING), (Masked, 12), (Tree, 1), (Trying, 12)])
 def test_a_step_that_branches_on_data_runs_one_record_at_a_time(build, chunk):
     module, loss_of, batch = branching(build)
     engine, plan = engine_of(module)

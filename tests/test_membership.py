@@ -235,18 +235,13 @@ def test_more_canaries_than_places_are_refused():
 
 TINY = (
     "audit=mislabelled", "data=synthetic", "data.n=400", "sampling=all", "privacy.noise_seed=1", "tracking=none",
-    "audit.references=4", "+trainer.enable_progress_bar=false",
+    "audit.references=4", "+trainer.enable_progress_bar=false", "trainer.evaluations=0",
 )  # fmt: skip
 OVERFITTED = (*TINY, "model=mlp", "optimizer.lr=2", "sampling.steps=40", "audit.attacked=3")
 
 
 def found_by(output):
     return json.loads((output / "result.json").read_text())["audit"]
-
-
-def test_with_next_to_no_noise_the_attacker_finds_most(dpexp_job):
-    found = found_by(dpexp_job("audit", *OVERFITTED, "privacy.epsilon=1e3"))
-    assert found["share_right_low"] > 0.7 and found["tpr_at_fpr_0.01"] > 0.2 and found["refuted"] == 0
 
 
 def test_at_little_privacy_it_finds_no_more_than_allowed(dpexp_job, capsys):
@@ -344,11 +339,6 @@ def test_an_audit_that_began_no_training_spends_nothing(dpexp_job, tmp_path):
         dpexp_job("audit", *QUICK, "data.id=digits", "data.module._target_=tests.test_membership.Broken")
     (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(charge.ledger) == 0 and not charge.lost
-
-
-def test_places_are_taken_where_sampling_relies_on_n(dpexp_job):
-    output = dpexp_job("audit", *QUICK, "sampling=fixed_size", "tracking=none")
-    assert found_by(output)["canaries"] == 100
 
 
 class Own(pl.LightningModule):

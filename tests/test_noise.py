@@ -60,7 +60,7 @@ words[(1,)](out, state)
 assert out[16:].numpy().tobytes() == {RFC_BLOCK!r}
 
 noise.PAIRS = 64  # several parts, the last one not whole
-for n in (1, 16, 17, 1000):
+for n in (1, 16, 200):
     for dtype in (torch.float64, torch.float32):
         on_cpu, by_kernel = torch.ones(n, dtype=dtype), torch.ones(n, dtype=dtype)
         noise.GaussianNoise(KeyStream({RFC_KEY!r}))._add_on_cpu(on_cpu, 3.0, 7.0)
@@ -116,11 +116,12 @@ def test_the_noisy_sum_is_divided(size):
 
 
 def test_small_tensors_and_large_ones_are_noised_alike():
-    sizes = [3, 0, 100, 2**14 + 1, 2 * PAIRS + 5]
+    sizes = [3, 0, 2**13, 100, 2**14 + 1, 2 * PAIRS + 5]
     totals = [torch.full((size,), 7.0) for size in sizes]
     GaussianNoise(KeyStream.known(3, "test", 0)).add_to([(total, 0.5) for total in totals])
     assert [total.shape[0] for total in totals] == sizes
-    assert kstest((torch.cat(totals).double() - 7).numpy() / 0.5, "norm").pvalue > 1e-3
+    for some in (totals[:4], totals[4:]):
+        assert kstest((torch.cat(some).double() - 7).numpy() / 0.5, "norm").pvalue > 1e-3
     assert whole_blocks(1) == 8 and whole_blocks(16) == 8 and whole_blocks(17) == 16
 
 
@@ -158,7 +159,7 @@ def test_float32_receives_what_lies_beyond_its_own_uniforms():
 # The attack: a softmax layer's gradients add up to zero over the classes, so that what is left of a released sum is
 # its noise alone; of which candidates for the key can be tried until one fits, and the rest of the noise subtracted.
 
-CLASSES, BITS = 10, 20
+CLASSES, BITS = 10, 17
 
 
 def released_sum(stream):
@@ -199,7 +200,7 @@ def guessed(released):
 
 @pytest.mark.parametrize("short", [True, False])
 def test_an_attacker_who_tries_keys_removes_the_noise_of_a_short_one_only(tmp_path, short):
-    secret = 0x6F3A1
+    secret = 0x16F3A
     engine, true = released_sum(KeyStream(key_of(secret)) if short else KeyStream())
     ledger = LedgerWriter(tmp_path / "l.jsonl")
     ledger.sample(engine.plan.sampling.event(100))

@@ -113,7 +113,7 @@ def test_gdp_refuses_laplace_by_name_and_takes_gaussians():
         assert epsilon(only, 1e-5, name) == pytest.approx(Gaussian(math.sqrt(2) / 7).epsilon(1e-5), rel=1e-9)
 
 
-@pytest.mark.parametrize("pure", [1e-3, 0.1, 1.0, 5.0, 50.0, 1000.0])
+@pytest.mark.parametrize("pure", [1e-3, 1.0, 50.0, 1000.0])
 def test_one_laplace_query_costs_what_the_closed_form_says(pure):
     """δ(ε) = 1 - e^((ε-ε₀)/2)."""
     ledger = Ledger("add_remove", {once(laplace(1 / pure)): 1})
@@ -201,8 +201,8 @@ def test_a_replaced_record_may_change_two_parts():
 
 def test_what_nobody_can_tell_to_be_disjoint_costs_the_sum():
     apart = Ledger("add_remove", {once(query): 1 for query in PARTS.queries})
-    assert epsilon(Ledger("add_remove", {once(PARTS): 1}), 1e-300) == pytest.approx(0.1, rel=1e-6)
-    assert epsilon(apart, 1e-300) == pytest.approx(1 / 20 + 1 / 10 + 1 / 15, rel=1e-6)
+    assert epsilon(Ledger("add_remove", {once(PARTS): 1}), 1e-12) == pytest.approx(0.1, rel=1e-6)
+    assert epsilon(apart, 1e-12) == pytest.approx(1 / 20 + 1 / 10 + 1 / 15, rel=1e-6)
 
 
 @pytest.mark.parametrize(

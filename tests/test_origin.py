@@ -129,15 +129,6 @@ def test_a_job_without_overrides_is_named_after_its_groups(monkeypatch):
     assert run._run_name(OmegaConf.create({"tracking": {"run_name": None}})) == "x x x x"
 
 
-def test_no_metric_is_there_twice(dpexp_job, tmp_path):
-    dpexp_job("model=logistic", "sampling.steps=4", "privacy.epsilon=2", "accountant=all")
-    (found,) = runs(tmp_path)
-    metrics = {key: value for key, value in found.data.metrics.items() if not key.startswith("calibration/")}
-    alike = [(a, b) for a in metrics for b in metrics if a < b and metrics[a] == metrics[b]]
-    # One group of sensitivity 1: σ̃ is z and its bound its share. What is planned is what happened.
-    assert set(alike) == {("S/all", "share/all"), ("epsilon", "epsilon_planned"), ("noise_multiplier", "sigma/all")}
-
-
 def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):
     dpexp_job("-m", "train=false", *QUICK[:3], "model=logistic,mlp", "data.n=1437,1500", "optimizer.lr=0.3")
     found = runs(tmp_path)

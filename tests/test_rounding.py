@@ -107,8 +107,7 @@ def test_a_directed_search_finds_no_record_beyond_the_bound():
     assert 1 - 1e-6 < worst <= 1
 
 
-@pytest.mark.parametrize("d", [2**18, 10**6, 4_200_000])
-@pytest.mark.parametrize("value", [0.1, 1.0, 3e-4])
+@pytest.mark.parametrize("d, value", [(2**18, 0.1), (2**18, 1.0), (2**18, 3e-4), (10**6, 1.0), (4_200_000, 0.1)])
 def test_large_layers_are_clipped_to_the_bound(d, value):
     """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
     module = nn.Linear(d, 1, bias=False)
@@ -125,14 +124,15 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
     )
 
 
-def test_norms_that_underflow():
+@pytest.mark.parametrize("d", [10_000, 20_000])
+def test_norms_that_underflow(d):
     """‖x‖² is 0 in float32, and g is large: the product is not small."""
-    module = nn.Linear(10_000, 1, bias=False)
+    module = nn.Linear(d, 1, bias=False)
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
     engine = Engine(plan, module, GaussianNoise())
     for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
         engine.start()
-        engine.accumulate(lambda one, factor=factor: factor * module(one).sum(), torch.full((1, 1, 10_000), value), 1)
+        engine.accumulate(lambda one, factor=factor: factor * module(one).sum(), torch.full((1, 1, d), value), 1)
         assert exact(engine._sums["weight"]) <= S
     x = torch.full((2, 3, 50), 1e-25)
     true = torch.bmm(torch.full((2, 60, 3), 1e20, dtype=torch.float64), x.double()).flatten(1).norm(dim=1)

@@ -65,20 +65,27 @@ def assert_equals_reference(layer, x, dtype, fast=True, group=None):
 
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
-QUICK = settings(max_examples=12, deadline=None)
+DTYPE = st.sampled_from([*TOLERANCE])
+QUICK = settings(max_examples=12, deadline=None, derandomize=True)
 
 
-@DTYPES
 @QUICK
-@given(lead=st.lists(SMALL, max_size=2), d=st.integers(1, 6), p=st.integers(1, 6), bias=st.booleans(), seed=SMALL)
+@given(
+    dtype=DTYPE,
+    lead=st.lists(SMALL, max_size=2),
+    d=st.integers(1, 6),
+    p=st.integers(1, 6),
+    bias=st.booleans(),
+    seed=SMALL,
+)
 def test_linear(dtype, lead, d, p, bias, seed):
     torch.manual_seed(seed)
     assert_equals_reference(nn.Linear(d, p, bias), torch.randn(4, *lead, d), dtype)
 
 
-@DTYPES
 @QUICK
 @given(
+    dtype=DTYPE,
     space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
     dilation=st.integers(1, 2), padding=st.sampled_from([0, 1, "same", "valid"]),
     mode=st.sampled_from(["zeros", "reflect", "circular"]), bias=st.booleans(), width=SMALL,
@@ -112,9 +119,9 @@ def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
     assert method in taken
 
 
-@DTYPES
 @QUICK
 @given(
+    dtype=DTYPE,
     space=st.integers(1, 3), groups=st.integers(1, 2), k=st.integers(1, 3), stride=st.integers(1, 2),
     dilation=st.integers(1, 2), padding=st.integers(0, 1), width=SMALL,
 )  # fmt: skip
@@ -125,9 +132,8 @@ def test_transposed_convolutions(dtype, space, groups, k, stride, dilation, padd
     assert_equals_reference(layer, torch.randn(4, 2 * groups, *(5, 4, 3)[:space]), dtype)
 
 
-@DTYPES
 @QUICK
-@given(rows=st.integers(1, 5), d=SMALL, T=st.integers(1, 6), padding=st.booleans(), seed=SMALL)
+@given(dtype=DTYPE, rows=st.integers(1, 5), d=SMALL, T=st.integers(1, 6), padding=st.booleans(), seed=SMALL)
 def test_embeddings(dtype, rows, d, T, padding, seed):
     torch.manual_seed(seed)
     index = torch.randint(rows, (4, T))
@@ -138,9 +144,13 @@ def test_embeddings(dtype, rows, d, T, padding, seed):
         )
 
 
-@DTYPES
 @QUICK
-@given(lead=st.lists(SMALL, max_size=2), shape=st.lists(st.integers(2, 4), min_size=1, max_size=2), bias=st.booleans())
+@given(
+    dtype=DTYPE,
+    lead=st.lists(SMALL, max_size=2),
+    shape=st.lists(st.integers(2, 4), min_size=1, max_size=2),
+    bias=st.booleans(),
+)
 def test_layer_and_rms_norm(dtype, lead, shape, bias):
     torch.manual_seed(0)
     x = torch.randn(4, *lead, *shape)
@@ -148,9 +158,8 @@ def test_layer_and_rms_norm(dtype, lead, shape, bias):
     assert_equals_reference(nn.RMSNorm(shape), x, dtype)
 
 
-@DTYPES
 @QUICK
-@given(groups=st.integers(1, 3), per=st.integers(1, 2), space=st.integers(1, 3))
+@given(dtype=DTYPE, groups=st.integers(1, 3), per=st.integers(1, 2), space=st.integers(1, 3))
 def test_group_and_instance_norm(dtype, groups, per, space):
     torch.manual_seed(0)
     x = torch.randn(4, groups * per, *(5, 3, 2)[:space])
@@ -160,8 +169,7 @@ def test_group_and_instance_norm(dtype, groups, per, space):
 
 
 @DTYPES
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind, batch_first", [(nn.LSTM, True), (nn.LSTM, False), (nn.GRU, True), (nn.RNN, False)])
 def test_recurrent_layers(dtype, kind, batch_first):
     torch.manual_seed(0)
     layer = kind(3, 4, num_layers=2, bidirectional=True, batch_first=batch_first)
@@ -263,12 +271,16 @@ class ScaledDotProduct(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask, **self.options).flatten(0, -3 if self.lead else -2)
 
 
-@DTYPES
-@pytest.mark.parametrize("of", ["data", "parameter", "constant"])
+MASKED = [
+    ((), (5, 5)), ((2,), (5, 5)), ((2,), (2, 5, 5)), ((1, 2), (5, 5)), ((1, 2), (1, 1, 5, 5)), ((3, 2), (5, 5)),
+    ((3, 2), (2, 5, 5)), ((3, 2), (3, 1, 5, 5)), ((2, 3, 2), (3, 1, 5, 5)), ((2, 3, 2), (2, 1, 1, 5, 5)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "lead, mask",
-    [((), (5, 5)), ((2,), (5, 5)), ((2,), (2, 5, 5)), ((1, 2), (5, 5)), ((1, 2), (1, 1, 5, 5)), ((3, 2), (5, 5)),
-     ((3, 2), (2, 5, 5)), ((3, 2), (3, 1, 5, 5)), ((2, 3, 2), (3, 1, 5, 5)), ((2, 3, 2), (2, 1, 1, 5, 5))],
+    "lead, mask, of, dtype",
+    [(*one, ("data", "parameter", "constant")[(i + k) % 3], [*TOLERANCE][(i // 3 + k) % 2])
+     for i, one in enumerate(MASKED) for k in range(2)],
 )  # fmt: skip
 def test_masked_attention(dtype, lead, mask, of):
     torch.manual_seed(0)
@@ -314,18 +326,20 @@ class Telling(nn.Linear):
         return super().forward(x) * (3 if "-" in self.text(x[0, :1]) else 1)
 
 
-@DTYPES
 @pytest.mark.parametrize("text", [str, repr, "{}".format, lambda x: f"{x!s:>40}", "%s".__mod__])
-def test_the_text_of_a_record_is_its_own(dtype, text):
+def test_the_text_of_a_record_is_its_own(text):
     torch.manual_seed(0)
     layer = Telling(3, 2)
     layer.text = text
-    assert_equals_reference(layer, torch.rand(6, 3) - torch.tensor([0, 0, 0, 0, 0, 1.0])[:, None], dtype, fast=False)
+    assert_equals_reference(
+        layer, torch.rand(6, 3) - torch.tensor([0, 0, 0, 0, 0, 1.0])[:, None], torch.float64, fast=False
+    )
 
 
 @DTYPES
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"enable_gqa": True}, {"scale": 0.1}])
-@pytest.mark.parametrize("lead", [(2,), (1, 2), (3, 4)])
+@pytest.mark.parametrize(
+    "lead, options", [((2,), {"is_causal": True}), ((1, 2), {"scale": 0.1}), ((3, 4), {"enable_gqa": True})]
+)
 def test_attention_as_it_is_called(dtype, lead, options):
     torch.manual_seed(0)
     assert_equals_reference(ScaledDotProduct(lead, (), None, **options), torch.randn(4, 5, 8), dtype)

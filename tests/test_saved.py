@@ -284,7 +284,7 @@ def test_a_bank_of_records_that_forward_does_not_use_is_not_kept(dpexp_job, tmp_
     assert torch.allclose(kept(x), dpexp.load(output)(x), atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precision, capsys):
     output = dpexp_job(*QUICK, f"trainer.precision={precision}")
     assert evaluate([str(output)]) == result_of(output)["metrics"]
@@ -296,10 +296,10 @@ def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precis
     assert (np.asarray(found).argmax(1) == table["class"]).all()
 
 
-@pytest.mark.parametrize("prepare", ["pca", "standardise", "whiten"])
-def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job, prepare):
-    asked = (f"prepare=[{prepare}]", f"prepare.{prepare}.share=null", f"prepare.{prepare}.noise_multiplier=1")
-    output = dpexp_job(*QUICK, *asked, *(("model.shape=[60]",) if prepare == "pca" else ()))
+def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job):
+    names = ("standardise", "whiten", "pca")
+    noise = [f"prepare.{name}.{key}" for name in names for key in ("share=null", "noise_multiplier=1")]
+    output = dpexp_job(*QUICK, f"prepare=[{','.join(names)}]", *noise, "model.shape=[60]")
     kept, own = mlflow.pyfunc.load_model(str(output / "mlflow_model")), dpexp.load(output)
     for size in (1, 2, 5):
         x = np.random.default_rng(size).normal(size=(size, 1, 8, 8)).astype(np.float32)

@@ -2,15 +2,10 @@
 
 import csv
 import io
-import itertools
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import dp_accounting
@@ -101,27 +96,27 @@ def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is
     assert len(store.parents()) == 2 and len(store.trials("FINISHED")) == 4
 
 
-def test_a_sweep_killed_in_mid_training_is_resumed(tmp_path, store):
+def lines_of(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_sweep_killed_in_mid_training_is_resumed(forked, tmp_path, store):
     endless = ["model=logistic", "privacy.noise_multiplier=20", "trainer.evaluations=0"]
-    command = [sys.executable, "-m", "dpexp", "-m", *endless, "sampling.steps=3,1000000"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(900):
-        if any(path.read_bytes().count(b"\n") > 30 for path in tmp_path.glob("outputs/multirun/*/*/1/ledger.jsonl")):
-            break
-        time.sleep(0.1)
+    sweep = ("-m", *endless, "sampling.steps=3,1000000")
+
+    def ledgers():
+        return [path for path in tmp_path.glob("outputs/multirun/*/*/1/ledger.jsonl") if lines_of(path) > 30]
+
+    job = forked(*sweep)
+    job.until(ledgers)
     job.send_signal(signal.SIGKILL)
-    job.wait()
+    job.ended()
     (parent,) = store.parents()
     assert parent.info.status == "RUNNING" and len(store.trials("FINISHED")) == 1
-    again = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    for _ in range(900):
-        if len(list(tmp_path.glob("outputs/multirun/*/*/1/ledger.jsonl"))) == 2:
-            break
-        time.sleep(0.1)
-    time.sleep(1)
+    again = forked(*sweep)
+    again.until(lambda: len(ledgers()) == 2)
     again.send_signal(signal.SIGINT)
-    printed, _ = again.communicate(timeout=60)
+    printed = again.ended()
     assert "[1/2] sampling.steps=3 · finished before" in printed and "Interrupted after" in printed
     (parent,) = store.parents()
     assert parent.info.status == "KILLED"
@@ -129,17 +124,17 @@ def test_a_sweep_killed_in_mid_training_is_resumed(tmp_path, store):
 
 
 def test_a_sweep_prints_a_line_a_trial(dpexp_job, capsys):
-    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4", "seed=range(2)", "optimizer.lr=0.1")
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4", "optimizer.lr=0.1")
     dpexp_job(*sweep)
     *lines, _, _, _ = re.findall(r"^\[.*|^Sweep.*|^Best.*|^Compare.*", capsys.readouterr().out, re.M)
-    for number, (line, (z, seed)) in enumerate(zip(lines, itertools.product((2, 4), (0, 1)), strict=True), 1):
-        left = r" · about \d+ s left" if number < 4 else ""
-        place = rf"\[{number}/4\] privacy\.noise_multiplier={z} seed={seed}"
+    for number, (line, z) in enumerate(zip(lines, (2, 4), strict=True), 1):
+        left = r" · about \d+ s left" if number < 2 else ""
+        place = rf"\[{number}/2\] privacy\.noise_multiplier={z}"
         assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · \d+ s{left}", line), line
     dpexp_job(*sweep)
-    assert "[4/4] privacy.noise_multiplier=4 seed=1 · finished before" in capsys.readouterr().out
-    dpexp_job(*sweep, "verbose=true", "tracking.resume=false")
-    assert capsys.readouterr().out.count("noise per coordinate") == 4
+    assert "[2/2] privacy.noise_multiplier=4 · finished before" in capsys.readouterr().out
+    dpexp_job(*sweep, "train=false", "verbose=true", "tracking.resume=false")
+    assert capsys.readouterr().out.count("noise per coordinate") == 2
     dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "diagnostics=unsafe")
     assert capsys.readouterr().out.count("not private ·") == 2
 
@@ -155,30 +150,24 @@ def test_all_trials_are_checked_before_the_first_starts(dpexp_job, store, tmp_pa
     assert not store.trials() and not store.parents() and not list(tmp_path.glob("**/ledger.jsonl"))
 
 
-def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(tmp_path, store):
+def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(forked, tmp_path, store):
     """One after the other SIGTERM, SIGKILL; then the sweep is started again in the same folder."""
     common = ["model=logistic", "trainer.evaluations=0", "privacy.noise_multiplier=20", "checkpoint.every=40"]
-    command = [sys.executable, "-m", "dpexp", "-m", *common, "hydra.sweep.dir=outputs/multirun/a/b",
-               "sampling.steps=3,400"]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    sweep = ("-m", *common, "hydra.sweep.dir=outputs/multirun/a/b", "sampling.steps=3,400")
     ledger = tmp_path / "outputs/multirun/a/b/1/ledger.jsonl"
 
     def killed_at(lines, by):
-        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and not (ledger.exists() and ledger.read_bytes().count(b"\n") > lines):
-            time.sleep(0.02)
+        job = forked(*sweep)
+        job.until(lambda: lines_of(ledger) > lines)
         job.send_signal(by)
-        job.communicate(timeout=60)
-        assert ledger.read_bytes().count(b"\n") > lines
+        job.ended()
 
     killed_at(60, signal.SIGTERM)
     (stopped,) = store.trials("KILLED")
     assert "SIGTERM" in stopped.data.tags["dpexp.error"]
     killed_at(200, signal.SIGKILL)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "[1/2] sampling.steps=3 · finished before" in done.stdout, done.stdout + done.stderr
-    assert "[2/2] sampling.steps=400 · ε " in done.stdout, done.stdout + done.stderr
+    printed = forked(*sweep).ended()
+    assert "[1/2] sampling.steps=3 · finished before" in printed and "[2/2] sampling.steps=400 · ε " in printed, printed
     first, second = sorted(store.trials(), key=lambda run: run.info.start_time)
     assert second.info.run_id == stopped.info.run_id, "the same MLflow run"
     assert [run.info.status for run in (first, second)] == ["FINISHED", "FINISHED"]
@@ -191,20 +180,18 @@ def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(tmp_path, store):
     assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(both, 1e-4), rel=1e-9)
 
 
-def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(tmp_path, store):
-    command = [sys.executable, "-m", "dpexp", "-m", "model=logistic", "trainer.evaluations=0", "sampling.steps=300",
-               "privacy.noise_multiplier=20,21", "hydra.sweep.dir=outputs/multirun/a/b"]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(forked, tmp_path, store):
+    sweep = ("-m", "model=logistic", "trainer.evaluations=0", "sampling.steps=300", "privacy.noise_multiplier=20,21",
+             "hydra.sweep.dir=outputs/multirun/a/b")  # fmt: skip
     ledger = tmp_path / "outputs/multirun/a/b/0/ledger.jsonl"
-    job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and not (ledger.exists() and ledger.read_bytes().count(b"\n") > 10):
-        time.sleep(0.02)
-    job.kill()
-    job.wait()
+    job = forked(*sweep)
+    job.until(lambda: lines_of(ledger) > 10)
+    job.send_signal(signal.SIGKILL)
+    job.ended()
     before = ledger.read_bytes()
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and ledger.read_bytes() == before, done.stdout + done.stderr
+    done = forked(*sweep)
+    printed = done.ended()
+    assert done.exitcode == 0 and ledger.read_bytes() == before, printed
     assert {path.parent.name for path in ledger.parents[1].glob("*/ledger.jsonl")} == {"0", "0.2", "1"}
     (dead,) = store.trials("KILLED")
     assert "died without a word" in dead.data.tags["dpexp.error"]

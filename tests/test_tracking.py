@@ -160,65 +160,64 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     assert not recwarn
 
 
+ENDLESS = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.evaluations=0")
+
+
 @pytest.fixture
-def start():
-    """Starts a job in a process of its own that would go on for hours; none outlives the test."""
-    jobs = []
-    yield lambda folder, *arguments: jobs.append(started(folder, *arguments)) or jobs[-1]
-    for job in jobs:
-        job.kill()
-
-
-def started(folder, *arguments):
-    folder.mkdir()
-    endless = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.evaluations=0")
-    return subprocess.Popen(
-        [sys.executable, "-m", "dpexp", *endless, *arguments],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+def started(tmp_path):
+    """A job in a process started anew, that would go on for hours; it does not outlive the test."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "dpexp", *ENDLESS],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"},
     )  # fmt: skip
+    yield job
+    job.kill()
 
 
-def wait_for_rounds(folder):
+def rounds_in(folder):
+    return [path for path in folder.glob("outputs/*/*/ledger.jsonl") if path.read_bytes().count(b"\n") > 20]
+
+
+def is_said_to_be_killed(folder, printed):
+    (ledger,) = rounds_in(folder)
+    found, run = ledger_so_far(ledger), only_run(folder)
+    assert len(found) >= 19 and not found.truncated and run.info.status == "KILLED"
+    assert {"ledger.jsonl", "epsilon.png"} <= artifacts(folder, run)
+    assert f"Interrupted after {len(found)} of 1000000 rounds: ε =" in printed and "Traceback" not in printed
+    assert "python -m dpexp resume" in printed and "Warning" not in printed and "ends early" not in printed
+
+
+def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(started, tmp_path):
     for _ in range(900):
-        ledgers = list(folder.glob("outputs/*/*/ledger.jsonl"))
-        if ledgers and ledgers[0].read_bytes().count(b"\n") > 20:
-            return ledgers[0]
+        if rounds_in(tmp_path):
+            break
         time.sleep(0.1)
-    raise AssertionError("training did not start")
+    started.send_signal(signal.SIGINT)
+    printed, _ = started.communicate(timeout=60)
+    assert started.returncode == 130, printed[-2000:]
+    is_said_to_be_killed(tmp_path, printed)
 
 
-STATUS = {"int": 130, "term": 143, "kill": -signal.SIGKILL}
+def test_so_is_one_that_is_terminated(forked, tmp_path):
+    job = forked(*ENDLESS)
+    job.until(lambda: rounds_in(tmp_path))
+    job.send_signal(signal.SIGTERM)
+    printed = job.ended()
+    assert job.exitcode == 143, printed[-2000:]
+    is_said_to_be_killed(tmp_path, printed)
 
 
-def test_interrupted_runs_are_killed_and_keep_valid_ledgers(tmp_path, monkeypatch, start):
-    """Ctrl-C, SIGTERM, and SIGKILL, of which only the next run in the same store can tell."""
-    signals = {"int": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}
-    jobs = {name: start(tmp_path / name) for name in signals}
-    for name, sent in signals.items():
-        ledger = wait_for_rounds(tmp_path / name)
-        jobs[name].send_signal(sent)
-        printed, _ = jobs[name].communicate(timeout=60)
-        assert jobs[name].returncode == STATUS[name], (name, printed[-2000:])
-        assert name == "kill" or ("spent" in printed and "python -m dpexp resume" in printed), printed[-2000:]
-        found = ledger_so_far(ledger)
-        rounds = len(found)
-        assert rounds >= 19 and found.truncated == (name == "kill")
-        if name == "kill":
-            assert only_run(tmp_path / name).info.status == "RUNNING"
-            continue
-        run = only_run(tmp_path / name)
-        assert run.info.status == "KILLED"
-        assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path / name, run)
-        assert f"Interrupted after {rounds} of 1000000 rounds: ε =" in printed and "Traceback" not in printed
-        assert "Warning" not in printed and "ends early" not in printed
-    from dpexp.__main__ import main
-
-    monkeypatch.chdir(tmp_path / "kill")
-    monkeypatch.setattr(sys, "argv", ["dpexp", *QUICK])
-    main()
-    runs = client(tmp_path / "kill").search_runs(["1"])
-    assert sorted(run.info.status for run in runs) == ["FINISHED", "KILLED"]
+def test_of_sigkill_the_next_run_in_the_store_tells(forked, dpexp_job, tmp_path):
+    job = forked(*ENDLESS)
+    job.until(lambda: rounds_in(tmp_path))
+    job.send_signal(signal.SIGKILL)
+    job.ended()
+    (ledger,) = rounds_in(tmp_path)
+    assert job.exitcode == -signal.SIGKILL and ledger_so_far(ledger).truncated
+    assert only_run(tmp_path).info.status == "RUNNING"
+    dpexp_job(*QUICK)
+    assert sorted(run.info.status for run in client(tmp_path).search_runs(["1"])) == ["FINISHED", "KILLED"]
 
 
 @pytest.mark.parametrize("kind", [ValueError, ConfigError, RecordError])

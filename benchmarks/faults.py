@@ -1,0 +1,297 @@
+"""Would the tests notice? Faults are put into a copy of the code, one at a time, and the tests are run on it.
+
+    python benchmarks/faults.py [--all] [NUMBER OR PART OF A NAME ...]
+
+Each fault is a small change of one place that a guarantee rests on, with the test files that are expected to catch it.
+What is printed is by which test each was caught first. With `--all` the whole suite is run on each, which takes hours.
+The exit status is the number of faults that no test caught.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("dpexp", "conf", "sweeps", "tests", "docs", "benchmarks", "pyproject.toml", "README.md", "CHANGELOG.md",
+          "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "mkdocs.yml", "constraints.txt")  # fmt: skip
+
+
+SLOW_TO_IMPORT = ("torch", "pytorch_lightning", "mlflow.store.tracking.sqlalchemy_store", "hypothesis", "scipy.stats",
+                  "dp_accounting", "matplotlib.pyplot", "sklearn.datasets", "torch._dynamo")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`changes` of a file of dpexp/, (what stands there once, what takes its place); `tests`: files of tests/, and
+    after -k which of their tests."""
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    tests: str
+
+
+def fault(name: str, file: str, old: str, new: str, tests: str) -> Fault:
+    return Fault(name, file, ((old, new),), tests)
+
+
+NOISE, ENGINE, SAMPLING = "privacy/noise.py", "privacy/engine/engine.py", "privacy/sampling.py"
+MECHANISM, PLAN, CALLBACK = "privacy/mechanism.py", "privacy/plan.py", "privacy/callback.py"
+ROUNDING, WRITING, EVENTS = "privacy/engine/rounding.py", "accounting/ledger/writing.py", "accounting/ledger/events.py"
+PREPARING, CLAIMS = "privacy/preparations/carrying_out.py", "accounting/claims.py"
+
+FAULTS = [
+    # Noise
+    fault("half the noise of small tensors", NOISE, "mul_(sigma).add_(total)", "mul_(sigma / 2).add_(total)", "noise"),
+    fault("half the noise of large tensors", NOISE, "normal(words, sigma / divisor)",
+          "normal(words, sigma / 2 / divisor)", "noise"),
+    fault("both numbers of a pair are the same", NOISE, "torch.sin(angle, out=sin)", "torch.cos(angle, out=sin)",
+          "noise"),
+    fault("float32 uniforms", NOISE, "radius.add_(0.5).mul_(2.0**-63)",
+          "radius.add_(0.5).mul_(2.0**-63).clamp_(min=2.0**-24)", "noise"),
+    fault("a large tensor's parts have the same noise", "privacy/keystream.py", "first.to_bytes(4, ",
+          "(0).to_bytes(4, ", "noise"),
+    fault("the key stream begins anew with each use", "privacy/keystream.py", "return next(self._numbers).to_bytes",
+          "return (0).to_bytes", "noise"),
+    fault("every run has the same key", "privacy/keystream.py", "secrets.token_bytes(32)", "bytes(32)",
+          "noise -k twice"),
+    fault("a resumed run with a seed begins its streams anew", CALLBACK, "known(self._noise_seed, purpose, begun)",
+          "known(self._noise_seed, purpose, 0)", "callback -k known_seed"),
+    fault("noise without its scale α", MECHANISM, "alpha * group.sigma, group.bands", "group.sigma, group.bands",
+          "callback -k by_hand"),
+    fault("correlated noise with the wrong sign", NOISE, "z.sub_(y, alpha=c_j)", "z.add_(y, alpha=c_j)",
+          "banded -k law"),
+    fault("Laplace noise of half the scale", NOISE, "alpha=b)", "alpha=b / 2)", "preparations -k noise"),
+    fault("class counts without noise", PREPARING, "add_laplace(sums, noise)", "pass", "preparations -k noise"),
+    fault("Gaussian preparations without noise", PREPARING, "GaussianNoise(noise).add_to(sums)", "pass",
+          "preparations -k noise"),
+    fault("a discrete Gaussian of half the variance", "privacy/exact/sampler.py", "1 / (2 * self.sigma2)",
+          "1 / self.sigma2", "discrete_gaussian"),
+    fault("exact noise is drawn once", "privacy/engine/whole.py",
+          "self._gaussian.draw(sum(total.numel() for total in sums.values()))",
+          "self._gaussian.draw(1).expand(sum(total.numel() for total in sums.values()))", "exact_noise"),
+    # What one record adds
+    fault("twice the bound in clip factors", MECHANISM, "bound = S.clamp(max=LARGEST[dtype])",
+          "bound = 2 * S.clamp(max=LARGEST[dtype])", "clips -k more_than_s"),
+    fault("twice the bound in the usual rule", "privacy/clips.py", "return (S / x).clamp(max=1)",
+          "return (2 * S / x).clamp(max=1)", "clips -k formulas"),
+    fault("nothing is taken from S for rounding", MECHANISM, "dtype: 3.001 * unit + 2.001 * 2.0**-53",
+          "dtype: 0.0", "clips -k taken_from_s"),
+    fault("norms are not enlarged for rounding", ROUNDING, "else each[0]) * (1 + (d + 2) * 2.0**-53)",
+          "else each[0])", "rounding -k 'contributes or enlarged'"),
+    fault("norms of large vectors are not enlarged", ROUNDING, "1 + (RUN + 1) / 2 * UNIT[dtype] + d * 2.0**-53", "1",
+          "rounding -k 'large_layers or enlarged'"),
+    fault("what underflows has no part in a norm", ROUNDING, "found + d**0.5 * lost if lost else found", "found",
+          "rounding -k underflow"),
+    fault("Gram matrices without their error", ROUNDING,
+          "most = _or_infinite((total + _ROUGH * error).sqrt() + _ROUGH * T * u * lengths)",
+          "most = _or_infinite(total.sqrt())", "rounding rules -k 'contributes or cancelling'"),
+    fault("scales are left out of the norm", MECHANISM, "_over(part.gradient.squared_norms(), part.alpha, 2)",
+          "_over(part.gradient.squared_norms(), 1.0, 2)", "engine -k float64_equals"),
+    fault("a parameter's uses are clipped without cross terms", "privacy/engine/uses.py",
+          "index[:, :, None] == self.index[:, None, :], self.g)",
+          "index[:, :, None] == torch.arange(self.index.shape[1]), self.g)",
+          "rounding rules -k 'contributes or embeddings'"),
+    fault("infinite records are counted", "privacy/engine/clipped_sums.py", "together < torch.inf}",
+          "together == together}", "engine traced -k 'finite or odd'"),
+    fault("padding counts as records", "privacy/engine/graphs.py", "counted = index < chunk.size",
+          "counted = index >= 0", "traced -k padding"),
+    fault("labels out of range count", "privacy/engine/graphs.py", "counted & gradients.in_range", "counted",
+          "traced engine -k 'odd_row or cannot_be_computed'"),
+    fault("no graph is proved", "privacy/engine/traced.py", "    if size == 1:\n        return\n", "    return\n",
+          "traced -k mixes"),
+    fault("a step's state is not looked for", "privacy/checks.py", "        if changed:\n", "        if False:\n",
+          "isolation -k parameters_and_buffers"),
+    fault("a record's loss after others is not looked at", "privacy/checks.py", "for _ in range(2 if",
+          "for _ in range(0 if", "isolation -k keeps_something_anywhere"),
+    fault("exact sums are rounded up", "privacy/exact/lattice.py", "whole = scaled.to(torch.int64)",
+          "whole = scaled.ceil().to(torch.int64)", "exact_noise -k vector"),
+    fault("exact vectors are not checked as whole numbers", "privacy/exact/lattice.py", "square > self.S2 for",
+          "square > 2 * self.S2 for", "exact_noise -k vector"),
+    fault("statistics for standardising are not clipped", "privacy/preparations/standardise.py", ".clamp(max=1.0)",
+          ".clamp(min=1.0)", "preparations -k one_record_more"),
+    fault("a user trains on all examples", "privacy/records.py",
+          "permutation(len(positions))[: self._most].tolist()", "permutation(len(positions)).tolist()",
+          "records -k random_part"),
+    # Sampling
+    fault("a tenth more records", SAMPLING, "lt(int(q * 2**63))", "lt(min(2**63 - 1, int(1.1 * q * 2**63)))",
+          "sampling"),
+    fault("a truncated sample keeps its first records", SAMPLING, "kept = stream.permutation(len(sample))",
+          "kept = range(len(sample))", "sampling"),
+    fault("a record too many in samples of fixed size", SAMPLING, "[: whole_batch(self.q, size)]",
+          "[: whole_batch(self.q, size) + 1]", "sampling"),
+    fault("shuffled batches overlap", SAMPLING, "order[k * batch : (k + 1) * batch]",
+          "order[k * batch : (k + 1) * batch + 1]", "sampling"),
+    fault("records are in several parts", SAMPLING, "part_of.eq(part)", "part_of.le(part)", "banded"),
+    fault("an empty sample is skipped", "privacy/delivery.py", "range(0, max(1, len(rows)), self.physical_batch)",
+          "range(0, len(rows), self.physical_batch)", "sampling -k empty"),
+    fault("the denominator is that of the first round", ENGINE, "self.now.sampling.q * self.now.n",
+          "self.plan.sampling.q * self.now.n", "callback -k schedule"),
+    # The plan and adaptive bounds
+    fault("noise is divided by its share", PLAN, "z * S / math.sqrt(w_g)", "z * S * math.sqrt(w_g)",
+          "plan -k allocation"),
+    fault("gradients take all of the budget", PLAN, "(left * w[name], scale * own.S)", "(w[name], scale * own.S)",
+          "values -k shares_leave"),
+    fault("a schedule moves S and not the noise", PLAN, "sigma=group.sigma * scale * by.z", "sigma=group.sigma * by.z",
+          "callback -k schedule"),
+    fault("adaptive bounds move the other way", "privacy/adaptive.py", "-self._following.rate", "self._following.rate",
+          "adaptive"),
+    fault("counts are of 0 and 1", "privacy/engine/clipped_sums.py", ".to(self._dtype) - 0.5)", ".to(self._dtype))",
+          "adaptive"),
+    fault("noise does not follow an adaptive bound", "privacy/adaptive.py",
+          "S=group.S * factor, sigma=group.sigma * factor", "S=group.S * factor", "adaptive"),
+    # The ledger
+    Fault("a round is in the ledger after its release", ENGINE,
+          (("            ledger.query(group.query())\n        ledger.commit()\n",
+            "            ledger.query(group.query())\n"),
+           ("        self._processes.hand_out(released)\n        return released\n",
+            "        self._processes.hand_out(released)\n        ledger.commit()\n        return released\n")),
+          "callback -k before_its_noise"),
+    Fault("a preparation is in the ledger after its noise", PREPARING,
+          (("        ledger.commit()\n        parts", "        parts"),
+           ("        processes.hand_out({name: total})\n",
+            "        processes.hand_out({name: total})\n        ledger.commit()\n")),
+          "preparations -k ledger"),
+    fault("a ledger with half of S", PLAN, "SumQueryEvent(self.name, self.S, ", "SumQueryEvent(self.name, self.S / 2, ",
+          "callback -k schedule"),
+    fault("a resumed ledger forgets its rounds", WRITING, "Counter(before.ledger.rounds)", "Counter()", "ledger"),
+    fault("any ledger is continued", WRITING, '.hexdigest() != position["sha256"]', '.hexdigest() == ""',
+          "ledger_file -k begins"),
+    fault("a changed ledger is written on", WRITING, "elif found.st_size != self._chain.size:", "elif False:",
+          "ledger_file -k lost"),
+    fault("a resume loses a round", CALLBACK, 'state_dict["completed"], state_dict.get("ledger")',
+          'state_dict["completed"] + 1, state_dict.get("ledger")', "callback -k resuming"),
+    fault("edited lines are read", "accounting/ledger/reading.py", "if given != link.decode() or line[-7:-3] != link:",
+          "if False:", "ledger_lines"),
+    # Accounting
+    fault("sensitivity 1 where a record is replaced", CLAIMS, '"replace_one": 2}', '"replace_one": 1}',
+          "accountants -k replacing"),
+    fault("equation 1 with the largest group alone", EVENTS, "sum(query.squared_ratio for",
+          "max(query.squared_ratio for", "ledger"),
+    fault("‖c‖ is left out", EVENTS, "math.fsum(c**2 for c in self.bands or (1.0,))", "1", "blocks"),
+    fault("an epoch costs what its cheapest round does", CLAIMS, "= min(epochs.get(sampling.epoch, math.inf), z)",
+          "= max(epochs.get(sampling.epoch, 0.0), z)", "accountants -k shuffled"),
+    fault("a block's last rounds are free", "accounting/blocks.py", "left = math.ceil(", "left = math.floor(",
+          "blocks"),
+    fault("a record is in a block's cheapest rounds", "accounting/blocks.py", "in sorted(rounds):",
+          "in sorted(rounds, reverse=True):", "blocks"),
+    fault("a replaced record changes one part", EVENTS, "sum(two) if", "two[-1] if", "one_off -k parts"),
+    fault("full batches add up otherwise", "accounting/gaussian.py", "np.dot(counts, 1 / z**2)",
+          "np.dot(counts, 1 / z**3)", "accountants -k full_batches"),
+    fault("losses are rounded down", "accounting/pairs.py", "self.mass - up, 0.0)\n        edges[1:] += up",
+          "self.mass, 0.0)", "pairs"),
+    fault("privacy losses of adding a record alone", "accounting/privacy_loss.py",
+          "[_OneWay(pairs, counts, cumulants)]",
+          "[_OneWay([pair.reverse for pair in pairs], counts, cumulants.reverse)]", "privacy_loss -k far_tails"),
+    fault("Rényi DP's conversion", "accounting/renyi.py", "math.log(delta * alpha) / (alpha - 1)",
+          "math.log(delta * alpha) / alpha", "accountants -k 'abadi or rdp'"),
+    fault("the moments accountant's conversion", "accounting/accountants.py", "(moment - math.log(delta)) / k, k)",
+          "(moment - math.log(delta)) / (k + 1), k)", "accountants -k abadi"),
+    fault("strong composition without its drift", "accounting/composition.py", "np.tanh(each / 2)",
+          "0 * np.tanh(each / 2)", "accountants -k strong"),
+    fault("basic composition with all of δ each round", "accounting/composition.py", "delta / self._counts.sum()",
+          "delta", "accountants -k 'basic or claim or tighter'"),
+    fault("the central limit", "accounting/gaussian.py", "np.expm1(1 / z**2)", "(1 / z**2)", "accountants -k central"),
+    fault("Laplace's moments", "accounting/laplace.py", "alpha * np.expm1(np.minimum(up, 1))",
+          "(alpha - 1) * np.expm1(np.minimum(up, 1))", "one_off -k moments"),
+    fault("a filter at the wrong order", "accounting/filter.py", "np.maximum(moments, 0))) / (order - 1)",
+          "np.maximum(moments, 0))) / order", "filter -k rho"),
+    fault("selection costs what the cheapest trial does", "accounting/selection.py", "return np.max([trial_curve",
+          "return np.min([trial_curve", "sweep -k dearest"),
+    fault("calibration stops above the target", "accounting/calibration.py", "<= cost <= self._target:",
+          "<= cost <= self._target * 1.01:", "calibration -k knob"),
+]  # fmt: skip
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("only", nargs="*")
+    asked.add_argument("--all", action="store_true", help="run the whole suite on each")
+    given = asked.parse_args()
+    missed = tried = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copied(Path(folder))
+        os.chdir(folder)
+        sys.path[:0] = [folder]
+        for name in SLOW_TO_IMPORT:
+            importlib.import_module(name)
+        for number, fault in enumerate(FAULTS, 1):
+            if given.only and not any(one == str(number) or one in fault.name for one in given.only):
+                continue
+            began = time.monotonic()
+            by = caught_by(fault, number, Path(folder), given.all)
+            tried, missed = tried + 1, missed + (not by)
+            print(f"{number:3} {fault.name:58} {time.monotonic() - began:4.0f} s  {by or 'NOT CAUGHT'}", flush=True)
+    print(f"{tried - missed} of {tried} faults were caught.")
+    return missed
+
+
+def copied(folder: Path) -> None:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name)
+        elif source.exists():
+            shutil.copy(source, folder / name)
+
+
+def caught_by(fault: Fault, number: int, copy: Path, whole: bool) -> str:
+    """The test that failed first; empty if none did.
+
+    Raises:
+        RuntimeError: the tests could not be run.
+    """
+    path = copy / "dpexp" / fault.file
+    right = text = path.read_text()
+    for old, new in fault.changes:
+        if text.count(old) != 1:
+            raise RuntimeError(f"{fault.name}: {old!r} stands {text.count(old)} times in {fault.file}.")
+        text = text.replace(old, new)
+    path.write_text(text)
+    os.utime(path, (number, number))  # a time of its own, so that no bytecode of another version is taken for it
+    of, _, names = fault.tests.partition(" -k ")
+    files = [f"tests/test_{name}.py" for name in of.split()] + (["-k", names.strip("'")] if names else [])
+    printed = copy / "printed.txt"
+    status = forked([] if whole else ["-n", "0", *files], printed)
+    path.write_text(right)
+    os.utime(path, (0, 0))
+    said = printed.read_text(errors="replace")
+    failed = re.search(r"^FAILED (?:tests/)?(.+?)(?: - .*)?$", said, re.MULTILINE)
+    if status == 0:
+        return ""
+    if failed is None:
+        raise RuntimeError(f"{fault.name}: {said[-3000:]}")
+    return failed[1]
+
+
+def forked(arguments: list[str], printed: Path) -> int:
+    """Runs pytest in a process that has imported what is slow; returns its exit status."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 3
+        try:
+            with printed.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.environ["PYTHONPATH"] = os.getcwd()
+            status = int(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:faulthandler", *arguments]))
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
