@@ -1,8 +1,34 @@
 """The exceptions whose messages are whole sentences: of a person's mistake, and of a record; and what others say."""
 
+import math
+from typing import Any
+
 
 class ConfigError(ValueError):
     """A choice that cannot be honoured. The message names the key, the value and what would be accepted."""
+
+
+def positive(key: str, value: Any) -> float:
+    """The value, if it is a finite number above 0.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value > 0):
+        raise ConfigError(f"{key}={value} must be a finite number above 0.")
+    return float(value)
+
+
+def whole(key: str, value: Any) -> int:
+    """The value, if it is a whole number of at least 1.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key}={value} must be a whole number of at least 1.")
+    return value
 
 
 class ClaimRefuted(ConfigError):

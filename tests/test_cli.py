@@ -165,7 +165,7 @@ BAD = {
     "clip=psac clip.r=-1": "clip.r=-1 must be a finite number above 0",
     "clip=global": "clip.Z must be given",
     "clip=global clip.Z=inf": "clip.Z=inf must be a finite number above 0",
-    "clip=global clip.Z=large": "clip.Z=large must be a number above 0",
+    "clip=global clip.Z=large": "clip.Z=large must be a finite number above 0",
     "clip._target_=builtins.dict": "clip={} is no clip rule; give a frozen dataclass with a name",
     "allocation=weighted": "allocation.weights must be given",
     "group=conv_fc allocation=weighted allocation.weights={conv:0.5,fc:0.4}": "add up to 0.9; they must add up to 1",
@@ -449,7 +449,7 @@ def test_every_configuration_file_says_first_what_it_is(path):
 
 def test_cfg_shows_the_resolved_configuration(tmp_path):
     shown = command("--cfg", "job", "mechanism=joint", cwd=tmp_path).stdout
-    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.mechanisms.Joint" in shown and "${" not in shown
+    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.clipping.Joint" in shown and "${" not in shown
 
 
 COMPLETE = """

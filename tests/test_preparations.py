@@ -28,9 +28,8 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import add_laplace
 from dpexp.privacy.plan import PrivacyPlan, make_plan
-from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten
-from dpexp.privacy.preparations.carrying_out import _total, prepare
-from dpexp.privacy.preparations.preparation import queries
+from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten, queries
+from dpexp.privacy.preparing import _total, prepare
 from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.tracking.failure import keep_error
 from dpexp.training.classifier import Classifier

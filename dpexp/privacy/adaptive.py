@@ -18,18 +18,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, positive
 from dpexp.privacy.allocation import Allocation, Measured
-from dpexp.privacy.bounds import Fixed, positive
-from dpexp.privacy.clips import RAMP
+from dpexp.privacy.clipping import RAMP, Clipping, Joint, Mechanism, Separate, by_group
 from dpexp.privacy.groups import Vector, value_key
-from dpexp.privacy.mechanisms import Clipping, Joint, Mechanism, Separate
-from dpexp.privacy.metrics import Release
+from dpexp.privacy.values import UNCLIPPED, Release
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Group, PrivacyPlan
 
-UNCLIPPED = "unclipped"
 _FURTHEST = 1e8  # from where a bound began
 
 
@@ -50,10 +47,7 @@ class Adaptive:
     share: float = 0.01
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        try:
-            return Fixed(self.initial)(groups, dimensions)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("bound.value", "bound.initial")) from None
+        return by_group("bound.initial", self.initial, groups)
 
     def following(
         self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
@@ -69,20 +63,15 @@ class Adaptive:
             members = [(group, group) for group in groups]
         else:
             raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
-        gammas = self._quantiles([group for group, _ in members])
+        gammas = tuple(by_group("bound.quantile", self.quantile, [group for group, _ in members], _fraction))
         rate = positive("bound.rate", self.rate)
         return Following(tuple(members), isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, Measured))
 
-    def _quantiles(self, groups: Sequence[str]) -> tuple[float, ...]:
-        given = self.quantile
-        if isinstance(given, Mapping) and set(given) != set(groups):
-            names = ", ".join(dict.fromkeys(groups))
-            raise ConfigError(f"bound.quantile names the groups {', '.join(given)}; the model has {names}.")
-        found = [given[group] if isinstance(given, Mapping) else given for group in groups]
-        for one in found:
-            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
-                raise ConfigError(f"bound.quantile={one} must be a fraction between 0 and 1.")
-        return tuple(map(float, found))
+
+def _fraction(key: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{key}={value} must be a fraction between 0 and 1.")
+    return float(value)
 
 
 @dataclass(frozen=True)

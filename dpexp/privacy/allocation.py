@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpexp.errors import ConfigError
-from dpexp.privacy.bounds import positive
+from dpexp.errors import ConfigError, positive
+from dpexp.privacy.clipping import Clipping, check_names
 from dpexp.privacy.groups import Vector
-from dpexp.privacy.mechanisms import Clipping
 
 
 class Allocation(Protocol):
@@ -67,7 +66,7 @@ class Weighted:
     weights: Mapping[str, float]
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
-        _check_names("allocation.weights", self.weights, groups)
+        check_names("allocation.weights", self.weights, groups)
         weights = {name: positive(f"allocation.weights.{name}", self.weights[name]) for name in groups}
         if not math.isclose(sum(weights.values()), 1, rel_tol=1e-9):
             raise ConfigError(
@@ -85,7 +84,7 @@ class Explicit:
 
     def noise_multiplier(self, clipping: Mapping[str, Clipping]) -> float:
         """z = (Σ_g (S_g/σ̃_g)²)^(-1/2)."""
-        _check_names("allocation.sigma", self.sigma, clipping)
+        check_names("allocation.sigma", self.sigma, clipping)
         return sum(self._squares(clipping).values()) ** -0.5
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
@@ -100,8 +99,3 @@ class Explicit:
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
-
-
-def _check_names(key: str, given: Mapping[str, float], groups: Mapping[str, object]) -> None:
-    if set(given) != set(groups):
-        raise ConfigError(f"{key} names the groups {', '.join(given)}; the model has {', '.join(groups)}.")

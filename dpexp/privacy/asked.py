@@ -7,8 +7,7 @@ from typing import Any
 from dpexp.accounting.claims import adjacencies, check_advantage, check_claim, check_delta, check_tpr
 from dpexp.accounting.knobs import KNOBS
 from dpexp.accounting.ledger import ADJACENCIES
-from dpexp.errors import ConfigError
-from dpexp.privacy.bounds import positive
+from dpexp.errors import ConfigError, positive
 from dpexp.privacy.sampling import Policy, make_policy
 
 COEFFICIENTS = ("optimal", "sqrt")

@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from dpexp.errors import ConfigError
-from dpexp.privacy.bounds import positive
-from dpexp.privacy.given import release
+from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.values import BATCHNORM, release
 
-GROUP = "batchnorm"
 _FASTEST = 2.0  # that a variance may grow or shrink in one round
 _GROUPS = 32
 
@@ -99,7 +97,7 @@ class Private:
         positive("batchnorm.share", self.share)
         if not 0 < self.rate <= 1:
             raise ConfigError(f"batchnorm.rate={self.rate} must lie in (0, 1].")
-        return _replaced(module, lambda name, layer: RunningNorm(layer, f"{GROUP}/{name}", self.rate))
+        return _replaced(module, lambda name, layer: RunningNorm(layer, f"{BATCHNORM}/{name}", self.rate))
 
     def release(self, module: nn.Module) -> dict[str, Any]:
         """What `make_plan` is to release for the module's layers."""
@@ -108,7 +106,7 @@ class Private:
             layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "d": 2 * layer.channels}
             for layer in layers_that_give(module)
         }
-        return {GROUP: {"share": self.share, "values": values}} if values else {}
+        return {BATCHNORM: {"share": self.share, "values": values}} if values else {}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.clips import asked
+from dpexp.privacy.clipping import asked
 from dpexp.privacy.delivery import RoundSampler
 from dpexp.privacy.fetching import sampled_dataset
 from dpexp.privacy.keystream import KeyStream

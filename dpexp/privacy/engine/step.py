@@ -25,7 +25,7 @@ from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense
-from dpexp.privacy.given import Values
+from dpexp.privacy.values import Values
 
 TRACED, VMAP, SINGLE, AUTOGRAD = "traced", "vmap", "one at a time", "one at a time by autograd"
 NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
