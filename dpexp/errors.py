@@ -20,15 +20,27 @@ def positive(key: str, value: Any) -> float:
     return float(value)
 
 
-def whole(key: str, value: Any) -> int:
-    """The value, if it is a whole number of at least 1.
+def whole(key: str, value: Any, other: str = "") -> int:
+    """The value, if it is a whole number of at least 1. `other`: what would be accepted besides.
 
     Raises:
         ConfigError: it is none.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}={value} must be a whole number of at least 1.")
+        raise ConfigError(f"{key}={value} must be a whole number of at least 1{other}.")
     return value
+
+
+def exactly_one(section: str, **choices: Any) -> None:
+    """Refuses none and several of alternatives.
+
+    Raises:
+        ConfigError: not one alone is given.
+    """
+    given = [f"{section}.{key}={value}" for key, value in choices.items() if value is not None]
+    if len(given) != 1:
+        wanted = " or ".join(f"{section}.{key}" for key in choices)
+        raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")
 
 
 class ClaimRefuted(ConfigError):

@@ -154,7 +154,7 @@ BAD = {
     "privacy.epsilon=1 privacy.noise_multiplier=1": "exactly one of privacy.epsilon or privacy.noise_multiplier",
     "sampling.q=1.5": "sampling.q=1.5 must lie in (0, 1]",
     "sampling.expected_batch_size=2000": "exceeds data.n=1437",
-    "sampling.steps=0": "sampling.steps=0 must be at least 1",
+    "sampling.steps=0": "sampling.steps=0 must be a whole number of at least 1",
     "data.n=0": "data.n=0 must be a whole number of at least 1",
     "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
     "mechanism=joint mechanism.alpha=0": "mechanism.alpha=0 must be a finite number above 0",

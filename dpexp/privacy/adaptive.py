@@ -52,11 +52,7 @@ class Adaptive:
     def following(
         self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
     ) -> "Following":
-        """What a plan for some groups follows.
-
-        Raises:
-            ConfigError: the mechanism's bounds cannot be followed, or a value is out of range.
-        """
+        """What a plan for some groups follows, if the mechanism's bounds can be followed."""
         if isinstance(mechanism, Joint) and mechanism.alpha is None:
             members = [(group, vector.name) for group, vectors in groups.items() for vector in vectors]
         elif isinstance(mechanism, Separate):
@@ -105,14 +101,10 @@ class Following:
 
 
 class Bounds:
-    """Where the bounds have come to.
-
-    Attributes:
-        factors: of the initial ones.
-    """
+    """Where the bounds have come to: `factors` of the initial ones."""
 
     def __init__(self, following: Following) -> None:
-        self._following = following
+        self._following, self.joint = following, following.joint
         self.factors = [1.0] * len(following.members)
 
     def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
@@ -121,18 +113,11 @@ class Bounds:
         groups = [self._bounded(group, by) for group in plan.groups]
         return replace(plan, groups=tuple(_shared_anew(groups) if self._following.measured else groups))
 
-    @property
-    def joint(self) -> bool:
-        return self._following.joint
-
     def follow(
         self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
     ) -> dict[str, float]:
-        """Moves the bounds by what a round's counts say; returns the round's bounds and fractions as metrics.
-
-        Args:
-            completed: the round's number; history: see `Estimates`, to which the bounds are added.
-        """
+        """Moves the bounds by what the counts of round number `completed` say; returns the round's bounds, which are
+        added to `history` (see `Estimates`), and fractions as metrics."""
         shown = dict(self.shown(now))
         for name, bound in shown.items():
             history.setdefault(name, []).append((completed, bound, 0.0))
@@ -150,18 +135,15 @@ class Bounds:
 
     def shown(self, now: "PrivacyPlan") -> Iterator[tuple[str, float]]:
         """The bounds of a round by what they are called: S/group or alpha/vector."""
-        names = dict(zip(self._following.members, self._following.names, strict=True))
-        for group in now.groups:
-            if not group.is_of_values and not self._following.joint:
-                yield f"S/{group.name}", group.S
-            elif not group.is_of_values:
-                for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-                    yield f"alpha/{names[group.name, vector.name]}", alpha
+        alphas = [alpha for group in now.groups if not group.is_of_values for alpha in group.alphas]
+        bounds = [group.S for group in now.groups if not group.is_of_values]
+        for name, bound in zip(self._following.names, alphas if self.joint else bounds, strict=True):
+            yield f"{'alpha' if self.joint else 'S'}/{name}", bound
 
     def _bounded(self, group: "Group", by: Mapping[tuple[str, str], float]) -> "Group":
         if group.is_of_values:
             return group
-        if self._following.joint:
+        if self.joint:
             alphas = zip(group.vectors, group.alphas, strict=True)
             return replace(group, alphas=tuple(alpha * by[group.name, vector.name] for vector, alpha in alphas))
         factor = by[group.name, group.name]
@@ -176,13 +158,10 @@ def within(parts: Tensor) -> Tensor:
 
 def _shared_anew(groups: Sequence["Group"]) -> Iterator["Group"]:
     """Divides what the groups of gradients have of the budget by their bounds as they are."""
-    of_gradients = {group.name: group for group in groups if not group.is_of_values}
-    clipping = {name: Clipping(group.alphas, group.S) for name, group in of_gradients.items()}
-    shares = Measured().shares({name: group.vectors for name, group in of_gradients.items()}, clipping)
-    whole = sum(group.share for group in of_gradients.values())
+    of_gradients = [group for group in groups if not group.is_of_values]
+    clipping = {group.name: Clipping(group.alphas, group.S) for group in of_gradients}
+    shares = Measured().shares({group.name: group.vectors for group in of_gradients}, clipping)
+    whole = sum(group.share for group in of_gradients)
     for group in groups:
-        if group.is_of_values:
-            yield group
-        else:
-            share = whole * shares[group.name]
-            yield replace(group, share=share, sigma=group.sigma * math.sqrt(group.share / share))
+        share = whole * shares[group.name] if group.name in shares else group.share
+        yield replace(group, share=share, sigma=group.sigma * math.sqrt(group.share / share))

@@ -45,13 +45,11 @@ class MinVariance:
     """
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
-        return _normalised(
-            {
-                name: clipping[name].S
-                * math.sqrt(sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True)))
-                for name, vectors in groups.items()
-            }
-        )
+        sizes = {
+            name: sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True))
+            for name, vectors in groups.items()
+        }
+        return _normalised({name: clipping[name].S * math.sqrt(size) for name, size in sizes.items()})
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,8 @@ class Weighted:
         check_names("allocation.weights", self.weights, groups)
         weights = {name: positive(f"allocation.weights.{name}", self.weights[name]) for name in groups}
         if not math.isclose(sum(weights.values()), 1, rel_tol=1e-9):
-            raise ConfigError(
-                f"allocation.weights={dict(self.weights)} add up to {sum(weights.values()):.12g}; "
-                "they must add up to 1."
-            )
+            total = f"{sum(weights.values()):.12g}"
+            raise ConfigError(f"allocation.weights={dict(self.weights)} add up to {total}; they must add up to 1.")
         return _normalised(weights)
 
 

@@ -4,12 +4,9 @@ With private statistics (the paper's second kind of aggregate) a layer normalise
 that it is a fixed map of each channel and records never mix. The moments of each record, the means over space of u and
 of u² - 1 for each channel, are vectors of the round: clipped, summed and noised together, as the group `batchnorm`.
 What is released is how far the statistics are off, in their own units, and moves them: μ by as much of s, s² by as much
-of itself. So one bound serves layers of any scale, and a sample that happens to be small moves them less, not towards
-0.
-
-Gradients take the statistics as constants, so that what a step gains by scaling or shifting a layer's inputs would be
-taken back by statistics that follow, round after round (Ioffe & Szegedy 2015, section 2). So they move by 1/t of what
-is found in round t, and come to rest while the network learns.
+of itself, so that one bound serves layers of any scale. Gradients take the statistics as constants, and what a step
+gains by scaling a layer's inputs would be taken back by statistics that follow (Ioffe & Szegedy 2015, section 2). So
+they move by 1/t of what is found in round t, and come to rest while the network learns.
 
 Spectral normalization makes one power iteration a round, from the weights alone, and none within a step.
 """
@@ -30,7 +27,6 @@ from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.values import BATCHNORM, release
 
 _FASTEST = 2.0  # that a variance may grow or shrink in one round
-_GROUPS = 32
 
 
 class RunningNorm(nn.Module):
@@ -86,7 +82,7 @@ class Private:
         share: of the noise budget, for all layers together.
         scale: a record's moments of a layer with C channels are clipped, together with those of other layers, as if
             they were at most scale·√(2C) long.
-        rate: by which part of what was found the statistics move in the first round; by 1/t of it in round t.
+        rate: see `RunningNorm`.
     """
 
     share: float = 0.1
@@ -125,7 +121,7 @@ class Groups:
         groups: at most so many, as divide the channels.
     """
 
-    groups: int = _GROUPS
+    groups: int = 32
 
     def __call__(self, module: nn.Module) -> nn.Module:
         return _replaced(module, self._grouped)
@@ -149,10 +145,8 @@ def refuse_unreleased(module: nn.Module, plan: PrivacyPlan) -> None:
     released = {vector.name for group in plan.groups for vector in group.vectors}
     for layer in layers_that_give(module):
         if layer.given_as not in released:
-            raise ConfigError(
-                f"model: the plan does not release {layer.given_as}, by which a RunningNorm learns its statistics; "
-                "give make_plan the model's batchnorm.Private().release(model)."
-            )
+            told = f"model: the plan does not release {layer.given_as}, by which a RunningNorm learns its statistics"
+            raise ConfigError(f"{told}; give make_plan release=batchnorm.Private().release(model).")
 
 
 def _replaced(module: nn.Module, new: Any) -> nn.Module:

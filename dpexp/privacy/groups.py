@@ -85,9 +85,7 @@ class Groups:
             if len(found) > 1:
                 raise ConfigError(f"group: parameter {parameter} falls in both {' and '.join(found)}.")
             if not found:
-                raise ConfigError(
-                    f"group: parameter {parameter} falls in no group; match it or add a group with rest: true."
-                )
+                raise ConfigError(f"group: parameter {parameter} falls in no group; match it or add rest: true.")
             members[found[0]].append(parameter)
         for name, parameters in members.items():
             if not parameters and name not in rest:

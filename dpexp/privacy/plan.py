@@ -23,21 +23,12 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
 from dpexp.errors import ConfigError, positive
+from dpexp.privacy import asked
 from dpexp.privacy.adaptive import Adaptive, Following
 from dpexp.privacy.allocation import Allocation, Explicit, Measured, Proportional
-from dpexp.privacy.asked import (
-    AUTO,
-    Banded,
-    check_adaptive,
-    check_banded,
-    check_kind,
-    check_noise,
-    check_schedules,
-    claimed,
-    sampled,
-)
+from dpexp.privacy.asked import AUTO, Banded
 from dpexp.privacy.bands import candidates, coefficients, error, least
-from dpexp.privacy.clipping import Abadi, Bound, Clip, Fixed, Mechanism, Separate, check_clip, in_words
+from dpexp.privacy.clipping import Abadi, Bound, Clip, Clipping, Fixed, Mechanism, Separate, check_clip, in_words
 from dpexp.privacy.exact import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
 from dpexp.privacy.preparations import parts_of, queries
@@ -255,69 +246,59 @@ def make_plan(
             layers mix records.
     """
     refuse_mixing_layers(module)
-    record = record or Record()
-    policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, record.count(n, users), parts)
-    rate, n = policy.q, record.count(n, users)
-    adjacency = claimed(sampling, adjacency)
-    exact = check_kind(noise) == "exact"
+    record, bound, mechanism = record or Record(), bound or Fixed(1.0), mechanism or Separate()
+    allocation = allocation or Proportional()
+    records = record.count(n, users)
+    policy, rounds = asked.sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, records, parts)
+    rate, n = policy.q, records
+    adjacency = asked.claimed(sampling, adjacency)
+    exact = asked.check_kind(noise) == "exact"
     banded = Banded() if noise == "banded" else noise if isinstance(noise, Banded) else None
-    check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
-    check_schedules(schedules or {}, sampling, calibrate)
+    asked.check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
+    asked.check_schedules(schedules or {}, sampling, calibrate)
     target = _target(epsilon, delta, advantage, tpr)
     if banded:
-        check_banded(banded, sampling, calibrate, target is not None, parts)
+        asked.check_banded(banded, sampling, calibrate, target is not None, parts)
     members = (group or flat())(module)
     if not members:
         raise ConfigError("model: it has no trainable parameter, so there is nothing to release.")
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
-    clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
-    w = (allocation or Proportional()).shares(grouped, clipping)
-    values, following = _besides(grouped, release or {}, bound, mechanism or Separate(), allocation or Proportional())
+    clipping = mechanism(grouped, bound)
+    w = allocation.shares(grouped, clipping)
+    values, following = _besides(grouped, release or {}, bound, mechanism, allocation)
     left = 1 - sum(value.share for value in values.values())
     if left <= 0:
         raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
     if following is not None:
-        check_adaptive(schedules or {}, calibrate, noise)
+        asked.check_adaptive(schedules or {}, calibrate, noise)
     rule = Abadi() if clip is None else clip
     check_clip(rule)
 
     preparations = queries(module, adjacency, target.mu if target else None)
-    if preparations and record != Record():
-        raise ConfigError(
-            f"prepare={preparations[0].query} bounds what one example gives, which bounds no {record}; leave it out, "
-            "or choose record=example."
-        )
-    if exact and preparations:
-        raise ConfigError(
-            f"noise=exact cannot be had for prepare={preparations[0].query}, whose noise is in float64; choose "
-            "noise=gaussian, or leave the preparation out."
-        )
+    prepared = preparations[0].query if preparations else None
+    if prepared and record != Record():
+        raise ConfigError(f"prepare={prepared} bounds what an example gives, not a {record}; choose record=example.")
+    if prepared and exact:
+        raise ConfigError(f"noise=exact cannot be had for prepare={prepared}, in float64; choose noise=gaussian.")
 
     def with_bands(b: int) -> PrivacyPlan:
         c = coefficients(banded, b, rounds) if banded else (1.0,)
         sampled_by = replace(policy, parts=parts or b) if isinstance(policy, CyclicPoisson) else policy
 
         def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
-            of_gradients = (
-                Group(name, grouped[name], own.alphas, S, z * S / math.sqrt(w_g), w_g, exact, clip=rule, bands=c)
+            gradients = {
+                name: Release(grouped[name], Clipping(own.alphas, scale * own.S), left * w[name])
                 for name, own in clipping.items()
-                for w_g, S in [(left * w[name], scale * own.S)]
-            )
-            of_values = (
-                Group(name, v.vectors, own.alphas, own.S, z * own.S / math.sqrt(v.share), v.share, exact, v.every)
-                for name, v in values.items()
-                for own in [v.clipping]
-            )
+            }
+            groups = []
+            for name, one in (gradients | values).items():
+                own, ruled = one.clipping, (rule, c) if name in gradients else ()
+                sigma = z * own.S / math.sqrt(one.share)
+                groups.append(Group(name, one.vectors, own.alphas, own.S, sigma, one.share, exact, one.every, *ruled))
+            by_q = sampled_by if q == rate else replace(sampled_by, q=q)
+            varied = schedule(steps, **(schedules or {}))
             return PrivacyPlan(
-                sampled_by if q == rate else replace(sampled_by, q=q),
-                n,
-                steps,
-                (*of_gradients, *of_values),
-                adjacency,
-                schedule(steps, **(schedules or {})),
-                following,
-                preparations=preparations,
-                record=record,
+                by_q, n, steps, tuple(groups), adjacency, varied, following, preparations=preparations, record=record
             )
 
         z = noise_multiplier
@@ -367,7 +348,7 @@ def _target(
 def _besides(
     grouped: Mapping[str, tuple[Vector, ...]],
     release: Mapping[str, Any],
-    bound: Bound | None,
+    bound: Bound,
     mechanism: Mechanism,
     allocation: Allocation,
 ) -> tuple[dict[str, Release], Following | None]:
@@ -376,8 +357,7 @@ def _besides(
     both = sorted(set(values) & set(grouped))
     if both:
         raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
-    named = {vector.name for value in values.values() for vector in value.vectors}
-    if UNCLIPPED in {*values, *named, *grouped}:
+    if UNCLIPPED in {*values, *grouped, *(vector.name for value in values.values() for vector in value.vectors)}:
         raise ConfigError(f"{UNCLIPPED} is what bound=adaptive counts under; rename what else is called so.")
     if isinstance(bound, Adaptive):
         following = bound.following(grouped, mechanism, allocation)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpexp.accounting.laplace import pure_below
 from dpexp.accounting.ledger import PartsEvent, QueryEvent
-from dpexp.errors import ConfigError, positive
+from dpexp.errors import ConfigError, exactly_one, positive, whole
 from dpexp.privacy.engine.rounding import norms
 
 _MARGIN = 1 - 2.0**-49  # for what rounding adds to a vector's numbers
@@ -24,8 +24,8 @@ _LEAST = 1e-3  # of a variance, as a part of the mean square of all features
 
 
 class Preparation(nn.Module, ABC):
-    """A vector of each record is summed over all of them, noise is added once, and what comes of it is kept in buffers:
-    it is in checkpoints and in the kept model, and inputs go through `forward` wherever the model does.
+    """A vector of each record is summed over all of them, noise is added once, and what comes of it is kept in buffers,
+    with the model; inputs go through `forward` wherever the model does.
 
     Its noise is given in one of two ways. `noise_multiplier` is σ/S, or of Laplace noise b/S, with the sensitivity S
     under add_remove. `share` is a part w of what may be spent: were training a Gaussian mechanism, the target would be
@@ -48,22 +48,16 @@ class Preparation(nn.Module, ABC):
 
     def __init__(self, share: float | None = None, noise_multiplier: float | None = None) -> None:
         super().__init__()
-        name = f"prepare: {type(self).__name__}"
-        if (share is None) == (noise_multiplier is None):
-            raise ConfigError(
-                f"{name} needs share={share} or noise_multiplier={noise_multiplier}: exactly one of them."
-            )
+        name = f"prepare.{type(self).__name__}"
+        exactly_one(name, share=share, noise_multiplier=noise_multiplier)
         if share is not None and not 0 < share < 1:
-            raise ConfigError(f"{name}: share={share} must lie strictly between 0 and 1; 0.1 is a tenth.")
-        if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
-            raise ConfigError(f"{name}: noise_multiplier={noise_multiplier} must be a finite number above 0.")
+            raise ConfigError(f"{name}.share={share} must lie strictly between 0 and 1; 0.1 is a tenth.")
+        if noise_multiplier is not None:
+            positive(f"{name}.noise_multiplier", noise_multiplier)
         self.share, self.noise_multiplier = share, noise_multiplier
 
     def query(self, name: str, adjacency: str, mu: float | None) -> QueryEvent | PartsEvent:
-        """The event that the release writes.
-
-        Args:
-            mu: μ* of what may be spent; None if no target is known.
+        """The event that the release writes. `mu`: μ* of what may be spent; None if no target is known.
 
         Raises:
             ConfigError: a share of what is not known.
@@ -292,9 +286,7 @@ class ClassCounts(Preparation):
         super().__init__(**spent)
         if noise not in ("laplace", "gaussian"):
             raise ConfigError(f"prepare.class_counts.noise={noise} is unknown; choose laplace or gaussian.")
-        if not isinstance(classes, int) or classes < 1:
-            raise ConfigError(f"prepare.class_counts.classes={classes} must be a whole number, at least 1.")
-        self.noise, self.d = noise, classes
+        self.noise, self.d = noise, whole("prepare.class_counts.classes", classes)
         self.S_replaced = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
 
@@ -306,10 +298,7 @@ class ClassCounts(Preparation):
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         if y.dim() != 1 or y.is_floating_point() or y.is_complex():
-            raise ConfigError(
-                "prepare.class_counts: a record's label must be one whole number, its class; with others it is in none "
-                "or in several, which are no disjoint parts."
-            )
+            raise ConfigError("prepare.class_counts: a record's label must be one whole number, its class.")
         known = y[(y >= 0) & (y < self.d)]
         return torch.bincount(known.long(), minlength=self.d).double()
 
@@ -349,11 +338,7 @@ class Prepared(nn.Module):
 
 
 def preparations_of(module: nn.Module) -> dict[str, Preparation]:
-    """Those that a module holds, by name and in their order.
-
-    Raises:
-        ConfigError: they are in two places.
-    """
+    """Those that a module holds in one place, by name and in their order."""
     found = [layer for layer in module.modules() if isinstance(layer, Prepared)]
     if len(found) > 1:
         raise ConfigError("model: it has several parts that are Prepared; give one all of the preparations.")
@@ -361,11 +346,7 @@ def preparations_of(module: nn.Module) -> dict[str, Preparation]:
 
 
 def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[QueryEvent | PartsEvent, ...]:
-    """What the preparations of a module will release, as for `Preparation.query`.
-
-    Raises:
-        ConfigError: shares that leave nothing, or as `Preparation.query`.
-    """
+    """What the preparations of a module will release, as for `Preparation.query`."""
     found = preparations_of(module)
     shares = {name: preparation.share for name, preparation in found.items() if preparation.share is not None}
     if sum(shares.values()) >= 1:

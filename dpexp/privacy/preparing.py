@@ -114,16 +114,17 @@ def _total(
             x, y = _inputs(records)
             for earlier in before:
                 x = _through(earlier, x.double())
-            own = _checked(preparation.sums(x, y), preparation.d)
+            total.add_(_checked(preparation.sums(x, y), preparation.d))
+            used += records.size
         except Exception as error:
-            if records.size > 1:  # one of them, which must not take the others with it
-                for k in range(records.size):
-                    add(_one(records, k))
-            else:
+            if records.size == 1:
                 reason = error
-            return
-        total.add_(own)
-        used += records.size
+            else:  # one of them must not take the others with it
+                for k in range(records.size):
+                    one = tree_map(
+                        lambda leaf, k=k: leaf[k : k + 1] if isinstance(leaf, Tensor) else leaf, records.batch
+                    )
+                    add(Records(1, one))
 
     with torch.no_grad():
         for records in all_records(loader, physical_batch, randomness):
@@ -152,10 +153,6 @@ def _checked(own: Any, d: int) -> Tensor:
     if not own.isfinite().all():
         raise ConfigError("sums gave numbers that are not finite.")
     return own.detach().double().cpu()
-
-
-def _one(records: Records, k: int) -> Records:
-    return Records(1, tree_map(lambda leaf: leaf[k : k + 1] if isinstance(leaf, Tensor) else leaf, records.batch))
 
 
 def _inputs(records: Records) -> tuple[Tensor, Tensor]:
