@@ -1,14 +1,12 @@
 """Bounds that follow a quantile of the norms, learnt privately (Andrew et al. 2021, arXiv 1905.03871).
 
-Of each record it is counted whether its norm is within the bound: b_i = 1[‖v_i‖ <= S] - 1/2, a number of absolute value
-1/2. The counts are a vector of the same round with its own share of the budget; b̂ = Σ_i b_i/qn + 1/2, with noise,
-estimates the fraction of records that are not clipped, and S <- S exp(-η (b̂ - γ)) then moves S towards the quantile γ.
+Of each record it is counted whether its norm is within the bound: b_i = 1[‖v_i‖ <= S] - 1/2. The counts are a vector
+of the same round with its own share of the budget; b̂ = Σ_i b_i/qn + 1/2, with noise, estimates the fraction of records
+that are not clipped, and S <- S exp(-η (b̂ - γ)) moves S towards the quantile γ. σ̃_g = z S_g/√w_g moves with S_g, so
+that a round costs what was planned.
 
-Under separate clipping that is S_g of each group. Under joint clipping it is the scale α_j of each vector, from
-1[‖v_j‖ <= α_j]: vectors of very different lengths come to be scaled to equal use of S, which joint clipping is for
-(McMahan et al. 2018, section 2).
-
-σ̃_g = z S_g/√w_g moves with S_g, so that what a round costs stays what was planned.
+Under separate clipping that is S_g of each group; under joint clipping the scale α_j of each vector, from
+1[‖v_j‖ <= α_j], so that vectors of very different lengths come to make equal use of S (McMahan et al. 2018, section 2).
 """
 
 import math

@@ -1,7 +1,7 @@
 """What becomes of batch normalization, which mixes the records of a batch: private statistics, fixed ones, or none.
 
-With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, u = (x - μ)/s, so
-that it is a fixed map of each channel and records never mix. The moments of each record, the means over space of u and
+With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, u = (x - μ)/s, a
+fixed map of each channel by which records never mix. The moments of each record, the means over space of u and
 of u² - 1 for each channel, are vectors of the round: clipped, summed and noised together, as the group `batchnorm`.
 What is released is how far the statistics are off, in their own units, and moves them: μ by as much of s, s² by as much
 of itself, so that one bound serves layers of any scale. Gradients take the statistics as constants, and what a step

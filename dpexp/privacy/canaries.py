@@ -1,16 +1,14 @@
 """Dirac canaries: records whose gradients are bounded vectors in coordinates of their own.
 
-A canary is a record: where records are units of k examples, or users, it has k or `most` equal examples, so that what
-each of them would contribute alone is found if they are not clipped together. Each canary is included by a fair coin.
-What the rounds release in its coordinates is its share of the sums and noise, and nothing else, so that whoever looks
-there is the strongest attacker whom a release may have.
+Each canary is included by a fair coin. What the rounds release in its coordinates is its share of the sums and noise,
+and nothing else: whoever looks there is the strongest attacker whom a release may have. Where records are units or
+users, it has as many equal examples, so that what each of them would contribute alone is found.
 
-Every vector of every group gets a table of extra coordinates, which belongs to it: clipped in the same group, by the
-same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
-A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to do
-(but as short as a clip rule demands that would drop it), and changes its sign from vector to vector, group to group and
-turn to turn, so that noise which these share would cancel in what the attacker adds up. Who knows when it may have
-been sampled, as where samples come round, looks at these rounds alone (see `matched`).
+Every vector of every group gets a table of extra coordinates: clipped in the same group, by the same S_g, noised by the
+same α_j σ̃_g, so that what is accounted stays as it is. A canary has one coordinate in each vector. Its gradient is
+longer than S_g allows, so that clipping has something to do, and changes its sign from vector to vector, group to group
+and turn to turn, so that noise which these share would cancel. Who knows when it may have been sampled looks at these
+rounds alone (see `Matched`).
 """
 
 import math
@@ -49,10 +47,8 @@ ABSENT: dict[str, float | None] = {"add_remove": None, "replace_null": 0.0, "rep
 
 
 class Canaries(pl.Callback):
-    """Puts canaries into a module, its data and its plan, and adds up what is released in their coordinates.
-
-    It must stand behind the PrivacyCallback among the Trainer's callbacks. The module is audited from then on, and is
-    not to be used for anything else.
+    """Puts canaries into a module, its data and its plan, and adds up what is released in their coordinates. It must
+    stand behind the PrivacyCallback among the Trainer's callbacks; the module is of no use for anything else.
 
     Args:
         plan: made for the module.
@@ -87,10 +83,8 @@ class Canaries(pl.Callback):
         self._round = 0
         self._turns = plan.sampling.event(plan.n, 0).parts or 1
         if self._turns > plan.rounds:
-            raise ConfigError(
-                f"audit=dirac looks at every record's rounds, of which some have none in {plan.rounds} with "
-                f"sampling.parts={self._turns}; choose more rounds."
-            )
+            told = f"audit=dirac with sampling.parts={self._turns} leaves some records out of all {plan.rounds} rounds"
+            raise ConfigError(f"{told}; choose more rounds.")
         self._stream = stream
         self._matched = [Matched(self._coordinates) for _ in groups]
         self._places: NDArray[np.int64] | None = None  # among the records
@@ -129,7 +123,7 @@ class Canaries(pl.Callback):
             weight = now.sampling.event(now.n, 0).rate * difference * group.S / group.sigma
             sums = np.zeros(self._coordinates)
             for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
-                numbers = _numbers(table)[: self._coordinates]
+                numbers = table.grad.double().cpu().numpy()[: self._coordinates, 0]
                 sums += (-1) ** j * numbers * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
             self._matched[g].add(self._round, sums / group.sigma, weight, self._sign(g), group.bands, there)
         self._round += 1
@@ -159,16 +153,16 @@ class Canaries(pl.Callback):
         canaries = [(torch.zeros(()), i, value) for i, value in enumerate(values) if value is not None]
         if isinstance(record, User) and record.by is None:
             own = _Own(dataset, range(self._kept(len(dataset))), lists=True)
-            return _joined(own, [[canary] * examples for canary in canaries])
+            return ConcatDataset([own, [[canary] * examples for canary in canaries]])  # type: ignore[list-item]
         added = [canary for canary in canaries for _ in range(examples)]
         if not isinstance(record, User):
             kept = self._kept(len(dataset) // examples) * examples  # a last unit may be shorter
-            return _joined(_Own(dataset, range(kept)), added)
+            return ConcatDataset([_Own(dataset, range(kept)), added])  # type: ignore[list-item]
         of = [int(user) for user in getattr(dataset, str(record.by))]
         users = [*dict.fromkeys(of)]
         staying = {*users[: self._kept(len(users))]}
         positions = [position for position, user in enumerate(of) if user in staying]
-        found = _joined(_Own(dataset, positions), added)
+        found: Dataset = ConcatDataset([_Own(dataset, positions), added])  # type: ignore[list-item]
         first = max(users, default=0) + 1
         setattr(
             found, str(record.by), [of[position] for position in positions] + [first + which for _, which, _ in added]
@@ -218,11 +212,6 @@ def _loss(tables: Any, which: Tensor, value: Tensor) -> Tensor:
     return total
 
 
-def _numbers(table: Tensor) -> Array:
-    assert table.grad is not None
-    return table.grad.double().cpu().numpy()[:, 0]
-
-
 class _Own(Dataset):
     """The user's examples at some positions, or lists of them: (example, no canary, no gradient of one). A canary has
     no example, and none of the user's has a part in what it contributes."""
@@ -236,10 +225,6 @@ class _Own(Dataset):
     def __getitem__(self, index: int) -> Any:
         own = self._dataset[self._positions[index]]
         return [(example, _NONE, 0.0) for example in own] if self._lists else (own, _NONE, 0.0)
-
-
-def _joined(own: _Own, canaries: Sequence[Any]) -> Dataset:
-    return ConcatDataset([own, canaries])  # type: ignore[list-item]
 
 
 class _Collate:
@@ -259,11 +244,8 @@ PARITIES = 2  # of a record's turns, of which what is released is kept apart
 
 
 class Matched:
-    """Of one group's releases in D coordinates.
-
-    Attributes:
-        sums, expected: [PARITIES, D], what was found, and what an included canary adds to it on average.
-    """
+    """Of one group's releases in D coordinates: `sums` and `expected` [PARITIES, D], what was found, and what a canary
+    that is included adds to it on average."""
 
     def __init__(self, coordinates: int) -> None:
         self._released: dict[int, Array] = {}
@@ -274,12 +256,8 @@ class Matched:
     def add(
         self, t: int, released: Array, weight: float, sign: int, bands: tuple[float, ...], there: NDArray[np.bool_]
     ) -> None:
-        """Takes round t.
-
-        Args:
-            released: [D], in units of σ̃; weight: what an included canary adds to it on average, but for its sign.
-            there: [D], whether the canary might have been in the round.
-        """
+        """Takes round t: `released` [D] in units of σ̃, to which an included canary adds ±`weight` on average, and
+        whether each might have been `there` [D]."""
         self._released[t], self._rounds[t] = released, (sign * weight, there, self._turns % PARITIES)
         self._turns = self._turns + there
         row = sum(c * self._released[t - i] for i, c in enumerate(bands) if t - i in self._released)

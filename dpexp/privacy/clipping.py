@@ -7,16 +7,11 @@ For a group with vectors v_1…v_k, scales α_j, bound S and noise σ̃:
 Separate clipping is joint clipping with every α_j = 1. Either way the privacy tuple is (S, σ̃).
 
 *Clip rules* give the factor c of a vector with norm x in the group's own scale, x = (Σ_j ‖v_j‖²/α_j²)^½, for the bound
-S. Their sensitivity is S: c(x)·x ≤ S for every x. Since x is never less than the true norm (see
-`dpexp.privacy.engine.rounding`), ‖c(x)·v‖ ≤ c(x)·x ≤ S whatever shape c has: a rule need not fall with the norm, and
-one that drops long records may drop one that is a trifle shorter than it says.
-
-What is added is min(c, S/x) (`dpexp.privacy.mechanism.clip_factors`), which for these rules is c but for rounding; and
-a rule sees one norm at a time. So neither the bound, nor that a record's factor depends on no other record, rests on a
-rule's promise, be it one of yours: the noise fits whatever it answers. But a rule must not jump: the last digits of a
-norm may vary with how many records are processed together.
-
-A rule is a frozen dataclass with a `name`; its other fields are shown with the plan.
+S. Their sensitivity is S: c(x)·x ≤ S for every x, and x is never less than the true norm (see
+`dpexp.privacy.engine.rounding`). What is added is min(c, S/x) (`dpexp.privacy.mechanism.clip_factors`), which for these
+rules is c but for rounding, and a rule sees one norm at a time: the noise fits whatever a rule of yours answers. But it
+must not jump, since the last digits of a norm may vary with how many records are processed together. A rule is a frozen
+dataclass with a `name`; its other fields are shown with the plan.
 """
 
 import copy
@@ -214,8 +209,7 @@ RAMP = 0.01
 class Global:
     """c = (S/Z)·1[x ≤ Z] (Bu et al. 2021, arXiv 2106.07830, global clipping): all records that are kept are scaled
     alike, so that the sum has the direction of theirs; the others are dropped. The step is a ramp over the last
-    hundredth before Z: at a jump, the last digits of a norm, which vary with how many records are processed together,
-    would decide over a whole record.
+    hundredth before Z, since a rule must not jump.
 
     Args:
         Z: in units of S, so that it goes with S wherever that goes: from group to group, with `schedule.S`, with
@@ -240,16 +234,13 @@ def asked(clip: Clip, norms: Tensor, S: Tensor) -> Tensor:
 
 def check_clip(clip: Any) -> None:
     """Raises ConfigError: it is no rule, or could not be shown with the plan."""
-    made = is_dataclass(clip) and not isinstance(clip, type)
     try:
-        hash(clip)
-    except TypeError:
+        made = is_dataclass(clip) and not isinstance(clip, type) and hash(clip) is not None
+    except TypeError:  # it is not frozen
         made = False
     if not (made and callable(clip) and isinstance(getattr(clip, "name", None), str)):
-        raise ConfigError(
-            f"clip={clip} is no clip rule; give a frozen dataclass with a name, which answers c for a norm and S as "
-            "those of dpexp.privacy.clipping do."
-        )
+        told = f"clip={clip} is no clip rule; give a frozen dataclass with a name, which answers c for a norm and S"
+        raise ConfigError(f"{told} as those of dpexp.privacy.clipping do.")
     norms = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
     try:
         answered = asked(clip, norms, torch.ones((), dtype=torch.float64))

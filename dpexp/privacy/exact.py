@@ -38,14 +38,11 @@ _GUARD = 128  # bits with which powers are multiplied
 class Lattice:
     """A group's vectors, scaled by 1/α_j, in units of γ = σ̃·2^-24: whole numbers with squared norms of at most S².
 
-    *Sensitivity.* A record adds u, a vector of whole numbers that depends on this record alone, to the sum, and only if
-    Σ u² <= S2 as whole numbers: one record more or less moves the sum by a vector of squared norm at most S2, exactly,
-    and another in its place by one of norm at most 2√S2. However u came about, floating point included, it is checked
-    afterwards, and a record that fails contributes zero. It is clipped in float64 and rounded towards zero, which makes
-    no norm larger, so that records do not fail but where float64 errs by more than 2^-40.
-
-    That u depends on this record alone is the engine's part: with exact noise it computes each record's gradient alone,
-    since in company libraries may round it otherwise.
+    *Sensitivity.* A record adds u, whole numbers that depend on it alone, to the sum, and only if Σ u² <= S2 as whole
+    numbers, which is checked however u came about: one record more or less moves the sum by a vector of squared norm at
+    most S2, exactly, and another in its place by one of norm at most 2√S2. It is clipped in float64 and rounded towards
+    zero, so that a record does not fail, and contribute zero, but where float64 errs by more than 2^-40. With exact
+    noise the engine computes each record's gradient alone, since in company libraries may round it otherwise.
 
     *Overflow.* n √S2 < 2^62, which is checked beforehand. Were there more records than n, or were the noise beyond
     2^62, sums would wrap around: they are the true sums modulo 2^64, a function of these, which costs nothing.
@@ -73,15 +70,12 @@ class Lattice:
         return whole
 
     def check(self, group: str, d: int, n: int) -> None:
-        """
-        Raises:
-            ConfigError: the group's noise is too little, or too much, to be exact for n records.
-        """
+        """Refuses noise that is too little, or too much, to be exact for n records."""
         z = SIGMA / self.S2**0.5
         if self.S2 > _LARGEST**2 or n * (isqrt(self.S2) + 1) >= _MOST:
             raise ConfigError(
-                f"noise=exact: group {group} has σ̃/S = {z:.3g} for n = {n} records, so that whole numbers of 64 bits "
-                "could not hold their sum; choose more noise, or noise=gaussian."
+                f"noise=exact: group {group} has σ̃/S = {z:.3g} for n = {n} records, and 64 bits could not hold their sum; "
+                "choose more noise, or noise=gaussian."
             )
         if self.S2 / d < _COARSE:
             raise ConfigError(
@@ -97,8 +91,7 @@ def lattice(S: float, sigma: float) -> Lattice:
 
 
 def squares(whole: Tensor) -> list[int]:
-    """[B]: squared norms of vectors [B, d] of whole numbers below 2^31, exactly: each half of a square is summed by
-    itself."""
+    """[B]: squared norms of vectors [B, d] of whole numbers below 2^31, exactly: halves of squares are summed apart."""
     square = whole * whole
     high, low = (square >> _HALF).sum(1), (square & (2**_HALF - 1)).sum(1)
     return [(h << _HALF) + rest for h, rest in zip(high.tolist(), low.tolist(), strict=True)]

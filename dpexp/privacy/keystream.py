@@ -65,9 +65,8 @@ class KeyStream:
 def own_randomness(device: torch.device, stream: KeyStream) -> Iterator[None]:
     """Meanwhile the random number generators go on from secret states of full size; afterwards they are as before.
 
-    A record's loss may be random, as with dropout. That costs nothing as long as each record's random numbers are
-    independent of all else and nobody knows them: the release is then a mixture, over random numbers that do not depend
-    on who is there, of releases of which each is private. From a known seed they would depend on a record's place.
+    A record's loss may be random, as with dropout. That costs nothing as long as its random numbers are independent of
+    all else and nobody knows them: the release is then a mixture of releases of which each is private.
     """
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

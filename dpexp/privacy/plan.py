@@ -45,8 +45,7 @@ class Group:
 
     Attributes:
         alphas: α_j, one a vector; all 1 under separate clipping.
-        S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum.
-        share: w_g, the group's part of the budget.
+        S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum; share: w_g.
         exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.exact`).
         every: it is released in each round whose number, counted from 1, this divides.
         bands: c, by which its noise is correlated from round to round, σ̃ y_t with C y = Z; (1,): it is not.

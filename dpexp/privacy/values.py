@@ -61,12 +61,9 @@ class Release:
 
 
 def releases(asked: Mapping[str, Any]) -> dict[str, Release]:
-    """Reads a configuration's `metrics.release`.
-
-    Args:
-        asked: by the name of the value, `{S, share}`, with `d` for a value of d numbers (default 1) and `every`
-            (default 1). Several values make one group, clipped together, by `values: {name: {alpha, d}}`, where S is at
-            most √k for k values, its default (see `Joint`).
+    """Reads a configuration's `metrics.release`: by the name of the value, `{S, share}`, with `d` for a value of d
+    numbers (default 1) and `every` (default 1). Several values make one group, clipped together, by
+    `values: {name: {alpha, d}}`, where S is at most √k for k values, its default (see `Joint`).
 
     Raises:
         ConfigError: names what is missing, unknown or out of range.
@@ -94,9 +91,8 @@ def shown_as(value: str, d: int) -> list[str]:
 
 def _release(key: str, name: str, entry: Any) -> Release:
     if not isinstance(entry, Mapping) or not set(entry) <= {*_KEYS} or "share" not in entry:
-        raise ConfigError(
-            f"{key}={entry} must give S and share, such as {{S: 1, share: 0.01}}; known: {', '.join(_KEYS)}."
-        )
+        known = ", ".join(_KEYS)
+        raise ConfigError(f"{key}={entry} must give S and share, such as {{S: 1, share: 0.01}}; known: {known}.")
     share = positive(f"{key}.share", entry["share"])
     every = whole(f"{key}.every", entry.get("every", 1))
     if "values" not in entry:
@@ -138,12 +134,8 @@ def release(name: str, value: Any) -> None:
 
 
 class Values:
-    """The values that a plan releases.
-
-    Args:
-        sizes: d of each, by its `value_key`.
-        like: a tensor with their device, and in whose precision, or float32, they are summed.
-    """
+    """The values that a plan releases: their `sizes` d, by `value_key`. They are summed on the device of a tensor, in
+    its precision, or float32."""
 
     def __init__(self, sizes: Mapping[str, int], like: Tensor) -> None:
         self.sizes = sizes
@@ -152,11 +144,7 @@ class Values:
     @contextmanager
     def given(self) -> Iterator[Callable[[], dict[str, Tensor]]]:
         """Meanwhile `release` takes values of a record, or of each of several under vmap; afterwards, in the same vmap,
-        the function gives them as [d], by key.
-
-        Raises (the function):
-            ValueError: a value has not as many numbers as the plan says.
-        """
+        the function gives them as [d], by key, or raises ValueError: one has not as many numbers as the plan says."""
         given: dict[str, list[Any]] = {key: [] for key in self.sizes}
         token = _given.set((given, _functorch.maybe_current_level()))
         try:
@@ -168,10 +156,8 @@ class Values:
         found = [self._flat(key, value) for value in values]
         for value in found:
             if len(value) != self.sizes[key]:
-                raise ValueError(
-                    f"training_step gives {len(value)} numbers as the {key[1:]} for release; metrics.release says "
-                    f"d={self.sizes[key]}."
-                )
+                told = f"training_step gives {len(value)} numbers as the {key[1:]} for release"
+                raise ValueError(f"{told}; metrics.release says d={self.sizes[key]}.")
         return sum(found[1:], start=found[0]) / len(found)
 
     def _flat(self, key: str, value: Any) -> Tensor:
@@ -180,9 +166,8 @@ class Values:
         try:
             return torch.as_tensor(value, device=self.device).detach().to(self.dtype).reshape(-1)
         except Exception as error:
-            raise ValueError(
-                f"training_step gives a {type(value).__name__} as the {key[1:]} for release; give a number or a tensor."
-            ) from error
+            told = f"training_step gives a {type(value).__name__} as the {key[1:]} for release"
+            raise ValueError(f"{told}; give a number or a tensor.") from error
 
 
 class Estimates:
@@ -198,12 +183,8 @@ class Estimates:
         self._totals: dict[str, list[tuple[float, float]]] = {}  # of estimates, and of variances, up to each release
 
     def add(self, now: "PrivacyPlan", completed: int, released: Mapping[str, Tensor]) -> dict[str, float]:
-        """The metrics of a round's releases: each as `private/…`, its noise as `…_sd`, and smoothed as `…_smooth`.
-
-        Args:
-            completed: the number of the round, counted from 1.
-            released: v̂ by key.
-        """
+        """The metrics of what round number `completed`, counted from 1, released (v̂ by key): each as `private/…`, its
+        noise as `…_sd`, and smoothed as `…_smooth`."""
         metrics: dict[str, float] = {}
         for name, estimate, sd in _of_round(now, released):
             self.history.setdefault(name, []).append((completed, estimate, sd))
@@ -234,24 +215,15 @@ def _of_round(now: "PrivacyPlan", released: Mapping[str, Tensor]) -> Iterator[tu
 
 
 class Signals:
-    """What releases tell of the gradients of each group.
-
-    Attributes:
-        history: by group, of each release its round, Σ_j ‖v̂_j/α_j‖², d and the noise's standard deviation; and, of
-            correlated noise, both factors.
-    """
+    """What releases tell of the gradients of each group: `history` has by group, of each release, its round,
+    Σ_j ‖v̂_j/α_j‖², d and the noise's standard deviation; and, of correlated noise, both factors."""
 
     def __init__(self, history: dict[str, list[tuple[float, ...]]] | None = None) -> None:
         self.history = history or {}
         self._added = 0  # since the job began, and its noise with it
 
     def add(self, now: "PrivacyPlan", completed: int, released: Mapping[str, Tensor]) -> None:
-        """Notes a round's releases.
-
-        Args:
-            completed: the number of the round, counted from 1.
-            released: v̂ by parameter.
-        """
+        """Notes what round number `completed`, counted from 1, released: v̂ by parameter."""
         groups = [group for group in now.groups if not group.is_of_values]
         squares = torch.stack([_square(group, released) for group in groups]).tolist()
         for group, square in zip(groups, squares, strict=True):
