@@ -108,7 +108,7 @@ class Bounds:
     def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the bounds as they are."""
         by = dict(zip(self._following.members, self.factors, strict=True))
-        groups = [self._bounded(group, by) for group in plan.groups]
+        groups = [group if group.is_of_values else self._bounded(group, by) for group in plan.groups]
         return replace(plan, groups=tuple(_shared_anew(groups) if self._following.measured else groups))
 
     def follow(
@@ -139,8 +139,6 @@ class Bounds:
             yield f"{'alpha' if self.joint else 'S'}/{name}", bound
 
     def _bounded(self, group: "Group", by: Mapping[tuple[str, str], float]) -> "Group":
-        if group.is_of_values:
-            return group
         if self.joint:
             alphas = zip(group.vectors, group.alphas, strict=True)
             return replace(group, alphas=tuple(alpha * by[group.name, vector.name] for vector, alpha in alphas))

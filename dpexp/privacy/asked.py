@@ -22,9 +22,6 @@ class Banded:
         bands: b, or `auto` for the power of two with the least predicted error (see `dpexp.privacy.bands`).
         coefficients: `optimal` for the workload, or `sqrt`, its square root, cut off after b.
         momentum: β of the optimizer.
-
-    Raises:
-        ConfigError: names what makes no sense.
     """
 
     bands: int | str = AUTO
@@ -55,11 +52,7 @@ def sampled(
     records: int | None = None,
     parts: int | None = None,
 ) -> tuple[Policy, int]:
-    """The sampling policy and the number of rounds T; arguments as of `make_plan`. `records`: how many n examples are.
-
-    Raises:
-        ConfigError: a value out of range, or none or both of two alternatives.
-    """
+    """The sampling policy and the number of rounds T; arguments as of `make_plan`; `records`: so many are n examples."""
     whole("data.n", n)
     exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
     exactly_one("sampling", steps=steps, epochs=epochs)
@@ -74,11 +67,7 @@ def sampled(
 
 
 def claimed(sampling: str, adjacency: str | None) -> str:
-    """The adjacency, by default the first that the policy may claim.
-
-    Raises:
-        ConfigError: it is unknown, or cannot be claimed.
-    """
+    """The adjacency, by default the first that the policy may claim."""
     adjacency = adjacency or adjacencies(sampling)[0]
     if adjacency not in ADJACENCIES:
         raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")

@@ -115,23 +115,19 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Groups:
-    """Group normalization, with the layers' scale and shift: statistics of each record by itself (Wu & He 2018).
-
-    Args:
-        groups: at most so many, as divide the channels.
-    """
+    """Group normalization, with the layers' scale and shift: statistics of each record by itself (Wu & He 2018), in at
+    most so many groups, as divide the channels."""
 
     groups: int = 32
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        return _replaced(module, self._grouped)
+        def grouped(name: str, layer: _BatchNorm) -> nn.Module:
+            groups = max(k for k in range(1, self.groups + 1) if layer.num_features % k == 0)
+            new = nn.GroupNorm(groups, layer.num_features, layer.eps, layer.affine)
+            new.weight, new.bias = layer.weight, layer.bias
+            return new
 
-    def _grouped(self, name: str, layer: _BatchNorm) -> nn.Module:
-        channels = layer.num_features
-        groups = max(k for k in range(1, self.groups + 1) if channels % k == 0)
-        new = nn.GroupNorm(groups, channels, layer.eps, layer.affine)
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
+        return _replaced(module, grouped)
 
 
 def layers_that_give(module: nn.Module) -> Iterator[RunningNorm]:

@@ -51,7 +51,6 @@ class Canaries(pl.Callback):
     stand behind the PrivacyCallback among the Trainer's callbacks; the module is of no use for anything else.
 
     Args:
-        plan: made for the module.
         count: m; where the sampling policy relies on n, they take the places of records, and are at most n.
         stream: of the coins.
     """

@@ -209,11 +209,7 @@ RAMP = 0.01
 class Global:
     """c = (S/Z)·1[x ≤ Z] (Bu et al. 2021, arXiv 2106.07830, global clipping): all records that are kept are scaled
     alike, so that the sum has the direction of theirs; the others are dropped. The step is a ramp over the last
-    hundredth before Z, since a rule must not jump.
-
-    Args:
-        Z: in units of S, so that it goes with S wherever that goes: from group to group, with `schedule.S`, with
-            adaptive bounds.
+    hundredth before Z, since a rule must not jump. Z is in units of S, and goes with it wherever that goes.
     """
 
     Z: float

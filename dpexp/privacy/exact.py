@@ -74,8 +74,8 @@ class Lattice:
         z = SIGMA / self.S2**0.5
         if self.S2 > _LARGEST**2 or n * (isqrt(self.S2) + 1) >= _MOST:
             raise ConfigError(
-                f"noise=exact: group {group} has σ̃/S = {z:.3g} for n = {n} records, and 64 bits could not hold their sum; "
-                "choose more noise, or noise=gaussian."
+                f"noise=exact: group {group} has σ̃/S = {z:.3g} for n = {n} records, and 64 bits could not hold their "
+                "sum; choose more noise, or noise=gaussian."
             )
         if self.S2 / d < _COARSE:
             raise ConfigError(
@@ -98,7 +98,7 @@ def squares(whole: Tensor) -> list[int]:
 
 
 class DiscreteGaussian:
-    """Draws whole numbers v with P(v) ∝ e^(-v²/2σ²) from a key stream, by whole numbers alone.
+    """Draws whole numbers v with P(v) ∝ e^(-v²/2σ²), σ² rational and at most 2^56, by whole numbers alone.
 
     *Which law.* With K = ⌊σ⌋ (at least 1), a proposal is ±(Kx + y), with x >= 0 drawn from P(x) ∝ e^(-K²x²/2σ²), y
     uniform among 0 … K-1, and a fair sign. It is kept with probability e^(-y(y + 2Kx)/2σ²), and unless it is -0. Since
@@ -111,9 +111,6 @@ class DiscreteGaussian:
     proposal is a product, over the digits of m = y(y + 2Kx) to the base 2^14, of e^(-digit·2^(14k)/2σ²), each met by a
     U of its own; tables hold 31 digits of these. There is no distance between this law and the discrete Gaussian, so
     that none is added to δ. How long it takes depends on the noise, and on nothing else.
-
-    Args:
-        sigma2: σ², rational, at most 2^56.
     """
 
     def __init__(self, sigma2: Fraction | int, stream: KeyStream) -> None:

@@ -64,11 +64,7 @@ Grouping = Callable[[nn.Module], dict[str, list[str]]]
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups spelled out: each trainable parameter must fall in exactly one.
-
-    Raises (when called):
-        ConfigError: a parameter in no group or in two, or a group that matches nothing.
-    """
+    """Groups spelled out: each trainable parameter must fall in exactly one, and in each group at least one."""
 
     groups: Mapping[str, Match]
 

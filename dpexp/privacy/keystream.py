@@ -21,10 +21,8 @@ class KeyStream:
     """Random words that nobody without the key can predict, reconstruct or rule out.
 
     Every use takes a number of its own as the cipher's nonce, whatever round, group or device it is for, so that no
-    part of the stream is ever used twice. The key is never written anywhere: whoever resumes a training draws another.
-
-    Args:
-        key: 32 bytes; by default from the operating system.
+    part of the stream is ever used twice. The key, 32 bytes, by default from the operating system, is never written
+    anywhere: whoever resumes a training draws another.
     """
 
     def __init__(self, key: bytes | None = None) -> None:

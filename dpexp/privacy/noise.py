@@ -27,11 +27,7 @@ SMALL = 2**14  # numbers; tensors below that are done together
 
 
 class GaussianNoise:
-    """Adds independent normal noise, no number of which is ever drawn twice.
-
-    Args:
-        stream: where it comes from; by default one with a fresh key.
-    """
+    """Adds independent normal noise, no number of which is ever drawn twice, from a stream, by default a fresh one."""
 
     def __init__(self, stream: KeyStream | None = None) -> None:
         self.stream = stream or KeyStream()

@@ -32,9 +32,6 @@ class Preparation(nn.Module, ABC):
     spent by some μ* of Gaussian DP, and squares of μ add up; the preparation gets the noise with which its own μ² is
     w μ*² (Laplace noise: at most that).
 
-    Args:
-        share: w, in (0, 1); noise_multiplier: instead.
-
     Attributes:
         d: how many numbers a record's vector has.
         S, S_replaced: how far the sum moves when a record is added or removed, or replaced: in L2 norm for Gaussian
@@ -188,9 +185,8 @@ class Whiten(Preparation):
     """Gives each feature mean 0, and multiplies channels by C^-power, of their covariance C as noisy sums tell it
     (zero-phase whitening; Kessy, Lewin and Strimmer 2018, arXiv 1512.00809).
 
-    Of an image [channels, …] of P places a record's vector is (x/√P, x xᵀ/P), of x [channels, P], clipped to S. Of the
-    symmetric x xᵀ the upper triangle is released, what is off the diagonal times √2, so that the L2 norm is the
-    Frobenius norm.
+    Of an image [channels, …] of P places a record's vector is (x/√P, x xᵀ/P), of x [channels, P], clipped to S; of x xᵀ
+    the upper triangle is released, as by `Pca`.
 
     Args:
         shape: of one input.
@@ -270,13 +266,9 @@ class ClassCounts(Preparation):
     """Counts the records of each class, by the Laplace or the Gaussian mechanism. It leaves inputs as they are; the
     counts are shown, and kept with the model.
 
-    A record's class is its own label, so that classes are disjoint parts of the records: one record more moves one
-    count, by 1, and all together cost what one does (parallel composition). Another in its place moves up to two of
-    them: in L1 norm by 2, in L2 norm by √2.
-
-    Args:
-        classes: labels are 0 … classes-1; records with others are in none.
-        noise: `laplace` or `gaussian`.
+    Labels are 0 … classes-1, so that classes are disjoint parts of the records: one record more moves one count, by 1,
+    and all together cost what one does (parallel composition). Another in its place moves up to two of them: in L1 norm
+    by 2, in L2 norm by √2. Records with other labels are in none.
     """
 
     S = 1.0

@@ -68,11 +68,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Microbatch(Record):
-    """Record i is the examples [ik, (i+1)k), by position.
-
-    Raises:
-        ConfigError: k is not a whole number of at least 1.
-    """
+    """Record i is the examples [ik, (i+1)k), by position."""
 
     k: int = 1
     kind: str = field(default="microbatch", init=False)
@@ -105,9 +101,6 @@ class Local:
         steps: how many it takes, or epochs: how often it goes through the user's examples.
         batch_size: examples of a step, in the order in which the record has them, the last of an epoch fewer; None:
             all.
-
-    Raises:
-        ConfigError: a value out of range, or none or both of steps and epochs.
     """
 
     lr: float
@@ -139,9 +132,6 @@ class User(Record):
         by: attribute of the training data set that has the user of each example; None: the data set gives for an index
             a list of one user's examples.
         local: how its vector is found by training; None: it is the mean gradient.
-
-    Raises:
-        ConfigError: most is not a whole number of at least 1.
     """
 
     most: int = 1
@@ -255,11 +245,7 @@ def make_record(
     by: str | None = None,
     local: Mapping[str, Any] | None = None,
 ) -> Record:
-    """What a record is, as a configuration says it.
-
-    Raises:
-        ConfigError: names the value and what would be accepted.
-    """
+    """What a record is, as a configuration says it."""
     given = {"k": k, "most": most, "by": by, "local": local}
     takes = {"example": (), "microbatch": ("k",), "user": ("most", "by", "local")}
     if kind not in takes:

@@ -162,11 +162,7 @@ POLICIES: dict[str, type[Policy]] = {
 def make_policy(
     name: str, q: float, n: int, maximum: int | None = None, examples: float = 1.0, parts: int | None = None
 ) -> Policy:
-    """`examples`: of a record, on average.
-
-    Raises:
-        ConfigError: an unknown policy, a value out of range, or a batch that is not whole where it must be.
-    """
+    """`examples`: of a record, on average."""
     if name not in POLICIES:
         raise ConfigError(f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}.")
     if (maximum is None) == (name == "truncated_poisson"):

@@ -33,7 +33,8 @@ class Schedule:
     S: Stretches = CONSTANT
 
     def at(self, t: int) -> Factors:
-        return Factors(*(_factor(getattr(self, field.name), t) for field in fields(self)))
+        kinds = (getattr(self, field.name) for field in fields(self))
+        return Factors(*(kind[bisect_right(kind, (t, math.inf)) - 1][1] for kind in kinds))
 
     def stretches(self, rounds: int, breaks: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """(first round, number of rounds) over which nothing changes, nor any of `breaks` falls."""
@@ -84,7 +85,3 @@ def _stretches(key: str, kind: Any, rounds: int) -> Stretches:
 
 def _changes(pairs: Sequence[tuple[int, float]]) -> Stretches:
     return tuple(pair for k, pair in enumerate(pairs) if k == 0 or pair[1] != pairs[k - 1][1])
-
-
-def _factor(stretches: Stretches, t: int) -> float:
-    return stretches[bisect_right(stretches, (t, math.inf)) - 1][1]

@@ -47,12 +47,8 @@ _given: ContextVar[tuple[dict[str, list[Any]], int | None]] = ContextVar("given"
 
 @dataclass(frozen=True)
 class Release:
-    """One group of values.
-
-    Attributes:
-        share: w_g, its part of the budget in a round that releases all groups; gradients divide what is left.
-        every: it is released in each round whose number, counted from 1, this divides.
-    """
+    """A group of vectors: w_g, its share of the budget in a round that releases all groups, and that it is released in
+    each round whose number, counted from 1, `every` divides."""
 
     vectors: tuple[Vector, ...]
     clipping: Clipping
