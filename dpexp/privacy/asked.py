@@ -52,7 +52,7 @@ def sampled(
     records: int | None = None,
     parts: int | None = None,
 ) -> tuple[Policy, int]:
-    """The sampling policy and the number of rounds T; arguments as of `make_plan`; `records`: so many are n examples."""
+    """The sampling policy and the number of rounds T; arguments as of `make_plan`; `records`: as many as n examples."""
     whole("data.n", n)
     exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
     exactly_one("sampling", steps=steps, epochs=epochs)
@@ -98,8 +98,8 @@ def check_banded(noise: Banded, sampling: str, calibrate: str, aimed: bool, part
     """Whether such noise can be had beside what else was asked. `aimed`: there is a target."""
     if sampling != "cyclic_poisson" and noise.bands != 1:
         raise ConfigError(
-            f"noise=banded with noise.bands={noise.bands} needs samples that keep a record's rounds apart; choose "
-            f"sampling=cyclic_poisson instead of {sampling}."
+            f"noise=banded with noise.bands={noise.bands} needs samples that keep a record's rounds apart, and "
+            f"sampling={sampling} does not; choose sampling=cyclic_poisson."
         )
     if noise.bands == AUTO and (calibrate != "noise" or not aimed):
         raise ConfigError(
