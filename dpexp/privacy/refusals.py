@@ -94,7 +94,9 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
     limit = trainer.limit_train_batches
     whole = limit is None or (isinstance(limit, float) and limit == 1.0)
     if not whole or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise ConfigError("limit_train_batches, overfit_batches and fast_dev_run cut samples; give sampling.steps.")
+        raise ConfigError(
+            "limit_train_batches, overfit_batches or fast_dev_run cut samples short; give sampling.steps."
+        )
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:
@@ -102,8 +104,8 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.DeviceStatsMonitor | pl.callbacks.ThroughputMonitor):
             raise ConfigError(
-                f"{type(callback).__name__} logs the device's memory and times in each round, which follow the size of "
-                "its sample, and that is private; leave it out."
+                f"{type(callback).__name__} logs what the device did in each round, which follows the size of its "
+                "sample, and that is private; leave it out."
             )
         if isinstance(callback, pl.callbacks.LearningRateFinder | pl.callbacks.BatchSizeFinder):
             raise ConfigError(
