@@ -23,8 +23,7 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.exact.lattice import SIGMA2
-from dpexp.privacy.exact.sampler import DiscreteGaussian
+from dpexp.privacy.exact import SIGMA2, DiscreteGaussian
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.training.classifier import Classifier

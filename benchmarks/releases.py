@@ -27,9 +27,8 @@ from torch import nn
 import dpexp
 from dpexp.privacy.adaptive import Adaptive
 from dpexp.privacy.batchnorm import Freeze, Groups, Private
-from dpexp.privacy.bounds import Dimension, Fixed, Uniform
+from dpexp.privacy.clipping import Dimension, Fixed, Joint, Separate, Uniform
 from dpexp.privacy.groups import per_layer
-from dpexp.privacy.mechanisms import Joint, Separate
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import cnn, mlp, resnet

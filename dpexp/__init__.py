@@ -14,7 +14,7 @@ _HOMES = {
     "make_plan": "dpexp.privacy.plan",
     "PrivacyPlan": "dpexp.privacy.plan",
     "PrivacyCallback": "dpexp.privacy.callback",
-    "release": "dpexp.privacy.given",
+    "release": "dpexp.privacy.values",
     "views": "dpexp.training.augment",
     "read_ledger": "dpexp.accounting.ledger",
     "epsilon": "dpexp.accounting.accountants",

@@ -1,11 +1,48 @@
 """The exceptions whose messages are whole sentences: of a person's mistake, and of a record; and what others say."""
 
+import math
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 class ConfigError(ValueError):
     """A choice that cannot be honoured. The message names the key, the value and what would be accepted."""
+
+
+def positive(key: str, value: Any) -> float:
+    """The value, if it is a finite number above 0.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value > 0):
+        raise ConfigError(f"{key}={value} must be a finite number above 0.")
+    return float(value)
+
+
+def whole(key: str, value: Any, other: str = "") -> int:
+    """The value, if it is a whole number of at least 1. `other`: what would be accepted besides.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key}={value} must be a whole number of at least 1{other}.")
+    return value
+
+
+def exactly_one(section: str, **choices: Any) -> None:
+    """Refuses none and several of alternatives.
+
+    Raises:
+        ConfigError: not one alone is given.
+    """
+    given = [f"{section}.{key}={value}" for key, value in choices.items() if value is not None]
+    if len(given) != 1:
+        wanted = " or ".join(f"{section}.{key}" for key in choices)
+        raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")
 
 
 class ClaimRefuted(ConfigError):

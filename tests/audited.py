@@ -11,10 +11,10 @@ from torch import nn
 import dpexp
 from dpexp.accounting.auditing import audit
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
-from dpexp.privacy import adaptive, allocation, bounds, groups, mechanism, mechanisms, sampling
+from dpexp.privacy import adaptive, allocation, clipping, groups, mechanism, sampling
 from dpexp.privacy.asked import Banded
 from dpexp.privacy.canaries import Canaries
-from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked
+from dpexp.privacy.clipping import Abadi, Automatic, Global, Psac, asked
 from dpexp.privacy.engine import engine
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.keystream import KeyStream
@@ -34,16 +34,16 @@ SAMPLINGS = {
     "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(2, "sqrt")},
 }
 MECHANISMS = {
-    "separate": {"bound": bounds.Fixed(0.5)},
-    "joint": {"mechanism": mechanisms.Joint(alpha=3.0, S=0.7)},
-    "joint by size": {"mechanism": mechanisms.Joint(), "bound": bounds.Dimension(1.0)},
+    "separate": {"bound": clipping.Fixed(0.5)},
+    "joint": {"mechanism": clipping.Joint(alpha=3.0, S=0.7)},
+    "joint by size": {"mechanism": clipping.Joint(), "bound": clipping.Dimension(1.0)},
 }
 RELEASED = {
     "metrics": {
         "release": {"train_loss": {"S": 0.5, "share": 0.3}, "train_accuracy": {"S": 1, "share": 0.1, "every": 2}}
     },
     "adaptive": {"bound": adaptive.Adaptive(initial=0.1, rate=1.0, share=0.2)},
-    "adaptive, joint": {"bound": adaptive.Adaptive(rate=1.0, share=0.2), "mechanism": mechanisms.Joint()},
+    "adaptive, joint": {"bound": adaptive.Adaptive(rate=1.0, share=0.2), "mechanism": clipping.Joint()},
 }
 ALLOCATIONS = {
     "proportional": allocation.Proportional(),

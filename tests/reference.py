@@ -5,7 +5,7 @@ import math
 import torch
 from torch.utils._pytree import tree_map
 
-from dpexp.privacy.clips import Abadi, Automatic, Global, Psac
+from dpexp.privacy.clipping import Abadi, Automatic, Global, Psac
 from dpexp.privacy.mechanism import MARGIN
 
 

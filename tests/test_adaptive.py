@@ -16,9 +16,9 @@ from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
 from dpexp.privacy.adaptive import Adaptive, Bounds, within
 from dpexp.privacy.allocation import Measured
+from dpexp.privacy.clipping import Joint
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.groups import Groups, Match, per_layer, value_key
-from dpexp.privacy.mechanisms import Joint
 from dpexp.privacy.noise import GaussianNoise
 
 Q, N, B = 0.1, 100, 9

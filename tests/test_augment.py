@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy import bounds
+from dpexp.privacy import clipping
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -26,7 +26,7 @@ def case(S, dtype=torch.float64):
     module = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 4)
     ).to(dtype)  # fmt: skip
-    plan = make_plan(module, n=10, q=0.5, steps=3, noise_multiplier=1.0, bound=bounds.Fixed(S), delta=1e-3)
+    plan = make_plan(module, n=10, q=0.5, steps=3, noise_multiplier=1.0, bound=clipping.Fixed(S), delta=1e-3)
     engine = Engine(plan, module, GaussianNoise(None))
     return engine, module, (torch.randn(B, 3, 8, 8, dtype=dtype), torch.randint(4, (B,)))
 

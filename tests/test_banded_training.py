@@ -20,7 +20,7 @@ from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger, joined, read_ledger
 from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
-from dpexp.privacy import adaptive, allocation, bands, groups, mechanisms
+from dpexp.privacy import adaptive, allocation, bands, clipping, groups
 from dpexp.privacy.asked import Banded
 from tests.test_accountants import exact_gaussian
 from tests.test_banded import toeplitz
@@ -92,7 +92,7 @@ class Still(Model):
     "choices",
     [
         {},
-        {"group": groups.per_layer(), "mechanism": mechanisms.Joint(alpha=2.0)},
+        {"group": groups.per_layer(), "mechanism": clipping.Joint(alpha=2.0)},
         {"bound": adaptive.Adaptive(initial=0.5, rate=1.0, share=0.1)},
     ],
     ids=["flat", "joint", "adaptive"],

@@ -17,7 +17,7 @@ import dpexp
 from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import bounds, groups, mechanisms
+from dpexp.privacy import clipping, groups
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.sampling import Poisson
@@ -97,7 +97,7 @@ class Data(pl.LightningDataModule):
 
 
 def plan_for(module, **choices):
-    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "bound": bounds.Fixed(0.4)}
+    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "bound": clipping.Fixed(0.4)}
     return dpexp.make_plan(module, **defaults | choices)
 
 
@@ -158,7 +158,7 @@ def assert_same(module, other):
         assert torch.allclose(p, q, rtol=1e-9, atol=1e-12), name
 
 
-@pytest.mark.parametrize("mechanism", [mechanisms.Separate(), mechanisms.Joint(alpha=[0.2, 0.5])])
+@pytest.mark.parametrize("mechanism", [clipping.Separate(), clipping.Joint(alpha=[0.2, 0.5])])
 @pytest.mark.parametrize("grouping", [groups.flat(), groups.per_layer()])
 def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
     """Traps 3 and 5: empty samples step like others, and chunks are neither re-noised nor clipped as means."""
@@ -232,7 +232,7 @@ def test_whole_models_train_as_by_hand(tmp_path, build):
         torch.manual_seed(3)
         return build()
 
-    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), bound=bounds.Uniform(0.4))
+    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), bound=clipping.Uniform(0.4))
     module, _, _ = fit(tmp_path, Model(net()), plan=plan)
     assert_same(module, by_hand(plan, 5, net())[0])
 

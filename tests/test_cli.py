@@ -141,7 +141,7 @@ BAD = {
     "privacy.epsilon=1 privacy.noise_multiplier=1": "exactly one of privacy.epsilon or privacy.noise_multiplier",
     "sampling.q=1.5": "sampling.q=1.5 must lie in (0, 1]",
     "sampling.expected_batch_size=2000": "exceeds data.n=1437",
-    "sampling.steps=0": "sampling.steps=0 must be at least 1",
+    "sampling.steps=0": "sampling.steps=0 must be a whole number of at least 1",
     "data.n=0": "data.n=0 must be a whole number of at least 1",
     "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
     "mechanism=joint mechanism.alpha=0": "mechanism.alpha=0 must be a finite number above 0",
@@ -152,7 +152,7 @@ BAD = {
     "clip=psac clip.r=-1": "clip.r=-1 must be a finite number above 0",
     "clip=global": "clip.Z must be given",
     "clip=global clip.Z=inf": "clip.Z=inf must be a finite number above 0",
-    "clip=global clip.Z=large": "clip.Z=large must be a number above 0",
+    "clip=global clip.Z=large": "clip.Z=large must be a finite number above 0",
     "clip._target_=builtins.dict": "clip={} is no clip rule; give a frozen dataclass with a name",
     "allocation=weighted": "allocation.weights must be given",
     "group=conv_fc allocation=weighted allocation.weights={conv:0.5,fc:0.4}": "add up to 0.9; they must add up to 1",
@@ -441,7 +441,7 @@ def test_every_configuration_file_says_first_what_it_is(path):
 
 def test_cfg_shows_the_resolved_configuration(said):
     shown = said("--cfg", "job", "mechanism=joint")
-    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.mechanisms.Joint" in shown and "${" not in shown
+    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.clipping.Joint" in shown and "${" not in shown
 
 
 COMPLETE = """

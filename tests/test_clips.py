@@ -19,12 +19,12 @@ from torch import nn
 import dpexp
 from dpexp.accounting.claims import releases
 from dpexp.errors import ConfigError
-from dpexp.privacy import bounds, groups, mechanisms
-from dpexp.privacy.clips import Abadi, Automatic, Global, Psac, asked, check_clip
+from dpexp.privacy import clipping, groups
+from dpexp.privacy.clipping import Abadi, Automatic, Global, Psac, asked, check_clip
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import LARGEST, UNIT, norms
 from dpexp.privacy.engine.uses import Dense, OuterProducts
-from dpexp.privacy.exact.lattice import lattice
+from dpexp.privacy.exact import lattice
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -108,8 +108,8 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
         norms = {g: [o[f"norm/{g.name}"] for o in engine.observations if f"norm/{g.name}" in o] for g in plan.groups}
         return plan, sums, {g.name: torch.cat(found) / g.S if found else torch.ones(1) for g, found in norms.items()}
 
-    *_, before = observed(bounds.Fixed(1.0))
-    plan, sums, found = observed(bounds.Fixed({name: 1.01 * float(x.median()) for name, x in before.items()}))
+    *_, before = observed(clipping.Fixed(1.0))
+    plan, sums, found = observed(clipping.Fixed({name: 1.01 * float(x.median()) for name, x in before.items()}))
     assert any((x < 1).any() and (x > 1).any() for x in found.values())
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
 
@@ -117,7 +117,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
 @named
 def test_float32_equals_one_record_at_a_time(clip):
     module, batch = case("convolutions", torch.float32)
-    plan = plan_of(module, clip=clip, bound=bounds.Fixed(0.7))
+    plan = plan_of(module, clip=clip, bound=clipping.Fixed(0.7))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     sums = sums_of(Engine(plan, module, GaussianNoise()), loss_of, batch)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
@@ -200,7 +200,7 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     plan = plan_of(
-        module, clip=clip, group=groups.per_layer(), mechanism=mechanisms.Joint(), bound=bounds.Dimension(0.3),
+        module, clip=clip, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.Dimension(0.3),
         vectors_by="parameter", steps=2, schedules={"S": [1.0, 0.3]},
     )  # fmt: skip
     engine = Engine(plan, module, GaussianNoise())
@@ -253,7 +253,7 @@ def test_exact_and_gaussian_noise_are_given_the_same_sums(clip):
     module, batch = case("mlp")
     sums = []
     for noise in ("exact", "gaussian"):
-        plan = plan_of(module, clip=clip, noise=noise, bound=bounds.Fixed(1.0), group=groups.per_layer())
+        plan = plan_of(module, clip=clip, noise=noise, bound=clipping.Fixed(1.0), group=groups.per_layer())
         engine = Engine(plan, module, GaussianNoise())
         found = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch)
         units = {
@@ -277,7 +277,7 @@ def test_a_rule_changes_nothing_that_is_accounted(clip):
 def test_z_goes_with_s():
     """From group to group, and from round to round."""
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    given = bounds.Fixed({"0": 1.0, "1": 10.0})
+    given = clipping.Fixed({"0": 1.0, "1": 10.0})
     plan = plan_of(
         module, clip=Global(2.0), group=groups.per_layer(), bound=given, steps=2, schedules={"S": [1.0, 0.1]}
     )
@@ -300,7 +300,7 @@ class Thawed:
         return S / x
 
 
-@pytest.mark.parametrize("clip", [lambda x, S: S / x, Abadi, Thawed(), bounds.Fixed(1.0)])
+@pytest.mark.parametrize("clip", [lambda x, S: S / x, Abadi, Thawed(), clipping.Fixed(1.0)])
 def test_what_is_no_rule_is_refused(clip):
     with pytest.raises(ConfigError, match="is no clip rule; give a frozen dataclass with a name"):
         plan_of(nn.Linear(2, 2), clip=clip)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from dpexp.privacy import bounds
+from dpexp.privacy import clipping
 from dpexp.privacy.engine import derived
 from dpexp.privacy.engine.derived import Derived, part_of
 from dpexp.privacy.engine.engine import Engine
@@ -172,7 +172,7 @@ def test_a_number_of_a_weight_is_asked_for_in_every_round():
     """The step is no graph, in which the first answer would stay."""
     call, *shapes = CALLS["a truth of parameters"]
     module, x = Weighted(Of(call, *shapes)).double(), torch.randn(B, 4, 3).double()
-    plan = make_plan(module, n=20, q=0.3, steps=2, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=2, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     engine = Engine(plan, module, GaussianNoise())
     for sign in (1, -1):
         module.layer.parameters_[0].data = sign * torch.rand(4, 3).double()
@@ -302,7 +302,7 @@ def test_a_non_finite_record_contributes_nothing(name, bad):
     module = Weighted(Of(call, *shapes)).double()
     x = (torch.randn(B, 3, 4, 4) if "standardised" in name else torch.randn(B, 4, 3, 3)).double()
     x[2].view(-1)[0] = bad
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     sums = dict(sums_of(Engine(plan, module, GaussianNoise()), module.loss, x, B, B))
     others = [i for i in range(B) if i != 2]
     without = clipped_sums(plan, module, module.loss, x[others], B - 1)
@@ -321,7 +321,7 @@ def test_each_record_draws_its_own_weight(of):
         return F.linear(x, F.dropout(weight.exp() if of == "computed" else weight, 0.5))
 
     module = Of(call, (1, 40))
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(1e9))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(1e9))
     engine = Engine(plan, module, GaussianNoise(), observe=True)
     x = torch.ones(B, 40)
     engine.start()
@@ -362,7 +362,7 @@ def test_no_record_contributes_more_than_its_bound(name):
     call, *shapes = CALLS[name]
     S, module = 0.3, Weighted(Of(call, *shapes))
     engine = Engine(
-        make_plan(module, n=20, q=0.05, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S)), module, GaussianNoise()
+        make_plan(module, n=20, q=0.05, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S)), module, GaussianNoise()
     )
     for seed in range(8):
         torch.manual_seed(seed)

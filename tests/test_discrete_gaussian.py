@@ -11,9 +11,7 @@ from scipy.stats import chisquare
 from test_noise import OneWord
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpexp.privacy.exact.lattice import SIGMA2
-from dpexp.privacy.exact.probabilities import cumulative, exp_digits, powers
-from dpexp.privacy.exact.sampler import DiscreteGaussian
+from dpexp.privacy.exact import SIGMA2, DiscreteGaussian, cumulative, exp_digits, powers
 from dpexp.privacy.keystream import KeyStream
 
 mpmath.mp.prec = 600

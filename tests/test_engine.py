@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
-from dpexp.privacy import bounds, groups, mechanisms
+from dpexp.privacy import clipping, groups
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
@@ -318,7 +318,7 @@ SLOW = (
     "checkpointed_reentrant",
 )  # fmt: skip
 MODES = dict.fromkeys(SLOW, ONE)  # else traced
-MECHANISMS = {"separate": mechanisms.Separate(), "joint": mechanisms.Joint()}
+MECHANISMS = {"separate": clipping.Separate(), "joint": clipping.Joint()}
 
 
 def case(name, dtype=torch.float64, seed=0):
@@ -331,7 +331,7 @@ def case(name, dtype=torch.float64, seed=0):
 
 
 def engine_of(module, S=0.3):
-    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
     return Engine(plan, module, GaussianNoise()), plan
 
 
@@ -375,7 +375,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, loss):
     plan = make_plan(
         module,
         n=20, q=0.3, steps=1, noise_multiplier=1.0,
-        group=getattr(groups, grouping)(), bound=bounds.Dimension(0.3), mechanism=MECHANISMS[mechanism],
+        group=getattr(groups, grouping)(), bound=clipping.Dimension(0.3), mechanism=MECHANISMS[mechanism],
     )  # fmt: skip
     engine = Engine(plan, module, GaussianNoise(), observe=True)
 
@@ -393,7 +393,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, loss):
 @pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "lstm"])
 def test_float32_equals_one_record_at_a_time(name):
     module, batch = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     sums = sums_of(Engine(plan, module, GaussianNoise()), loss_of, batch)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
@@ -402,7 +402,7 @@ def test_float32_equals_one_record_at_a_time(name):
 @pytest.mark.parametrize("name", ["convolutions", "tied", "mlp"])
 def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
     module, batch = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
 
     def loss_of(one):
         return cross_entropy(module(one[0]), one[1])
@@ -419,7 +419,7 @@ def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_chunks_change_nothing(chunk):
     module, batch = case("convolutions")
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     engine = Engine(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     whole = dict(sums_of(engine, loss_of, batch))
@@ -436,7 +436,7 @@ def test_chunks_change_nothing(chunk):
 def test_a_non_finite_record_contributes_nothing(name, bad):
     """Trap 1. The other records' sum must come out as if the bad one were not there."""
     module, (x, y) = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     engine = Engine(plan, module, GaussianNoise())
     x[2].view(-1)[0] = bad
@@ -456,7 +456,7 @@ def test_every_record_stays_within_the_bound_in_float32():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
     S = 0.37
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
     engine = Engine(plan, module, GaussianNoise())
     for _ in range(50):
         batch = (torch.randn(1, 300) * 10 ** torch.empty(1).uniform_(-2, 4), torch.randint(3, (1,)))
@@ -566,7 +566,7 @@ STATEFUL = [RunningMean, Reassigned, ThroughData, Counting, InAnAttribute, InACo
 def test_a_step_that_keeps_something_of_a_record_is_refused_before_it_sees_one(build, inside):
     torch.manual_seed(0)
     module, (x, y) = (nn.Sequential(nn.Identity(), build()) if inside else build()).double(), rows()
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     engine, before = Engine(plan, module, GaussianNoise()), x.clone()
     with pytest.raises(StateFound, match="keeps something of a record"):
         sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x.double(), y))
@@ -676,7 +676,7 @@ def test_what_a_model_asks_of_autograd_is_what_pytorch_says(build, mode):
     torch.manual_seed(0)
     module, (x, y) = build().double(), rows()
     batch = x.double(), y
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
 
     def loss_of(one):
         return cross_entropy(module(one[0]), one[1])
@@ -690,7 +690,7 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
     """An index out of range. The others go on together, in this chunk and in the next."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)).double()
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     engine = Engine(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     x, y = torch.randint(5, (B, 3)), torch.randint(3, (B,))
@@ -725,7 +725,7 @@ def test_a_batch_that_cannot_be_split_is_refused():
 
 def test_what_is_no_tensor_is_the_same_for_all_records():
     module, (x, y) = case("mlp")
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
     with pytest.warns(UserWarning, match="a batch holds a float besides tensors"):
@@ -814,7 +814,7 @@ def test_a_step_that_branches_on_data_runs_one_record_at_a_time(build, chunk):
 
 def test_an_error_that_a_step_catches_is_not_traced_even_of_one_record():
     module, loss_of, batch = branching(Trying)
-    plan = make_plan(module, n=10, q=0.1, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.3))
+    plan = make_plan(module, n=10, q=0.1, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.3))
     engine = Engine(plan, module, GaussianNoise())  # whose graphs are of one row
     sums = sums_of(engine, loss_of, batch, 12, 12)
     assert engine.mode == ONE

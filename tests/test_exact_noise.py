@@ -19,10 +19,9 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.accounting.ledger import DiscreteSumQueryEvent, LedgerWriter, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import bounds, groups, mechanisms
+from dpexp.privacy import clipping, groups
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.exact.lattice import SIGMA, SIGMA2, Lattice, lattice, squares
-from dpexp.privacy.exact.sampler import DiscreteGaussian
+from dpexp.privacy.exact import SIGMA, SIGMA2, DiscreteGaussian, Lattice, lattice, squares
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -91,7 +90,7 @@ def test_one_record_moves_the_sum_by_a_vector_within_the_bound_exactly(records, 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2))
     engine = engine_for(
-        module, group=groups.per_layer(), mechanism=mechanisms.Joint(), bound=bounds.Dimension(0.3),
+        module, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.Dimension(0.3),
         vectors_by="parameter", schedules={"S": [1.0, 0.3], "z": [1.0, 3.0]},
     )  # fmt: skip
     x = torch.tensor(records)
@@ -118,7 +117,7 @@ def test_a_usual_record_uses_all_of_the_bound():
 
 def test_what_is_released_are_multiples_of_the_grid_with_the_right_noise(tmp_path):
     module = nn.Sequential(nn.Linear(100, 60), nn.Linear(60, 4))
-    engine = engine_for(module, mechanism=mechanisms.Joint(alpha=[0.25, 4.0], S=0.5))
+    engine = engine_for(module, mechanism=clipping.Joint(alpha=[0.25, 4.0], S=0.5))
     sums = whole_sums(engine, lambda one: module(one).square().sum(), torch.randn(5, 100))
     writer = LedgerWriter(tmp_path / "l.jsonl")
     writer.sample(engine.plan.sampling.event(100))
@@ -176,7 +175,7 @@ def by_hand(plan, factors):
 
 @pytest.mark.parametrize(
     "grouping, mechanism",
-    [(groups.flat(), mechanisms.Joint(alpha=[0.2, 0.5])), (groups.per_layer(), mechanisms.Separate())],
+    [(groups.flat(), clipping.Joint(alpha=[0.2, 0.5])), (groups.per_layer(), clipping.Separate())],
 )
 def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
     schedules = {"z": {"step": {0: 1, 5: 2}}, "S": {"step": {0: 1, 7: 0.5}}}

@@ -12,9 +12,8 @@ from pandas import DataFrame
 import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import joined
-from dpexp.privacy.bounds import Dimension
+from dpexp.privacy.clipping import Dimension, Joint
 from dpexp.privacy.groups import conv_fc
-from dpexp.privacy.mechanisms import Joint
 from dpexp.showing.frontier import compared, frontier
 from dpexp.showing.page import Documents, by_accountant, write_page
 from dpexp.showing.panels import NotDrawn, arrange, scale

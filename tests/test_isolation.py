@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import bounds
+from dpexp.privacy import clipping
 from dpexp.privacy.batches import Alone
 from dpexp.privacy.checks import StateFound
 
@@ -91,7 +91,9 @@ def trained(folder, module, loader, steps=1, z=SILENT, callbacks=(), callback=No
     """A fit on every record in every round."""
     if not isinstance(loader, DataLoader):
         loader = DataLoader(Items(loader), batch_size=2)
-    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=steps, noise_multiplier=z, bound=bounds.Fixed(S))
+    plan = dpexp.make_plan(
+        module, n=10, sampling="all", q=1.0, steps=steps, noise_multiplier=z, bound=clipping.Fixed(S)
+    )
     released = Released()
     folder.mkdir(exist_ok=True)
     ledger = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"

@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import adaptive, bounds, groups, mechanisms
+from dpexp.privacy import adaptive, clipping, groups
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.clips import Automatic
+from dpexp.privacy.clipping import Automatic
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.records import Local, User
 from tests.audited import attacked
@@ -80,7 +80,7 @@ def test_a_users_vector_is_how_far_its_training_goes(local, kind, tmp_path, quie
     by = None if kind is OfUsers else "user_of"
     found, plan = released(
         tmp_path, a_data_set(kind, x.double(), y), User(8, by, local), users=4,
-        group=groups.per_layer(), bound=bounds.Fixed(0.5),
+        group=groups.per_layer(), bound=clipping.Fixed(0.5),
     )  # fmt: skip
     close(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan))
 
@@ -150,7 +150,7 @@ def test_users_train_as_by_hand_where_no_made_up_record_has_a_finite_loss(choice
     x[:, 0] = 5
     found, plan = released(
         tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["epochs"]), Infinite(), users=4,
-        bound=bounds.Fixed(0.1), **choices,
+        bound=clipping.Fixed(0.1), **choices,
     )  # fmt: skip
     expected = by_hand(MEMBERS, trained_by_hand(x, y, LOCALS["epochs"], Infinite), plan)
     for name, total in found.items():
@@ -172,7 +172,7 @@ def test_the_average_is_the_servers_gradient(tmp_path, quiet, in_order):
     x, y = rows(11)
     found, _ = released(
         tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["batches"]), users=4,
-        bound=bounds.Fixed(1e3),
+        bound=clipping.Fixed(1e3),
     )  # fmt: skip
     vector = trained_by_hand(x, y, LOCALS["batches"])
     for name, total in found.items():
@@ -295,7 +295,7 @@ class Telling(Model):
 
 OTHERS = {
     "adaptive": {"bound": adaptive.Adaptive(initial=0.1, rate=1.0, share=0.2)},
-    "joint": {"mechanism": mechanisms.Joint()},
+    "joint": {"mechanism": clipping.Joint()},
     "automatic": {"clip": Automatic()},
     "exact": {"noise": "exact", "noise_multiplier": 1.0, "n": 11},
 }
@@ -331,13 +331,13 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
                     p -= local.lr * p.grad
         return sum(losses) / 2
 
-    add = dpexp.privacy.estimates.Estimates.add
+    add = dpexp.privacy.values.Estimates.add
 
     def watched(self, plan, t, found):
         told.update({key: value.clone() for key, value in found.items() if "train_loss" in key})
         return add(self, plan, t, found)
 
-    monkeypatch.setattr(dpexp.privacy.estimates.Estimates, "add", watched)
+    monkeypatch.setattr(dpexp.privacy.values.Estimates, "add", watched)
     released(
         tmp_path, dataset, User(8, "user_of", local), Telling(), users=4,
         release={"train_loss": {"S": 100.0, "share": 0.1}},

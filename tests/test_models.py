@@ -23,7 +23,7 @@ from test_engine import relative_error
 from torch.utils._pytree import tree_map
 
 from dpexp.errors import ConfigError
-from dpexp.privacy import bounds, groups
+from dpexp.privacy import clipping, groups
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -82,7 +82,7 @@ def tried(model, dropout, dtype):
         warnings.simplefilter("ignore")
         try:
             plan = make_plan(
-                module, n=20, q=0.3, steps=1, noise_multiplier=1.0, group=groups.per_layer(), bound=bounds.Fixed(0.01)
+                module, n=20, q=0.3, steps=1, noise_multiplier=1.0, group=groups.per_layer(), bound=clipping.Fixed(0.01)
             )
             engine = Engine(plan, module, GaussianNoise())
             engine.start()

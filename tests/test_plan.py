@@ -12,9 +12,8 @@ from torch import nn
 from dpexp.accounting.accountants import epsilon
 from dpexp.errors import ConfigError
 from dpexp.privacy.allocation import DimensionAdjusted, Explicit, MinVariance, Proportional, Weighted
-from dpexp.privacy.bounds import Dimension, Fixed, Uniform
+from dpexp.privacy.clipping import Clipping, Dimension, Fixed, Joint, Separate, Uniform
 from dpexp.privacy.groups import Groups, Match, Vector, conv_fc, flat, per_layer
-from dpexp.privacy.mechanisms import Clipping, Joint, Separate
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.sampling import Poisson
 

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import dpexp
 from dpexp.errors import ConfigError
-from dpexp.privacy import bounds
+from dpexp.privacy import clipping
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -98,7 +98,7 @@ def test_its_low_ranks_are_clipped_right_and_together(tiny, recwarn):
     def loss_of(one):
         return F.cross_entropy(module(one[0]), one[1])
 
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
     engine.accumulate(loss_of, stacked(batch), 4)

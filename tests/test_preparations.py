@@ -28,9 +28,8 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import add_laplace
 from dpexp.privacy.plan import PrivacyPlan, make_plan
-from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten
-from dpexp.privacy.preparations.carrying_out import _total, prepare
-from dpexp.privacy.preparations.preparation import queries
+from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten, queries
+from dpexp.privacy.preparing import _total, prepare
 from dpexp.showing.spending import epsilon_over_rounds
 from dpexp.tracking.failure import keep_error
 from dpexp.training.classifier import Classifier
@@ -666,7 +665,7 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
         (("prepare=[class_counts]", "noise=exact"), "noise=exact cannot be had for prepare=class_counts"),
         (("prepare=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 is a part of privacy.epsilon"),
         (("prepare=[class_counts]", "prepare.class_counts.noise_multiplier=2", "prepare.class_counts.share=0.1"),
-         "exactly one of them"),
+         "exactly one of prepare.ClassCounts.share or prepare.ClassCounts.noise_multiplier"),
         (("prepare=[class_counts]", "prepare.class_counts._target_=null"), "does not say what to make"),
         (("prepare=[class_counts,standardise]", "prepare.class_counts.share=0.6", "prepare.standardise.share=0.5"),
          "leave nothing for training"),

@@ -17,7 +17,7 @@ from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.adaptive import Adaptive
 from dpexp.privacy.checks import digest_of_weights
-from dpexp.privacy.clips import Global
+from dpexp.privacy.clipping import Global
 from dpexp.privacy.delivery import RoundSampler
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.processes import Processes, digest_of_plan, digest_of_records

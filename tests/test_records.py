@@ -158,7 +158,7 @@ def close(found, expected):
 def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, quiet):
     x, y = rows(11)
     found, plan = released(
-        tmp_path, kind(x.double(), y), Microbatch(k), bound=dpexp.privacy.bounds.Fixed(0.3), group=groups.per_layer()
+        tmp_path, kind(x.double(), y), Microbatch(k), bound=dpexp.privacy.clipping.Fixed(0.3), group=groups.per_layer()
     )
     assert plan.n == math.ceil(11 / k)
     units = [[*range(i, min(i + k, 11))] for i in range(0, 11, k)]

@@ -23,7 +23,7 @@ FORBIDDEN = {
     "commands": {"mlflow"},
 }  # fmt: skip
 EXCEPT = {
-    "showing": {"dpexp.privacy.plan", "dpexp.privacy.estimates", "dpexp.privacy.bands"},
+    "showing": {"dpexp.privacy.plan", "dpexp.privacy.values", "dpexp.privacy.bands"},
     "showing/terminal.py": {  # it watches a training under way
         "dpexp.privacy.callback", "dpexp.privacy.schedules", "pytorch_lightning", "omegaconf",
     },

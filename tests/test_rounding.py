@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpexp.privacy import bounds
-from dpexp.privacy.clips import Abadi
+from dpexp.privacy import clipping
+from dpexp.privacy.clipping import Abadi
 from dpexp.privacy.engine.derived import Part, Parts
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import gram_norms, norms
@@ -111,7 +111,7 @@ def test_a_directed_search_finds_no_record_beyond_the_bound():
 def test_large_layers_are_clipped_to_the_bound(d, value):
     """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
     module = nn.Linear(d, 1, bias=False)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
     x = torch.full((1, 1, d), value)
@@ -128,7 +128,7 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
 def test_norms_that_underflow(d):
     """‖x‖² is 0 in float32, and g is large: the product is not small."""
     module = nn.Linear(d, 1, bias=False)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
     engine = Engine(plan, module, GaussianNoise())
     for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
         engine.start()

@@ -13,7 +13,7 @@ from test_engine import relative_error
 from torch import nn
 from torch.nn import functional as F
 
-from dpexp.privacy import bounds
+from dpexp.privacy import clipping
 from dpexp.privacy.engine import uses
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.rounding import gram_norms
@@ -51,7 +51,7 @@ def assert_equals_reference(layer, x, dtype, fast=True, group=None):
     S = max(sorted(norms)[len(norms) // 2], 1e-3)
     half = max(1, len(x) // 2)
     plan = make_plan(
-        module, n=20, q=half / 20, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(S), group=group or per_layer(),
+        module, n=20, q=half / 20, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S), group=group or per_layer(),
     )  # fmt: skip
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
@@ -438,7 +438,7 @@ def test_per_record_gradients_are_those_of_opacus(name):
     build, data = LAYERS[name]
     layer, x = build(), data()
     module = Weighted(layer)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(1e9))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(1e9))
     ours = {}
     engine = Engine(plan, module, GaussianNoise())
     for i in range(len(x)):

@@ -11,10 +11,10 @@ from torch import nn
 
 import dpexp
 from dpexp.privacy.asked import Banded
-from dpexp.privacy.estimates import Signals, course
+from dpexp.privacy.clipping import Joint
 from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.mechanisms import Joint
 from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise, Noisy
+from dpexp.privacy.values import Signals, course
 from dpexp.showing.signal import signal_and_noise
 from tests.test_banded import toeplitz
 

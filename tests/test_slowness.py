@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpexp.privacy import bounds
+from dpexp.privacy import clipping
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
@@ -57,7 +57,7 @@ SAID = {
 def test_the_line_and_the_way_out_are_told(loss):
     torch.manual_seed(0)
     module = nn.Linear(4, 4)
-    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.3))
+    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.3))
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
     with warnings.catch_warnings(record=True) as told:

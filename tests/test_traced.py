@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.bounds import Fixed
 from dpexp.privacy.checks import StateFound
+from dpexp.privacy.clipping import Fixed
 from dpexp.privacy.engine import capture, graphs
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.step import LOOP

@@ -19,7 +19,7 @@ from zoo.text import classified, of
 
 import dpexp
 from dpexp.errors import RecordError
-from dpexp.privacy import bounds
+from dpexp.privacy import clipping
 from dpexp.privacy.batches import Alone
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
@@ -28,7 +28,7 @@ from dpexp.training.classifier import Classifier
 
 
 def engine_for(module):
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=bounds.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
     engine = Engine(plan, module, GaussianNoise())
     engine.start()
     return engine

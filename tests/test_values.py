@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.values import Estimates
 
 B, Q, N = 7, 0.1, 100
 RELEASE = {

@@ -20,14 +20,13 @@ from dpexp.commands.values import check, noise_of, record_of, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.asked import AUTO, Banded
-from dpexp.privacy.batchnorm import GROUP as BATCHNORM
 from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan import PrivacyPlan, make_plan
-from dpexp.privacy.preparations import Prepared
-from dpexp.privacy.preparations.preparation import preparations_of
+from dpexp.privacy.preparations import Prepared, preparations_of
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
+from dpexp.privacy.values import BATCHNORM
 from dpexp.training.classifier import Classifier
 from dpexp.training.tuning import All, head_of
 from dpexp.training.weights import begin_from

@@ -18,7 +18,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.physical_batch import ON_A_CPU
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.preparations.carrying_out import PreparedPlainly
+from dpexp.privacy.preparing import PreparedPlainly
 from dpexp.showing.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 

@@ -53,7 +53,7 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
         raise ConfigError(f"checkpoint.resume=true needs the checkpoint {output}/last.ckpt, which does not exist.")
     before: Any = yaml.safe_load((output / "config.yaml").read_text())
     before.setdefault("noise", {"kind": "gaussian"})  # of a job that is older than the choice
-    before.setdefault("clip", {"_target_": "dpexp.privacy.clips.Abadi"})
+    before.setdefault("clip", {"_target_": "dpexp.privacy.clipping.Abadi"})
     before.setdefault("norms", "exact")
     before.setdefault("metrics", {"release": None})
     before.setdefault("batchnorm", None)

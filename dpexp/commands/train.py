@@ -44,9 +44,9 @@ from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.config import audit_trainings
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.estimates import Estimates, Signals
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.preparations.preparation import preparations_of
+from dpexp.privacy.preparations import preparations_of
+from dpexp.privacy.values import Estimates, Signals
 from dpexp.showing import terminal
 from dpexp.showing.counts import counts
 from dpexp.tracking.origin import without_passwords

@@ -1,14 +1,12 @@
 """Bounds that follow a quantile of the norms, learnt privately (Andrew et al. 2021, arXiv 1905.03871).
 
-Of each record it is counted whether its norm is within the bound: b_i = 1[‖v_i‖ <= S] - 1/2, a number of absolute value
-1/2. The counts are a vector of the same round with its own share of the budget; b̂ = Σ_i b_i/qn + 1/2, with noise,
-estimates the fraction of records that are not clipped, and S <- S exp(-η (b̂ - γ)) then moves S towards the quantile γ.
+Of each record it is counted whether its norm is within the bound: b_i = 1[‖v_i‖ <= S] - 1/2. The counts are a vector
+of the same round with its own share of the budget; b̂ = Σ_i b_i/qn + 1/2, with noise, estimates the fraction of records
+that are not clipped, and S <- S exp(-η (b̂ - γ)) moves S towards the quantile γ. σ̃_g = z S_g/√w_g moves with S_g, so
+that a round costs what was planned.
 
-Under separate clipping that is S_g of each group. Under joint clipping it is the scale α_j of each vector, from
-1[‖v_j‖ <= α_j]: vectors of very different lengths come to be scaled to equal use of S, which joint clipping is for
-(McMahan et al. 2018, section 2).
-
-σ̃_g = z S_g/√w_g moves with S_g, so that what a round costs stays what was planned.
+Under separate clipping that is S_g of each group; under joint clipping the scale α_j of each vector, from
+1[‖v_j‖ <= α_j], so that vectors of very different lengths come to make equal use of S (McMahan et al. 2018, section 2).
 """
 
 import math
@@ -18,18 +16,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, positive
 from dpexp.privacy.allocation import Allocation, Measured
-from dpexp.privacy.bounds import Fixed, positive
-from dpexp.privacy.clips import RAMP
+from dpexp.privacy.clipping import RAMP, Clipping, Joint, Mechanism, Separate, by_group
 from dpexp.privacy.groups import Vector, value_key
-from dpexp.privacy.mechanisms import Clipping, Joint, Mechanism, Separate
-from dpexp.privacy.metrics import Release
+from dpexp.privacy.values import UNCLIPPED, Release
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Group, PrivacyPlan
 
-UNCLIPPED = "unclipped"
 _FURTHEST = 1e8  # from where a bound began
 
 
@@ -50,39 +45,27 @@ class Adaptive:
     share: float = 0.01
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        try:
-            return Fixed(self.initial)(groups, dimensions)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("bound.value", "bound.initial")) from None
+        return by_group("bound.initial", self.initial, groups)
 
     def following(
         self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
     ) -> "Following":
-        """What a plan for some groups follows.
-
-        Raises:
-            ConfigError: the mechanism's bounds cannot be followed, or a value is out of range.
-        """
+        """What a plan for some groups follows, if the mechanism's bounds can be followed."""
         if isinstance(mechanism, Joint) and mechanism.alpha is None:
             members = [(group, vector.name) for group, vectors in groups.items() for vector in vectors]
         elif isinstance(mechanism, Separate):
             members = [(group, group) for group in groups]
         else:
             raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
-        gammas = self._quantiles([group for group, _ in members])
+        gammas = tuple(by_group("bound.quantile", self.quantile, [group for group, _ in members], _fraction))
         rate = positive("bound.rate", self.rate)
         return Following(tuple(members), isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, Measured))
 
-    def _quantiles(self, groups: Sequence[str]) -> tuple[float, ...]:
-        given = self.quantile
-        if isinstance(given, Mapping) and set(given) != set(groups):
-            names = ", ".join(dict.fromkeys(groups))
-            raise ConfigError(f"bound.quantile names the groups {', '.join(given)}; the model has {names}.")
-        found = [given[group] if isinstance(given, Mapping) else given for group in groups]
-        for one in found:
-            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
-                raise ConfigError(f"bound.quantile={one} must be a fraction between 0 and 1.")
-        return tuple(map(float, found))
+
+def _fraction(key: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{key}={value} must be a fraction between 0 and 1.")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -116,34 +99,23 @@ class Following:
 
 
 class Bounds:
-    """Where the bounds have come to.
-
-    Attributes:
-        factors: of the initial ones.
-    """
+    """Where the bounds have come to: `factors` of the initial ones."""
 
     def __init__(self, following: Following) -> None:
-        self._following = following
+        self._following, self.joint = following, following.joint
         self.factors = [1.0] * len(following.members)
 
     def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the bounds as they are."""
         by = dict(zip(self._following.members, self.factors, strict=True))
-        groups = [self._bounded(group, by) for group in plan.groups]
+        groups = [group if group.is_of_values else self._bounded(group, by) for group in plan.groups]
         return replace(plan, groups=tuple(_shared_anew(groups) if self._following.measured else groups))
-
-    @property
-    def joint(self) -> bool:
-        return self._following.joint
 
     def follow(
         self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
     ) -> dict[str, float]:
-        """Moves the bounds by what a round's counts say; returns the round's bounds and fractions as metrics.
-
-        Args:
-            completed: the round's number; history: see `Estimates`, to which the bounds are added.
-        """
+        """Moves the bounds by what the counts of round number `completed` say; returns the round's bounds, which are
+        added to `history` (see `Estimates`), and fractions as metrics."""
         shown = dict(self.shown(now))
         for name, bound in shown.items():
             history.setdefault(name, []).append((completed, bound, 0.0))
@@ -161,18 +133,13 @@ class Bounds:
 
     def shown(self, now: "PrivacyPlan") -> Iterator[tuple[str, float]]:
         """The bounds of a round by what they are called: S/group or alpha/vector."""
-        names = dict(zip(self._following.members, self._following.names, strict=True))
-        for group in now.groups:
-            if not group.is_of_values and not self._following.joint:
-                yield f"S/{group.name}", group.S
-            elif not group.is_of_values:
-                for vector, alpha in zip(group.vectors, group.alphas, strict=True):
-                    yield f"alpha/{names[group.name, vector.name]}", alpha
+        alphas = [alpha for group in now.groups if not group.is_of_values for alpha in group.alphas]
+        bounds = [group.S for group in now.groups if not group.is_of_values]
+        for name, bound in zip(self._following.names, alphas if self.joint else bounds, strict=True):
+            yield f"{'alpha' if self.joint else 'S'}/{name}", bound
 
     def _bounded(self, group: "Group", by: Mapping[tuple[str, str], float]) -> "Group":
-        if group.is_of_values:
-            return group
-        if self._following.joint:
+        if self.joint:
             alphas = zip(group.vectors, group.alphas, strict=True)
             return replace(group, alphas=tuple(alpha * by[group.name, vector.name] for vector, alpha in alphas))
         factor = by[group.name, group.name]
@@ -187,13 +154,10 @@ def within(parts: Tensor) -> Tensor:
 
 def _shared_anew(groups: Sequence["Group"]) -> Iterator["Group"]:
     """Divides what the groups of gradients have of the budget by their bounds as they are."""
-    of_gradients = {group.name: group for group in groups if not group.is_of_values}
-    clipping = {name: Clipping(group.alphas, group.S) for name, group in of_gradients.items()}
-    shares = Measured().shares({name: group.vectors for name, group in of_gradients.items()}, clipping)
-    whole = sum(group.share for group in of_gradients.values())
+    of_gradients = [group for group in groups if not group.is_of_values]
+    clipping = {group.name: Clipping(group.alphas, group.S) for group in of_gradients}
+    shares = Measured().shares({group.name: group.vectors for group in of_gradients}, clipping)
+    whole = sum(group.share for group in of_gradients)
     for group in groups:
-        if group.is_of_values:
-            yield group
-        else:
-            share = whole * shares[group.name]
-            yield replace(group, share=share, sigma=group.sigma * math.sqrt(group.share / share))
+        share = whole * shares[group.name] if group.name in shares else group.share
+        yield replace(group, share=share, sigma=group.sigma * math.sqrt(group.share / share))

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpexp.errors import ConfigError
-from dpexp.privacy.bounds import positive
+from dpexp.errors import ConfigError, positive
+from dpexp.privacy.clipping import Clipping, check_names
 from dpexp.privacy.groups import Vector
-from dpexp.privacy.mechanisms import Clipping
 
 
 class Allocation(Protocol):
@@ -46,13 +45,11 @@ class MinVariance:
     """
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
-        return _normalised(
-            {
-                name: clipping[name].S
-                * math.sqrt(sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True)))
-                for name, vectors in groups.items()
-            }
-        )
+        sizes = {
+            name: sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True))
+            for name, vectors in groups.items()
+        }
+        return _normalised({name: clipping[name].S * math.sqrt(size) for name, size in sizes.items()})
 
 
 @dataclass(frozen=True)
@@ -67,13 +64,11 @@ class Weighted:
     weights: Mapping[str, float]
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
-        _check_names("allocation.weights", self.weights, groups)
+        check_names("allocation.weights", self.weights, groups)
         weights = {name: positive(f"allocation.weights.{name}", self.weights[name]) for name in groups}
         if not math.isclose(sum(weights.values()), 1, rel_tol=1e-9):
-            raise ConfigError(
-                f"allocation.weights={dict(self.weights)} add up to {sum(weights.values()):.12g}; "
-                "they must add up to 1."
-            )
+            total = f"{sum(weights.values()):.12g}"
+            raise ConfigError(f"allocation.weights={dict(self.weights)} add up to {total}; they must add up to 1.")
         return _normalised(weights)
 
 
@@ -85,7 +80,7 @@ class Explicit:
 
     def noise_multiplier(self, clipping: Mapping[str, Clipping]) -> float:
         """z = (Σ_g (S_g/σ̃_g)²)^(-1/2)."""
-        _check_names("allocation.sigma", self.sigma, clipping)
+        check_names("allocation.sigma", self.sigma, clipping)
         return sum(self._squares(clipping).values()) ** -0.5
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
@@ -100,8 +95,3 @@ class Explicit:
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
-
-
-def _check_names(key: str, given: Mapping[str, float], groups: Mapping[str, object]) -> None:
-    if set(given) != set(groups):
-        raise ConfigError(f"{key} names the groups {', '.join(given)}; the model has {', '.join(groups)}.")

@@ -7,8 +7,7 @@ from typing import Any
 from dpexp.accounting.claims import adjacencies, check_advantage, check_claim, check_delta, check_tpr
 from dpexp.accounting.knobs import KNOBS
 from dpexp.accounting.ledger import ADJACENCIES
-from dpexp.errors import ConfigError
-from dpexp.privacy.bounds import positive
+from dpexp.errors import ConfigError, exactly_one, positive, whole
 from dpexp.privacy.sampling import Policy, make_policy
 
 COEFFICIENTS = ("optimal", "sqrt")
@@ -23,9 +22,6 @@ class Banded:
         bands: b, or `auto` for the power of two with the least predicted error (see `dpexp.privacy.bands`).
         coefficients: `optimal` for the workload, or `sqrt`, its square root, cut off after b.
         momentum: β of the optimizer.
-
-    Raises:
-        ConfigError: names what makes no sense.
     """
 
     bands: int | str = AUTO
@@ -33,9 +29,8 @@ class Banded:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.bands, int) and not isinstance(self.bands, bool) and self.bands >= 1
-        if not whole and self.bands != AUTO:
-            raise ConfigError(f"noise.bands={self.bands} must be a whole number of at least 1, or auto.")
+        if self.bands != AUTO:
+            whole("noise.bands", self.bands, ", or auto")
         if self.coefficients not in COEFFICIENTS:
             raise ConfigError(f"noise.coefficients={self.coefficients} is unknown; known: {', '.join(COEFFICIENTS)}.")
         number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
@@ -57,29 +52,22 @@ def sampled(
     records: int | None = None,
     parts: int | None = None,
 ) -> tuple[Policy, int]:
-    """The sampling policy and the number of rounds T; arguments as of `make_plan`. `records`: how many n examples are.
-
-    Raises:
-        ConfigError: a value out of range, or none or both of two alternatives.
-    """
-    if not (isinstance(n, int) and n >= 1):
-        raise ConfigError(f"data.n={n} must be a whole number of at least 1.")
-    _exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
-    _exactly_one("sampling", steps=steps, epochs=epochs)
-    rate = q if q is not None else _rate(positive("sampling.expected_batch_size", expected_batch_size or 0), n)
-    policy = make_policy(sampling, rate, records or n, maximum, n / (records or n), parts)
-    rounds = policy.rounds(epochs) if epochs is not None else steps
-    if rounds is None or rounds < 1:
-        raise ConfigError(f"sampling.steps={rounds} must be at least 1.")
-    return policy, rounds
+    """The sampling policy and the number of rounds T; arguments as of `make_plan`; `records`: as many as n examples."""
+    whole("data.n", n)
+    exactly_one("sampling", q=q, expected_batch_size=expected_batch_size)
+    exactly_one("sampling", steps=steps, epochs=epochs)
+    if q is None:
+        q = positive("sampling.expected_batch_size", expected_batch_size) / n
+        if q > 1:
+            raise ConfigError(
+                f"sampling.expected_batch_size={expected_batch_size:g} exceeds data.n={n}, so q would exceed 1."
+            )
+    policy = make_policy(sampling, q, records or n, maximum, n / (records or n), parts)
+    return policy, whole("sampling.steps", steps) if epochs is None else policy.rounds(epochs)
 
 
 def claimed(sampling: str, adjacency: str | None) -> str:
-    """The adjacency, by default the first that the policy may claim.
-
-    Raises:
-        ConfigError: it is unknown, or cannot be claimed.
-    """
+    """The adjacency, by default the first that the policy may claim."""
     adjacency = adjacency or adjacencies(sampling)[0]
     if adjacency not in ADJACENCIES:
         raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
@@ -89,11 +77,10 @@ def claimed(sampling: str, adjacency: str | None) -> str:
 
 def check_norms(norms: str) -> None:
     """Raises ConfigError: they are not to be exact. (Exact ones are too large, if anything, in floating point.)"""
-    if norms == "jl":
+    if norms == "jl":  # a record may contribute S/ψ, ψ² being χ²_r/r
         raise ConfigError(
-            "norms=jl cannot be accounted for: norms estimated by r random projections may be too small, so that a "
-            "record may contribute S/ψ, ψ² being χ²_r/r, and the ledger has no event for that; leave norms=exact, with "
-            "which benchmarks/jl.py compares them."
+            "norms=jl cannot be accounted for: norms estimated by r random projections may be too small, and the "
+            "ledger has no event for that; leave norms=exact (benchmarks/jl.py compares them)."
         )
     if norms != "exact":
         raise ConfigError(f"norms={norms} is unknown; known: exact.")
@@ -108,11 +95,7 @@ def check_kind(noise: str | Banded) -> str:
 
 
 def check_banded(noise: Banded, sampling: str, calibrate: str, aimed: bool, parts: int | None = None) -> None:
-    """Whether such noise can be had beside what else was asked.
-
-    Args:
-        aimed: there is a target, for which z is solved if the knob is the noise.
-    """
+    """Whether such noise can be had beside what else was asked. `aimed`: there is a target."""
     if sampling != "cyclic_poisson" and noise.bands != 1:
         raise ConfigError(
             f"noise=banded with noise.bands={noise.bands} needs samples that keep a record's rounds apart, and "
@@ -125,8 +108,8 @@ def check_banded(noise: Banded, sampling: str, calibrate: str, aimed: bool, part
         )
     if parts is not None and isinstance(noise.bands, int) and noise.bands > parts:
         raise ConfigError(
-            f"noise.bands={noise.bands} must be at most sampling.parts={parts}, which is how far apart a record's "
-            "rounds are; or leave sampling.parts out, for as many parts as bands."
+            f"noise.bands={noise.bands} must be at most sampling.parts={parts}, by which a record's rounds are apart; "
+            "without sampling.parts there are as many parts as bands."
         )
 
 
@@ -139,11 +122,7 @@ def check_noise(
     advantage: float | None = None,
     tpr: Mapping[float, float] | None = None,
 ) -> None:
-    """Whether there is one noise to be had.
-
-    Args:
-        explicit: the allocation gives every σ̃_g.
-    """
+    """Whether there is one noise to be had. `explicit`: the allocation gives every σ̃_g."""
     if calibrate not in KNOBS:
         raise ConfigError(f"calibrate={calibrate} is unknown; choose one of {', '.join(KNOBS)}.")
     if epsilon is not None:
@@ -156,11 +135,11 @@ def check_noise(
     if explicit:
         if noise_multiplier is not None or (given and calibrate == "noise"):
             raise ConfigError(
-                "allocation=explicit fixes the noise itself; set privacy.noise_multiplier=null, and "
-                "privacy.epsilon=null unless another knob is calibrated."
+                "allocation=explicit fixes the noise itself; set privacy.noise_multiplier=null, and a target only if "
+                "another knob is calibrated."
             )
     elif calibrate == "noise":
-        _exactly_one("privacy", epsilon=epsilon, noise_multiplier=noise_multiplier, advantage=advantage, tpr=tpr)
+        exactly_one("privacy", epsilon=epsilon, noise_multiplier=noise_multiplier, advantage=advantage, tpr=tpr)
     elif noise_multiplier is None or not given:
         raise ConfigError(
             f"calibrate={calibrate} solves for the target {given[0] if given else 'privacy.epsilon=None'} from the "
@@ -208,18 +187,3 @@ def check_adaptive(schedules: Mapping[str, Any], calibrate: str, noise: str | Ba
         raise ConfigError("calibrate=bound solves for a bound that bound=adaptive would change; choose another knob.")
     if noise == "exact":
         raise ConfigError("noise=exact needs bounds that stay; choose noise=gaussian, or another bound than adaptive.")
-
-
-def _rate(expected_batch_size: float, n: int) -> float:
-    if expected_batch_size > n:
-        raise ConfigError(
-            f"sampling.expected_batch_size={expected_batch_size:g} exceeds data.n={n}, so q would exceed 1."
-        )
-    return expected_batch_size / n
-
-
-def _exactly_one(section: str, **choices: Any) -> None:
-    given = [f"{section}.{key}={value}" for key, value in choices.items() if value is not None]
-    if len(given) != 1:
-        wanted = " or ".join(f"{section}.{key}" for key in choices)
-        raise ConfigError(f"exactly one of {wanted} must be given; got {' and '.join(given) or 'neither'}.")

@@ -30,7 +30,8 @@ def coefficients(noise: Banded, b: int, rounds: int) -> tuple[float, ...]:
 
 def error(c: tuple[float, ...], rounds: int, momentum: float = 0.0) -> float:
     """‖A C⁻¹‖_F/√T: how large the noise of a round's weights is, in root mean square over the rounds, at σ̃ = 1."""
-    return math.sqrt(_squares(c, rounds, momentum) / rounds)
+    m = lfilter([1.0], c, _workload(rounds, momentum))
+    return math.sqrt(float(np.dot(rounds - np.arange(rounds), m**2)) / rounds)
 
 
 def candidates(q: float, rounds: int, parts: int | None = None) -> Iterator[int]:
@@ -102,11 +103,6 @@ def ties(c: tuple[float, ...], rounds: int) -> tuple[float, float]:
 
 def _workload(rounds: int, momentum: float) -> Array:
     return lfilter([1.0], [1.0, -momentum], np.ones(rounds))
-
-
-def _squares(c: tuple[float, ...], rounds: int, momentum: float) -> float:
-    m = lfilter([1.0], c, _workload(rounds, momentum))
-    return float(np.dot(rounds - np.arange(rounds), m**2))
 
 
 def _log_error(u: Array, rounds: int, momentum: float) -> tuple[float, Array]:

@@ -1,15 +1,12 @@
 """What becomes of batch normalization, which mixes the records of a batch: private statistics, fixed ones, or none.
 
-With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, u = (x - μ)/s, so
-that it is a fixed map of each channel and records never mix. The moments of each record, the means over space of u and
+With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, u = (x - μ)/s, a
+fixed map of each channel by which records never mix. The moments of each record, the means over space of u and
 of u² - 1 for each channel, are vectors of the round: clipped, summed and noised together, as the group `batchnorm`.
 What is released is how far the statistics are off, in their own units, and moves them: μ by as much of s, s² by as much
-of itself. So one bound serves layers of any scale, and a sample that happens to be small moves them less, not towards
-0.
-
-Gradients take the statistics as constants, so that what a step gains by scaling or shifting a layer's inputs would be
-taken back by statistics that follow, round after round (Ioffe & Szegedy 2015, section 2). So they move by 1/t of what
-is found in round t, and come to rest while the network learns.
+of itself, so that one bound serves layers of any scale. Gradients take the statistics as constants, and what a step
+gains by scaling a layer's inputs would be taken back by statistics that follow (Ioffe & Szegedy 2015, section 2). So
+they move by 1/t of what is found in round t, and come to rest while the network learns.
 
 Spectral normalization makes one power iteration a round, from the weights alone, and none within a step.
 """
@@ -25,14 +22,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from dpexp.errors import ConfigError
-from dpexp.privacy.bounds import positive
-from dpexp.privacy.given import release
+from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.values import BATCHNORM, release
 
-GROUP = "batchnorm"
 _FASTEST = 2.0  # that a variance may grow or shrink in one round
-_GROUPS = 32
 
 
 class RunningNorm(nn.Module):
@@ -88,7 +82,7 @@ class Private:
         share: of the noise budget, for all layers together.
         scale: a record's moments of a layer with C channels are clipped, together with those of other layers, as if
             they were at most scale·√(2C) long.
-        rate: by which part of what was found the statistics move in the first round; by 1/t of it in round t.
+        rate: see `RunningNorm`.
     """
 
     share: float = 0.1
@@ -99,7 +93,7 @@ class Private:
         positive("batchnorm.share", self.share)
         if not 0 < self.rate <= 1:
             raise ConfigError(f"batchnorm.rate={self.rate} must lie in (0, 1].")
-        return _replaced(module, lambda name, layer: RunningNorm(layer, f"{GROUP}/{name}", self.rate))
+        return _replaced(module, lambda name, layer: RunningNorm(layer, f"{BATCHNORM}/{name}", self.rate))
 
     def release(self, module: nn.Module) -> dict[str, Any]:
         """What `make_plan` is to release for the module's layers."""
@@ -108,7 +102,7 @@ class Private:
             layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "d": 2 * layer.channels}
             for layer in layers_that_give(module)
         }
-        return {GROUP: {"share": self.share, "values": values}} if values else {}
+        return {BATCHNORM: {"share": self.share, "values": values}} if values else {}
 
 
 @dataclass(frozen=True)
@@ -121,23 +115,19 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Groups:
-    """Group normalization, with the layers' scale and shift: statistics of each record by itself (Wu & He 2018).
+    """Group normalization, with the layers' scale and shift: statistics of each record by itself (Wu & He 2018), in at
+    most so many groups, as divide the channels."""
 
-    Args:
-        groups: at most so many, as divide the channels.
-    """
-
-    groups: int = _GROUPS
+    groups: int = 32
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        return _replaced(module, self._grouped)
+        def grouped(name: str, layer: _BatchNorm) -> nn.Module:
+            groups = max(k for k in range(1, self.groups + 1) if layer.num_features % k == 0)
+            new = nn.GroupNorm(groups, layer.num_features, layer.eps, layer.affine)
+            new.weight, new.bias = layer.weight, layer.bias
+            return new
 
-    def _grouped(self, name: str, layer: _BatchNorm) -> nn.Module:
-        channels = layer.num_features
-        groups = max(k for k in range(1, self.groups + 1) if channels % k == 0)
-        new = nn.GroupNorm(groups, channels, layer.eps, layer.affine)
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
+        return _replaced(module, grouped)
 
 
 def layers_that_give(module: nn.Module) -> Iterator[RunningNorm]:
@@ -151,10 +141,8 @@ def refuse_unreleased(module: nn.Module, plan: PrivacyPlan) -> None:
     released = {vector.name for group in plan.groups for vector in group.vectors}
     for layer in layers_that_give(module):
         if layer.given_as not in released:
-            raise ConfigError(
-                f"model: the plan does not release {layer.given_as}, by which a RunningNorm learns its statistics; "
-                "give make_plan the model's batchnorm.Private().release(model)."
-            )
+            told = f"model: the plan does not release {layer.given_as}, by which a RunningNorm learns its statistics"
+            raise ConfigError(f"{told}; give make_plan release=batchnorm.Private().release(model).")
 
 
 def _replaced(module: nn.Module, new: Any) -> nn.Module:

@@ -17,7 +17,7 @@ from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy import refusals, silence
-from dpexp.privacy.adaptive import UNCLIPPED, Bounds
+from dpexp.privacy.adaptive import Bounds
 from dpexp.privacy.batches import Failed
 from dpexp.privacy.batchnorm import RunningNorm, iterate, layers_that_give, refuse_unreleased, spectral_norms
 from dpexp.privacy.checks import StateFound, digest_of_weights
@@ -27,13 +27,12 @@ from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
 from dpexp.privacy.engine.step import TRACED
 from dpexp.privacy.engine.traced import memory_of
-from dpexp.privacy.estimates import Estimates, Signals
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.keystream import KeyStream, own_randomness
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.physical_batch import first_batch, fitting, public_record
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.preparations.carrying_out import prepare
+from dpexp.privacy.preparing import prepare
 from dpexp.privacy.processes import (
     Processes,
     SharedLedger,
@@ -42,6 +41,7 @@ from dpexp.privacy.processes import (
     ledger_of,
     take_over,
 )
+from dpexp.privacy.values import UNCLIPPED, Estimates, Signals
 
 EPSILON_READINGS = 20
 

@@ -1,16 +1,14 @@
 """Dirac canaries: records whose gradients are bounded vectors in coordinates of their own.
 
-A canary is a record: where records are units of k examples, or users, it has k or `most` equal examples, so that what
-each of them would contribute alone is found if they are not clipped together. Each canary is included by a fair coin.
-What the rounds release in its coordinates is its share of the sums and noise, and nothing else, so that whoever looks
-there is the strongest attacker whom a release may have.
+Each canary is included by a fair coin. What the rounds release in its coordinates is its share of the sums and noise,
+and nothing else: whoever looks there is the strongest attacker whom a release may have. Where records are units or
+users, it has as many equal examples, so that what each of them would contribute alone is found.
 
-Every vector of every group gets a table of extra coordinates, which belongs to it: clipped in the same group, by the
-same S_g, noised by the same α_j σ̃_g. The plan's sampling, bounds and noise, and so what is accounted, stay as they are.
-A canary has one coordinate in each vector. Its gradient is longer than S_g allows, so that clipping has something to do
-(but as short as a clip rule demands that would drop it), and changes its sign from vector to vector, group to group and
-turn to turn, so that noise which these share would cancel in what the attacker adds up. Who knows when it may have
-been sampled, as where samples come round, looks at these rounds alone (see `matched`).
+Every vector of every group gets a table of extra coordinates: clipped in the same group, by the same S_g, noised by the
+same α_j σ̃_g, so that what is accounted stays as it is. A canary has one coordinate in each vector. Its gradient is
+longer than S_g allows, so that clipping has something to do, and changes its sign from vector to vector, group to group
+and turn to turn, so that noise which these share would cancel. Who knows when it may have been sampled looks at these
+rounds alone (see `Matched`).
 """
 
 import math
@@ -26,16 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from dpexp.accounting.auditing import scores
 from dpexp.accounting.renyi import Array
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.clips import asked
+from dpexp.privacy.clipping import asked
 from dpexp.privacy.delivery import RoundSampler
-from dpexp.privacy.fetching import sampled_dataset
 from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.mislabelled import replace_records
 from dpexp.privacy.noise import SMALL
 from dpexp.privacy.plan import Group, PrivacyPlan
 from dpexp.privacy.records import User
@@ -49,13 +47,10 @@ ABSENT: dict[str, float | None] = {"add_remove": None, "replace_null": 0.0, "rep
 
 
 class Canaries(pl.Callback):
-    """Puts canaries into a module, its data and its plan, and adds up what is released in their coordinates.
-
-    It must stand behind the PrivacyCallback among the Trainer's callbacks. The module is audited from then on, and is
-    not to be used for anything else.
+    """Puts canaries into a module, its data and its plan, and adds up what is released in their coordinates. It must
+    stand behind the PrivacyCallback among the Trainer's callbacks; the module is of no use for anything else.
 
     Args:
-        plan: made for the module.
         count: m; where the sampling policy relies on n, they take the places of records, and are at most n.
         stream: of the coins.
     """
@@ -66,59 +61,37 @@ class Canaries(pl.Callback):
         self.included = stream.words(self.count).lt(2**62).numpy()  # fair coins
         self.absent = ABSENT[plan.adjacency]
         parts = len(plan.groups) * PARITIES
-        blanks = max(500, 10 * parts)  # coordinates without a canary, which show the noise alone
-        tables = nn.ModuleDict()
+        self._coordinates = self.count + max(500, 10 * parts)  # those without a canary show the noise alone
+        self._tables: Any = nn.ModuleList()
         groups = []
         for g, group in enumerate(plan.groups):
             # Large tensors get their noise in another way than small ones: canaries get it as the vector does.
-            rows = [max(self.count + blanks, SMALL if vector.d >= SMALL else 0) for vector in group.vectors]
+            rows = [max(self._coordinates, SMALL if vector.d >= SMALL else 0) for vector in group.vectors]
             own = nn.ParameterList([nn.Parameter(torch.zeros(size, 1)) for size in rows])
-            tables[str(g)] = own
+            own.register_buffer("lengths", torch.zeros(len(rows)), persistent=False)  # a traced step reads it anew
+            self._tables.append(own)
             vectors = tuple(
                 replace(vector, parameters=(*vector.parameters, f"{_TABLES}.{g}.{j}"), d=vector.d + rows[j])
                 for j, vector in enumerate(group.vectors)
             )
             groups.append(replace(group, vectors=vectors))
-        module.add_module(_TABLES, tables)
+        module.add_module(_TABLES, self._tables)
         self.plan = replace(plan, groups=tuple(groups), preparations=())  # which canaries, having no input, are not in
-        self._tables = [list(tables[str(g)]) for g in range(len(groups))]  # type: ignore[call-overload]
-        for g, group in enumerate(plan.groups):  # buffers, which a traced step reads anew in each round
-            tables[str(g)].register_buffer("lengths", torch.zeros(len(group.vectors)), persistent=False)
-        self._lengths = [tables[str(g)] for g in range(len(groups))]
         self._record, local = plan.record, plan.record.local
         self._reach = local.lr * len(local.batches(plan.record.largest)) if local else 1.0  # of a user who trains
         self._round = 0
         self._turns = plan.sampling.event(plan.n, 0).parts or 1
         if self._turns > plan.rounds:
-            raise ConfigError(
-                f"audit=dirac looks at every record's rounds, of which some have none in {plan.rounds} with "
-                f"sampling.parts={self._turns}; choose more rounds."
-            )
-        self._stream, self._coordinates = stream, self.count + blanks
-        self._matched: list[Matched] = []
+            told = f"audit=dirac with sampling.parts={self._turns} leaves some records out of all {plan.rounds} rounds"
+            raise ConfigError(f"{told}; choose more rounds.")
+        self._stream = stream
+        self._matched = [Matched(self._coordinates) for _ in groups]
         self._places: NDArray[np.int64] | None = None  # among the records
-        self._last: tuple[Sequence[int], NDArray[np.bool_]] | None = None
         self._replace_step(module)
 
     def put_into(self, data: pl.LightningDataModule) -> None:
         """Lets a data module's training loader give canaries too."""
-        given = data.train_dataloader
-
-        def train_dataloader() -> DataLoader:
-            loader = given()
-            dataset = sampled_dataset(loader)
-            collate = loader.collate_fn
-            return DataLoader(
-                self._records(dataset),
-                batch_size=loader.batch_size,
-                shuffle=True,
-                num_workers=loader.num_workers,
-                collate_fn=_Collate(collate),
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-            )
-
-        data.train_dataloader = train_dataloader  # type: ignore[method-assign]
+        replace_records(data, self._records, _Collate)
 
     def scores(self) -> Array:
         """The attacker's [m], in which an included canary counts 1 more than another on average."""
@@ -136,22 +109,20 @@ class Canaries(pl.Callback):
         for g, group in self._groups(_now(trainer)):
             length = _length(group) / math.sqrt(len(group.alphas)) / self._reach
             lengths = [self._sign(g + j) * length * alpha for j, alpha in enumerate(group.alphas)]
-            self._lengths[g].lengths.copy_(torch.tensor(lengths))  # type: ignore[operator,union-attr]
+            self._tables[g].lengths.copy_(torch.tensor(lengths))
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Reads the released averages."""
         now = _now(trainer)
-        if not self._matched:
-            self._matched = [Matched(self._coordinates) for _ in self._tables]
         there = self._there(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
         difference = 1.0 if self.absent is None else 1.0 - self.absent
         for g, group in self._groups(now):
             weight = now.sampling.event(now.n, 0).rate * difference * group.S / group.sigma
             sums = np.zeros(self._coordinates)
             for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
-                numbers = _numbers(table)[: self._coordinates]
+                numbers = table.grad.double().cpu().numpy()[: self._coordinates, 0]
                 sums += (-1) ** j * numbers * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
             self._matched[g].add(self._round, sums / group.sigma, weight, self._sign(g), group.bands, there)
         self._round += 1
@@ -163,10 +134,7 @@ class Canaries(pl.Callback):
             self._places = (self._stream.words(self._coordinates) % sampler.size).numpy()
             included = [k for k, included in enumerate(self.included) if included or self.absent is not None]
             self._places[included] = np.arange(sampler.size - len(included), sampler.size)
-        part = sampler.sampled_from[self._round]
-        if self._last is None or self._last[0] is not part:
-            self._last = part, np.isin(self._places, np.asarray(part, dtype=np.int64))
-        return self._last[1]
+        return np.isin(self._places, np.asarray(sampler.sampled_from[self._round], dtype=np.int64))
 
     def _groups(self, now: PrivacyPlan) -> Iterator[tuple[int, Group]]:
         """Those that a round releases, with their places in the plan."""
@@ -176,15 +144,29 @@ class Canaries(pl.Callback):
     def _sign(self, place: int) -> int:
         return 1 - 2 * ((place + self._round // self._turns) % 2)
 
-    def _records(self, dataset: Any) -> "_Records":
+    def _records(self, dataset: Any) -> Dataset:
+        """The user's records, as many as are kept, and then canaries: a user of its own, or a unit of equal examples.
+        Where canaries take places, it is those of the last records."""
+        record, examples = self._record, self._record.largest
         values = [1.0 if included else self.absent for included in self.included]
-        canaries = [(i, value) for i, value in enumerate(values) if value is not None]
-        if isinstance(self._record, User) and self._record.by is None:
-            return _Lists(dataset, self._kept(len(dataset)), canaries, self._record.largest)
-        if isinstance(self._record, User):
-            return _Users(dataset, self._record, self._kept, canaries)
-        kept = self._kept(len(dataset) // self._record.largest) * self._record.largest  # a last unit may be shorter
-        return _Records(dataset, kept, canaries, self._record.largest)
+        canaries = [(torch.zeros(()), i, value) for i, value in enumerate(values) if value is not None]
+        if isinstance(record, User) and record.by is None:
+            own = _Own(dataset, range(self._kept(len(dataset))), lists=True)
+            return ConcatDataset([own, [[canary] * examples for canary in canaries]])  # type: ignore[list-item]
+        added = [canary for canary in canaries for _ in range(examples)]
+        if not isinstance(record, User):
+            kept = self._kept(len(dataset) // examples) * examples  # a last unit may be shorter
+            return ConcatDataset([_Own(dataset, range(kept)), added])  # type: ignore[list-item]
+        of = [int(user) for user in getattr(dataset, str(record.by))]
+        users = [*dict.fromkeys(of)]
+        staying = {*users[: self._kept(len(users))]}
+        positions = [position for position, user in enumerate(of) if user in staying]
+        found: Dataset = ConcatDataset([_Own(dataset, positions), added])  # type: ignore[list-item]
+        first = max(users, default=0) + 1
+        setattr(
+            found, str(record.by), [of[position] for position in positions] + [first + which for _, which, _ in added]
+        )
+        return found
 
     def _kept(self, records: int) -> int:
         return records - self.count if self.replacing else records
@@ -198,8 +180,7 @@ class Canaries(pl.Callback):
             own, which, value = batch
             if which is None:
                 return training_step(own, *args, **kwargs)
-            # Weights that a user trains may be in the tables' place.
-            return _loss([([*held[str(g)]], held[str(g)].lengths) for g in range(len(held))], which, value)
+            return _loss(held, which, value)  # weights that a user trains may be in the tables' place
 
         # Lightning asks what it takes, of the function beneath a method, and looks beneath one wrapper only.
         step.__signature__ = signature(getattr(training_step, "__func__", training_step))  # type: ignore[attr-defined]
@@ -220,69 +201,29 @@ def _length(group: Group) -> float:
     return float(lengths[0 if contributed[0] >= 0.98 * contributed.max() else contributed.argmax()])
 
 
-def _loss(tables: Sequence[tuple[Sequence[Tensor], Tensor]], which: Tensor, value: Tensor) -> Tensor:
+def _loss(tables: Any, which: Tensor, value: Tensor) -> Tensor:
     """Of the equal examples [B] of a canary: linear, with a gradient of the given length in its coordinate in each
     vector."""
-    total = tables[0][0][0].new_zeros(())
-    for own, lengths in tables:
-        for table, length in zip(own, lengths, strict=True):
+    total = tables[0][0].new_zeros(())
+    for own in tables:
+        for table, length in zip(own, own.lengths, strict=True):
             total = total + (F.embedding(which, table).squeeze(-1) * length.to(table) * value.to(table)).mean()
     return total
 
 
-def _numbers(table: Tensor) -> Array:
-    assert table.grad is not None
-    return table.grad.double().cpu().numpy()[:, 0]
+class _Own(Dataset):
+    """The user's examples at some positions, or lists of them: (example, no canary, no gradient of one). A canary has
+    no example, and none of the user's has a part in what it contributes."""
 
-
-class _Records(Dataset):
-    """The user's examples, as many as are kept, and then those of canaries: (example, number of the canary, factor of
-    its gradient). A canary has no example, and none of the user's has a part in what it contributes."""
-
-    def __init__(self, dataset: Any, kept: int, canaries: Sequence[tuple[int, float]], examples: int = 1) -> None:
-        self._dataset, self._kept = dataset, kept
-        self._canaries = [canary for canary in canaries for _ in range(examples)]
+    def __init__(self, dataset: Any, positions: Sequence[int], lists: bool = False) -> None:
+        self._dataset, self._positions, self._lists = dataset, positions, lists
 
     def __len__(self) -> int:
-        return self._kept + len(self._canaries)
-
-    def __getitem__(self, index: int) -> tuple[Any, int, float]:
-        if index < self._kept:
-            return self._dataset[index], _NONE, 0.0
-        return torch.zeros(()), *self._canaries[index - self._kept]
-
-
-class _Users(_Records):
-    """Of users: canaries are users of their own. Where they take places, it is those of the last users."""
-
-    def __init__(
-        self, dataset: Any, record: User, kept: Callable[[int], int], canaries: Sequence[tuple[int, float]]
-    ) -> None:
-        assert record.by is not None
-        of = [int(user) for user in getattr(dataset, record.by)]
-        users = [*dict.fromkeys(of)]
-        staying = {*users[: kept(len(users))]}
-        self._positions = [position for position, user in enumerate(of) if user in staying]
-        super().__init__(dataset, len(self._positions), canaries, record.most)
-        new = max(users, default=0) + 1
-        own = [new + which for which, _ in self._canaries]
-        setattr(self, record.by, [of[position] for position in self._positions] + own)
-
-    def __getitem__(self, index: int) -> tuple[Any, int, float]:
-        return super().__getitem__(self._positions[index] if index < self._kept else index)
-
-
-class _Lists(_Records):
-    """Of users that the data set gives as lists."""
-
-    def __init__(self, dataset: Any, kept: int, canaries: Sequence[tuple[int, float]], examples: int) -> None:
-        super().__init__(dataset, kept, canaries)
-        self._examples = examples
+        return len(self._positions)
 
     def __getitem__(self, index: int) -> Any:
-        if index < self._kept:
-            return [(example, _NONE, 0.0) for example in self._dataset[index]]
-        return [super().__getitem__(index)] * self._examples
+        own = self._dataset[self._positions[index]]
+        return [(example, _NONE, 0.0) for example in own] if self._lists else (own, _NONE, 0.0)
 
 
 class _Collate:
@@ -302,11 +243,8 @@ PARITIES = 2  # of a record's turns, of which what is released is kept apart
 
 
 class Matched:
-    """Of one group's releases in D coordinates.
-
-    Attributes:
-        sums, expected: [PARITIES, D], what was found, and what an included canary adds to it on average.
-    """
+    """Of one group's releases in D coordinates: `sums` and `expected` [PARITIES, D], what was found, and what a canary
+    that is included adds to it on average."""
 
     def __init__(self, coordinates: int) -> None:
         self._released: dict[int, Array] = {}
@@ -317,12 +255,8 @@ class Matched:
     def add(
         self, t: int, released: Array, weight: float, sign: int, bands: tuple[float, ...], there: NDArray[np.bool_]
     ) -> None:
-        """Takes round t.
-
-        Args:
-            released: [D], in units of σ̃; weight: what an included canary adds to it on average, but for its sign.
-            there: [D], whether the canary might have been in the round.
-        """
+        """Takes round t: `released` [D] in units of σ̃, to which an included canary adds ±`weight` on average, and
+        whether each might have been `there` [D]."""
         self._released[t], self._rounds[t] = released, (sign * weight, there, self._turns % PARITIES)
         self._turns = self._turns + there
         row = sum(c * self._released[t - i] for i, c in enumerate(bands) if t - i in self._released)

@@ -5,10 +5,9 @@ tensor is one. A layer is the module that owns the parameter directly. A tied pa
 that names it first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from torch import nn
 
@@ -59,19 +58,13 @@ class Match:
         return named or not types.isdisjoint(self.layers)
 
 
-class Grouping(Protocol):
-    """Sorts a module's trainable parameters: group name -> parameter names."""
-
-    def __call__(self, module: nn.Module) -> dict[str, list[str]]: ...
+# Sorts a module's trainable parameters: group name -> parameter names.
+Grouping = Callable[[nn.Module], dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups spelled out: each trainable parameter must fall in exactly one.
-
-    Raises (when called):
-        ConfigError: a parameter in no group or in two, or a group that matches nothing.
-    """
+    """Groups spelled out: each trainable parameter must fall in exactly one, and in each group at least one."""
 
     groups: Mapping[str, Match]
 
@@ -88,9 +81,7 @@ class Groups:
             if len(found) > 1:
                 raise ConfigError(f"group: parameter {parameter} falls in both {' and '.join(found)}.")
             if not found:
-                raise ConfigError(
-                    f"group: parameter {parameter} falls in no group; match it or add a group with rest: true."
-                )
+                raise ConfigError(f"group: parameter {parameter} falls in no group; match it or add rest: true.")
             members[found[0]].append(parameter)
         for name, parameters in members.items():
             if not parameters and name not in rest:
@@ -100,24 +91,18 @@ class Groups:
         return {name: parameters for name, parameters in members.items() if parameters}
 
 
-@dataclass(frozen=True)
-class PerLayer:
-    """One group for each layer, named after it."""
-
-    def __call__(self, module: nn.Module) -> dict[str, list[str]]:
-        members: dict[str, list[str]] = {}
-        for parameter in owners(module):
-            members.setdefault(layer_name(parameter), []).append(parameter)
-        return members
-
-
 def flat() -> Groups:
     """One group of everything."""
     return Groups({"all": Match(parameters=("*",))})
 
 
-def per_layer() -> PerLayer:
-    return PerLayer()
+def per_layer() -> Grouping:
+    """One group for each layer, named after it."""
+
+    def grouped(module: nn.Module) -> dict[str, list[str]]:
+        return {vector.name: list(vector.parameters) for vector in vectors(module, list(owners(module)))}
+
+    return grouped
 
 
 def conv_fc() -> Groups:

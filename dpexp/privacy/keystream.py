@@ -21,10 +21,8 @@ class KeyStream:
     """Random words that nobody without the key can predict, reconstruct or rule out.
 
     Every use takes a number of its own as the cipher's nonce, whatever round, group or device it is for, so that no
-    part of the stream is ever used twice. The key is never written anywhere: whoever resumes a training draws another.
-
-    Args:
-        key: 32 bytes; by default from the operating system.
+    part of the stream is ever used twice. The key, 32 bytes, by default from the operating system, is never written
+    anywhere: whoever resumes a training draws another.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
@@ -65,9 +63,8 @@ class KeyStream:
 def own_randomness(device: torch.device, stream: KeyStream) -> Iterator[None]:
     """Meanwhile the random number generators go on from secret states of full size; afterwards they are as before.
 
-    A record's loss may be random, as with dropout. That costs nothing as long as each record's random numbers are
-    independent of all else and nobody knows them: the release is then a mixture, over random numbers that do not depend
-    on who is there, of releases of which each is private. From a known seed they would depend on a record's place.
+    A record's loss may be random, as with dropout. That costs nothing as long as its random numbers are independent of
+    all else and nobody knows them: the release is then a mixture of releases of which each is private.
     """
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dpexp.accounting.claims import SENSITIVITY
-from dpexp.privacy.clips import Clip, asked
+from dpexp.privacy.clipping import Clip, asked
 from dpexp.privacy.engine.rounding import LARGEST, LOOSE, UNIT
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.noise import CorrelatedNoise, Noisy

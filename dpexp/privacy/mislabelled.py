@@ -4,7 +4,7 @@ They come from the test set because that is public (docs/guarantee.md): what an 
 than the models do, and of all other records no more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +30,7 @@ class Canary(NamedTuple):
 
 def mislabelled(data: pl.LightningDataModule, count: int, seed: int, classes: int | None = None) -> list[Canary]:
     """At most so many records of the test set, each with another label than its own, of those that the others have.
-    Which records, and which labels, follows from the seed: both are public.
-
-    Args:
-        classes: how many there are said to be.
+    Which records, and which labels, follows from the seed: both are public. `classes`: how many there are said to be.
 
     Raises:
         ConfigError: there are no records with labels, or too few, or a label is of no class.
@@ -48,10 +45,7 @@ def mislabelled(data: pl.LightningDataModule, count: int, seed: int, classes: in
         said = " ".join(str(error).split())[:200]
         raise ConfigError(f"{_WHO}: data.module's test set cannot be read: {type(error).__name__}: {said}") from error
     if len(items) < FEWEST:
-        raise ConfigError(
-            f"{_WHO} takes at least {FEWEST} records of the test set, and data.module's has {len(items)}; fewer show "
-            "nothing."
-        )
+        raise ConfigError(f"{_WHO} takes at least {FEWEST} records of the test set; data.module's has {len(items)}.")
     labels = [_label(item) for item in items]
     found = sorted(set(labels))
     if classes is not None and not 0 <= found[0] <= found[-1] < classes:
@@ -67,33 +61,38 @@ def mislabelled(data: pl.LightningDataModule, count: int, seed: int, classes: in
 def put_into(
     data: pl.LightningDataModule, canaries: Sequence[Canary], included: Sequence[bool], plan: PrivacyPlan | None
 ) -> None:  # fmt: skip
-    """Lets a data module's training loader give the included canaries too.
-
-    They come on top of the records. Where sampling relies on n, they take the places of records, and a canary that is
-    not included stands there with its right label.
-    """
-    given = data.train_dataloader
+    """Lets a data module's training loader give the included canaries too, on top of the records. Where sampling relies
+    on n, they take the places of records, and a canary that is not included stands there with its right label."""
     replacing = plan is not None and plan.sampling.relies_on_n
 
-    def train_dataloader() -> DataLoader:
-        loader = given()
-        dataset = sampled_dataset(loader)
-        size = len(dataset)  # type: ignore[arg-type]
+    def with_canaries(dataset: Any) -> Dataset:
+        size = len(dataset)
         if replacing and size < len(canaries):
-            raise ConfigError(
-                f"audit.canaries_count={len(canaries)} canaries do not fit into a training set of {size} records, "
-                "whose places they take; ask for fewer."
-            )
+            told = f"audit.canaries_count={len(canaries)} canaries do not fit into a training set of {size} records"
+            raise ConfigError(f"{told}, whose places they take; ask for fewer.")
         kept = size - len(canaries) if replacing else size
         pairs = zip(canaries, included, strict=True)
         more = [canary.wrong if is_in else canary.right for canary, is_in in pairs if is_in or replacing]
+        return ConcatDataset([Subset(dataset, range(kept)), more])  # type: ignore[list-item]
+
+    replace_records(data, with_canaries)
+
+
+def replace_records(
+    data: pl.LightningDataModule, records: Callable[[Any], Dataset], collation: Callable[[Any], Any] | None = None
+) -> None:
+    """Lets a data module's training loader give what `records` makes of its data set, and `collation` of its own."""
+    given = data.train_dataloader
+
+    def train_dataloader() -> DataLoader:
+        loader = given()
         return DataLoader(
-            ConcatDataset([Subset(dataset, range(kept)), more]),  # type: ignore[list-item]
+            records(sampled_dataset(loader)),
             batch_size=loader.batch_size,
             shuffle=True,
             drop_last=loader.drop_last,
             num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            collate_fn=collation(loader.collate_fn) if collation else loader.collate_fn,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
         )
@@ -120,12 +119,11 @@ def _public(data: pl.LightningDataModule) -> Dataset:
 
 
 def _label(item: Any) -> int:
-    y = item[1] if type(item) in (tuple, list) and len(item) == 2 else None
-    if isinstance(y, Tensor) and y.dim() == 0 and y.dtype in _WHOLE:
+    y: Any = item[1] if type(item) in (tuple, list) and len(item) == 2 else None
+    whole = isinstance(y, int | np.integer) and not isinstance(y, bool)
+    if whole or (isinstance(y, Tensor) and y.dim() == 0 and y.dtype in _WHOLE):
         return int(y)
-    if isinstance(y, int | np.integer) and not isinstance(y, bool):
-        return int(y)
-    found = f"{type(y).__name__}" if y is not None else f"{type(item).__name__} without such a pair"
+    found = type(y).__name__ if y is not None else f"{type(item).__name__} without such a pair"
     raise ConfigError(
         f"{_WHO} needs records (x, y) with a whole number y, and data.module's test set has a {found}; audit=dirac "
         "takes any."
@@ -137,6 +135,4 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def _relabelled(item: Any, label: int) -> Any:
     x, y = item
-    if isinstance(y, Tensor):
-        return type(item)((x, torch.full_like(y, label)))
-    return type(item)((x, type(y)(label)))
+    return type(item)((x, torch.full_like(y, label) if isinstance(y, Tensor) else type(y)(label)))

@@ -1,13 +1,11 @@
 """The noise, from a key stream: Gaussian, correlated from round to round, or Laplace.
 
 Two uniform words of 63 bits give two normal numbers (Box & Muller 1958), computed in float64 and rounded once, to the
-type of what they are added to. So fine are they that float32, which leaves, does not show which values the method can
-take and which it cannot; and the radius √(-2 log u) reaches 9.4 standard deviations, with P(|N| > 8) right to 1e-4
-of itself.
+type of what they are added to: too fine for float32 to show which values the method can take. The radius √(-2 log u)
+reaches 9.4 standard deviations, with P(|N| > 8) right to 1e-4 of itself.
 
-Correlated noise is y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0, that is C y = Z. To take back later a part of what was added
-before, past noise must be remembered: (b-1)·d numbers in float64. They are as secret as the key that they come from,
-and stay in the memory of the process that adds the noise, for as long as a job runs. A resumed job begins anew.
+Correlated noise is y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0, that is C y = Z. For it past noise is remembered, (b-1)·d
+numbers in float64, as secret as the key; they stay in the memory of the process, and a resumed job begins anew.
 """
 
 import math
@@ -29,11 +27,7 @@ SMALL = 2**14  # numbers; tensors below that are done together
 
 
 class GaussianNoise:
-    """Adds independent normal noise, no number of which is ever drawn twice.
-
-    Args:
-        stream: where it comes from; by default one with a fresh key.
-    """
+    """Adds independent normal noise, no number of which is ever drawn twice, from a stream, by default a fresh one."""
 
     def __init__(self, stream: KeyStream | None = None) -> None:
         self.stream = stream or KeyStream()
@@ -126,8 +120,7 @@ Bands = tuple[float, ...]
 
 
 class Noisy(NamedTuple):
-    """A sum that noise of standard deviation σ, times that of y_t, is to be added to; its name is the same in every
-    round."""
+    """A sum that σ y_t is to be added to; its name is the same in every round."""
 
     name: str
     total: Tensor
@@ -166,10 +159,7 @@ class CorrelatedNoise:
 
 def add_laplace(sums: Iterable[tuple[Tensor, float]], stream: KeyStream) -> None:
     """Adds independent noise of density e^(-|x|/b)/2b to each coordinate of tensors [d] in float64, in place, for pairs
-    (tensor, b).
-
-    The size is -b log u with u of 62 random bits, and reaches 43 b; the sign is the bit that is left.
-    """
+    (tensor, b): -b log u with u of 62 random bits, which reaches 43 b, and the bit that is left for its sign."""
     for total, b in sums:
         words = stream.words(len(total))
         size = (words >> 1).double().add_(0.5).mul_(2.0**-62).log_().neg_()

@@ -39,12 +39,14 @@ def fitting(
     one = public_record(trainer)
     if one is None:
         return FIRST
+    leaves, structure = flattened(one)
     most = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
     def attempt(size: int) -> None:
         engine = Engine(plan, module, GaussianNoise(None))  # type: ignore[arg-type]
         engine.start()
-        records = Records(size, _copies(one, size)).to(module.device)
+        copies = [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        records = Records(size, structure.unflatten(copies)).to(module.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             engine.accumulate(loss_of, records.batch, size)
@@ -61,33 +63,25 @@ def fitting(
 def doubled(attempt: Callable[[int], None], most: int) -> int:
     """The last of FIRST, 2·FIRST, …, until `most` is reached, that is attempted without running out of memory; FIRST
     if even that is not, or if it fails for another reason."""
-    fits = size = FIRST
-    while True:
-        try:
-            attempt(size)
-        except torch.OutOfMemoryError:
-            return fits
-        except Exception:  # of a validation record that is none for training_step
-            return FIRST
-        fits = size
-        if size >= most:
-            return fits
-        size *= 2
-
-
-def _copies(one: Any, size: int) -> Any:
-    leaves, structure = flattened(one)
-    return structure.unflatten(
-        [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    )
+    size = FIRST
+    try:
+        attempt(size)
+        while size < most:
+            attempt(2 * size)
+            size *= 2
+    except torch.OutOfMemoryError:
+        return size
+    except Exception:  # of a validation record that is none for training_step
+        return FIRST
+    return size
 
 
 def public_record(trainer: pl.Trainer) -> Any:
     """The first record of the validation set, as a batch of one; None: there is none to be had."""
     data = getattr(trainer, "datamodule", None)
     if data is None or not is_overridden("val_dataloader", data, pl.LightningDataModule):
-        loader = getattr(trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
-        loader = getattr(loader, "instance", None)
+        source = getattr(trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
+        loader = getattr(source, "instance", None)
     else:
         loader = data.val_dataloader()
     if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:

@@ -22,34 +22,21 @@ from dpexp.accounting.ledger import (
     SumQueryEvent,
 )
 from dpexp.accounting.targets import Advantage, Epsilon, Target, Tpr
-from dpexp.errors import ConfigError
-from dpexp.privacy.adaptive import Following
-from dpexp.privacy.allocation import Allocation, Explicit, Proportional
-from dpexp.privacy.asked import (
-    AUTO,
-    Banded,
-    check_adaptive,
-    check_banded,
-    check_kind,
-    check_noise,
-    check_schedules,
-    claimed,
-    sampled,
-)
+from dpexp.errors import ConfigError, positive
+from dpexp.privacy import asked
+from dpexp.privacy.adaptive import Adaptive, Following
+from dpexp.privacy.allocation import Allocation, Explicit, Measured, Proportional
+from dpexp.privacy.asked import AUTO, Banded
 from dpexp.privacy.bands import candidates, coefficients, error, least
-from dpexp.privacy.besides import besides
-from dpexp.privacy.bounds import Bound, Fixed
-from dpexp.privacy.clips import Abadi, Clip, check_clip, in_words
-from dpexp.privacy.exact.lattice import SIGMA2, Lattice, lattice
+from dpexp.privacy.clipping import Abadi, Bound, Clip, Clipping, Fixed, Mechanism, Separate, check_clip, in_words
+from dpexp.privacy.exact import SIGMA2, Lattice, lattice
 from dpexp.privacy.groups import Grouping, Vector, flat, vectors
-from dpexp.privacy.mechanisms import Mechanism, Separate
-from dpexp.privacy.preparations.preparation import queries
+from dpexp.privacy.preparations import parts_of, queries
 from dpexp.privacy.records import Record
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import CyclicPoisson, Policy
 from dpexp.privacy.schedules import Factors, Schedule, schedule
-
-_LARGEST_BOUND = 1e20
+from dpexp.privacy.values import UNCLIPPED, Release, releases
 
 
 @dataclass(frozen=True)
@@ -58,8 +45,7 @@ class Group:
 
     Attributes:
         alphas: α_j, one a vector; all 1 under separate clipping.
-        S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum.
-        share: w_g, the group's part of the budget.
+        S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum; share: w_g.
         exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.exact`).
         every: it is released in each round whose number, counted from 1, this divides.
         bands: c, by which its noise is correlated from round to round, σ̃ y_t with C y = Z; (1,): it is not.
@@ -251,7 +237,7 @@ def make_plan(
         calibrate: the knob that is solved for the target: `noise`, or from the noise given (`noise_multiplier`, or
             `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
         noise: `gaussian`, `exact` (see `dpexp.privacy.exact`), or a `Banded` (`banded`: by its defaults), correlated.
-        release: values of records that are released besides gradients (see `dpexp.privacy.metrics.releases`).
+        release: values of records that are released besides gradients (see `dpexp.privacy.values.releases`).
         record: default an example (see `dpexp.privacy.records`); `users`: published number of users, if it is a user.
 
     Raises:
@@ -259,73 +245,59 @@ def make_plan(
             layers mix records.
     """
     refuse_mixing_layers(module)
-    record = record or Record()
-    policy, rounds = sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, record.count(n, users), parts)
-    rate, n = policy.q, record.count(n, users)
-    adjacency = claimed(sampling, adjacency)
-    exact = check_kind(noise) == "exact"
+    record, bound, mechanism = record or Record(), bound or Fixed(1.0), mechanism or Separate()
+    allocation = allocation or Proportional()
+    records = record.count(n, users)
+    policy, rounds = asked.sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, records, parts)
+    rate, n = policy.q, records
+    adjacency = asked.claimed(sampling, adjacency)
+    exact = asked.check_kind(noise) == "exact"
     banded = Banded() if noise == "banded" else noise if isinstance(noise, Banded) else None
-    check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
-    check_schedules(schedules or {}, sampling, calibrate)
+    asked.check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
+    asked.check_schedules(schedules or {}, sampling, calibrate)
+    target = _target(epsilon, delta, advantage, tpr)
     if banded:
-        aims = epsilon, advantage, tpr
-        check_banded(banded, sampling, calibrate, any(aim is not None for aim in aims), parts)
+        asked.check_banded(banded, sampling, calibrate, target is not None, parts)
     members = (group or flat())(module)
     if not members:
         raise ConfigError("model: it has no trainable parameter, so there is nothing to release.")
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
-    clipping = (mechanism or Separate())(grouped, bound or Fixed(1.0))
-    w = (allocation or Proportional()).shares(grouped, clipping)
-    values, following = besides(grouped, release or {}, bound, mechanism or Separate(), allocation)
+    clipping = mechanism(grouped, bound)
+    w = allocation.shares(grouped, clipping)
+    values, following = _besides(grouped, release or {}, bound, mechanism, allocation)
     left = 1 - sum(value.share for value in values.values())
     if left <= 0:
         raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
     if following is not None:
-        check_adaptive(schedules or {}, calibrate, noise)
+        asked.check_adaptive(schedules or {}, calibrate, noise)
     rule = Abadi() if clip is None else clip
     check_clip(rule)
 
-    target: Target = Epsilon(float(epsilon or 0), delta or 0)
-    if advantage is not None or tpr is not None:
-        target = Tpr(tpr) if tpr is not None else Advantage(float(advantage or 0))
-    aimed = (epsilon is not None and delta is not None) or advantage is not None or tpr is not None
-    preparations = queries(module, adjacency, target.mu if aimed else None)
-    if preparations and record != Record():
-        raise ConfigError(
-            f"prepare={preparations[0].query} bounds what one example gives, which bounds no {record}; leave it out, "
-            "or choose record=example."
-        )
-    if exact and preparations:
-        raise ConfigError(
-            f"noise=exact cannot be had for prepare={preparations[0].query}, whose noise is in float64; choose "
-            "noise=gaussian, or leave the preparation out."
-        )
+    preparations = queries(module, adjacency, target.mu if target else None)
+    prepared = preparations[0].query if preparations else None
+    if prepared and record != Record():
+        raise ConfigError(f"prepare={prepared} bounds what an example gives, not a {record}; choose record=example.")
+    if prepared and exact:
+        raise ConfigError(f"noise=exact cannot be had for prepare={prepared}, in float64; choose noise=gaussian.")
 
     def with_bands(b: int) -> PrivacyPlan:
         c = coefficients(banded, b, rounds) if banded else (1.0,)
         sampled_by = replace(policy, parts=parts or b) if isinstance(policy, CyclicPoisson) else policy
 
         def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
-            of_gradients = (
-                Group(name, grouped[name], own.alphas, S, z * S / math.sqrt(w_g), w_g, exact, clip=rule, bands=c)
+            gradients = {
+                name: Release(grouped[name], Clipping(own.alphas, scale * own.S), left * w[name])
                 for name, own in clipping.items()
-                for w_g, S in [(left * w[name], scale * own.S)]
-            )
-            of_values = (
-                Group(name, v.vectors, own.alphas, own.S, z * own.S / math.sqrt(v.share), v.share, exact, v.every)
-                for name, v in values.items()
-                for own in [v.clipping]
-            )
+            }
+            groups = []
+            for name, one in (gradients | values).items():
+                own, ruled = one.clipping, (rule, c) if name in gradients else ()
+                sigma = z * own.S / math.sqrt(one.share)
+                groups.append(Group(name, one.vectors, own.alphas, own.S, sigma, one.share, exact, one.every, *ruled))
+            by_q = sampled_by if q == rate else replace(sampled_by, q=q)
+            varied = schedule(steps, **(schedules or {}))
             return PrivacyPlan(
-                sampled_by if q == rate else replace(sampled_by, q=q),
-                n,
-                steps,
-                (*of_gradients, *of_values),
-                adjacency,
-                schedule(steps, **(schedules or {})),
-                following,
-                preparations=preparations,
-                record=record,
+                by_q, n, steps, tuple(groups), adjacency, varied, following, preparations=preparations, record=record
             )
 
         z = noise_multiplier
@@ -335,8 +307,7 @@ def make_plan(
             plan = plan_at(z)
             plan.ledger()  # every round's numbers make sense
             return _checked(plan)
-        if epsilon is not None and delta is None:
-            raise ConfigError("privacy.delta must be given with privacy.epsilon.")
+        assert target is not None  # as `check_noise` has it
         check_claim(sampling, adjacency, accountant)
         z = z or 1.0
         ways: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
@@ -359,21 +330,53 @@ def make_plan(
     return least((plan.noise_multiplier * error(plan.bands, rounds, banded.momentum), plan) for plan in made)
 
 
+def _target(
+    epsilon: float | None, delta: float | None, advantage: float | None, tpr: Mapping[float, float] | None
+) -> Target | None:
+    if tpr is not None:
+        return Tpr(tpr)
+    if advantage is not None:
+        return Advantage(float(advantage))
+    if epsilon is None:
+        return None
+    if delta is None:
+        raise ConfigError("privacy.delta must be given with privacy.epsilon.")
+    return Epsilon(float(epsilon), delta)
+
+
+def _besides(
+    grouped: Mapping[str, tuple[Vector, ...]],
+    release: Mapping[str, Any],
+    bound: Bound,
+    mechanism: Mechanism,
+    allocation: Allocation,
+) -> tuple[dict[str, Release], Following | None]:
+    """What is released besides groups of gradients, by name, and what adaptive bounds follow by it."""
+    values = releases(release)
+    both = sorted(set(values) & set(grouped))
+    if both:
+        raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
+    if UNCLIPPED in {*values, *grouped, *(vector.name for value in values.values() for vector in value.vectors)}:
+        raise ConfigError(f"{UNCLIPPED} is what bound=adaptive counts under; rename what else is called so.")
+    if isinstance(bound, Adaptive):
+        following = bound.following(grouped, mechanism, allocation)
+        return values | {UNCLIPPED: following.counts(positive("bound.share", bound.share))}, following
+    if isinstance(allocation, Measured):
+        raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
+    return values, None
+
+
 def _checked(plan: PrivacyPlan) -> PrivacyPlan:
-    """Raises:
-    ConfigError: exact noise cannot be had for some group in some round, or a bound is so small or large that float32
-        loses its digits.
-    """
+    """The plan, if float32 keeps the digits of its bounds, and exact noise can be had for every group and round."""
     scheduled = [factor for _, factor in plan.schedule.S]
-    for group in plan.groups:
-        bounds = [("S", group.S * factor) for factor in (min(scheduled), max(scheduled))]
-        for name, bound in (*bounds, *(("α", alpha) for alpha in group.alphas)):
-            if not 1 / _LARGEST_BOUND <= bound <= _LARGEST_BOUND:
-                raise ConfigError(f"group {group.name}: the bound {name}={bound:g} must lie between 1e-20 and 1e20.")
-    for event in plan.preparations:
-        for part in event.queries if isinstance(event, PartsEvent) else (event,):
-            if not 1 / _LARGEST_BOUND <= part.S <= _LARGEST_BOUND:
-                raise ConfigError(f"prepare.{event.query}: the bound S={part.S:g} must lie between 1e-20 and 1e20.")
+    bounds = [
+        (f"group {g.name}: the bound S", g.S * by) for g in plan.groups for by in (min(scheduled), max(scheduled))
+    ]
+    bounds += [(f"group {group.name}: the bound α", alpha) for group in plan.groups for alpha in group.alphas]
+    bounds += [(f"prepare.{one.query}: the bound S", part.S) for one in plan.preparations for part in parts_of(one)]
+    for told, number in bounds:
+        if not 1e-20 <= number <= 1e20:
+            raise ConfigError(f"{told}={number:g} must lie between 1e-20 and 1e20.")
     if plan.exact:
         for start, _ in plan.schedule.stretches(plan.rounds):
             for group in plan.at(start).groups:

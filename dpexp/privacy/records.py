@@ -5,60 +5,24 @@ Everything else is about records: they are sampled, a record's vector is clipped
 differ in one of them. A record's examples are collated as one batch, which is what `training_step` sees, so that its
 mean loss gives the mean v = (1/m) Σ ∇ℓ of the record's m gradients, clipped once.
 
-*Units of k examples.* Unit i has the examples at positions ik, …, ik + k - 1 of the data set, and the last unit what is
-left. Positions say nothing of what the examples are; which unit an example is in is public, and so is the number of
-units, ⌈n/k⌉. A unit's clipped vector has a norm of at most S, so that adding or removing a unit moves the sum by at
-most S, and replacing one by another by at most 2S. This is what is claimed: neighbours differ in a *unit*.
-
-What follows for one example: if it is replaced by another in its place, all units but one are the same and that one's
-vector moves by at most 2S, so that the guarantee for replacing a unit is one for replacing an example
-(`privacy.adjacency=replace_one`). No guarantee for removing one example follows: those behind it would move up by a
-position, and so change all later units. (An example that is blanked out in its place is one that is replaced.) Since
-only the mean of a unit is bounded, averaging over k examples does not make S smaller: in exchange for gradients with
-less variance one pays with n/k in place of n in the denominator.
-
-*Users.* All examples of a user are one record, of which at most `most` take part in a round, chosen at random for that
-round; the bound of S holds whichever they are, and how many they are. n counts users.
-
-*Local training.* A user's vector may also be θ_before - θ_after of training on these examples from the current weights
-on (McMahan et al. 2018, arXiv 1710.06963, algorithm 1; Reddi et al. 2021, arXiv 2003.00295): see
-`dpexp.privacy.engine.local`.
+What is claimed of units, and of one example of theirs, is in docs/records.md, as is local training, by which a user's
+vector may be found (`Local`).
 
 Imports nothing slow.
 """
 
 import math
 import operator
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dpexp.accounting.ledger.units import unit
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, exactly_one, positive, whole
 
 if TYPE_CHECKING:
     from dpexp.privacy.keystream import KeyStream
-
-
-class Units(ABC):
-    """The records of a data set, by number, with what says which examples each has."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def draw(self, i: int, stream: "KeyStream") -> Any:
-        """What record i contributes in a round: an index of `examples`."""
-
-    @abstractmethod
-    def size(self, drawn: Any) -> int:
-        """How many examples that is, as far as is known."""
-
-    @abstractmethod
-    def examples(self, dataset: Any, drawn: Any) -> list[Any]:
-        """The examples themselves, which a record's collation is given."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +49,13 @@ class Record:
         """The published number of records, of n examples of so many users."""
         return n
 
-    def units(self, dataset: Any) -> Units | None:
+    def units(self, dataset: Any) -> "Units | None":
         """None: the data set gives records as they are."""
         return None
 
     def told(self) -> dict[str, Any] | None:
-        """As in a ledger's header."""
-        return None
+        """As in a ledger's header, which says nothing of examples."""
+        return None if self.kind == "example" else asdict(self)
 
     def __str__(self) -> str:
         return unit(self.told())
@@ -104,17 +68,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Microbatch(Record):
-    """Record i is the examples [ik, (i+1)k), by position.
-
-    Raises:
-        ConfigError: k is not a whole number of at least 1.
-    """
+    """Record i is the examples [ik, (i+1)k), by position."""
 
     k: int = 1
     kind: str = field(default="microbatch", init=False)
 
     def __post_init__(self) -> None:
-        _whole("record.k", self.k)
+        whole("record.k", self.k)
 
     @property
     def largest(self) -> int:
@@ -127,12 +87,9 @@ class Microbatch(Record):
     def count(self, n: int, users: int | None = None) -> int:
         return math.ceil(n / self.k)
 
-    def units(self, dataset: Any) -> Units:
+    def units(self, dataset: Any) -> "Units":
         n, k = len(dataset), self.k
-        return _Positions([range(start, min(start + k, n)) for start in range(0, n, k)])
-
-    def told(self) -> dict[str, Any]:
-        return {"kind": self.kind, "k": self.k}
+        return Units([range(start, min(start + k, n)) for start in range(0, n, k)])
 
 
 @dataclass(frozen=True)
@@ -144,9 +101,6 @@ class Local:
         steps: how many it takes, or epochs: how often it goes through the user's examples.
         batch_size: examples of a step, in the order in which the record has them, the last of an epoch fewer; None:
             all.
-
-    Raises:
-        ConfigError: a value out of range, or none or both of steps and epochs.
     """
 
     lr: float
@@ -155,16 +109,11 @@ class Local:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.lr, int | float) and math.isfinite(self.lr) and self.lr > 0):
-            raise ConfigError(f"record.local.lr={self.lr} must be a finite number above 0.")
-        if (self.steps is None) == (self.epochs is None):
-            raise ConfigError(
-                f"exactly one of record.local.steps or record.local.epochs must be given; got {self.steps} and "
-                f"{self.epochs}."
-            )
+        positive("record.local.lr", self.lr)
+        exactly_one("record.local", steps=self.steps, epochs=self.epochs)
         for name in ("steps", "epochs", "batch_size"):
             if getattr(self, name) is not None:
-                _whole(f"record.local.{name}", getattr(self, name))
+                whole(f"record.local.{name}", getattr(self, name))
 
     def batches(self, m: int) -> list[range]:
         """The rows of each step's batch, of m."""
@@ -183,9 +132,6 @@ class User(Record):
         by: attribute of the training data set that has the user of each example; None: the data set gives for an index
             a list of one user's examples.
         local: how its vector is found by training; None: it is the mean gradient.
-
-    Raises:
-        ConfigError: most is not a whole number of at least 1.
     """
 
     most: int = 1
@@ -194,7 +140,7 @@ class User(Record):
     kind: str = field(default="user", init=False)
 
     def __post_init__(self) -> None:
-        _whole("record.most", self.most)
+        whole("record.most", self.most)
 
     @property
     def largest(self) -> int:
@@ -210,20 +156,18 @@ class User(Record):
                 "record=user counts users: give data.users, their published number, or record.by=null for a data set "
                 "of which each index is a user."
             )
-        if users is not None:
-            _whole("data.users", users)
-        return users if users is not None else n
+        return n if users is None else whole("data.users", users)
 
-    def units(self, dataset: Any) -> Units:
+    def units(self, dataset: Any) -> "Units":
         if self.by is None:
             from torch.utils.data import TensorDataset  # slow, and of no use before there are data
 
             if isinstance(dataset, TensorDataset):
                 raise ConfigError(
-                    "record.by=null takes a data set that has for each index a list of a user's examples; a "
-                    "TensorDataset has tensors. Name with record.by its attribute that has the user of each example."
+                    f"{_OF_LISTS}; a TensorDataset has tensors. Name with record.by its attribute that has the user of "
+                    "each example."
                 )
-            return _Lists(len(dataset), self.most, self.local is not None)
+            return _Lists([()] * len(dataset), self.most, self.local is not None)
         user_of: Any = getattr(dataset, self.by, None)
         listed = hasattr(user_of, "__len__") and hasattr(user_of, "__getitem__") and not isinstance(user_of, Mapping)
         if not listed or len(user_of) != len(dataset) or not all(map(_is_number, user_of)):
@@ -235,14 +179,16 @@ class User(Record):
         examples: dict[int, list[int]] = defaultdict(list)
         for position, user in enumerate(user_of):
             examples[int(user)].append(position)
-        return _Positions([*examples.values()], self.most, self.local is not None)
-
-    def told(self) -> dict[str, Any]:
-        return asdict(self)
+        return Units([*examples.values()], self.most, self.local is not None)
 
 
-class _Positions(Units):
-    """Records with the positions of their examples."""
+class Units:
+    """The records of a data set, by number, with what says which examples each has: their positions.
+
+    Args:
+        most: examples of a record that take part in a round, of more a random part; None: all.
+        in_random_order: for every round another.
+    """
 
     def __init__(self, of: Sequence[Sequence[int]], most: int | None = None, in_random_order: bool = False) -> None:
         self._of, self._most, self._shuffled = of, most, in_random_order
@@ -250,16 +196,22 @@ class _Positions(Units):
     def __len__(self) -> int:
         return len(self._of)
 
-    def draw(self, i: int, stream: "KeyStream") -> list[int]:
-        positions = [*self._of[i]]
-        if self._shuffled or (self._most is not None and len(positions) > self._most):
-            return [positions[k] for k in stream.permutation(len(positions))[: self._most].tolist()]
-        return positions
+    def draw(self, i: int, stream: "KeyStream") -> Any:
+        """What record i contributes in a round: an index of `examples`."""
+        return [self._of[i][k] for k in self._chosen(len(self._of[i]), stream)]
 
-    def size(self, drawn: list[int]) -> int:
+    def _chosen(self, m: int, stream: "KeyStream") -> Sequence[int]:
+        """Which of m examples take part, in which order."""
+        if self._shuffled or (self._most is not None and m > self._most):
+            return stream.permutation(m)[: self._most].tolist()
+        return range(m)
+
+    def size(self, drawn: Any) -> int:
+        """How many examples that is, as far as is known."""
         return len(drawn)
 
-    def examples(self, dataset: Any, drawn: list[int]) -> list[Any]:
+    def examples(self, dataset: Any, drawn: Any) -> list[Any]:
+        """The examples themselves, which a record's collation is given."""
         return [dataset[position] for position in drawn]
 
 
@@ -267,31 +219,23 @@ class _Lists(Units):
     """Records that the data set gives as lists of examples: how many is known when a list is there, so that a key is
     drawn of which the choice follows."""
 
-    def __init__(self, size: int, most: int, in_random_order: bool) -> None:
-        self._size, self._most, self._shuffled = size, most, in_random_order
-
-    def __len__(self) -> int:
-        return self._size
-
-    def draw(self, i: int, stream: "KeyStream") -> tuple[int, bytes]:
+    def draw(self, i: int, stream: "KeyStream") -> Any:
         return i, stream.words(8).numpy().tobytes()[:32]
 
-    def size(self, drawn: tuple[int, bytes]) -> int:
-        return self._most
+    def size(self, drawn: Any) -> int:
+        return int(self._most or 1)
 
-    def examples(self, dataset: Any, drawn: tuple[int, bytes]) -> list[Any]:
+    def examples(self, dataset: Any, drawn: Any) -> list[Any]:
         from dpexp.privacy.keystream import KeyStream
 
         i, key = drawn
         examples = dataset[i]
         if not isinstance(examples, list | tuple):
-            raise ConfigError(
-                f"record.by=null takes a data set that has for each index a list of a user's examples; it has a "
-                f"{type(examples).__name__}."
-            )
-        if self._shuffled or len(examples) > self._most:
-            return [examples[k] for k in KeyStream(key).permutation(len(examples))[: self._most].tolist()]
-        return [*examples]
+            raise ConfigError(f"{_OF_LISTS}; it has a {type(examples).__name__}.")
+        return [examples[k] for k in self._chosen(len(examples), KeyStream(key))]
+
+
+_OF_LISTS = "record.by=null takes a data set that has for each index a list of a user's examples"
 
 
 def make_record(
@@ -301,11 +245,7 @@ def make_record(
     by: str | None = None,
     local: Mapping[str, Any] | None = None,
 ) -> Record:
-    """What a record is, as a configuration says it.
-
-    Raises:
-        ConfigError: names the value and what would be accepted.
-    """
+    """What a record is, as a configuration says it."""
     given = {"k": k, "most": most, "by": by, "local": local}
     takes = {"example": (), "microbatch": ("k",), "user": ("most", "by", "local")}
     if kind not in takes:
@@ -330,8 +270,3 @@ def _is_number(user: Any) -> bool:
         return operator.index(user) == user
     except TypeError:
         return False
-
-
-def _whole(key: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}={value} must be a whole number of at least 1.")

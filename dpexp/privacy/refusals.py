@@ -24,20 +24,14 @@ def refuse_mixing_layers(module: nn.Module) -> None:
     """Refuses layers that combine the records of a batch, or store statistics of them."""
     for name, layer in module.named_modules():
         where = f"model: the layer {name or '(root)'} ({type(layer).__name__})"
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _learns_statistics(layer):
+        learns = layer.training or getattr(layer, "running_mean", None) is None
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and learns:
             raise ConfigError(
-                f"{where} mixes the records of a batch, which no clipping of single records can bound; "
-                "choose batchnorm=groupnorm, batchnorm=private or batchnorm=freeze, or use GroupNorm, LayerNorm or "
-                "InstanceNorm, or eval()."
+                f"{where} mixes the records of a batch, which no clipping of single records can bound; choose "
+                "batchnorm=groupnorm, batchnorm=private or batchnorm=freeze, or use GroupNorm, LayerNorm or eval()."
             )
-        if (
-            isinstance(layer, nn.modules.instancenorm._InstanceNorm)
-            and _learns_statistics(layer)
-            and layer.track_running_stats
-        ):
-            raise ConfigError(
-                f"{where} stores running statistics of the data without noise; set track_running_stats=False."
-            )
+        if isinstance(layer, nn.modules.instancenorm._InstanceNorm) and learns and layer.track_running_stats:
+            raise ConfigError(f"{where} stores statistics of the data without noise; set track_running_stats=False.")
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
             raise ConfigError(f"{where} has no sizes yet; run the model once on an example before training.")
         if any(type(hook).__name__ == "SpectralNorm" for hook in layer._forward_pre_hooks.values()):
@@ -49,37 +43,26 @@ def refuse_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
-                f"model: the parameter {name} has a gradient hook, which would not be called: gradients are clipped "
-                "record by record; change p.grad in on_before_optimizer_step instead, where it is the noisy average."
+                f"model: the parameter {name} has a gradient hook, which would not be called, since records' gradients "
+                "are clipped; change p.grad in on_before_optimizer_step, where it is the noisy average."
             )
     for name, layer in module.named_modules():
+        where = f"model: the module {name or '(root)'}"
         if isinstance(layer, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"model: the module {name or '(root)'} is one of TorchScript, which could keep what it sees out of "
-                "reach; use the module that it was made from."
-            )
+            raise ConfigError(f"{where} is one of TorchScript, which may keep what it sees; use what it was made from.")
         if layer._backward_hooks or layer._backward_pre_hooks:
             raise ConfigError(
-                f"model: the layer {name or '(root)'} ({type(layer).__name__}) has a backward hook, which would not be "
-                "called: gradients are clipped record by record; remove it."
+                f"{where} has a backward hook, which would not be called, as records are clipped; drop it."
             )
-
-
-def _learns_statistics(layer: nn.Module) -> bool:
-    return layer.training or getattr(layer, "running_mean", None) is None
 
 
 def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: int) -> None:
-    """Refuses what the callback could not honour.
-
-    Args:
-        rounds: T.
-    """
+    """Refuses what the callback could not honour in T rounds."""
     refuse_mixing_layers(pl_module)
     if not pl_module.automatic_optimization:
         raise ConfigError(
-            f"model: {type(pl_module).__name__} optimizes by hand (automatic_optimization=False), so a sample "
-            "cannot be tied to one release; use automatic optimization."
+            f"model: {type(pl_module).__name__} optimizes by hand (automatic_optimization=False), so that a sample is "
+            "not tied to one release; use automatic optimization."
         )
     for owner in (pl_module, getattr(trainer, "datamodule", None)):
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
@@ -92,8 +75,8 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         raise ConfigError("model: training_step takes a dataloader_iter; let it take a batch.")
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1: a sample is taken "
-            "apart by trainer.physical_batch."
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1; trainer.physical_batch "
+            "takes samples apart."
         )
     if trainer.precision == "16-mixed":
         raise ConfigError("trainer.precision=16-mixed scales gradients by the data; use bf16-mixed or 32-true.")
@@ -105,30 +88,24 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
     profiler = trainer.profiler  # type: ignore[attr-defined]
     if not isinstance(profiler, PassThroughProfiler):
         raise ConfigError(
-            f"trainer.profiler={type(profiler).__name__}: what it counts and times follows the size of each "
-            "round's sample, which is private; profile a training without the PrivacyCallback."
+            f"trainer.profiler={type(profiler).__name__}: what it counts and times follows the size of each sample, "
+            "which is private; profile a training without the PrivacyCallback."
         )
     limit = trainer.limit_train_batches
     whole = limit is None or (isinstance(limit, float) and limit == 1.0)
     if not whole or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
-            "limit_train_batches, overfit_batches and fast_dev_run would cut samples short; "
-            "give sampling.steps instead."
+            "limit_train_batches, overfit_batches or fast_dev_run cut samples short; give sampling.steps."
         )
-
-
-_METERS = tuple(
-    getattr(pl.callbacks, name) for name in ("DeviceStatsMonitor", "ThroughputMonitor") if hasattr(pl.callbacks, name)
-)
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:
     """Refuses callbacks that train on raw batches before training begins, or tell loggers how large samples were."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, _METERS):
+        if isinstance(callback, pl.callbacks.DeviceStatsMonitor | pl.callbacks.ThroughputMonitor):
             raise ConfigError(
-                f"{type(callback).__name__} logs what the device did in each round (memory, allocations, times), which "
-                "follows the size of its sample, and that is private; leave it out."
+                f"{type(callback).__name__} logs what the device did in each round, which follows the size of its "
+                "sample, and that is private; leave it out."
             )
         if isinstance(callback, pl.callbacks.LearningRateFinder | pl.callbacks.BatchSizeFinder):
             raise ConfigError(
@@ -149,18 +126,12 @@ def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Non
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise ConfigError("optimizer: SparseAdam takes no dense gradients, and noise is dense; choose Adam.")
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "optimizer: LBFGS evaluates the loss several times a step, each of which would be another release; "
-                "choose SGD, Adam or another that does so once."
-            )
+            raise ConfigError("optimizer: LBFGS takes several losses a step, each another release; choose SGD or Adam.")
 
 
 def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bool) -> None:
     """Refuses a step that keeps what it computes of records for a hook: there is nothing of theirs to be had outside.
-
-    Args:
-        before: see `kept_numbers`, before the step ran; as_written: it is not traced, so that numbers may be records'.
-    """
+    `before`: the `kept_numbers` before it ran; `as_written`: it is not traced, so that numbers may be records'."""
     used = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
     if not used:
         return

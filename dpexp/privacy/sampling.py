@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dpexp.accounting.ledger import SamplingEvent, rate_in_part
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, positive, whole
 
 if TYPE_CHECKING:
     from dpexp.privacy.keystream import KeyStream
@@ -36,11 +36,9 @@ class Policy(ABC):
 
     def rounds(self, epochs: float) -> int:
         """T = ⌈E/q⌉, where a quotient within rounding error of a whole number counts as that number."""
-        if not (math.isfinite(epochs) and epochs > 0):
-            raise ConfigError(f"sampling.epochs={epochs} must be a finite number above 0.")
-        rounds = epochs * self.rounds_per_epoch
-        whole = round(rounds)
-        return whole if math.isclose(rounds, whole, rel_tol=1e-9) else math.ceil(rounds)
+        rounds = positive("sampling.epochs", epochs) * self.rounds_per_epoch
+        nearest = round(rounds)
+        return nearest if math.isclose(rounds, nearest, rel_tol=1e-9) else math.ceil(rounds)
 
     def parted(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
         """The records in parts, whose turn it is one after the other as long as a job runs: here, all in one."""
@@ -75,9 +73,7 @@ class CyclicPoisson(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.parts, int) and self.parts >= 1):
-            raise ConfigError(f"sampling.parts={self.parts} must be a whole number of at least 1.")
-        rate_in_part(self.q, self.parts)
+        rate_in_part(self.q, whole("sampling.parts", self.parts))
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, parts=self.parts, block=epoch)
@@ -102,8 +98,7 @@ class TruncatedPoisson(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.maximum < 1:
-            raise ConfigError(f"sampling.maximum={self.maximum} must be at least 1.")
+        whole("sampling.maximum", self.maximum)
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, maximum=self.maximum)
@@ -167,11 +162,7 @@ POLICIES: dict[str, type[Policy]] = {
 def make_policy(
     name: str, q: float, n: int, maximum: int | None = None, examples: float = 1.0, parts: int | None = None
 ) -> Policy:
-    """`examples`: of a record, on average.
-
-    Raises:
-        ConfigError: an unknown policy, a value out of range, or a batch that is not whole where it must be.
-    """
+    """`examples`: of a record, on average."""
     if name not in POLICIES:
         raise ConfigError(f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}.")
     if (maximum is None) == (name == "truncated_poisson"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, positive
 
 LINEAR_STEPS = 32  # a ramp of as many stairs keeps the ledger small and its accounting quick
 
@@ -33,7 +33,8 @@ class Schedule:
     S: Stretches = CONSTANT
 
     def at(self, t: int) -> Factors:
-        return Factors(*(_factor(getattr(self, field.name), t) for field in fields(self)))
+        kinds = (getattr(self, field.name) for field in fields(self))
+        return Factors(*(kind[bisect_right(kind, (t, math.inf)) - 1][1] for kind in kinds))
 
     def stretches(self, rounds: int, breaks: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """(first round, number of rounds) over which nothing changes, nor any of `breaks` falls."""
@@ -60,14 +61,14 @@ def _stretches(key: str, kind: Any, rounds: int) -> Stretches:
     if kind is None:
         return CONSTANT
     if isinstance(kind, int | float):
-        return ((0, _positive(key, kind)),)
+        return ((0, positive(key, kind)),)
     if isinstance(kind, Sequence) and not isinstance(kind, str):
         if len(kind) != rounds:
             raise ConfigError(f"{key} lists {len(kind)} numbers for {rounds} rounds; give one for each.")
-        return _changes([(t, _positive(key, value)) for t, value in enumerate(kind)])
+        return _changes([(t, positive(key, value)) for t, value in enumerate(kind)])
     match kind:
         case {"linear": [first, last]} if len(kind) == 1:
-            first, last = _positive(key, first), _positive(key, last)
+            first, last = positive(key, first), positive(key, last)
             stairs = min(LINEAR_STEPS, rounds)
             return _changes(
                 [(round(k * rounds / stairs), first + (last - first) * k / max(1, stairs - 1)) for k in range(stairs)]
@@ -75,22 +76,12 @@ def _stretches(key: str, kind: Any, rounds: int) -> Stretches:
         case {"step": Mapping() as steps} if len(kind) == 1:
             if 0 not in steps or not all(isinstance(t, int) and t >= 0 for t in steps):
                 raise ConfigError(f"{key}={kind} must give a factor from round 0 on, and name rounds by whole numbers.")
-            return _changes([(t, _positive(key, steps[t])) for t in sorted(steps)])
+            return _changes([(t, positive(key, steps[t])) for t in sorted(steps)])
     raise ConfigError(
         f"{key}={kind} is not understood; give a number, a list of one number a round, {{linear: [first, last]}} "
         "or {step: {0: 1.0, 500: 0.5}}."
     )
 
 
-def _positive(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{key} holds {value!r}; every factor must be a finite number above 0.")
-    return float(value)
-
-
 def _changes(pairs: Sequence[tuple[int, float]]) -> Stretches:
     return tuple(pair for k, pair in enumerate(pairs) if k == 0 or pair[1] != pairs[k - 1][1])
-
-
-def _factor(stretches: Stretches, t: int) -> float:
-    return stretches[bisect_right(stretches, (t, math.inf)) - 1][1]

@@ -19,7 +19,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.questions import Unreadable
 from dpexp.privacy.engine.torch_functions import EXCHANGES
-from dpexp.privacy.given import release
+from dpexp.privacy.values import release
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from dpexp.privacy.estimates import Signals, course
+from dpexp.privacy.values import Signals, course
 
 _MOST = 8
 

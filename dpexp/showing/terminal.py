@@ -22,9 +22,9 @@ from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, Sampl
 from dpexp.accounting.membership import Membership
 from dpexp.privacy.bands import deviation
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.estimates import Estimates
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.schedules import Schedule
+from dpexp.privacy.values import Estimates
 from dpexp.showing.rounding import up
 from dpexp.showing.words import in_words
 

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from dpexp.privacy.estimates import Estimates
+from dpexp.privacy.values import Estimates
 
 _MOST = 8
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpexp.privacy.adaptive import UNCLIPPED, within
+from dpexp.privacy.adaptive import within
 from dpexp.privacy.engine.passes import Gradients
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.mechanism import GroupMechanism, ScaledNorms
 from dpexp.privacy.plan import Group
+from dpexp.privacy.values import UNCLIPPED
 
 
 class ClippedSums:

@@ -18,12 +18,12 @@ from dpexp.privacy.engine.passes import VmapPass
 from dpexp.privacy.engine.step import TRACED, Step
 from dpexp.privacy.engine.traced import usual_rows
 from dpexp.privacy.engine.whole import WholeNoise, WholeSums
-from dpexp.privacy.given import Values
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.processes import Processes, SharedLedger
+from dpexp.privacy.values import Values
 
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 

@@ -23,8 +23,8 @@ from dpexp.privacy.engine.chunk import Chunk, copied
 from dpexp.privacy.engine.passes import ONE_LOSS, backward, no_seeds
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.torch_functions import Refusing
-from dpexp.privacy.given import Values
 from dpexp.privacy.records import Local
+from dpexp.privacy.values import Values
 
 
 class Training:

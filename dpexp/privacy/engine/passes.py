@@ -26,7 +26,7 @@ from dpexp.privacy.engine.derived import Derived
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.torch_functions import Refusing, no_vmap_of_its_own
 from dpexp.privacy.engine.uses import Dense, Use, merged
-from dpexp.privacy.given import Values
+from dpexp.privacy.values import Values
 
 ONE_LOSS = "training_step must return one number for a record: its loss."
 

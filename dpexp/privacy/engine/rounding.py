@@ -23,7 +23,7 @@ to first order in u; so that
    would change the norms of all that lie near it.
 
 `clip_factors` takes from S what rounding c, c·g and c·g·x can add, 3 u, and what rounding S and c in float64 can. By S
-less that, divided by such a norm, it bounds c, whatever the clip rule (`dpexp.privacy.clips`). What is left, and is no
+less that, divided by such a norm, it bounds c, whatever the rule (`dpexp.privacy.clipping`). What is left, and is no
 matter of one record's norm, is that a sum of many records is itself rounded, at each addition by up to u of what it has
 come to.
 

@@ -24,7 +24,7 @@ from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense
-from dpexp.privacy.given import Values
+from dpexp.privacy.values import Values
 
 TRACED, VMAP, LOOP = "traced", "vmap", "one at a time"
 NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)

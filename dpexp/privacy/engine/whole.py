@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpexp.privacy.clips import asked
+from dpexp.privacy.clipping import asked
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.passes import Gradients
 from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.engine.uses import Dense
-from dpexp.privacy.exact.lattice import SIGMA2
-from dpexp.privacy.exact.sampler import DiscreteGaussian
+from dpexp.privacy.exact import SIGMA2, DiscreteGaussian
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.mechanism import by_parameter
 from dpexp.privacy.plan import Group, PrivacyPlan

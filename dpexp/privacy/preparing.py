@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dpexp.accounting.ledger import LedgerWriter, PartsEvent, QueryEvent, SamplingEvent
+from dpexp.accounting.ledger import LedgerWriter, SamplingEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import Failed, Records
 from dpexp.privacy.fetching import all_records
 from dpexp.privacy.keystream import KeyStream, own_randomness
 from dpexp.privacy.noise import GaussianNoise, add_laplace
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.preparations.preparation import Preparation, preparations_of
+from dpexp.privacy.preparations import Preparation, parts_of, preparations_of
 from dpexp.privacy.processes import Processes, SharedLedger
 
 
@@ -44,22 +44,26 @@ def prepare(
     """
     processes = processes or Processes()
     found = preparations_of(module)
-    planned = {event.query: _but_for_noise(event) for event in plan.preparations}
-    own = {name: _but_for_noise(one.query(name, plan.adjacency, 1.0)) for name, one in found.items()}
-    if list(planned.items()) != list(own.items()):
+    events = plan.preparations, [one.query(name, plan.adjacency, 1.0) for name, one in found.items()]
+    # How far a record moves each part, whatever its noise.
+    planned, own = (
+        [(e.query, [(part.noise, part.S, part.S_replaced) for part in parts_of(e)]) for e in those] for those in events
+    )
+    if planned != own:
         raise ConfigError(
             f"the plan was made for a module with the preparations {_told(planned)}, and this one has {_told(own)}; "
             "make the plan for the module that is trained."
         )
-    for (name, preparation), event in list(zip(found.items(), plan.preparations, strict=True))[done:]:
+    for k, (name, preparation) in [*enumerate(found.items())][done:]:
+        event, before = plan.preparations[k], [*found.values()][:k]
         total = torch.zeros(preparation.d, dtype=torch.float64)
         with processes.together(), own_randomness(module.device, randomness):
             if processes.first:
-                total = _total(name, preparation, _before(found, name), loader, physical_batch, randomness)
+                total = _total(name, preparation, before, loader, physical_batch, randomness)
         ledger.sample(SamplingEvent("all", 1.0, plan.n))
         ledger.query(event)
         ledger.commit()
-        parts = event.queries if isinstance(event, PartsEvent) else (event,)  # of each a number, or of the one all
+        parts = parts_of(event)  # of each a number, or of the one all
         sums = [(part, query.scale) for part, query in zip(total.chunk(len(parts)), parts, strict=True)]
         if processes.first and event.noise == "laplace":
             add_laplace(sums, noise)
@@ -70,18 +74,8 @@ def prepare(
         yield
 
 
-_Bounds = tuple[tuple[str, float, float], ...]
-
-
-def _but_for_noise(event: QueryEvent | PartsEvent) -> _Bounds:
-    """(kind of noise, S, S_replaced) of each part: how far a record moves it."""
-    parts = event.queries if isinstance(event, PartsEvent) else (event,)
-    return tuple((part.noise, part.S, part.S_replaced) for part in parts)
-
-
-def _told(preparations: Mapping[str, _Bounds]) -> str:
-    told = (f"{name} ({noise}, S = {S:g})" for name, ((noise, S, _), *_) in preparations.items())
-    return ", ".join(told) or "none"
+def _told(preparations: Iterable[tuple[str, list[tuple[str, float, float]]]]) -> str:
+    return ", ".join(f"{name} ({noise}, S = {S:g})" for name, ((noise, S, _), *_) in preparations) or "none"
 
 
 class PreparedPlainly(pl.Callback):
@@ -95,14 +89,10 @@ class PreparedPlainly(pl.Callback):
         if not found or trainer.ckpt_path is not None:
             return
         loader = trainer.fit_loop._data_source.dataloader()
-        for name, preparation in found.items():
-            total = _total(name, preparation, _before(found, name), loader, self._physical_batch, KeyStream())
+        for k, (name, preparation) in enumerate(found.items()):
+            before = [*found.values()][:k]
+            total = _total(name, preparation, before, loader, self._physical_batch, KeyStream())
             preparation.use(total.float(), self._n)
-
-
-def _before(found: dict[str, Preparation], name: str) -> list[Preparation]:
-    names = list(found)
-    return [found[other] for other in names[: names.index(name)]]
 
 
 def _total(
@@ -124,16 +114,17 @@ def _total(
             x, y = _inputs(records)
             for earlier in before:
                 x = _through(earlier, x.double())
-            own = _checked(preparation.sums(x, y), preparation.d)
+            total.add_(_checked(preparation.sums(x, y), preparation.d))
+            used += records.size
         except Exception as error:
-            if records.size > 1:  # one of them, which must not take the others with it
-                for k in range(records.size):
-                    add(_one(records, k))
-            else:
+            if records.size == 1:
                 reason = error
-            return
-        total.add_(own)
-        used += records.size
+            else:  # one of them must not take the others with it
+                for k in range(records.size):
+                    one = tree_map(
+                        lambda leaf, k=k: leaf[k : k + 1] if isinstance(leaf, Tensor) else leaf, records.batch
+                    )
+                    add(Records(1, one))
 
     with torch.no_grad():
         for records in all_records(loader, physical_batch, randomness):
@@ -162,10 +153,6 @@ def _checked(own: Any, d: int) -> Tensor:
     if not own.isfinite().all():
         raise ConfigError("sums gave numbers that are not finite.")
     return own.detach().double().cpu()
-
-
-def _one(records: Records, k: int) -> Records:
-    return Records(1, tree_map(lambda leaf: leaf[k : k + 1] if isinstance(leaf, Tensor) else leaf, records.batch))
 
 
 def _inputs(records: Records) -> tuple[Tensor, Tensor]:
