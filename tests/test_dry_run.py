@@ -494,6 +494,87 @@ def test_a_step_that_holds_the_training_data_is_refused(tmp_path, part):
         fit_loudly(tmp_path / "public.jsonl", Neighbours(other), loader)
 
 
+class Reading(Model):
+    """Runs as written, since it asks for a number, and looks records up."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def training_step(self, batch, batch_idx):
+        if float(batch[0].sum()) > 1e9:
+            return super().training_step(batch, batch_idx)
+        return F.cross_entropy(self.net(batch[0] + self.look(self)), batch[1])
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda data: lambda module: data.tensors[0].mean(0),
+        lambda data: lambda module: data[2][0],
+        lambda data: lambda module: torch.from_numpy(data.tensors[0].numpy()[1]),
+    ],
+)
+def test_a_step_as_written_may_not_look_up_records_either(tmp_path, look):
+    data = torch.utils.data.TensorDataset(*map(torch.stack, zip(*rows(6), strict=True)))
+    assert_refused(
+        tmp_path, Reading(look(data)), DataLoader(data, batch_size=2), "training data itself|fetches records"
+    )
+
+
+def test_a_data_set_whose_records_are_made_gives_a_step_none(tmp_path):
+    items = Items(rows(6))
+    assert_refused(
+        tmp_path, Reading(lambda module: items[3][0]), DataLoader(items, batch_size=2), "fetches records of the .*Items"
+    )
+
+
+class Amaxes(nn.Module):
+    """Keeps the largest number seen as extra state, as layers of 8-bit numbers do."""
+
+    largest = 0.0
+
+    def forward(self, x):
+        self.largest = max(self.largest, float(x.abs().max()))
+        return x
+
+    def get_extra_state(self):
+        return self.largest
+
+    def set_extra_state(self, state):
+        self.largest = state
+
+
+def sets_hparams(module, loss):
+    module.hparams["largest"] = max(module.hparams.get("largest", 0.0), loss)
+
+
+def sets_betas(module, loss):
+    module.optimizers().param_groups[0]["betas"] = (0.5 if loss > 0 else 0.9, 0.99)
+
+
+def sets_clipping(module, loss):
+    module.trainer.gradient_clip_val = loss
+
+
+@pytest.mark.parametrize("sets", [sets_hparams, sets_betas, sets_clipping, lambda module, loss: None])
+def test_a_step_may_not_set_what_a_checkpoint_saves_or_training_goes_by(tmp_path, sets):
+    class Setting(Model):
+        def __init__(self):
+            super().__init__()
+            self.amaxes = Amaxes() if sets.__name__ == "<lambda>" else nn.Identity()
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step((self.amaxes(batch[0]), batch[1]), batch_idx)
+            sets(self, float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.0)
+
+    assert_refused(tmp_path, Setting(), rows(5), "is changed inside training_step", kind=StateFound)
+
+
 def fit_loudly(ledger, module, loader):
     plan = dpexp.make_plan(module, n=6, sampling="all", q=1.0, steps=1, noise_multiplier=1.0)
     pl.Trainer(

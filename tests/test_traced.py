@@ -283,6 +283,35 @@ def test_a_buffer_that_a_hook_replaces_is_read_by_its_name():
     assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
 
 
+def test_norms_of_a_step_under_autocast_are_in_full_precision():
+    """Positions whose gradients all but cancel: norms by products in bfloat16 let a record add 1.28 times S."""
+    torch.manual_seed(7)
+    x, weights = torch.randn(1, 1, 1, 64) + 0.06 * torch.randn(1, 1, 4, 64), torch.randn(1, 1, 64)
+    module = nn.Linear(64, 64, bias=False)
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
+    engine = engine_of(module, bound=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sums_of(engine, lambda one: (10 * module(one[0]).float() * one[1] * sign).sum(), (x, weights), 1)
+    assert engine.mode == "traced", engine.reason
+    assert 0.99 < float(found["weight"].norm()) <= 1.0
+
+
+def test_a_number_that_a_hook_changes_is_read_again_where_it_becomes_a_tensor():
+    module, _ = classifier()
+    module.scale = 1.0
+
+    def loss_of(one):
+        return F.cross_entropy(nn.Sequential.forward(module, one[0]) * torch.tensor(module.scale), one[1])
+
+    engine, batch = engine_of(module), rows()
+    sums_of(engine, loss_of, batch)
+    module.scale = 7.0
+    engine.step.trace_again(loss_of)
+    found = sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
+
+
 def test_many_shapes_are_said_to_take_long(monkeypatch):
     monkeypatch.setattr(graphs, "_SHAPES", 3)
     module = nn.Linear(2, 1)
