@@ -1,6 +1,7 @@
 """The callback in a real Lightning Trainer, against the same training done by hand."""
 
 import copy
+import math
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -551,6 +552,67 @@ def test_no_round_beyond_the_plan(tmp_path):
     """Not even if the Trainer insists on more."""
     _, run, _ = fit(tmp_path, options={"min_epochs": 100, "max_epochs": 100})
     assert run.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+@pytest.mark.parametrize("epochs", [-1, 100, None])
+def test_schedulers_are_told_the_rounds_of_the_plan(tmp_path, epochs):
+    class Warm(Model):
+        def configure_optimizers(self):
+            optimizer, self.rounds = torch.optim.SGD(self.parameters(), 0.5), self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=self.rounds)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    module, run, _ = fit(tmp_path, Warm(), options={"max_epochs": epochs})
+    assert (module.rounds, run.global_step) == (T, T) and run.optimizers[0].param_groups[0]["lr"] < 0.02
+    assert isinstance(pl.Trainer.estimated_stepping_batches, property)
+
+
+def test_a_trainer_that_would_end_before_the_plan_is_refused_or_said(tmp_path):
+    epochs = math.ceil(T * Q)
+    expect_refusal(tmp_path, f"max_epochs={epochs - 1} ends before", options={"max_epochs": epochs - 1})
+    assert fit(tmp_path, options={"max_epochs": epochs})[1].global_step == T
+    privacy = dpexp.PrivacyCallback(plan_for(module := Model()), tmp_path / "steps.jsonl")
+    with pytest.warns(UserWarning, match="max_steps=2 ends before the plan's"):
+        trainer(privacy, max_steps=2).fit(module, Data())
+
+
+class Asking(Model):
+    def on_train_epoch_end(self):
+        print(self.trainer.callback_metrics["train_loss"])
+
+
+class Looking(Model):
+    def on_train_epoch_end(self):
+        if "train_loss" in self.trainer.callback_metrics:
+            print(self.trainer.callback_metrics["train_loss"])
+
+
+class Waiting(Model):
+    def configure_optimizers(self):
+        (optimizer,) = [super().configure_optimizers()["optimizer"]]
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
+
+
+@pytest.mark.parametrize(
+    "module, callbacks, who",
+    [
+        (Asking, (), "Asking.on_train_epoch_end"),
+        (Waiting, (), "ReduceLROnPlateau"),
+        (Model, (pl.callbacks.EarlyStopping("train_loss"),), "EarlyStopping"),
+        (Looking, (), None),
+    ],
+)
+def test_what_waits_for_a_value_that_is_private_is_named_before_the_first_round(tmp_path, module, callbacks, who):
+    module = module()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
+    run = trainer(privacy, *callbacks)
+    if who is None:
+        run.fit(module, Data())
+        return
+    with pytest.raises(ConfigError, match=f"{who} reads train_loss, which training_step logs"):
+        run.fit(module, Data())
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 0
 
 
 def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):

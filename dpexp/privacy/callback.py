@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytorch_lightning as pl
 import torch
@@ -105,7 +106,8 @@ class PrivacyCallback(pl.Callback):
         self._awaited = False  # a sample was begun and has not been processed
         self._released = False  # the round has
         self._fitted = True  # physical_batch is known
-        self._step_of_its_own: Any = None
+        self._logged: set[str] = set()  # names that training_step logs
+        self._until_closed = ExitStack()  # what is put back in its place then
         self._metrics: dict[str, float] = {}  # of the values that the round released
         self._counts = torch.zeros(0)
         self._normalizing: list[RunningNorm] = []
@@ -131,6 +133,8 @@ class PrivacyCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             refusals.refuse_callbacks(trainer)
+            steps = refusals.check_length(trainer, self.plan)
+            self._until_closed.enter_context(patch.object(type(trainer), "estimated_stepping_batches", steps))
             take_over(trainer, pl_module)
             self._replace_step(trainer, pl_module)
 
@@ -187,7 +191,7 @@ class PrivacyCallback(pl.Callback):
             refusals.refuse_optimizers(trainer, pl_module)
         for _ in self._preparing:
             self._prepared += 1
-        silence.mute(pl_module)
+        silence.mute(pl_module, self._logged)
         trainer.should_stop = trainer.should_stop or self.completed >= self.plan.rounds
 
     # One round
@@ -257,7 +261,7 @@ class PrivacyCallback(pl.Callback):
         """ε is logged at the same steps as validation metrics, so that a chart can have it as its x axis."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        silence.mute(pl_module)
+        silence.mute(pl_module, self._logged)
         if self.delta is not None and self.completed != self._read_at:
             self._read_epsilon(trainer)
 
@@ -301,7 +305,6 @@ class PrivacyCallback(pl.Callback):
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step
-        self._step_of_its_own = pl_module.__dict__.get("training_step")
 
         @wraps(training_step)
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -334,6 +337,7 @@ class PrivacyCallback(pl.Callback):
                     last = silence.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last_place(), given)
                     dry_run(engine_step, rounds, loss_of, pl_module, last)
                     refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
+                    refusals.refuse_monitors(trainer, pl_module, self._logged)
                     step = engine_step.digest
                 else:
                     engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
@@ -348,7 +352,7 @@ class PrivacyCallback(pl.Callback):
                 self._processes.same(plan=now, step=step, sample=sample, weights=digest_of_weights(pl_module))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
-        pl_module.training_step = private_step  # type: ignore[method-assign]
+        self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))
 
     @contextmanager
     def _noting_state(self) -> Iterator[None]:
@@ -384,10 +388,7 @@ class PrivacyCallback(pl.Callback):
         return chunk.digest
 
     def _close(self, pl_module: pl.LightningModule) -> None:
-        if self._step_of_its_own is not None:
-            pl_module.training_step = self._step_of_its_own  # type: ignore[method-assign]
-        else:
-            pl_module.__dict__.pop("training_step", None)
+        self._until_closed.close()
         silence.unmute(pl_module)
         if self._ledger is not None:
             self._ledger.close()

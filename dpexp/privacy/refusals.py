@@ -1,8 +1,12 @@
 """What cannot be trained privately, refused by name before training."""
 
+import dis
 import inspect
+import math
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -13,6 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.questions import Unreadable
+
+if TYPE_CHECKING:
+    from dpexp.privacy.plan import PrivacyPlan
 
 NO_POSITION = (
     "the checkpoint {checkpoint} does not say what its run's ledger held, as none made by an older dpexp or without a "
@@ -97,6 +104,56 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         raise ConfigError(
             "limit_train_batches, overfit_batches or fast_dev_run cut samples short; give sampling.steps."
         )
+
+
+def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
+    """The number of rounds that the Trainer will train; compares what it is told with the plan.
+
+    Raises:
+        ConfigError: max_epochs ends before them.
+    """
+    rounds, epochs = plan.rounds, math.ceil(plan.rounds / plan.sampling.rounds_per_epoch - 1e-9)
+    if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"trainer.max_epochs={trainer.max_epochs} ends before the plan's {rounds} rounds, which are {epochs} "
+            "epochs of 1/q rounds; leave it out, or plan fewer rounds, whose noise would be less."
+        )
+    if -1 < trainer.max_steps < rounds:
+        warnings.warn(
+            f"trainer.max_steps={trainer.max_steps} ends before the plan's {rounds} rounds, for all of which the noise "
+            "was chosen; plan fewer rounds, unless the training is to be resumed."
+        )
+    return rounds if trainer.max_steps == -1 else min(rounds, trainer.max_steps)
+
+
+def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set[str]) -> None:
+    """Refuses what waits for values that training_step logs: nothing is kept of them.
+
+    Args:
+        logged: their names.
+    """
+    names = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
+    waiting: list[tuple[str, Any]] = [
+        (type(one).__name__, getattr(one, "monitor", None))
+        for one in trainer.callbacks  # type: ignore[attr-defined]
+    ]
+    waiting += [(type(c.scheduler).__name__, c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+    for hook in _READING:
+        code = getattr(getattr(type(module), hook, None), "__code__", None)
+        steps = [*dis.get_instructions(code)] if code is not None else []
+        if not any(step.opname == "CONTAINS_OP" for step in steps):  # else it looks first whether a value is there
+            read = [b.argval for a, b in pairwise(steps) if a.argval in _METRICS and b.opname == "LOAD_CONST"]
+            waiting += [(f"{type(module).__name__}.{hook}", name) for name in read]
+    for who, name in waiting:
+        if name in names:
+            raise ConfigError(
+                f"model: {who} reads {name}, which training_step logs: it is computed from records without noise, so "
+                "that nothing is kept of it; read a value of the validation set, or release it with private metrics "
+                f"(metrics.release) and read private/{name}_smooth."
+            )
+
+
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:

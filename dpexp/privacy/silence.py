@@ -35,11 +35,20 @@ def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
         trainer.loggers, loop._results = loggers, results
 
 
-def mute(module: pl.LightningModule) -> None:
+def mute(module: pl.LightningModule, logged: set[str]) -> None:
     """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
     It gives the value for release, which is dropped unless the plan names it. Metrics of torchmetrics that
-    `training_step` updates stay empty, and later hooks find nothing in them."""
-    module.log = lambda name, value, *args, **kwargs: release(name, value)  # type: ignore[method-assign]
+    `training_step` updates stay empty, and later hooks find nothing in them.
+
+    Args:
+        logged: gets the names.
+    """
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        logged.add(name)
+        release(name, value)
+
+    module.log = log  # type: ignore[method-assign]
     for metric in _metrics(module):
         if _OWN not in vars(metric):
             own = {name: metric.__dict__.get(name) for name in _EMPTIED}
