@@ -1,10 +1,13 @@
 """A finished job's model: kept, loaded, measured and used again."""
 
+import errno
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import mlflow
 import numpy as np
@@ -21,6 +24,7 @@ from dpexp.commands.predict import predict
 from dpexp.errors import ConfigError
 from dpexp.tracking.model import description
 from dpexp.training.data import Digits
+from dpexp.training.weights import about, save_weights
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
 
@@ -316,14 +320,32 @@ def test_inputs_are_read_before_a_model_is_made(job, dpexp_job, monkeypatch):
         dpexp_job("evaluate", str(job))
 
 
-def test_a_model_that_cannot_be_kept_costs_no_result(dpexp_job, monkeypatch):
-    def fails(*arguments):
-        raise OSError("disk full")
+def test_a_model_that_cannot_be_kept_is_written_elsewhere(dpexp_job, monkeypatch, tmp_path):
+    """Into $TMPDIR, for its owner alone; what was spent and measured is kept, and the last line says where it is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def fails(module, path, said):
+        if path.name == "weights.safetensors":
+            raise OSError("disk full")
+        save_weights(module, path, said)
 
     monkeypatch.setattr("dpexp.commands.saved.save_weights", fails)
-    with pytest.warns(UserWarning, match="the model could not be kept: OSError: disk full"):
-        output = dpexp_job(*QUICK)
-    assert result_of(output)["rounds"] == 4
+    monkeypatch.setattr("dpexp.training.weights.save_weights", fails)
+    with pytest.warns(UserWarning, match="could not be kept.*disk full"), pytest.raises(SystemExit) as end:
+        dpexp_job(*QUICK, "hydra.run.dir=job")
+    path = Path(str(end.value).rpartition("the trained weights are in ")[2])
+    assert path.parent == tmp_path and path.stat().st_mode & 0o777 == 0o600
+    assert about(path)["rounds"] == "4" and result_of(Path("job"))["weights"] == str(path)
+
+
+def test_room_for_the_model_is_taken_before_the_first_round(dpexp_job, monkeypatch):
+    def full(file, start, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(SystemExit, match=r"weights\.reserved cannot be written: No space left on device"):
+        dpexp_job(*QUICK, "hydra.run.dir=job")
+    assert not list(Path("job").glob("ledger.jsonl")) and not list(Path("job").glob("weights*"))
 
 
 def test_images_without_a_channel_are_given_one(job, dpexp_job, tmp_path):

@@ -1,10 +1,15 @@
-"""What a job returns to a sweeper that searches."""
+"""What a job comes to: its result, and what it returns to a sweeper that searches."""
 
 from typing import Any
 
 import pytorch_lightning as pl
 from omegaconf import DictConfig
 
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.risk import risk
+from dpexp.commands.building import accountants, is_private
+from dpexp.commands.values import reported
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.training.callbacks import LastWeights
@@ -56,3 +61,37 @@ def objective_of(metrics: dict[str, float], name: str) -> float | None:
     if name == "epsilon":
         return metrics.get("epsilon", metrics.get("epsilon_planned"))
     return metrics.get(name, metrics.get(SAME.get(name, "")))
+
+
+def result_of(
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    ledger: Ledger | None,
+    rounds: int,
+    metrics: dict[str, float],
+    seconds: float,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "private": is_private(cfg) and (ledger is None or ledger.exposed is None),
+        "trained": cfg.train,
+        "rounds": rounds,
+        "metrics": metrics,
+        "seconds": round(seconds, 3),
+    }
+    if plan is not None and ledger is not None:
+        result |= {
+            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
+            "delta": cfg.privacy.delta,
+            "risk": risk(ledger, reported(cfg)).figures(),
+            "adjacency": plan.adjacency,
+            "unit": str(plan.record),
+            "noise_multiplier": plan.noise_multiplier,
+            "q": plan.sampling.q,
+            "n": plan.n,
+            "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
+        }
+        if len(plan.bands) > 1:
+            result["bands"] = plan.bands
+        if plan.calibration is not None:
+            result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
+    return result

@@ -22,9 +22,22 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.showing.card import card
 from dpexp.training.classifier import Classifier
-from dpexp.training.weights import load_weights, no_tensors, save_weights
+from dpexp.training.weights import load_weights, no_tensors, save_elsewhere, save_weights
 
 WEIGHTS, CARD, OF_MLFLOW = "weights.safetensors", "card.md", "mlflow_model"
+RESERVED = "weights.reserved"
+
+
+class NotKept(Exception):
+    """The weights could not be written into the job's folder.
+
+    Attributes:
+        path: where they are instead.
+    """
+
+    def __init__(self, why: Exception, path: Path) -> None:
+        super().__init__(f"{type(why).__name__}: {' '.join(str(why).split())[:300]}")
+        self.path = path
 
 
 def keep(
@@ -54,7 +67,12 @@ def keep(
         accountant, epsilon = next(iter(result["epsilon"].items()))
         about |= {"epsilon": repr(epsilon), "delta": repr(result["delta"]), "adjacency": result["adjacency"]}
         about |= {"accountant": accountant}
-    save_weights(model, output / WEIGHTS, about | origin)
+    (output / RESERVED).unlink(missing_ok=True)
+    try:
+        save_weights(model, output / WEIGHTS, about | origin)
+    except Exception as error:
+        (output / WEIGHTS).unlink(missing_ok=True)
+        raise NotKept(error, save_elsewhere(model, about | origin)) from error
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
     lost = no_tensors(model)

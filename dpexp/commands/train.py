@@ -16,9 +16,7 @@ from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
-from dpexp.accounting.risk import risk
 from dpexp.commands import processes, trial
 from dpexp.commands.ancestry import heading
 from dpexp.commands.building import (
@@ -26,7 +24,6 @@ from dpexp.commands.building import (
     add_scheduler,
     callback_for,
     check_device,
-    is_private,
     make,
     make_small,
     module_of,
@@ -37,9 +34,9 @@ from dpexp.commands.building import (
     unsolved,
 )
 from dpexp.commands.lightning import AVERAGING, CHECKPOINT, trainer_for
-from dpexp.commands.objective import check_objective, objective, objective_of
+from dpexp.commands.objective import check_objective, objective, objective_of, result_of
 from dpexp.commands.resume import check_resumable, completed
-from dpexp.commands.saved import CARD, keep
+from dpexp.commands.saved import CARD, RESERVED, NotKept, bare, keep
 from dpexp.commands.values import check, refuse_taken, reported, taken
 from dpexp.config import audit_trainings
 from dpexp.errors import ClaimRefuted, ConfigError
@@ -52,6 +49,7 @@ from dpexp.showing.counts import counts
 from dpexp.tracking.origin import without_passwords
 from dpexp.tracking.underway import begun
 from dpexp.training.callbacks import LastWeights, Stop
+from dpexp.training.weights import room_for
 
 if TYPE_CHECKING:
     from dpexp.accounting.auditing import Audit
@@ -128,12 +126,12 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         terminal.announce_tuned(job.module)
     with _track(cfg, plan, output, _at_its_end(cfg, plan, output), stop) as tracked:
         result = _trained(cfg, job, output, tracked, stop) if cfg.train else _planned(cfg, plan)
-        (output / "result.json").write_text(json.dumps(result, indent=2))  # whatever becomes of an audit
+        _write(result, output)  # whatever becomes of an audit
         summary, refuted = _audited(cfg, plan, output)
         if summary:
             result["audit"] = summary
         result["mlflow_run_id"] = tracked.run_id if tracked else None
-        (output / "result.json").write_text(json.dumps(result, indent=2))
+        _write(result, output)
         if tracked:
             tracked.finish(result)
         if result["rounds"] >= (plan.rounds if plan else rounds_of(cfg)) and (output / CARD).exists():
@@ -144,7 +142,16 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         terminal.conclude(result, output, tracked.address if tracked else None)
     else:
         terminal.trial_ended(among.place, result, trial.seconds_left())
+    if "weights" in result:
+        raise ConfigError(
+            f"{output} could not be written to at the end; the trained weights are in {result['weights']}"
+        )
     return objective(cfg, plan, result)
+
+
+def _write(result: dict[str, Any], output: Path) -> None:
+    with suppress(OSError) if "weights" in result else nullcontext():
+        (output / "result.json").write_text(json.dumps(result, indent=2))
 
 
 class _Job(NamedTuple):
@@ -242,7 +249,10 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     released = [one for one in trainer.callbacks if isinstance(one, PrivacyCallback)]  # type: ignore[attr-defined]
     named = cfg.data.id is not None and plan is not None
     try:
-        with begun(output, lambda: released[0].begun) if named else nullcontext():
+        with (
+            room_for(bare(module), output / RESERVED),
+            begun(output, lambda: released[0].begun) if named else nullcontext(),
+        ):
             trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
@@ -256,7 +266,7 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         warnings.warn(f"the model could not be tested, and is kept: {' '.join(str(error).split())[:300]}")
         metrics = {}
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
-    result = _result(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
     if released and released[0].estimates.history:
         result["released"] = _released(released[0].estimates, output)
     if released and released[0].signals.history:
@@ -264,7 +274,10 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     result |= _prepared(module, plan, output)
     try:
         about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None, origin)
-    except Exception as error:  # of a model that cannot be written: what was spent and measured is not lost with it
+    except NotKept as error:  # what was spent and measured is not lost with it
+        warnings.warn(f"the model could not be kept in {output}: {error}")
+        result["weights"] = str(error.path)
+    except Exception as error:
         warnings.warn(f"the model could not be kept: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     else:
         if tracked:
@@ -272,11 +285,16 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     return result
 
 
+def _save(figure: Any, path: Path) -> None:
+    with suppress(OSError):  # a full disk: the model comes first
+        figure.savefig(path, dpi=150)
+
+
 def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]:
     """The values that were released at last, and their figure."""
     from dpexp.showing.values import values_over_rounds
 
-    values_over_rounds(estimates).savefig(output / "released.png", dpi=150)
+    _save(values_over_rounds(estimates), output / "released.png")
     smoothed = {name: estimates.smoothed(name) for name in estimates.history}
     return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 
@@ -284,7 +302,7 @@ def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]
 def _draw_signals(signals: Signals, output: Path) -> None:
     from dpexp.showing.signal import signal_and_noise
 
-    signal_and_noise(signals).savefig(output / "signal.png", dpi=150)
+    _save(signal_and_noise(signals), output / "signal.png")
 
 
 def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[dict[str, float], str]:
@@ -348,7 +366,7 @@ def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path
     parts = [event for event in plan.preparations if isinstance(event, PartsEvent)] if plan else []
     for name, numbers in told.items():
         event = next((event for event in parts if event.query == name), None)
-        counts(numbers, event, name).savefig(output / f"{name}.png", dpi=150)
+        _save(counts(numbers, event, name), output / f"{name}.png")
     return {"prepared": told} if told else {}
 
 
@@ -356,40 +374,6 @@ def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
     """train=false: what training would cost."""
     if plan is None:
         if audit_trainings(cfg):
-            return _result(cfg, None, None, rounds_of(cfg), {}, 0.0)
+            return result_of(cfg, None, None, rounds_of(cfg), {}, 0.0)
         raise ConfigError("train=false has nothing to plan with privacy.enabled=false.")
-    return _result(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
-
-
-def _result(
-    cfg: DictConfig,
-    plan: PrivacyPlan | None,
-    ledger: Ledger | None,
-    rounds: int,
-    metrics: dict[str, float],
-    seconds: float,
-) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "private": is_private(cfg) and (ledger is None or ledger.exposed is None),
-        "trained": cfg.train,
-        "rounds": rounds,
-        "metrics": metrics,
-        "seconds": round(seconds, 3),
-    }
-    if plan is not None and ledger is not None:
-        result |= {
-            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
-            "delta": cfg.privacy.delta,
-            "risk": risk(ledger, reported(cfg)).figures(),
-            "adjacency": plan.adjacency,
-            "unit": str(plan.record),
-            "noise_multiplier": plan.noise_multiplier,
-            "q": plan.sampling.q,
-            "n": plan.n,
-            "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
-        }
-        if len(plan.bands) > 1:
-            result["bands"] = plan.bands
-        if plan.calibration is not None:
-            result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
-    return result
+    return result_of(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,13 +57,16 @@ class Checkpoints(pl.Callback):
 def save(trainer: pl.Trainer, path: Path) -> None:
     """Whole or not at all."""
     beside = path.with_suffix(".part")
-    if trainer.world_size == 1:
-        trainer.save_checkpoint(beside)
-    elif trainer.is_global_zero:  # without waiting for the others, of which one may be interrupted elsewhere
-        trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), beside)
-    else:
-        return
-    os.replace(beside, path)
+    try:
+        if trainer.world_size == 1:
+            trainer.save_checkpoint(beside)
+        elif trainer.is_global_zero:  # without waiting for the others, of which one may be interrupted elsewhere
+            trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), beside)
+        else:
+            return
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class LastCheckpoint(pl.Callback):
@@ -73,7 +77,10 @@ class LastCheckpoint(pl.Callback):
         self._path = path
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        save(trainer, self._path)
+        try:
+            save(trainer, self._path)
+        except (OSError, RuntimeError) as error:  # of a full disk; the weights come next
+            warnings.warn(f"no checkpoint of the last round could be written: {error}")
 
 
 class LastWeights(pl.Callback):

@@ -1,7 +1,11 @@
 """A trained model's numbers in a file, without code in it."""
 
+import errno
+import os
+import tempfile
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -27,6 +31,44 @@ def save_weights(module: nn.Module, path: Path, about: Mapping[str, str]) -> Non
         n: t.detach().cpu().clone().contiguous() for n, t in module.state_dict().items() if isinstance(t, Tensor)
     }
     save_file(tensors, str(path), dict(about))
+
+
+@contextmanager
+def room_for(module: nn.Module, path: Path) -> Iterator[None]:
+    """Takes the room on the disk that a module's weights and a few small files need, by a file that is to be deleted
+    before they are written, and is if an error ends what comes between.
+
+    Raises:
+        OSError: there is none.
+    """
+    held = [t for t in module.state_dict().values() if isinstance(t, Tensor)]
+    try:
+        with path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, sum(t.numel() * t.element_size() for t in held) + _SMALL_FILES)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # not of this file system
+                    raise OSError(error.errno, error.strerror, str(path)) from None
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def save_elsewhere(module: nn.Module, about: Mapping[str, str]) -> Path:
+    """Writes the weights into $TMPDIR, for their owner's eyes alone.
+
+    Raises:
+        OSError: there is no room either.
+    """
+    number, name = tempfile.mkstemp(prefix="dpexp-", suffix=".safetensors")
+    os.close(number)
+    save_weights(module, Path(name), about)
+    os.chmod(name, 0o600)
+    return Path(name)
+
+
+_SMALL_FILES = 2**20
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
