@@ -468,6 +468,17 @@ def test_a_loss_that_no_made_up_record_has_needs_a_public_record(tmp_path):
     assert_refused(tmp_path, Positive(), records, "NaN or infinite for every record that was made up.*validation set")
 
 
+def test_a_public_record_is_one_of_the_validation_set(tmp_path):
+    records = [(6 + x.abs(), y) for x, y in rows(5)]
+
+    class Validated(Positive):
+        def val_dataloader(self):
+            return DataLoader(Items(records[2:]), batch_size=2)
+
+    (found,) = released(tmp_path, Validated(), records, num_sanity_val_steps=0)
+    assert torch.allclose(found, sum_of_clipped(Positive(), records), atol=1e-6)
+
+
 # The training data itself
 
 

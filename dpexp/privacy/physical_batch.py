@@ -13,7 +13,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -78,15 +77,11 @@ def doubled(attempt: Callable[[int], None], most: int) -> int:
 
 def public_record(trainer: pl.Trainer) -> Any:
     """The first record of the validation set, as a batch of one; None: there is none to be had."""
-    data = getattr(trainer, "datamodule", None)
-    if data is None or not is_overridden("val_dataloader", data, pl.LightningDataModule):
-        source = getattr(trainer.fit_loop.epoch_loop.val_loop, "_data_source", None)
-        loader = getattr(source, "instance", None)
-    else:
-        loader = data.val_dataloader()
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
-        return None
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source
     try:
+        loader = source.dataloader() if source.is_defined() else None
+        if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
+            return None
         return loader.collate_fn([loader.dataset[0]])
     except Exception:  # of an empty set, or one whose records cannot be collated alone
         return None
