@@ -455,6 +455,32 @@ def test_labels_embeddings_and_masks_are_made_up(tmp_path, kind, words):
     assert torch.allclose(found, by_hand, atol=1e-6)
 
 
+class Mistaken(Model):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.net, *batch)
+
+
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (lambda net, x, y: F.cross_entropy(net(x.float()), y), r"net\.0 \(Linear\) was given \[1, 4\] float32.*dtype"),
+        (lambda net, x, y: F.cross_entropy(net(x[:, :3]), y), r"net\.0 \(Linear\) was given \[1, 3\] float64.*shapes"),
+        (lambda net, x, y: F.cross_entropy(net(x), y[:, None]), r"are \[1, 4\] float64, \[1\] int64: .*target"),
+        (lambda net, x, y: F.cross_entropy(net(x).view(32, 3), y), "invalid for input of size"),
+        (lambda net, x, y: {"los": net(x).sum()}, "must return a loss for every record"),
+        (lambda net, x, y: F.cross_entropy(net(x), y, reduction="none"), "must return one number"),
+        (lambda net, x, y: F.cross_entropy(net(x).detach(), y), "depends on none of the parameters"),
+        (lambda net, x, y: net(x).sum() * float("nan"), "NaN or infinite"),
+    ],
+)
+def test_a_mistake_in_a_step_is_one_sentence_before_the_first_round(tmp_path, loss, said):
+    assert_refused(tmp_path, Mistaken(loss), rows(5), said)
+
+
 class Positive(Model):
     """Takes numbers that are all above 5, which no made-up ones are."""
 

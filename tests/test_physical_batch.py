@@ -54,7 +54,7 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     module = Classifier(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     module.log_dict = lambda *_: None
     plan = make_plan(module, n=1437, q=0.5, steps=1, noise_multiplier=1.0)
-    seen, before = [], model[1].weight.clone()
+    seen, before, run = [], model[1].weight.clone(), trainer_of_digits()
 
     class Memory:
         def __getattr__(self, name):
@@ -76,7 +76,7 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
         return real(engine, loss_of, batch, size)
 
     monkeypatch.setattr(physical_batch.Engine, "accumulate", accumulate)
-    assert fitting(plan, module, loss_of, trainer_of_digits()) == 64
+    assert fitting(plan, module, loss_of, run) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None
 

@@ -19,6 +19,7 @@ from dpexp.privacy.clipping import Fixed
 from dpexp.privacy.engine import capture, graphs
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.step import LOOP
+from dpexp.privacy.engine.traced import memory_of
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
 
@@ -238,7 +239,7 @@ def test_the_training_data_is_no_constant_of_a_graph():
     module, _ = classifier()
     x, y = rows()
     plan = make_plan(module, n=4 * N, q=0.25, steps=1, noise_multiplier=1.0)
-    engine = Engine(plan, module, GaussianNoise(), data=[x])
+    engine = Engine(plan, module, GaussianNoise(), data=memory_of([x]))
     with pytest.raises(ConfigError, match="reads the training data itself"):
         sums_of(engine, lambda one: F.cross_entropy(module(one[0] - x[3:].mean(0)), one[1]), (x, y))
 
@@ -478,6 +479,7 @@ def test_labels_out_of_range_read_no_memory_beside_the_table():
     x, labels, length = torch.randn(N, 1, 9, 4), torch.randint(1, 5, (N, 1, 2)), torch.full((N, 1), 9)
     labels[3, 0, 1] = 14
     engine = engine_of(module)
+    engine.step.public = [part[0] for part in (x, labels, length)]
     found = sums_of(engine, loss_of, (x, labels, length))
     others = torch.arange(N) != 3
     without = sums_of(engine, loss_of, (x[others], labels[others], length[others]), N - 1)

@@ -335,7 +335,8 @@ class PrivacyCallback(pl.Callback):
                     kept, engine_step.public = refusals.kept_numbers(pl_module), public_record(trainer)
                     refusals.refuse_hooks(pl_module)
                     last = silence.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last_place(), given)
-                    dry_run(engine_step, rounds, loss_of, pl_module, last)
+                    with silence.signals_wait(trainer):
+                        dry_run(engine_step, rounds, loss_of, pl_module, last)
                     refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
                     refusals.refuse_monitors(trainer, pl_module, self._logged)
                     step = engine_step.digest
@@ -383,7 +384,7 @@ class PrivacyCallback(pl.Callback):
                 except Exception as error:
                     engine.fail(records.size, error)
                 else:
-                    with silence.signals_wait():
+                    with silence.signals_wait(pl_module.trainer):
                         engine.accumulate(loss_of, records.batch, records.size)
         return chunk.digest
 

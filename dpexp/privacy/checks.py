@@ -117,7 +117,7 @@ def digests_of_training(module: nn.Module) -> dict[str, bytes]:
 
 
 _SETTINGS = (
-    "should_stop", "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "gradient_clip_val",
+    "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "gradient_clip_val",
 )  # fmt: skip
 
 

@@ -262,16 +262,15 @@ class Rounds:
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
             yield Sample(torch.tensor(t))
 
-    def example(self) -> Records | None:
-        """A record, of which shapes, types and structure may be used; None: none can be fetched."""
+    def examples(self) -> Iterator[Records]:
+        """Some records, of which shapes, types and structure may be used."""
         for i in range(min(_LOOKED_AT, self.sampler.size)):
             drawn = i if self._units is None else self._units.draw(i, KeyStream())
             with own_randomness(torch.device("cpu"), KeyStream()):
                 parts = fetched_alone(self._users_loader, self._units, drawn)
             for part in parts:
                 if isinstance(part, Records):
-                    return part
-        return None
+                    yield part
 
     def close(self) -> None:
         """Ends the loader's processes, and drops the keys, so that they are nowhere."""

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.delivery import Rounds
-from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, copied
+from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, NoLoss, copied
 from dpexp.privacy.engine.passes import python_randomness
 from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.step import Step
@@ -41,15 +41,23 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     Raises:
         ConfigError: a mistake, in one sentence.
     """
-    example = rounds.example()
-    if example is None:
-        return
     data = memory_of(tensors_of(rounds.dataset))
     refuse_data([*module.named_parameters(), *module.named_buffers()], data)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    chunk = Chunk.of(loss_of, example.to(device).batch, 1)
-    with _DataUnread(data), _nothing_fetched(rounds.dataset):
-        step.decide(chunk, later)
+    wrong: NoLoss | None = None
+    for example in rounds.examples():  # of which the first may be an odd one
+        chunk = Chunk.of(loss_of, example.to(device).batch, 1)
+        try:
+            with _DataUnread(data), _nothing_fetched(rounds.dataset):
+                step.decide(chunk, later)
+        except NoLoss as error:
+            wrong = wrong or error
+        else:
+            break
+    else:
+        if wrong is not None:
+            raise wrong
+        return
     if rounds.of_examples:
         _check_loss_of_a_batch(step, chunk, module, device)
     if step.held:
@@ -83,9 +91,10 @@ def _nothing_fetched(dataset: Any) -> Iterator[None]:
     sets, todo = [], [dataset]
     while todo:
         sets.append(one := todo.pop())
-        todo += [value for value in vars(one).values() if isinstance(value, Dataset) and value not in sets]
+        held = [value for value in getattr(one, "__dict__", {}).values() if isinstance(value, Dataset)]
+        todo += [value for value in held if not any(value is known for known in sets)]
     with contextlib.ExitStack() as stack:
-        for kind in {type(one) for one in sets}:
+        for kind in {type(one) for one in sets if isinstance(one, Dataset)}:
             get = kind.__getitem__
 
             def refuse(self: Any, *key: Any, get: Any = get) -> Any:

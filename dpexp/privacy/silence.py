@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
 from dpexp.errors import ConfigError
+from dpexp.privacy.checks import STATE, StateFound
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.questions import Unreadable
 from dpexp.privacy.engine.torch_functions import EXCHANGES
@@ -93,12 +94,16 @@ _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 @contextmanager
-def signals_wait() -> Iterator[None]:
+def signals_wait(trainer: pl.Trainer) -> Iterator[None]:
     """Meanwhile no handler of Python's is called; then those are whose signals came.
 
     A handler may save a checkpoint, or set `trainer.should_stop`, which would be taken for the step's doing. A second
     Ctrl-C does not wait: it ends the step.
+
+    Raises:
+        StateFound: meanwhile the Trainer was told to stop.
     """
+    stops = trainer.should_stop
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,6 +120,8 @@ def signals_wait() -> Iterator[None]:
         signal.signal(number, wait)
     try:
         yield
+        if trainer.should_stop != stops:
+            raise StateFound(STATE.format(what="trainer.should_stop is changed inside training_step"))
     finally:
         for number, handler in waiting.items():
             signal.signal(number, handler)

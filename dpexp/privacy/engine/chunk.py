@@ -158,6 +158,17 @@ class MadeUp:
         return laid_out(made.to(like.device, like.dtype), like).requires_grad_(like.requires_grad)
 
 
+class NoLoss(ConfigError):
+    """No record that was made up has a loss."""
+
+
+NO_LOSS = (
+    "model: training_step's loss, or its gradient, is NaN or infinite for every record that was made up, and for the "
+    "first record of the validation set, if there is one; mend the loss, or give a validation set, whose records are "
+    "public, that it takes."
+)
+
+
 def tries(below: int, public: list[Any] | None) -> Iterator[MadeUp]:
     """Ways to make records up, the best first."""
     if public is not None:

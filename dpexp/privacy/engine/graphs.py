@@ -1,9 +1,12 @@
 """The graphs of a job: one for each shape that records have and each number of rows, traced when first needed."""
 
+import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -293,3 +296,14 @@ def own_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_state(device, state)
+
+
+def all_random_states(device: torch.device) -> tuple[Any, ...]:
+    """Of torch, Python and NumPy."""
+    return random_state(device), random.getstate(), np.random.get_state()
+
+
+def set_all_random_states(device: torch.device, of_torch: tuple[Tensor, ...], of_python: Any, of_numpy: Any) -> None:
+    set_random_state(device, of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)

@@ -105,7 +105,7 @@ class VmapPass:
             ):
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
             capture.refuse_changes()
-            if capture.error is not None:
+            if capture.error is not None and (size > 1 or torch.compiler.is_compiling()):  # a trace is of all records
                 raise RuntimeError(
                     "training_step catches an error, which may be of one record alone."
                 ) from capture.error

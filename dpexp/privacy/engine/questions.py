@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _disabled_torch_dispatch_impl, _functorch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 import dpexp
 from dpexp.errors import words_of
@@ -87,6 +89,41 @@ class Node:
 def sees_behind(value: Any) -> bool:
     """Whether a tensor is of a class that has code of its own for what operators do."""
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _disabled_torch_dispatch_impl
+
+
+def described(value: Any) -> str:
+    """Shapes and types of the tensors in it, or what else it is."""
+    leaves = tree_leaves(value)
+    told = [
+        f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" if isinstance(t, Tensor) else _kind(t) for t in leaves
+    ]
+    return ", ".join(told[:4]) or "nothing"
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def failing_layer(module: nn.Module, run: Callable[[], Any]) -> str:
+    """The innermost layer that `run` raises an error in, and what it was given, as part of a sentence."""
+    names = {id(layer): name for name, layer in module.named_modules()}
+    entered: list[str] = []
+
+    def enter(layer: nn.Module, given: Any) -> None:
+        entered.append(f"; its layer {names.get(id(layer), '')} ({type(layer).__name__}) was given {described(given)}")
+
+    def leave(layer: nn.Module, given: Any, output: Any) -> None:
+        entered.pop()
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        run()
+    except Exception:
+        pass  # which is known
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return entered[-1] if entered else ""
 
 
 def why(error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """How the records of a job are processed: traced, all by a graph, or as the training step is written."""
 
-import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,19 +7,18 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest, digests_of_training, number_of
-from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, public_leaves, smallest_table, tries
+from dpexp.privacy.engine.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.graphs import Graphs, own_state, random_state, set_random_state
+from dpexp.privacy.engine.graphs import Graphs, all_random_states, own_state, set_all_random_states
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
-from dpexp.privacy.engine.questions import why
+from dpexp.privacy.engine.questions import described, failing_layer, why
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense
@@ -33,10 +31,9 @@ _SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
 _TRACING = _CHECKING = 0.02  # of the time
 _STEPS_CHANGED, _READS_CHANGED = 3, 8  # how often, after which a step runs as written
 
-_NO_LOSS = (
-    "model: training_step's loss, or its gradient, is NaN or infinite for every record that was made up, and for the "
-    "first record of the validation set, if there is one; mend the loss, or give a validation set, whose records are "
-    "public, that it takes."
+_NO_GRADIENT = (
+    "model: training_step's loss depends on none of the parameters that are trained; leave out .detach(), "
+    "torch.no_grad() and .item() on the way from them to the loss."
 )
 
 _Settings = Callable[[], AbstractContextManager]
@@ -110,19 +107,17 @@ class Step:
         with own_state(self._device):
             made_up, error = self._made_up_records(chunk)
             self.made_up = made_up or MadeUp()
-            if error is not None:  # which a record may have by itself, and not among others
-                self.mode, self.reason = LOOP, why(error)
-            elif self._training or self._alone:
+            if error is not None:
+                raise NoLoss(self._mistake(chunk, error)) from error
+            if made_up is None and not self._training:
+                raise NoLoss(NO_LOSS)
+            if made_up is None or self._training or self._alone:
                 self.mode = LOOP
-            elif made_up is None:
-                raise ConfigError(_NO_LOSS)
             else:
                 self._trace(chunk, settings)
                 self._template = made_up.records(chunk.row(0), 1, 0), settings
-            if error is None and self.mode != TRACED:
+            if self.mode != TRACED:
                 self._try_state(chunk)
-            elif self.mode != TRACED:
-                self._check = StateCheck(self._module, list)  # of weights and buffers alone
         self._refuse_changes(before)
         self._say_slowness()
 
@@ -313,15 +308,15 @@ class Step:
         assert self.made_up
         first, *others = (self.made_up.records(chunk, 1, seed) for seed in range(sum(_OTHERS) + 1))
         probed = [first]
-        state = _random_states(self._device)
+        state = all_random_states(self._device)
 
         def probe() -> list[Tensor]:
-            before = _random_states(self._device)
-            _set_random_states(self._device, *state)
+            before = all_random_states(self._device)
+            set_all_random_states(self._device, *state)
             try:
                 each = [self.of_one(one, 0) for one in probed]
             finally:
-                _set_random_states(self._device, *before)
+                set_all_random_states(self._device, *before)
             return [t for one in each for t in (one.losses, *(use.dense() for use in one.of.values()))]
 
         check = StateCheck(self._module, probe)
@@ -369,11 +364,24 @@ class Step:
                 raise
             except Exception as caught:
                 error = error or caught
+                if made_up.floats == "same":  # the public record as it is
+                    warnings.warn(f"the first record of the validation set has no loss: {why(caught)}")
             else:
+                if not set(found) & set(self._parameters):
+                    raise ConfigError(_NO_GRADIENT)
                 if loss.isfinite() and all(v.isfinite().all() for v in found.values()):
                     return made_up, None
                 failed = False
         return None, error if failed else None
+
+    def _mistake(self, chunk: Chunk, error: Exception) -> str:
+        """What every record that was made up fails with, and in which layer."""
+        layer = failing_layer(self._module, lambda: chunk.loss_of(MadeUp().records(chunk, 1, 0).one(0)))
+        records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
+        return (
+            f"model: training_step fails for every record that was made up like those of the data, which are "
+            f"{described(records)}{layer}: {why(error)} Mend it, or give a validation set, whose first record is tried."
+        )
 
     def _say_slowness(self) -> None:
         if self.mode == VMAP:
@@ -383,13 +391,3 @@ class Step:
         else:
             return
         warnings.warn(f"this model's records are processed {how}: {self.reason}")
-
-
-def _random_states(device: torch.device) -> tuple[Any, ...]:
-    return random_state(device), random.getstate(), np.random.get_state()
-
-
-def _set_random_states(device: torch.device, of_torch: tuple[Tensor, ...], of_python: Any, of_numpy: Any) -> None:
-    set_random_state(device, of_torch)
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
