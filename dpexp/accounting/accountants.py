@@ -171,8 +171,8 @@ def guarantee(ledger: Ledger, accountant: str = "pld", anew: bool = False) -> Gu
         ConfigError: an unknown accountant, or one that has no bound for the ledger's sampling and adjacency.
     """
     check_names([accountant])
-    of = _guarantee.__wrapped__ if anew else _guarantee
-    return of(tuple(releases(ledger, accountant).items()), accountant)
+    said = _guarantee(tuple(releases(ledger, accountant).items()), accountant)
+    return said.anew() if anew and isinstance(said, ComposedLoss) else said
 
 
 @lru_cache(maxsize=8)
