@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable
+from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable, unamplified
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, ledger_so_far
 from dpexp.accounting.risk import risk
 from dpexp.config import tracking_uri
@@ -157,6 +157,8 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
         also = [up(delta(ledger, e, name), 4)] if e is not None else []
         table.add_row(name, up(cost, 6), *also, "an approximation, no bound" if name in APPROXIMATIONS else "")
     console.print(table)
+    if (without := unamplified(ledger)) is not None:
+        console.print(without, soft_wrap=True)
 
 
 def _write(

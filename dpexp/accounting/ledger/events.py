@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from dpexp.accounting.ledger.units import LARGEST_Z, is_number, is_whole, unit
 from dpexp.errors import ConfigError
@@ -122,6 +122,10 @@ class SumQueryEvent:
                 )
 
     @property
+    def noise(self) -> str:
+        return "gaussian" if self.bands is None else "banded gaussian"
+
+    @property
     def squared_ratio(self) -> float:
         """(S/σ̃)² ‖c‖²: of what a record adds to Z (see `dpexp.accounting.blocks`)."""
         return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
@@ -159,6 +163,7 @@ class DiscreteSumQueryEvent:
     grid: float
     S2: int
     sigma2: int
+    noise: ClassVar[str] = "discrete gaussian"
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, str):
@@ -219,7 +224,13 @@ class QueryEvent:
             )
 
     def ratio(self, adjacency: str) -> float:
-        """Sensitivity over scale: of `gaussian` its μ = 1/z, of `laplace` its ε."""
+        """Sensitivity over scale: of `gaussian` its μ = 1/z, of `laplace` its ε.
+
+        Raises:
+            ConfigError: the adjacency is unknown.
+        """
+        if adjacency not in ADJACENCIES:
+            raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
         return (self.S_replaced if adjacency == "replace_one" else self.S) / self.scale
 
 
