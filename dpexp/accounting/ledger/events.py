@@ -322,6 +322,8 @@ class Ledger:
 
     Attributes:
         truncated: the file ends early, so that rounds may be missing.
+        lost: why lines are known to be missing, if they are; then it is `truncated` too.
+        untold: what nothing tells about its end, of a ledger that was read and seems whole.
         exposed: why what the rounds cost does not cover what their run shows, if it does not.
         record: what is added, removed or replaced, as in the header; None: one example.
     """
@@ -331,6 +333,8 @@ class Ledger:
     truncated: bool = False
     exposed: str | None = field(default=None, compare=False)
     record: Mapping[str, Any] | None = None
+    lost: str | None = field(default=None, compare=False)
+    untold: str | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
@@ -369,4 +373,6 @@ def joined(ledgers: Sequence[Ledger]) -> Ledger:
             rounds[round_] += count
         begun = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
     exposed = next((ledger.exposed for ledger in ledgers if ledger.exposed is not None), None)
-    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers), exposed, ledgers[0].record)
+    lost = next((ledger.lost for ledger in ledgers if ledger.lost is not None), None)
+    truncated = any(ledger.truncated for ledger in ledgers)
+    return Ledger(adjacencies[0], dict(rounds), truncated, exposed, ledgers[0].record, lost)
