@@ -125,7 +125,8 @@ class ComposedLoss:
     def epsilon(self, delta: float) -> float:
         unsampled, largest = self.unsampled.epsilon(delta), 0.0
         for way in self._ways:
-            largest = max(largest, min(way.epsilon(delta), way.most) if min(unsampled, way.most) > largest else 0.0)
+            if min(unsampled, way.most) > largest:
+                largest = max(largest, min(way.epsilon(delta, largest), way.most))
         return min(largest, unsampled)
 
     def estimate(self, delta: float) -> float:
@@ -155,8 +156,14 @@ class _OneWay:
         found._kept = {}
         return found
 
-    def epsilon(self, delta: float) -> float:
-        loss = self._settled(math.log(delta), lambda loss: loss.epsilon(delta), of_delta=False)
+    def epsilon(self, delta: float, enough: float) -> float:
+        """A tight bound, or any that is at most `enough`."""
+        loss = self._settled(
+            math.log(delta),
+            lambda loss: loss.epsilon(delta),
+            lambda loss: loss.epsilon(delta) * _NODES <= enough,
+            False,
+        )
         return max(0.0, loss.epsilon(delta)) * _NODES
 
     def estimate(self, delta: float) -> float:
@@ -167,7 +174,10 @@ class _OneWay:
         tried, best, log_delta = set[int](), 1.0, self._cumulants.light_log_delta(epsilon)
         while (level := self._level(log_delta)) not in tried and best > enough:
             tried.add(level)
-            best = min(best, self._settled(log_delta, lambda _: epsilon, of_delta=True).delta(epsilon / _NODES))
+            loss = self._settled(
+                log_delta, lambda _: epsilon, lambda loss: loss.delta(epsilon / _NODES) <= enough, True
+            )
+            best = min(best, loss.delta(epsilon / _NODES))
             log_delta = math.log(max(best, 1e-300))
         return best
 
@@ -175,7 +185,13 @@ class _OneWay:
     def _level(log_delta: float) -> int:
         return min(max(math.floor(log_delta / _LEVEL), _LOWEST), -1)
 
-    def _settled(self, log_delta: float, epsilon_of: Callable[[PrivacyLoss], float], of_delta: bool) -> PrivacyLoss:
+    def _settled(
+        self,
+        log_delta: float,
+        epsilon_of: Callable[[PrivacyLoss], float],
+        done: Callable[[PrivacyLoss], bool],
+        of_delta: bool,
+    ) -> PrivacyLoss:
         """Losses that are tilted, and on a grid as fine, as suits δ and its ε.
 
         First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, that is
@@ -186,7 +202,7 @@ class _OneWay:
         loss, law, window = self._kept.get(level) or self._first(level, log_lost)
         for _ in range(8):
             epsilon, h = epsilon_of(loss), loss.h
-            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST:
+            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST or done(loss):
                 break
             if loss.lowest < epsilon < math.inf:
                 theta, finer = law.tilt_for_mean(epsilon), self._coarse * loss.step(epsilon, self._rounds, of_delta)
@@ -248,9 +264,8 @@ def compose(
     for rows in _portions(np.argsort(-at.variances), (largest - lowest) / h + 1):
         starts, tilted = [], []
         for r in rows:
-            start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total))
-            kept = max(1, math.ceil(largest[r] / h) + 1 - start)  # above, a tilt would make much of next to nothing
-            mass, beyond = mass[:kept], beyond + float(mass[kept:].sum())
+            # Above the largest a tilt would make much of next to nothing.
+            start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total), largest[r])
             losses = h * (start + np.arange(len(mass)))
             with np.errstate(divide="ignore"):
                 log_mass = np.log(mass)
