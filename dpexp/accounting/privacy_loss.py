@@ -8,7 +8,7 @@ Any θ gives a bound; a good one gives a tight bound.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
@@ -158,12 +158,7 @@ class _OneWay:
 
     def epsilon(self, delta: float, enough: float) -> float:
         """A tight bound, or any that is at most `enough`."""
-        loss = self._settled(
-            math.log(delta),
-            lambda loss: loss.epsilon(delta),
-            lambda loss: loss.epsilon(delta) * _NODES <= enough,
-            False,
-        )
+        loss = self._settled(math.log(delta), enough)
         return max(0.0, loss.epsilon(delta)) * _NODES
 
     def estimate(self, delta: float) -> float:
@@ -174,9 +169,7 @@ class _OneWay:
         tried, best, log_delta = set[int](), 1.0, self._cumulants.light_log_delta(epsilon)
         while (level := self._level(log_delta)) not in tried and best > enough:
             tried.add(level)
-            loss = self._settled(
-                log_delta, lambda _: epsilon, lambda loss: loss.delta(epsilon / _NODES) <= enough, True
-            )
+            loss = self._settled(log_delta, enough, epsilon)
             best = min(best, loss.delta(epsilon / _NODES))
             log_delta = math.log(max(best, 1e-300))
         return best
@@ -185,14 +178,9 @@ class _OneWay:
     def _level(log_delta: float) -> int:
         return min(max(math.floor(log_delta / _LEVEL), _LOWEST), -1)
 
-    def _settled(
-        self,
-        log_delta: float,
-        epsilon_of: Callable[[PrivacyLoss], float],
-        done: Callable[[PrivacyLoss], bool],
-        of_delta: bool,
-    ) -> PrivacyLoss:
-        """Losses that are tilted, and on a grid as fine, as suits δ and its ε.
+    def _settled(self, log_delta: float, enough: float, given: float | None = None) -> PrivacyLoss:
+        """Losses that are tilted, and on a grid as fine, as suits δ and its ε, or the δ of a `given` ε; or on which
+        what is asked for is at most `enough`.
 
         First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, that is
         too large and its grid too coarse, but from the ε that was found better ones follow.
@@ -201,22 +189,19 @@ class _OneWay:
         log_lost = level * _LEVEL - _NATS
         loss, law, window = self._kept.get(level) or self._first(level, log_lost)
         for _ in range(8):
-            epsilon, h = epsilon_of(loss), loss.h
-            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST or done(loss):
+            epsilon, h = loss.epsilon(math.exp(log_delta)) if given is None else given, loss.h
+            found = epsilon * _NODES if given is None else loss.delta(epsilon / _NODES)
+            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST or found <= enough:
                 break
             if loss.lowest < epsilon < math.inf:
-                theta, finer = law.tilt_for_mean(epsilon), self._coarse * loss.step(epsilon, self._rounds, of_delta)
+                step = loss.step(epsilon, self._rounds, given is not None)
+                theta, finer = law.tilt_for_mean(epsilon), self._coarse * step
                 bound = log_delta - 8 - log_rounding(self._rounds)  # up to which rounding is next to nothing beside δ
-                folded = log_delta + 14  # up to which e^-25 is, which a window leaves out
-
-                def weight(window: Window, at: float = epsilon) -> float:
-                    return law.at(window.theta).log - window.theta * at
-
-                serves = weight(window) < min(bound, folded)
+                serves = law.chernoff(window.theta, epsilon) < min(bound, log_delta + 14)  # a window leaves e^-25 out
                 if (serves or theta > 0.8 * window.theta) and (finer > 0.8 * h or loss.points > 0.9 * _COARSEST):
                     break
                 windows = [law.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
-                harmless = [w for w in windows if weight(w) < bound and w.width > 0]
+                harmless = [w for w in windows if law.chernoff(w.theta, epsilon) < bound and w.width > 0]
                 narrow, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
                 window = window if serves and window.width < 1.2 * narrow.width else narrow
             else:

@@ -52,8 +52,8 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
         arguments: sources and options, as on the command line.
 
     Returns:
-        `composed`: ε of the plain composition; where there is a budget, `spent` and `limit`: ρ and B of its filter, and
-        `whole`: ε by pld of the only run's whole plan, where that is what keeps the budget.
+        `composed`: ε of the plain composition; where there is a budget, `spent` and `limit`: ρ and B of its filter; and
+        `whole`: ε by pld of the whole plan that keeps it, if one does.
         Where a run is unknown these are of the others alone, and `unknown` says how many are.
 
     Raises:
