@@ -55,8 +55,8 @@ def composed(z: float, q: float, rounds: int, delta: float, relation: Neighborin
     most = math.log1p(q * math.expm1(min(600, (twice / z) ** 2 / 2 + twice * math.sqrt(-2 * log_lost) / z)))
     found = []
     for optimistic, step in (
-        (True, max(h / 20, most / 1e5, most * math.sqrt(rounds) / 3e6)),
-        (False, max(h, most / 1e5)),
+        (True, max(h / 10, most / 3e4, most * math.sqrt(rounds) / 1e6)),
+        (False, max(h, most / 5e4)),
     ):
         one = pld.from_gaussian_mechanism(
             z,
@@ -81,8 +81,8 @@ def moments(z: float, q: float, rounds: int, delta: float) -> float:
 
 def renyi(z: float, q: float, rounds: int, delta: float) -> float:
     """dp-accounting's at many real orders, and at whole ones where they are dense enough."""
-    orders = 1 + 0.05 * 1.04 ** np.arange(360)
-    accountant = rdp.RdpAccountant(np.where(orders < 40, orders, np.round(orders)))
+    orders = 1 + 0.05 * 1.08 ** np.arange(180)
+    accountant = rdp.RdpAccountant(np.unique(np.where(orders < 10, orders, np.round(orders))))
     accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), rounds)
     return float(accountant.get_epsilon(delta))
 
@@ -180,7 +180,7 @@ def ledger_of(policy: str, adjacency: str, facts: tuple[float, float, int, int, 
 
 def drawn(policy: str, random: np.random.Generator) -> tuple[float, float, int, int, int, int]:
     n, z = 10_000, math.exp(random.uniform(math.log(0.6), math.log(15)))
-    rounds, parts = round(10 ** random.uniform(0, 3.5)), int(random.integers(1, 9))
+    rounds, parts = round(10 ** random.uniform(0, 2.7)), int(random.integers(1, 9))
     batch = int(10 ** random.uniform(1, 3))
     q = 1.0 if policy in ("all", "laplace") else batch / n
     if policy == "shuffle":
