@@ -210,7 +210,8 @@ if __name__ == "__main__":
         mine += time.perf_counter() - start
         least, tight = known(policy, name, run, facts, delta)
         over = value / tight - 1 if tight else None
-        if value < least * (1 - 1e-9) or (over is not None and not -WITHIN <= over <= WITHIN):
+        below = -math.inf if name == "rdp" else -WITHIN  # dp-accounting leaves out orders at which a series fails
+        if value < least * (1 - 1e-9) or (over is not None and not below <= over <= WITHIN):
             wrong += 1
             print(
                 f"{policy} {adjacency} {name} {facts} δ={delta:.3g}: {value:.6g}; {least:.6g} at least, {tight} known"
