@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.filter import budget, rho
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, joined, read_ledger
+from dpexp.accounting.ledger.end import end_of
 from dpexp.accounting.targets import Epsilon
 from dpexp.errors import ConfigError
 from dpexp.tracking.budget import reserved, tally
@@ -123,6 +124,7 @@ def test_what_costs_next_to_nothing_has_shown_a_result_too(run_on, ask):
     from dpexp.accounting.ledger import write_ledger
 
     write_ledger(output / "ledger.jsonl", nothing)
+    end_of(output / "ledger.jsonl").unlink()
     (charge,) = run_on.charges()
     assert len(charge.ledger) == 1
     with pytest.raises(ConfigError, match="this job's plan asks for"):
