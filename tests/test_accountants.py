@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 from dpexp.accounting import composition
 from dpexp.accounting.accountants import Moments, delta, epsilon, guarantee
-from dpexp.accounting.claims import CLAIMS, NAMES
+from dpexp.accounting.claims import CLAIMS, NAMES, adjacencies
 from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, joined
 from dpexp.accounting.renyi import log_moments
 from dpexp.errors import ConfigError
@@ -261,6 +261,10 @@ def test_the_table_of_claims():
     assert CLAIMS["truncated_poisson"] == {"replace_null": ("pld",)}
     assert CLAIMS["fixed_size"] == {"replace_one": ("pld", "rdp")}
     assert set(CLAIMS["shuffle"]) == {"replace_one", "replace_null"}
+    assert {policy: adjacencies(policy)[0] for policy in CLAIMS} == {
+        "poisson": "add_remove", "cyclic_poisson": "add_remove", "all": "add_remove", "shuffle": "replace_one",
+        "fixed_size": "replace_one", "truncated_poisson": "replace_null",
+    }  # fmt: skip
     assert CLAIMS["cyclic_poisson"] == CLAIMS["poisson"]
 
 

@@ -117,6 +117,14 @@ def test_mu_is_found():
     assert not found.exceeded and found.summary()["refuted"] == 0
 
 
+@pytest.mark.parametrize("m, strength", [(40, 9.0), (64, 3.0), (2000, 1.2), (300, 0.0)])
+def test_what_holds_without_an_assumption_holds_with_one(m, strength):
+    rng = np.random.default_rng(m)
+    included = rng.random(m) < 0.5
+    found = auditing.audit(strength * included + rng.normal(size=m), included, gaussian(9.0), (1e-5, 0.1))
+    assert all(bound.if_independent >= bound.found for bound in found.bounds)
+
+
 def test_noise_that_parts_share_cancels():
     rng, m = np.random.default_rng(3), 300
     signal = np.concatenate([rng.random(m) < 0.5, np.zeros(600, bool)])

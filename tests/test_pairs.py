@@ -217,6 +217,24 @@ def test_maxima_of_so_many_standard_deviations_more_than_the_mean(z, q, n, round
     assert epsilon(run, d) >= epsilon(of("poisson", "replace_null", z=z, q=q, n=n, rounds=rounds), d) * (1 - 1e-3)
 
 
+SWEPT = [  # of benchmarks/truncated_grid.py; the first took 23 GB and never ended
+    (0.53876, 0.010595, 30_000, 460, 1, 4.9e-9, 1e-3), (1.0, 1e-3, 10**6, 1100, 300, 1e-6, 4e-4),
+    (3.0, 0.05, 1000, 58, 10_000, 1e-6, 1e-3), (0.52345, 0.015622, 30_000, 555, 1, 2.7e-5, 1e-3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("z, q, n, maximum, rounds, d, h", SWEPT)
+def test_a_part_of_the_sweep_of_maxima(z, q, n, maximum, rounds, d, h, monkeypatch):
+    cells, of_one = [], Sampled.cells
+    monkeypatch.setattr(Sampled, "cells", lambda *args: cells.append(of_one(*args)) or cells[-1])
+    found = epsilon(of("truncated_poisson", "replace_null", z=z, q=q, n=n, rounds=rounds, maximum=maximum), d)
+    assert max(len(each.mass) for each in cells) < 2**22
+    theirs = from_truncated_subsampled_gaussian_mechanism(
+        n, q, maximum, z, value_discretization_interval=h, neighboring_relation=NeighboringRelation.REPLACE_SPECIAL
+    )
+    assert found == pytest.approx(theirs.self_compose(rounds).get_epsilon_for_delta(d), rel=0.02)
+
+
 def test_a_maximum_that_never_binds_costs_nothing():
     plain = epsilon(of("poisson", "replace_null", z=1.0, q=0.1, rounds=50), 1e-6)
     for maximum in (999, 1000, 5000):

@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from dpexp.accounting import privacy_loss
 from dpexp.accounting.accountants import guarantee
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.gaussian import Gaussian
@@ -213,6 +214,17 @@ def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy, seed):
     assert np.all(np.array([*found.tpr.values()]) <= 1 - type_two_errors(run, [*found.tpr]) + 1e-5)
     assert found.advantage >= (1 - alpha - curve).max() - 1e-3
     assert 0 <= found.regret < 0.2
+
+
+def test_a_million_rounds_take_few_compositions(monkeypatch):
+    """About a second: each composition takes 0.06 s. In the limit of many rounds μ = √T q √(e^(1/z²) - 1)."""
+    taken, compose = [], privacy_loss.compose
+    monkeypatch.setattr(privacy_loss, "compose", lambda *args: taken.append(args) or compose(*args))
+    found, mu = risk(ledger(8.0, 0.001, 10**6)), math.sqrt(math.expm1(1 / 64))
+    assert len(taken) <= 18
+    assert found.advantage == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-3)
+    for fpr, tpr in found.tpr.items():
+        assert tpr == pytest.approx(norm.sf(norm.isf(fpr) - mu), rel=3e-3)
 
 
 def test_the_order_of_questions_changes_nothing():

@@ -2,18 +2,19 @@
 
 Each round is collapsed to one Gaussian sum query first (paper, equation 1), and equal rounds are counted.
 
-| name | what it is | applies to |
-|---|---|---|
-| `pld` | privacy loss distributions, the tightest | all |
-| `rdp` | Rényi DP at the best real order (for `fixed_size`: whole orders, Wang, Balle & Kasiviswanathan 2018) | all but
-  `truncated_poisson`, and but `poisson` when a record is replaced |
-| `moments` | Abadi et al. 2016: whole moments λ <= 32 and their conversion | `poisson`, `shuffle`, `all` |
-| `strong` | Kairouz, Oh & Viswanath 2015, with amplification by sampling | `poisson`, `shuffle`, `all` |
-| `basic` | sequential composition | `poisson`, `shuffle`, `all` |
-| `gdp` | Gaussian DP's central limit: an approximation, which may lie below the true ε | `poisson`, `shuffle`, `all` |
+| name | what it is |
+|---|---|
+| `pld` | privacy loss distributions, the tightest |
+| `rdp` | Rényi DP at the best real order (for `fixed_size`: whole orders, Wang, Balle & Kasiviswanathan 2018) |
+| `moments` | Abadi et al. 2016: whole moments λ <= 32 and their conversion |
+| `strong` | Kairouz, Oh & Viswanath 2015, with amplification by sampling |
+| `basic` | sequential composition |
+| `gdp` | Gaussian DP's central limit: an approximation, which may lie below the true ε |
+
+What each is stated for, and whether it is a bound, is in `dpexp.accounting.claims`; it refuses everything else.
 
 Queries of all records that are answered once are composed with the rounds: Gaussian ones as full batches, Laplace
-ones by their own losses and moments, or as what is ε-DP. `gdp` refuses Laplace noise.
+ones by their own losses and moments, or as what is ε-DP.
 """
 
 import math
@@ -26,7 +27,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
-from dpexp.accounting.claims import Release, check_delta, check_names, releases
+from dpexp.accounting.claims import CERTAIN, Release, check_delta, check_names, releases
 from dpexp.accounting.composition import Basic, Strong
 from dpexp.accounting.gaussian import Gaussian, central_limit, composed
 from dpexp.accounting.laplace import Laplace, gaussian_above, laplace_moments
@@ -40,7 +41,6 @@ from dpexp.errors import ConfigError
 MOMENTS = range(1, 33)  # λ
 WHOLE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
 _TOO_MANY = 2**28  # rounds
-CERTAIN = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
 
 
 class Guarantee(Protocol):
@@ -122,7 +122,9 @@ def _pair(release: Release) -> Pair:
             return WithoutReplacement(release.z, release.q)
         case "laplace":
             return Laplace(1 / release.z)
-    return Truncated(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
+        case "truncated_poisson":
+            return Truncated(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
+    raise ConfigError(f"accountant=pld is not stated for releases by {release.policy}.")
 
 
 def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
@@ -171,16 +173,19 @@ def guarantee(ledger: Ledger, accountant: str = "pld", anew: bool = False) -> Gu
         ConfigError: an unknown accountant, or one that has no bound for the ledger's sampling and adjacency.
     """
     check_names([accountant])
-    of = _guarantee.__wrapped__ if anew else _guarantee
-    return of(tuple(releases(ledger, accountant).items()), accountant)
+    said = _guarantee(tuple(releases(ledger, accountant).items()), accountant)
+    return said.anew() if anew and isinstance(said, ComposedLoss) else said
 
 
 @lru_cache(maxsize=8)
 def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guarantee:
     if accountant == "pld":
         return _privacy_loss(dict(counts))
-    if any(release.policy == "fixed_size" for release, _ in counts):
+    kinds = {release.policy for release, _ in counts}
+    if accountant == "rdp" and "fixed_size" in kinds and kinds <= {"fixed_size", "poisson", "laplace"}:
         return RenyiOfFixedSize(dict(counts))
+    if not kinds <= {"poisson", "laplace"}:
+        raise ConfigError(f"accountant={accountant} is not stated for releases by {', '.join(sorted(kinds))}.")
     z = np.array([release.z for release, _ in counts])
     q = np.array([release.q if release.z >= CERTAIN else 1.0 for release, _ in counts])
     times = np.array([float(count) for _, count in counts])

@@ -109,7 +109,8 @@ def scores(sums: Array, expected: Array, m: int) -> Array:
 
 
 class Bound(NamedTuple):
-    """At one δ: the ε claimed, and lower bounds on the true one, of which the second supposes independent canaries."""
+    """At one δ: the ε claimed, and lower bounds on the true one, of which the second supposes independent canaries, and
+    so is no less than the first, which supposes nothing."""
 
     delta: float
     claimed: float
@@ -204,14 +205,15 @@ def audit(
     level = (1 - confidence) / tests
     guesses = [guessed(scores, included, m // part) for part in PARTS if m // part >= 2]
     rates = _rates(scores, included, level)
+    found = [max(epsilon_bound(m, r, c, d, level) for r, c in guesses) for d in deltas]
     bounds = [
         Bound(
             d,
             epsilon(ledger, d, accountant),
-            max(epsilon_bound(m, r, c, d, level) for r, c in guesses),
-            max(0.0, *(math.log(max(right - d, 1e-300) / wrong) for right, wrong in rates)),
+            least,
+            max(least, *(math.log(max(right - d, 1e-300) / wrong) for right, wrong in rates)),
         )
-        for d in deltas
+        for d, least in zip(deltas, found, strict=True)
     ]
     inverse = inverse_of(ledger, accountant)
     p = min(smallest_level(m, r, c, inverse) for r, c in guesses)

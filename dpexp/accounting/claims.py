@@ -8,24 +8,60 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from dpexp.accounting.blocks import Blocks, check_bands
-from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent
+from dpexp.accounting.ledger import Ledger, PartsEvent, Query, QueryEvent
 from dpexp.errors import ConfigError
 
 _SAME = 1e-12  # relative: what rounding may do to z
 SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}  # of a clipped sum, in units of S
-NAMES = ("pld", "rdp", "moments", "strong", "basic", "gdp")  # of accountants
-APPROXIMATIONS = ("gdp",)
-OF_LAPLACE = ("pld", "rdp", "moments", "strong", "basic")  # those that compose Laplace noise
+CERTAIN = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """What an accountant is stated for. It refuses everything else.
+
+    Attributes:
+        covers: the adjacencies under which it takes rounds of each sampling policy, the usual one first.
+        noise: the kinds of noise that it composes, as queries name theirs.
+        is_bound: no true ε is larger than its; else it is an approximation.
+    """
+
+    covers: Mapping[str, tuple[str, ...]]
+    noise: tuple[str, ...]
+    is_bound: bool
+
+
+# Removing a record from a Poisson sample and nulling it are the same pair of distributions.
+_SAMPLED = {
+    "poisson": ("add_remove", "replace_null"),
+    "cyclic_poisson": ("add_remove", "replace_null"),
+    "shuffle": ("replace_one", "replace_null"),
+    "all": ("add_remove", "replace_one", "replace_null"),
+}
+_REPLACED = {policy: (*_SAMPLED[policy], "replace_one") for policy in ("poisson", "cyclic_poisson")}
+_FIXED = {"fixed_size": ("replace_one",)}
+_GAUSSIAN = ("gaussian", "banded gaussian", "discrete gaussian")
+ACCOUNTANTS = {
+    "pld": Accountant(
+        _SAMPLED | _REPLACED | _FIXED | {"truncated_poisson": ("replace_null",)}, (*_GAUSSIAN, "laplace"), True
+    ),
+    "rdp": Accountant(_SAMPLED | _FIXED, (*_GAUSSIAN, "laplace"), True),
+    "moments": Accountant(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
+    "strong": Accountant(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
+    "basic": Accountant(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
+    "gdp": Accountant(_SAMPLED, _GAUSSIAN, False),
+}
+NAMES = tuple(ACCOUNTANTS)
+APPROXIMATIONS = tuple(name for name, accountant in ACCOUNTANTS.items() if not accountant.is_bound)
 CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
-    # Removing a record from a Poisson sample and nulling it are the same pair of distributions.
-    "poisson": {"add_remove": NAMES, "replace_null": NAMES, "replace_one": ("pld",)},
-    "cyclic_poisson": {"add_remove": NAMES, "replace_null": NAMES, "replace_one": ("pld",)},
-    "truncated_poisson": {"replace_null": ("pld",)},
-    "fixed_size": {"replace_one": ("pld", "rdp")},
-    "shuffle": {"replace_one": NAMES, "replace_null": NAMES},
-    "all": {"add_remove": NAMES, "replace_one": NAMES, "replace_null": NAMES},
+    policy: {
+        adjacency: tuple(name for name, each in ACCOUNTANTS.items() if adjacency in each.covers.get(policy, ()))
+        for adjacency in covered
+    }
+    for policy, covered in ACCOUNTANTS["pld"].covers.items()
 }
 _WHY = {
     "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
@@ -43,6 +79,12 @@ def check_claim(policy: str, adjacency: str, accountant: str | None = None) -> N
     """Raises:
     ConfigError: the claim cannot be made; says why, and which is nearest.
     """
+    if policy not in CLAIMS:
+        raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(CLAIMS)}.")
+    if adjacency not in SENSITIVITY:
+        raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
+    if accountant is not None:
+        check_names([accountant])
     if adjacency not in CLAIMS[policy]:
         raise ConfigError(
             f"adjacency={adjacency} cannot be claimed for sampling={policy}: {_WHY[policy]}; "
@@ -119,16 +161,23 @@ def claimable(ledger: Ledger) -> list[str]:
     for policy in policies:
         check_claim(policy, ledger.adjacency)
     allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
-    if any(round_.one_off is not None and round_.one_off.noise == "laplace" for round_ in ledger.rounds):
-        allowed.append(OF_LAPLACE)
+    allowed += [composing(query.noise) for round_ in ledger.rounds for query in round_.queries]
     return [name for name in allowed[0] if all(name in others for others in allowed)]
 
 
-def _check_law(query: QueryEvent | PartsEvent, accountant: str | None) -> None:
-    if query.noise == "laplace" and accountant is not None and accountant not in OF_LAPLACE:
+@cache
+def composing(noise: str) -> tuple[str, ...]:
+    """The accountants that compose such noise."""
+    return tuple(name for name, each in ACCOUNTANTS.items() if noise in each.noise)
+
+
+def _check_noise(query: Query, accountant: str | None) -> None:
+    allowed = composing(query.noise)
+    if not allowed or (accountant is not None and accountant not in allowed):
+        name = query.query if isinstance(query, QueryEvent | PartsEvent) else query.group
         raise ConfigError(
-            f"accountant={accountant} is of Gaussian noise, and the query {query.query!r} has Laplace noise; choose "
-            f"accountant={' or '.join(OF_LAPLACE)}, or Gaussian noise for the query."
+            f"accountant={accountant or 'pld'} is not stated for the noise of the query {name!r} ({query.noise}); "
+            + (f"choose accountant={' or '.join(allowed)}, or other noise." if allowed else "no accountant is.")
         )
 
 
@@ -164,39 +213,56 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     epochs: dict[int, float] = {}
     dealt: dict[int, float] = defaultdict(float)
     blocks = Blocks()
-    sensitivity = SENSITIVITY[ledger.adjacency]
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
         check_claim(sampling.policy, ledger.adjacency, accountant)
+        for query in round_.queries:
+            _check_noise(query, accountant)
         if round_.one_off is not None:
-            _check_law(round_.one_off, accountant)
             z = 1 / round_.one_off.ratio(ledger.adjacency)
             counts[Release(z, policy="laplace" if round_.one_off.noise == "laplace" else "poisson")] += count
             continue
         check_bands(round_)
-        z = round_.noise_multiplier / sensitivity
-        if sampling.block is not None:
-            blocks.add(round_, z, count)
-        elif sampling.epoch is not None:
-            epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
-            dealt[sampling.epoch] += count * sampling.q
-            if dealt[sampling.epoch] > 1 + 1e-9:
-                raise ConfigError(
-                    f"the ledger's batches of epoch {sampling.epoch} make up {dealt[sampling.epoch]:.3g} of the "
-                    "records, so they cannot have been disjoint."
-                )
-        elif sampling.policy == "truncated_poisson":
-            counts[Release(z, sampling.q, sampling.policy, sampling.n, sampling.maximum)] += count
-        elif sampling.policy == "fixed_size" and sampling.q < 1:
-            size = math.ceil(sampling.q * sampling.n * (1 - 1e-9))  # whole, but for rounding
-            counts[Release(z, size / sampling.n, sampling.policy, sampling.n)] += count
-        else:
-            counts[_poisson(z, sampling.q, ledger.adjacency)] += count
+        z = round_.noise_multiplier / SENSITIVITY[ledger.adjacency]
+        match sampling.policy:
+            case "poisson" | "all":
+                counts[_poisson(z, sampling.q, ledger.adjacency)] += count
+            case "cyclic_poisson":
+                blocks.add(round_, z, count)
+            case "shuffle":
+                assert sampling.epoch is not None
+                epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
+                dealt[sampling.epoch] += count * sampling.q
+                if dealt[sampling.epoch] > 1 + 1e-9:
+                    raise ConfigError(
+                        f"the ledger's batches of epoch {sampling.epoch} make up {dealt[sampling.epoch]:.3g} of the "
+                        "records, so they cannot have been disjoint."
+                    )
+            case "truncated_poisson":
+                counts[Release(z, sampling.q, sampling.policy, sampling.n, sampling.maximum)] += count
+            case "fixed_size" if sampling.q == 1:
+                counts[Release(z)] += count
+            case "fixed_size":
+                size = math.ceil(sampling.q * sampling.n * (1 - 1e-9))  # whole, but for rounding
+                counts[Release(z, size / sampling.n, sampling.policy, sampling.n)] += count
+            case policy:
+                raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(CLAIMS)}.")
     for z in epochs.values():
         counts[Release(z)] += 1
     for z, rate, count in blocks.participations():
         counts[_poisson(z, rate, ledger.adjacency)] += count
     return _alike(counts)
+
+
+def unamplified(ledger: Ledger) -> str | None:
+    """Says of how many rounds ε does not count on sampling, though records are sampled; None if there are none."""
+    without = {release: count for release, count in releases(ledger).items() if release.q < 1 and release.z < CERTAIN}
+    if not without:
+        return None
+    return (
+        f"ε does not count on sampling in {sum(without.values())} rounds, whose z is as low as "
+        f"{min(release.z for release in without):.3g}: below {CERTAIN:g} it gains next to nothing, and is left out."
+    )
 
 
 def _poisson(z: float, q: float, adjacency: str) -> Release:

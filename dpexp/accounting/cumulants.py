@@ -91,6 +91,10 @@ class Cumulants:
             self._seen[theta] = Tilted(float(self._counts @ logs), total, deviation, logs, variances)
         return self._seen[theta]
 
+    def chernoff(self, theta: float, loss: float) -> float:
+        """The logarithm of Chernoff's bound on the mass above `loss`."""
+        return self.at(theta).log - theta * loss
+
     def tilt_for_mean(self, loss: float) -> float:
         """The θ > 0 whose tilted mean is `loss`, or next to 0."""
         return self._root(lambda theta: self.at(theta).mean - loss)

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from dpexp.accounting.accountants import CERTAIN, WHOLE_ORDERS, renyi_of_fixed_size
-from dpexp.accounting.claims import check_claim, releases
+from dpexp.accounting.accountants import WHOLE_ORDERS, renyi_of_fixed_size
+from dpexp.accounting.claims import CERTAIN, check_claim, releases
 from dpexp.accounting.gaussian import Gaussian
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.moments import moments_of

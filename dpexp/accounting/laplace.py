@@ -36,7 +36,7 @@ class Laplace:
     def most(self) -> float:
         return self.pure
 
-    def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = np.inf) -> tuple[int, Array, float]:
         cells = self.cells(h, lowest)
         return cells.first, cells.spread(h), 0.0
 

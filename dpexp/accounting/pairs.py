@@ -35,12 +35,12 @@ class Pair(Protocol):
     def most(self) -> float:
         """No loss is larger; infinite if there is no such bound."""
 
-    def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
         """The loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss.
 
         Args:
             lowest: a loss below which losses need not be told apart; log_tail: logarithm of the mass at each end for
-                which that is so too.
+                which that is so too; top: a loss above which they count as infinite.
         """
 
     def points(self, step: float) -> tuple[Array, Array]:
@@ -96,16 +96,16 @@ class Sampled:
     def most(self) -> float:
         return -math.log1p(-self.q) if self.a == 0 else math.inf
 
-    def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
-        cells = self.cells(h, lowest, log_tail)
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        cells = self.cells(h, lowest, log_tail, top)
         return cells.first, cells.spread(h), cells.beyond
 
-    def cells(self, h: float, lowest: float, log_tail: float) -> Cells:
+    def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
         z, q, a = self.z, self.q, self.a
         far, further = (-z * float(ndtri_exp(min(t, -1.0))) for t in (log_tail, log_tail - math.log(q)))
         least, most = self._loss(np.array([min(-far, a - 1 - further), max(far, a + further)]) / z)
         first = math.floor(max(least, lowest) / h)
-        edges = h * np.arange(first, max(math.ceil(most / h), first + 1) + 1, dtype=np.float64)
+        edges = h * np.arange(first, max(math.ceil(min(most, top) / h), first + 1) + 1, dtype=np.float64)
         x = self._where(edges)
         off = self._off(edges, x) / z
         normal = {mean: _between((x - mean) / z, off) for mean in {0.0, a, a - 1}}
@@ -190,9 +190,9 @@ class WithoutReplacement:
     def most(self) -> float:
         return math.inf
 
-    def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
-        removed = Sampled(self.z, self.q, 1.0).cells(h, -h, log_tail)
-        added = Sampled(self.z, self.q, 0.0).cells(h, min(lowest, -h), log_tail)
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        removed = Sampled(self.z, self.q, 1.0).cells(h, -h, log_tail, max(top, h))
+        added = Sampled(self.z, self.q, 0.0).cells(h, min(lowest, -h), log_tail, max(top, h))
         above, below = slice(-removed.first, None), slice(None, -added.first)
         masses = Cells(
             added.first,
@@ -244,8 +244,8 @@ class Truncated:
             parts.append((full, Sampled(self.z / 4, rate, 0.5)))
         return [part for part in parts if part[0] > 0]
 
-    def discretized(self, h: float, lowest: float, log_tail: float) -> tuple[int, Array, float]:
-        parts = [(p, *pair.discretized(h, lowest, log_tail)) for p, pair in self._parts()]
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        parts = [(p, *pair.discretized(h, lowest, log_tail, top)) for p, pair in self._parts()]
         first = min(start for _, start, _, _ in parts)
         masses = np.zeros(max(start + len(mass) for _, start, mass, _ in parts) - first)
         for p, start, mass, _ in parts:

@@ -8,13 +8,15 @@ Any θ gives a bound; a good one gives a tight bound.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import next_fast_len
-from scipy.linalg import solve_banded
+from scipy.signal import lfilter
 
 from dpexp.accounting.cumulants import Cumulants, Window, cumulants_of
 from dpexp.accounting.fourier import Convolution, log_rounding
@@ -27,7 +29,7 @@ _FINEST, _COARSEST = 2**14, 2**21  # points of the composed grid
 _NATS = 14.0  # e^-14 is what cutting off tails may cost, relative to δ
 _LEVEL, _LOWEST = 7.0, -100  # nats of δ for which one tilt serves; and how many times as many there can be
 _NODES = 1 + 1e-12  # sums of losses are the grid's but for some units in the last place
-_KEPT = 4  # distributions
+_KEPT, _FIRST = 4, 6  # distributions, and those of them that depend on a level alone
 _MANY = 1000  # kinds of rounds, for which a grid half as fine has to do
 _CELLS = 2**22  # numbers held at once
 
@@ -44,9 +46,7 @@ class PrivacyLoss:
         self.h = h
         self._losses = h * (first + np.arange(len(mass)))
         # C_j = Σ_{i>=j} m_i e^(L_j-L_i) and δ_j = δ_{j+1} + (1 - e^-h) C_{j+1}: sums without cancellation
-        bands = np.ones((2, len(mass)))
-        bands[0] = -math.exp(-h)
-        self._certain = solve_banded((0, 1), bands, mass, check_finite=False)
+        self._certain = lfilter([1.0], [1.0, -math.exp(-h)], mass[::-1])[::-1]
         above = np.append(self._certain[1:], 0.0)[::-1]
         self._delta = infinite - math.expm1(-h) * np.cumsum(above)[::-1]
         self._error, self._infinite, self._scale = error, infinite, scale
@@ -82,12 +82,15 @@ class PrivacyLoss:
         down = math.log(left / self._certain[j]) if left > 0 else -math.inf
         return float(max(self._losses[j] + down, self._losses[j - 1]))
 
-    def step(self, epsilon: float, rounds: float) -> float:
-        """The largest h with which ε is right to a ten-thousandth, and with twice it to four: it adds h²/6 to each
-        round's variance, and half of that times -d log δ/dε to ε."""
+    def step(self, epsilon: float, rounds: float, of_delta: bool) -> float:
+        """The largest h with which ε, or δ (`of_delta`: whichever allows for more), is right to a ten-thousandth, and
+        with twice it to four: it adds h²/6 to each round's variance, and half of that times -d log δ/dε to ε."""
         j = min(int(np.searchsorted(self._losses, epsilon)), len(self._losses) - 1)
         delta, slope = float(self._delta[j] + self._error[j]), float(self._certain[j])
-        return math.sqrt(1.2e-3 * epsilon * delta / (rounds * slope)) if delta and slope else math.inf
+        if not (delta and slope):
+            return math.inf
+        scale = max(epsilon, delta / slope) if of_delta else epsilon
+        return math.sqrt(1.2e-3 * scale * delta / (rounds * slope))
 
     def _unscaled(self, mass: float) -> float:
         return min(1.0, math.exp(min(self._scale + math.log(mass), 0))) if mass > 0 else 0.0
@@ -107,6 +110,12 @@ class ComposedLoss:
             self._ways.append(_OneWay([pair.reverse for pair in pairs], counts, cumulants.reverse))
         self.unsampled = unsampled
 
+    def anew(self) -> "ComposedLoss":
+        """The same before it was asked anything, on whose order last digits depend."""
+        found = copy(self)
+        found._ways = [way.anew() for way in self._ways]
+        return found
+
     def delta(self, epsilon: float) -> float:
         largest = 0.0
         for way in self._ways:
@@ -116,7 +125,8 @@ class ComposedLoss:
     def epsilon(self, delta: float) -> float:
         unsampled, largest = self.unsampled.epsilon(delta), 0.0
         for way in self._ways:
-            largest = max(largest, min(way.epsilon(delta), way.most) if min(unsampled, way.most) > largest else 0.0)
+            if min(unsampled, way.most) > largest:
+                largest = max(largest, min(way.epsilon(delta, largest), way.most))
         return min(largest, unsampled)
 
     def estimate(self, delta: float) -> float:
@@ -138,10 +148,17 @@ class _OneWay:
         self._rounds = float(counts.sum())
         self._coarse = 2.0 if len(pairs) > _MANY else 1.0
         self.most = float(counts @ np.array([pair.most for pair in pairs]))
+        self._first = lru_cache(_FIRST)(self._first)  # type: ignore[method-assign]
         self._kept: dict[int, _Composed] = {}
 
-    def epsilon(self, delta: float) -> float:
-        loss = self._settled(math.log(delta), lambda loss: loss.epsilon(delta))
+    def anew(self) -> "_OneWay":
+        found = copy(self)
+        found._kept = {}
+        return found
+
+    def epsilon(self, delta: float, enough: float) -> float:
+        """A tight bound, or any that is at most `enough`."""
+        loss = self._settled(math.log(delta), enough)
         return max(0.0, loss.epsilon(delta)) * _NODES
 
     def estimate(self, delta: float) -> float:
@@ -152,7 +169,8 @@ class _OneWay:
         tried, best, log_delta = set[int](), 1.0, self._cumulants.light_log_delta(epsilon)
         while (level := self._level(log_delta)) not in tried and best > enough:
             tried.add(level)
-            best = min(best, self._settled(log_delta, lambda _: epsilon).delta(epsilon / _NODES))
+            loss = self._settled(log_delta, enough, epsilon)
+            best = min(best, loss.delta(epsilon / _NODES))
             log_delta = math.log(max(best, 1e-300))
         return best
 
@@ -160,8 +178,9 @@ class _OneWay:
     def _level(log_delta: float) -> int:
         return min(max(math.floor(log_delta / _LEVEL), _LOWEST), -1)
 
-    def _settled(self, log_delta: float, epsilon_of: Callable[[PrivacyLoss], float]) -> PrivacyLoss:
-        """Losses that are tilted, and on a grid as fine, as suits δ and its ε.
+    def _settled(self, log_delta: float, enough: float, given: float | None = None) -> PrivacyLoss:
+        """Losses that are tilted, and on a grid as fine, as suits δ and its ε, or the δ of a `given` ε; or on which
+        what is asked for is at most `enough`.
 
         First with the θ at which δ would be reached if the tilted law were Gaussian. Where tails are heavy, that is
         too large and its grid too coarse, but from the ε that was found better ones follow.
@@ -170,17 +189,21 @@ class _OneWay:
         log_lost = level * _LEVEL - _NATS
         loss, law, window = self._kept.get(level) or self._first(level, log_lost)
         for _ in range(8):
-            epsilon, h = epsilon_of(loss), loss.h
-            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST:
+            epsilon, h = loss.epsilon(math.exp(log_delta)) if given is None else given, loss.h
+            found = epsilon * _NODES if given is None else loss.delta(epsilon / _NODES)
+            if epsilon <= 0 or epsilon < loss.lowest or level == _LOWEST or found <= enough:
                 break
             if loss.lowest < epsilon < math.inf:
-                theta, finer = law.tilt_for_mean(epsilon), self._coarse * loss.step(epsilon, self._rounds)
-                if theta > 0.8 * window.theta and (finer > 0.8 * h or loss.points > 0.9 * _COARSEST):
-                    break
+                step = loss.step(epsilon, self._rounds, given is not None)
+                theta, finer = law.tilt_for_mean(epsilon), self._coarse * step
                 bound = log_delta - 8 - log_rounding(self._rounds)  # up to which rounding is next to nothing beside δ
+                serves = law.chernoff(window.theta, epsilon) < min(bound, log_delta + 14)  # a window leaves e^-25 out
+                if (serves or theta > 0.8 * window.theta) and (finer > 0.8 * h or loss.points > 0.9 * _COARSEST):
+                    break
                 windows = [law.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
-                harmless = [w for w in windows if law.at(w.theta).log - w.theta * epsilon < bound and w.width > 0]
-                window, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
+                harmless = [w for w in windows if law.chernoff(w.theta, epsilon) < bound and w.width > 0]
+                narrow, h = min(harmless or windows[:1], key=lambda w: w.width), min(finer, h)
+                window = window if serves and window.width < 1.2 * narrow.width else narrow
             else:
                 window = law.window(window.theta / 8, log_lost)
             loss = compose(self._pairs, self._counts, law, window, h, log_lost)
@@ -226,9 +249,8 @@ def compose(
     for rows in _portions(np.argsort(-at.variances), (largest - lowest) / h + 1):
         starts, tilted = [], []
         for r in rows:
-            start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total))
-            kept = max(1, math.ceil(largest[r] / h) + 1 - start)  # above, a tilt would make much of next to nothing
-            mass, beyond = mass[:kept], beyond + float(mass[kept:].sum())
+            # Above the largest a tilt would make much of next to nothing.
+            start, mass, beyond = pairs[r].discretized(h, lowest[r], log_lost - math.log(total), largest[r])
             losses = h * (start + np.arange(len(mass)))
             with np.errstate(divide="ignore"):
                 log_mass = np.log(mass)

@@ -24,8 +24,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable
-from dpexp.accounting.ledger import ADJACENCIES, Ledger, joined, ledger_so_far
+from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable, unamplified
+from dpexp.accounting.ledger import ADJACENCIES, Ledger, early, joined, ledger_so_far
 from dpexp.accounting.risk import risk
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -142,9 +142,11 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     for source in sources:
         if source.ledger.truncated:
             console.print(
-                f"[bold red]The ledger of {escape(source.name)} ends early[/], after {len(source.ledger)} rounds: the "
-                "run was killed or is still writing it, or lines are missing at its end, and more was spent."
+                f"[bold red]The ledger of {escape(source.name)} ends early[/], after {len(source.ledger)} rounds: "
+                f"{escape(early(source.ledger))}."
             )
+        elif source.ledger.untold is not None:
+            console.print(f"{escape(source.name)}: {escape(source.ledger.untold)}.", soft_wrap=True)
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
     distinct = sum(round_.one_off is None for round_ in ledger.rounds)
     kinds = f"{distinct} distinct" if distinct > 1 else "all alike"
@@ -157,6 +159,8 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
         also = [up(delta(ledger, e, name), 4)] if e is not None else []
         table.add_row(name, up(cost, 6), *also, "an approximation, no bound" if name in APPROXIMATIONS else "")
     console.print(table)
+    if (without := unamplified(ledger)) is not None:
+        console.print(without, soft_wrap=True)
 
 
 def _write(

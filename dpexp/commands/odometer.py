@@ -52,7 +52,8 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
         arguments: sources and options, as on the command line.
 
     Returns:
-        `composed`: ε of the plain composition; where there is a budget, `spent` and `limit`: ρ and B of its filter.
+        `composed`: ε of the plain composition; where there is a budget, `spent` and `limit`: ρ and B of its filter; and
+        `whole`: ε by pld of the whole plan that keeps it, if one does.
         Where a run is unknown these are of the others alone, and `unknown` says how many are.
 
     Raises:
@@ -140,6 +141,13 @@ def _against(kept: Budget, charges: Sequence[Any], data_id: str) -> dict[str, fl
     taken = tally(counted, kept, data_id)
     if len(counted) < len(charges):
         console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.", soft_wrap=True)
+    if taken.whole is not None:
+        console.print(
+            f"Budget of {kept}: {taken.said}. That holds because all of its rounds were fixed before the first result "
+            "on these data, if all runs on them are counted here.",
+            soft_wrap=True,
+        )
+        return {"spent": taken.spent, "limit": kept.limit, "whole": taken.whole}
     console.print(
         f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {taken.said}. "
         + (

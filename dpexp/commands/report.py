@@ -81,7 +81,7 @@ def _documents(trials: DataFrame, uri: str) -> Documents:
     runs = trials.set_index("run_id", drop=False).loc[points["run_id"].head(_MOST)]
     for run in runs.to_dict("records"):
         try:
-            with downloaded_files(uri, run["run_id"], ["plan.json", "ledger.jsonl"]) as folder:
+            with downloaded_files(uri, run["run_id"], ["plan.json", "ledger.end.json", "ledger.jsonl"]) as folder:
                 if (folder / "plan.json").exists():
                     plans[run["run_id"]] = groups_of(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
                 ledger = ledger_so_far(folder / "ledger.jsonl")

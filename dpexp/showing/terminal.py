@@ -18,6 +18,7 @@ from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
+from dpexp.accounting.claims import unamplified
 from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.accounting.membership import Membership
 from dpexp.privacy.bands import deviation
@@ -62,6 +63,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     for event in plan.preparations:
         console.print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}", soft_wrap=True)
     console.print(plan_table(plan))
+    if (without := unamplified(plan.ledger())) is not None:
+        console.print(without, soft_wrap=True)
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
             f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "

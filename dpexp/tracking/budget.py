@@ -2,6 +2,15 @@
 
 A job reserves its whole plan by beginning its run: under a lock it looks at what all runs count as, is refused or
 writes its plan into its folder, and begins. So there are no books beside the runs themselves.
+
+Two rules admit a job, and which one does is settled by the plan of the first, before its first round:
+
+- *Whole plan.* No other run on these data has released anything or may be about to, and the Rényi filter has no room
+  for the job's plan. All of its rounds were fixed before the first result, so that their composition by `pld` is what
+  counts. To stop early may be to choose by a result, so the job counts as its whole plan ever after. That leaves the
+  filter no room for a later run: to go on after a result by another rule than the one until then could cost δ twice.
+- *Rényi filter*, over all rounds of all runs, for everything else. It holds however runs are planned, which a sum of
+  privacy losses, and the natural filter of f-DP, do not (arXiv 2602.06756).
 """
 
 import hashlib
@@ -18,16 +27,22 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.markup import escape
 from sqlalchemy import make_url
 
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.claims import releases
 from dpexp.accounting.filter import Budget, budget, rho
-from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.config import audit_trainings
 from dpexp.errors import ConfigError
 from dpexp.showing.rounding import up
 from dpexp.tracking.charges import AUDITS, BUDGET, DATA_ID, Charge, adjacencies, charge_of, promise, runs_on
 from dpexp.tracking.store import OUTPUT
-from dpexp.tracking.underway import RUN
+from dpexp.tracking.underway import PROMISED, RUN
+
+console = Console()
 
 _PATIENCE = 600  # seconds for others that look at the same data set's runs
 
@@ -114,12 +129,42 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked
     own = Charge("this job", "", "", "", asked, "")
     _same_adjacency([*taken.charges, own], data_id)
     wanted = rho(asked, kept.order)
-    if not kept.holds(taken.spent + wanted):
-        raise ConfigError(
-            f"privacy.budget of {kept} for data.id={data_id}: {taken.said}; this job's plan asks for "
-            f"{_percent(wanted, kept)} (ε = {up(kept.gaussian(wanted), 3)}), so ask for less, or see python -m dpexp "
-            f"account data.id={data_id}."
+    name, worth = escape(data_id), f"ε = {up(kept.gaussian(wanted), 3)}"
+    admitted = ledger_so_far(output / PROMISED) if resumes else asked
+    whole = not kept.holds(rho(admitted, kept.order))
+    if not whole and kept.holds(taken.spent + wanted):
+        console.print(
+            f"Budget of {kept} for data.id={name}: the Rényi filter over all rounds admits this job, whose plan takes "
+            f"{_percent(wanted, kept)}; before it, {taken.said}.",
+            soft_wrap=True,
         )
+        return
+    if whole and not any(charge.ledger.rounds for charge in taken.charges if charge.ledger):
+        planned = epsilon(asked, kept.delta)
+        worth = f"ε = {up(planned, 4)} by pld"
+        if not _only_repeats(admitted, asked):
+            worth += ", of which some rounds of several kinds would be done again, which its whole plan did not have"
+        elif planned <= kept.epsilon:
+            console.print(
+                f"Budget of {kept} for data.id={name}: its whole plan admits this job, with {worth}, since no other "
+                "run has released anything. It gives nothing back if it stops early, and no later run fits.",
+                soft_wrap=True,
+            )
+            return
+    raise ConfigError(
+        f"privacy.budget of {kept} for data.id={data_id}: {taken.said}; this job's plan asks for "
+        f"{_percent(wanted, kept)} ({worth}), so ask for less, or see python -m dpexp account data.id={data_id}."
+    )
+
+
+def _only_repeats(admitted: Ledger, asked: Ledger) -> bool:
+    """Whether a job that is resumed does what was admitted, but for more rounds of the one kind that it has many of:
+    how many fit is a number that no result has a part in (mechanisms that are totally ordered when composed: arXiv
+    2602.15815). Which of several kinds to repeat may be chosen by one."""
+    before, now = releases(admitted), releases(asked)
+    more = {release for release, count in now.items() if count > before.get(release, 0)}
+    many = {release for release, count in before.items() if count > 1}
+    return not more or (len(many) == 1 and more <= many)
 
 
 @dataclass(frozen=True)
@@ -128,12 +173,14 @@ class Tally:
 
     Attributes:
         spent: ρ at the budget's order, of the runs' ledgers, and of the plans of those that run or lost theirs.
+        whole: ε by pld of the only run's whole plan, if that is what keeps the budget, and not the filter.
         said: the same in words, with what is left.
         lost: names of runs whose ledger is not at hand, with what that means.
     """
 
     charges: list[Charge]
     spent: float
+    whole: float | None
     said: str
     lost: list[tuple[str, str]]
 
@@ -162,13 +209,22 @@ def tally(charges: Sequence[Charge], kept: Budget, data_id: str) -> Tally:
         except ConfigError as error:
             raise ConfigError(f"data.id={data_id}, run {charge.name}: {error}") from error
     spent = math.fsum(costs)
+    released = [charge for charge in charges if charge.ledger is not None and charge.ledger.rounds]
+    whole = None
+    if len(released) == 1 and released[0].kept == kept and not kept.holds(spent):
+        assert released[0].ledger is not None
+        alone = epsilon(released[0].ledger, kept.delta)
+        whole = alone if alone <= kept.epsilon else None
     left = max(0.0, kept.limit - spent)
     worth = math.floor(1000 * kept.gaussian(left)) / 1000
     said = (
         f"{_percent(spent, kept)} is spent or promised by {len(charges)} run{'s' * (len(charges) != 1)}, "
         f"{math.floor(1000 * left / kept.limit) / 10:g} % is left, worth one Gaussian release of ε = {worth:g}"
+        if whole is None
+        else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
     )
-    return Tally(list(charges), spent, said, [(charge.name, charge.note) for charge in charges if charge.lost])
+    lost = [(charge.name, charge.note) for charge in charges if charge.lost]
+    return Tally(list(charges), spent, whole, said, lost)
 
 
 def _percent(part: float, kept: Budget) -> str:

@@ -3,6 +3,7 @@ out."""
 
 import fnmatch
 import hashlib
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
+from dpexp.accounting.filter import Budget, budget, rho
 from dpexp.accounting.ledger import Ledger, ledger_so_far, write_ledger
 from dpexp.accounting.ledger.reading import contents
 from dpexp.errors import ConfigError
@@ -26,7 +28,7 @@ BUDGET = "dpexp.budget"
 AUDITS = "dpexp.audit_trainings"  # on the data, besides the job's own
 RELEASED = "dpexp.released"  # "nothing", of a run that ended before its ledger was begun
 _LEDGER = "ledger.jsonl"
-_TOLD = ("ledger*.jsonl", PROMISED)
+_TOLD = ("ledger*.jsonl", "ledger*.end.json", PROMISED)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Charge:
         lost: its ledger is not at hand, so that what was spent is not known, or only that it is no more than the plan.
         exposed: why its (ε, δ) does not cover what it shows, if it does not.
         delta: of its configuration; `mark`: the same for the same run, wherever it was found.
+        kept: the budget that it kept, if any.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Charge:
     exposed: str | None = None
     delta: float | None = None
     mark: str = ""
+    kept: Budget | None = None
 
 
 def promise(output: Path, ledger: Ledger) -> None:
@@ -108,6 +112,7 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
     known = Charge(
         run.info.run_name or run_id, run_id, tags.get("mlflow.user", ""), status, None, "",
         exposed=None if private == "yes" else private.removeprefix("no: "), delta=float(said) if said else None,
+        kept=Budget(**json.loads(tags[BUDGET])) if BUDGET in tags else None,
     )  # fmt: skip
     if private.startswith("no: trained without"):
         return replace(known, note="it was trained without privacy", mark=run_id)
@@ -125,7 +130,7 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
         return replace(known, ledger=Ledger("", {}), note="it ended before its first round", mark=run_id)
     with tempfile.TemporaryDirectory() as copied:
         try:
-            for artifact in client.list_artifacts(run_id):
+            for artifact in sorted(client.list_artifacts(run_id), key=lambda one: str(one.path)):  # ends before ledgers
                 if any(fnmatch.fnmatch(artifact.path, pattern) for pattern in _TOLD):
                     client.download_artifacts(run_id, artifact.path, copied)
         except (MlflowException, OSError) as error:
@@ -135,7 +140,7 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
         known = replace(known, mark=run_id)
         found = _from_folder(known, Path(copied), status == "RUNNING", nothing, AUDITS in tags)
         if status not in ("RUNNING", "FINISHED") and found.ledger is not None and found.ledger.rounds:
-            return _at_most(known, Path(copied), "its folder is not here, and it may have been resumed", lost=True)
+            return _at_most(found, Path(copied), "its folder is not here, and it may have been resumed", lost=True)
         return found
 
 
@@ -149,6 +154,7 @@ def charge_at(folder: Path) -> Charge:
     known = Charge(
         str(folder), run_id, "", "", None, "",
         delta=float(delta) if delta is not None else None, mark=str(folder.resolve()),
+        kept=budget(privacy["budget"]) if privacy.get("budget") else None,
     )  # fmt: skip
     if privacy.get("enabled") is False:
         return replace(known, note="it was trained without privacy", exposed="trained without privacy")
@@ -194,17 +200,28 @@ def _from_folder(known: Charge, folder: Path, running: bool, nothing: bool, audi
         return _at_most(known, folder, "it is running", lost=False)
     if not begun and nothing:
         return replace(known, ledger=Ledger("", {}), note="it ended before its first round")
+    found = _from_ledgers(known, begun)
+    known = replace(known, exposed=found.exposed)
     if audits:
         return _at_most(known, folder, "its audit trains on the data too", lost=False)
     if folder / _LEDGER not in begun:
         return _at_most(known, folder, "its ledger is missing", lost=True)
-    found = _from_ledgers(known, begun)
     if found.lost or found.ledger is None:
         return _at_most(known, folder, found.note, lost=True)
     ended = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
     if found.ledger.truncated and ended:  # whoever ends a training closes its ledger
         return _at_most(known, folder, "its ledger has lost its end", lost=True)
+    if known.kept is not None and _admitted_whole(folder, known.kept):
+        return _at_most(known, folder, "its whole plan was admitted, before any result", lost=False)
     return found
+
+
+def _admitted_whole(folder: Path, kept: Budget) -> bool:
+    """Whether a job was admitted by its whole plan (see `tracking.budget`), or may have been: its plan is lost."""
+    try:
+        return not kept.holds(rho(ledger_so_far(folder / PROMISED), kept.order))
+    except ConfigError:
+        return True
 
 
 def _from_ledgers(known: Charge, paths: list[Path]) -> Charge:
@@ -219,6 +236,8 @@ def _from_ledgers(known: Charge, paths: list[Path]) -> Charge:
         return replace(known, note=why, lost=True)
     found, path = max(read, key=lambda pair: len(pair[0].ledger))
     ledger = found.ledger
+    if ledger.lost is not None:
+        return replace(known, note=f"its ledger has lost lines: {ledger.lost}", lost=True, exposed=ledger.exposed)
     early = "its ledger ends early: the run was killed, or lines are missing and more was spent"
     return replace(
         known,

@@ -32,7 +32,7 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
         raise ConfigError(
             f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {' '.join(str(error).split())}"
         ) from error
-    with downloaded_files(uri, run_id, ["ledger.jsonl", "config.yaml"]) as folder:
+    with downloaded_files(uri, run_id, ["ledger.end.json", "ledger.jsonl", "config.yaml"]) as folder:
         if not (folder / "ledger.jsonl").exists():
             raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
         yield folder

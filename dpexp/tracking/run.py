@@ -195,8 +195,9 @@ class Tracked:
         was rescued."""
         if (self._output / PROMISED).exists() and not (self._output / BEGUN).exists():
             self._outbox.tags({RELEASED: "nothing"})
-        for path in sorted(self._output.glob("ledger*.jsonl")):
-            self._outbox.file(path)
+        for pattern in ("ledger*.jsonl", "ledger*.end.json"):  # in this order: a ledger may have gone on after its end
+            for path in sorted(self._output.glob(pattern)):
+                self._outbox.file(path)
         try:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
         except ConfigError:  # none was begun, or it was damaged; the run's own end says so

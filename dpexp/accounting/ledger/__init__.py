@@ -25,6 +25,9 @@ compute links for whatever he writes.
 the run was killed or is still writing it, or lines were lost at the end, which nothing in the file can tell apart.
 A half-written last line is a round that was never released, and does not count.
 
+Beside it, ledger.end.json has how many bytes were on disk at the last checkpoint or at the end, and their SHA-256: a
+ledger with fewer has lost lines, also where it was cut at an earlier closing line. See `dpexp.accounting.ledger.end`.
+
 *Resumption.* A resumed run goes on behind the last complete line: behind a closing line, which then stands in the
 middle, or behind a round, where a half-written line is cut off first. Rounds are counted from the beginning of the
 file. So a ledger may have several closing lines, and a killed run that was resumed leaves no trace in it. A checkpoint
@@ -75,6 +78,7 @@ from dpexp.accounting.ledger.events import (
     DiscreteSumQueryEvent,
     Ledger,
     PartsEvent,
+    Query,
     QueryEvent,
     Round,
     SamplingEvent,
@@ -82,7 +86,7 @@ from dpexp.accounting.ledger.events import (
     joined,
     rate_in_part,
 )
-from dpexp.accounting.ledger.reading import holds, ledger_so_far, read_ledger
+from dpexp.accounting.ledger.reading import early, holds, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.writing import LedgerWriter, write_ledger
 
 __all__ = [
@@ -93,10 +97,12 @@ __all__ = [
     "Ledger",
     "LedgerWriter",
     "PartsEvent",
+    "Query",
     "QueryEvent",
     "Round",
     "SamplingEvent",
     "SumQueryEvent",
+    "early",
     "holds",
     "joined",
     "ledger_so_far",

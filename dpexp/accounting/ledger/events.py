@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from dpexp.accounting.ledger.units import LARGEST_Z, is_number, is_whole, unit
 from dpexp.errors import ConfigError
@@ -122,6 +122,10 @@ class SumQueryEvent:
                 )
 
     @property
+    def noise(self) -> str:
+        return "gaussian" if self.bands is None else "banded gaussian"
+
+    @property
     def squared_ratio(self) -> float:
         """(S/σ̃)² ‖c‖²: of what a record adds to Z (see `dpexp.accounting.blocks`)."""
         return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
@@ -159,6 +163,7 @@ class DiscreteSumQueryEvent:
     grid: float
     S2: int
     sigma2: int
+    noise: ClassVar[str] = "discrete gaussian"
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, str):
@@ -219,7 +224,13 @@ class QueryEvent:
             )
 
     def ratio(self, adjacency: str) -> float:
-        """Sensitivity over scale: of `gaussian` its μ = 1/z, of `laplace` its ε."""
+        """Sensitivity over scale: of `gaussian` its μ = 1/z, of `laplace` its ε.
+
+        Raises:
+            ConfigError: the adjacency is unknown.
+        """
+        if adjacency not in ADJACENCIES:
+            raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
         return (self.S_replaced if adjacency == "replace_one" else self.S) / self.scale
 
 
@@ -311,6 +322,8 @@ class Ledger:
 
     Attributes:
         truncated: the file ends early, so that rounds may be missing.
+        lost: why lines are known to be missing, if they are; then it is `truncated` too.
+        untold: what nothing tells about its end, of a ledger that was read and seems whole.
         exposed: why what the rounds cost does not cover what their run shows, if it does not.
         record: what is added, removed or replaced, as in the header; None: one example.
     """
@@ -320,6 +333,8 @@ class Ledger:
     truncated: bool = False
     exposed: str | None = field(default=None, compare=False)
     record: Mapping[str, Any] | None = None
+    lost: str | None = field(default=None, compare=False)
+    untold: str | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
@@ -358,4 +373,6 @@ def joined(ledgers: Sequence[Ledger]) -> Ledger:
             rounds[round_] += count
         begun = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
     exposed = next((ledger.exposed for ledger in ledgers if ledger.exposed is not None), None)
-    return Ledger(adjacencies[0], dict(rounds), any(ledger.truncated for ledger in ledgers), exposed, ledgers[0].record)
+    lost = next((ledger.lost for ledger in ledgers if ledger.lost is not None), None)
+    truncated = any(ledger.truncated for ledger in ledgers)
+    return Ledger(adjacencies[0], dict(rounds), truncated, exposed, ledgers[0].record, lost)

@@ -4,11 +4,12 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dpexp.accounting.ledger.chain import VERSION, Chain
+from dpexp.accounting.ledger.end import end_of, missing, read_end
 from dpexp.accounting.ledger.events import (
     ADJACENCIES,
     DiscreteSumQueryEvent,
@@ -37,11 +38,17 @@ def read_ledger(path: str | Path) -> Ledger:
     ledger = ledger_so_far(path)
     if ledger.truncated:
         warnings.warn(
-            f"the ledger {path} ends early, after {len(ledger)} rounds: the run was killed or is still writing it, or "
-            "lines are missing at its end, in which case more was spent than it says.",
+            f"the ledger {path} ends early, after {len(ledger)} rounds: {early(ledger)}.",
             stacklevel=2,
         )
     return ledger
+
+
+def early(ledger: Ledger) -> str:
+    """What the early end of a ledger means."""
+    if ledger.lost is not None:
+        return f"lines are missing ({ledger.lost}), so that more was spent than it says"
+    return "the run was killed or is still writing it, or lines are missing at its end, and more was spent"
 
 
 def ledger_so_far(path: str | Path) -> Ledger:
@@ -73,18 +80,32 @@ def contents(path: Path) -> Contents:
     """Raises:
     ConfigError: as `read_ledger`.
     """
+    end = read_end(path)
     try:
+        lost = missing(path, end) if end else None
         with path.open("rb") as file:
             first = file.readline()
             header = _parse(f"{path}, line 1", first) if first.endswith(b"\n") else {}
             version = header.get("dpexp_ledger") if isinstance(header, dict) else None
             if version == 1:
-                return _version_1(path, header, file)
+                untold = "it is of version 1, which is not closed, so that lines may be missing at its end"
+                return _ended(_version_1(path, header, file), lost, untold)
             if version == VERSION:
-                return _version_2(path, first, file)
+                untold = (
+                    f"no {end_of(path).name} lies beside it, so that it may have been cut at an earlier closing line"
+                )
+                if end:
+                    untold = f"were it and {end_of(path).name} put back to an earlier state together, it would not show"
+                return _ended(_version_2(path, first, file), lost, untold)
     except OSError as error:
         raise ConfigError(f"the ledger {path} cannot be read ({error.strerror}).") from error
     raise ConfigError(f"{path} is not a dpexp ledger of version 1 or {VERSION}.")
+
+
+def _ended(read: Contents, lost: str | None, untold: str) -> Contents:
+    truncated = read.ledger.truncated or lost is not None
+    ledger = replace(read.ledger, truncated=truncated, lost=lost, untold=None if truncated else untold)
+    return replace(read, ledger=ledger)
 
 
 def _version_1(path: Path, header: dict[str, Any], file: Iterable[bytes]) -> Contents:

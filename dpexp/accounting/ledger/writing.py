@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from dpexp.accounting.ledger.chain import Chain
+from dpexp.accounting.ledger.end import end_of, write_end
 from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
 from dpexp.accounting.ledger.reading import contents, holds
 from dpexp.errors import ConfigError
@@ -107,6 +108,7 @@ class LedgerWriter:
 
     def _begin(self) -> None:
         chain = Chain()
+        end_of(self.path).unlink(missing_ok=True)  # of a ledger that was moved away
         try:
             self._write(chain.header(self._header), chain)
         except BaseException:
@@ -120,6 +122,11 @@ class LedgerWriter:
             raise ConfigError(
                 f"ledger={self.path} is of version 1, which is read but not continued; resume with the dpexp that "
                 "began it, or begin a new run and account for both."
+            )
+        if before.ledger.lost is not None:
+            raise ConfigError(
+                f"ledger={self.path} has lost lines ({before.ledger.lost}); put a copy in its place that has them all, "
+                "such as its run's artifact in MLflow."
             )
         found, planned = before.header.get("sampling"), self._header.get("sampling")
         if before.ledger.adjacency != self._adjacency or (planned and found != planned):
@@ -285,6 +292,7 @@ class LedgerWriter:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+        write_end(self.path, self.position)
 
     def close(self) -> None:
         """Writes the closing line, unless nothing came after the last one, and lets go of the file.

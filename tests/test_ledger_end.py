@@ -1,0 +1,168 @@
+"""The file beside a ledger that says how far it had come: lines that are gone show, and no others are missed."""
+
+import json
+import shutil
+
+import pytest
+
+from dpexp.accounting.ledger import LedgerWriter, SamplingEvent, SumQueryEvent, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import end as ending
+from dpexp.accounting.ledger.end import end_of, read_end
+from dpexp.commands.account import account
+from dpexp.errors import ConfigError
+from dpexp.tracking.charges import charge_at, charge_from, promise
+
+EVENT, QUERY = SamplingEvent("poisson", 0.01, 1000), SumQueryEvent("all", 1.0, 4.0)
+
+
+def rounds(writer, count):
+    for _ in range(count):
+        writer.sample(EVENT)
+        writer.query(QUERY)
+        writer.commit()
+
+
+@pytest.fixture
+def resumed(tmp_path):
+    """Two closing lines: after 3 rounds, and after 5."""
+    path = tmp_path / "ledger.jsonl"
+    for resume, count in ((False, 3), (True, 2)):
+        writer = LedgerWriter(path, resume=resume)
+        rounds(writer, count)
+        writer.close()
+    return path
+
+
+def cut(path, at):
+    """Leaves as many lines."""
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:at]))
+
+
+def printed(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_cut_at_an_earlier_closing_line_shows(resumed, capsys):
+    assert read_end(resumed)["bytes"] == resumed.stat().st_size
+    cut(resumed, 6)  # header, spec, three rounds, closing line
+    with pytest.warns(UserWarning, match=r"lines are missing \(\d+ bytes of it were on disk, as ledger.end.json says"):
+        ledger = read_ledger(resumed)
+    assert len(ledger) == 3 and ledger.truncated and "are left" in ledger.lost
+    account([str(resumed), "delta=1e-5"])
+    assert "ends early, after 3 rounds: lines are missing" in printed(capsys)
+    with pytest.raises(ConfigError, match=r"has lost lines .* put a copy in its place that has them all"):
+        LedgerWriter(resumed, resume=True)
+    assert charge_from(resumed).lost and charge_from(resumed).ledger is None
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_cut_anywhere_shows(resumed, at):
+    cut(resumed, at)
+    assert ledger_so_far(resumed).lost is not None
+
+
+def test_a_whole_ledger_that_lost_lines_counts_as_its_plan(tmp_path, resumed):
+    promise(tmp_path, ledger_so_far(resumed))
+    cut(resumed, 6)
+    charge = charge_at(tmp_path)
+    assert charge.lost and len(charge.ledger) == 5 and "lost lines" in charge.note
+
+
+def test_what_no_file_shows_is_said(resumed, tmp_path, capsys):
+    account([str(resumed), "delta=1e-5"])
+    assert "were it and ledger.end.json put back to an earlier state together, it would not show" in printed(capsys)
+    end_of(resumed).unlink()
+    cut(resumed, 6)
+    assert not read_ledger(resumed).truncated
+    account([str(resumed), "delta=1e-5"])
+    said = printed(capsys)
+    assert "ledger.jsonl: no ledger.end.json lies beside it, so that it may have been cut at an earlier" in said
+    old = tmp_path / "old.jsonl"
+    old.write_bytes(OLD)
+    account([str(old), "delta=1e-5"])
+    assert "it is of version 1, which is not closed, so that lines may be missing at its end" in printed(capsys)
+
+
+OLD = (
+    b'{"dpexp_ledger": 1, "adjacency": "add_remove"}\n'
+    b'{"spec": 0, "sampling": {"policy": "poisson", "q": 0.01, "n": 60000}, '
+    b'"queries": [{"group": "all", "S": 1.0, "sigma": 4.0}]}\n{"round": 0}\n{"round": 0}\n'
+)
+
+
+def test_a_kill_between_the_ledger_and_its_end_loses_nothing(tmp_path, monkeypatch):
+    """The ledger is on disk first, and may have gone on."""
+    path = tmp_path / "ledger.jsonl"
+    writer = LedgerWriter(path)
+    rounds(writer, 2)
+    writer.sync()
+    before = end_of(path).read_bytes()
+    rounds(writer, 2)
+    monkeypatch.setattr("dpexp.accounting.ledger.writing.write_end", lambda *_: None)
+    writer.close()
+    assert end_of(path).read_bytes() == before
+    ledger = read_ledger(path)
+    assert len(ledger) == 4 and not ledger.truncated and ledger.lost is None
+    monkeypatch.undo()
+    again = LedgerWriter(path, resume=True)
+    rounds(again, 1)
+    again.close()
+    assert read_end(path)["bytes"] == path.stat().st_size and len(read_ledger(path)) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b'{"bytes": "x"}'])
+def test_a_damaged_end_tells_nothing(resumed, content):
+    end_of(resumed).write_bytes(content)
+    ledger = read_ledger(resumed)
+    assert not ledger.truncated and "no ledger.end.json lies beside it" in ledger.untold
+
+
+def test_an_end_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.jsonl"
+    writer = LedgerWriter(path)
+    rounds(writer, 1)
+    writer.sync()
+    before = read_end(path)
+    monkeypatch.setattr(ending.os, "fsync", full)
+    ending.write_end(path, writer.position | {"bytes": 10**9})
+    assert read_end(path) == before
+
+
+def full(_):
+    raise OSError(28, "No space left on device")
+
+
+def test_an_end_of_another_ledger_is_not_taken_for_its_own(resumed, tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    resumed.rename(kept)
+    writer = LedgerWriter(resumed)  # in the same place
+    rounds(writer, 1)
+    assert ledger_so_far(resumed).lost is None
+    writer.close()
+    assert read_ledger(resumed).lost is None
+    kept.replace(resumed)
+    assert "does not begin with the" in ledger_so_far(resumed).lost
+
+
+def test_a_copy_takes_its_end_along_and_may_be_read_only(resumed, tmp_path):
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for path in (resumed, end_of(resumed)):
+        shutil.copy(path, copied)
+    copied.chmod(0o500)
+    ledger = read_ledger(copied / "ledger.jsonl")
+    assert len(ledger) == 5 and "put back to an earlier state together" in ledger.untold
+    copied.chmod(0o700)
+
+
+def test_both_travel_to_the_store_and_back(dpexp_job, tmp_path, capsys):
+    output = dpexp_job("model=logistic", "sampling.steps=3", "trainer.evaluations=0")
+    said = json.loads(end_of(output / "ledger.jsonl").read_text())
+    assert said["bytes"] == (output / "ledger.jsonl").stat().st_size
+    run_id, uri = (output / "mlflow_run_id").read_text(), f"uri=sqlite:///{tmp_path}/outputs/mlflow.db"
+    account([run_id, uri])
+    assert "put back to an earlier state together" in printed(capsys)
+    (artifact,) = tmp_path.glob("**/artifacts/ledger.jsonl")
+    cut(artifact, 4)
+    account([run_id, uri])
+    assert "lines are missing" in printed(capsys)
