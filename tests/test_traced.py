@@ -479,7 +479,7 @@ def test_labels_out_of_range_read_no_memory_beside_the_table():
     x, labels, length = torch.randn(N, 1, 9, 4), torch.randint(1, 5, (N, 1, 2)), torch.full((N, 1), 9)
     labels[3, 0, 1] = 14
     engine = engine_of(module)
-    engine.step.public = [part[0] for part in (x, labels, length)]
+    engine.step.public = tuple(part[0] for part in (x, labels, length))
     found = sums_of(engine, loss_of, (x, labels, length))
     others = torch.arange(N) != 3
     without = sums_of(engine, loss_of, (x[others], labels[others], length[others]), N - 1)
