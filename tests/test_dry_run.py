@@ -566,6 +566,61 @@ def test_a_data_set_whose_records_are_made_gives_a_step_none(tmp_path):
     )
 
 
+class Lists(torch.utils.data.Dataset):
+    """Whose records are made, one by one or several at once."""
+
+    def __init__(self, items):
+        self.items = [[(x.tolist(), y) for x, y in items]]
+
+    def __len__(self):
+        return len(self.items[0])
+
+    def __getitem__(self, index):
+        x, y = self.items[0][index]
+        return torch.tensor(x, dtype=torch.float64), y
+
+    def __iter__(self):
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Untyped:
+    """A data set that is no Dataset."""
+
+    def __init__(self, items):
+        self.x, self.y = map(torch.stack, zip(*items, strict=True))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+@pytest.mark.parametrize(
+    "of, look",
+    [
+        (Lists, lambda data, module: next(iter(data))[0]),
+        (Lists, lambda data, module: next(iter(DataLoader(data)))[0][0]),
+        (lambda items: torch.utils.data.ConcatDataset([Lists(items)]), lambda data, module: data.datasets[0][1][0]),
+        (Untyped, lambda data, module: data.x.mean(0)),
+        (Untyped, lambda data, module: data[1][0]),
+    ],
+)
+def test_no_way_to_the_training_set_is_open_to_a_step(tmp_path, of, look):
+    data = of(rows(6))
+    loader = DataLoader(data, batch_size=2)
+    assert_refused(tmp_path, Reading(lambda module: look(data, module)), loader, "training data itself|fetches records")
+
+
+@pytest.mark.parametrize("of", [list, Lists, Untyped])
+def test_data_sets_of_any_kind_train(tmp_path, of):
+    (found,) = released(tmp_path, Model(), DataLoader(of(rows(5)), batch_size=2))
+    assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+
+
 class Amaxes(nn.Module):
     """Keeps the largest number seen as extra state, as layers of 8-bit numbers do."""
 
@@ -594,7 +649,11 @@ def sets_clipping(module, loss):
     module.trainer.gradient_clip_val = loss
 
 
-@pytest.mark.parametrize("sets", [sets_hparams, sets_betas, sets_clipping, lambda module, loss: None])
+def sets_scheduler(module, loss):
+    module.lr_schedulers().step(loss)
+
+
+@pytest.mark.parametrize("sets", [sets_hparams, sets_betas, sets_clipping, sets_scheduler, lambda module, loss: None])
 def test_a_step_may_not_set_what_a_checkpoint_saves_or_training_goes_by(tmp_path, sets):
     class Setting(Model):
         def __init__(self):
@@ -607,7 +666,9 @@ def test_a_step_may_not_set_what_a_checkpoint_saves_or_training_goes_by(tmp_path
             return loss
 
         def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), lr=0.0)
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.0)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "epsilon"}}
 
     assert_refused(tmp_path, Setting(), rows(5), "is changed inside training_step", kind=StateFound)
 

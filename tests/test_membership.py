@@ -265,7 +265,7 @@ def test_without_privacy_it_says_what_an_attacker_gets(dpexp_job, capsys):
     output = dpexp_job("audit", *OVERFITTED, "privacy.enabled=false", "sampling.steps=60")
     found = found_by(output)
     assert found["share_right_low"] > 0.7 and "epsilon_together" not in found
-    assert "nothing is claimed" in capsys.readouterr().out and not list((output / "audit").glob("ledger*"))
+    assert "nothing is claimed" in capsys.readouterr().out and not list((output / "audit").glob("ledger*.jsonl"))
 
 
 QUICK = ("audit=mislabelled", "model=logistic", "sampling.steps=2", "audit.references=4", "trainer.evaluations=0",
@@ -277,9 +277,11 @@ def test_its_trainings_are_accounted_with_the_jobs(dpexp_job, tmp_path):
     result = json.loads((output / "result.json").read_text())
     assert result["trained"] and "test_accuracy" in result["metrics"]
     own = read_ledger(output / "ledger.jsonl")
-    audits = sorted((output / "audit").glob("ledger*"))
+    audits = sorted((output / "audit").glob("ledger*.jsonl"))
     assert [path.name for path in audits] == [f"ledger_{k}.jsonl" for k in range(5)]
-    assert {path.name for path in (output / "audit").iterdir()} == {"shown.json", *(path.name for path in audits)}
+    ends = {path.with_suffix(".end.json").name for path in audits}
+    names = {path.name for path in (output / "audit").iterdir()}
+    assert names == {"shown.json", *(path.name for path in audits), *ends}
     assert all(read_ledger(path) == own for path in audits)
     (round_,) = own.rounds
     event = PoissonSampledDpEvent(round_.sampling.q, GaussianDpEvent(4.0))
@@ -308,7 +310,7 @@ def test_a_job_that_is_resumed_after_its_audit_shows_no_other(dpexp_job, tmp_pat
         patched.setattr(terminal, "attacked", interrupted)
         dpexp_job(*QUICK, "data.id=digits")
     (output,) = (path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt"))
-    ledgers = sorted((output / "audit").glob("ledger*"))
+    ledgers = sorted((output / "audit").glob("ledger*.jsonl"))
     written = [path.read_bytes() for path in ledgers]
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(output)])
     main()

@@ -102,22 +102,32 @@ def digests(module: nn.Module) -> dict[str, bytes]:
 
 def digests_of_training(module: nn.Module) -> dict[str, bytes]:
     """Of what else a checkpoint saves or the Trainer goes by: hyperparameters, extra state, optimizers."""
-    values: dict[str, Any] = {"self.hparams": dict(getattr(module, "hparams", {}))}
+    trainer = getattr(module, "_trainer", None)
+    data = getattr(trainer, "datamodule", None)
+    values: dict[str, Any] = {"self.hparams": _plain(module), "the data module's hparams": _plain(data)}
     for name, layer in module.named_modules():
         if type(layer).get_extra_state is not nn.Module.get_extra_state:
             values[f"the extra state of {name or 'the module'}"] = layer.get_extra_state()
-    trainer = getattr(module, "_trainer", None)
     if trainer is not None:
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         for key in {key for group in groups for key in group} - {"params"}:
             values[f"the optimizer's {key}"] = [group.get(key) for group in groups]
+        values["the optimizer's list of parameters"] = [[id(p) for p in group["params"]] for group in groups]
+        values["a scheduler's state"] = [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs]
         values["the optimizer's state"] = [[*optimizer.state.values()] for optimizer in trainer.optimizers]
         values |= {f"trainer.{key}": getattr(trainer, key, None) for key in _SETTINGS}
     return {name: bits_of(value) for name, value in values.items()}
 
 
+def _plain(owner: Any) -> dict[str, Any]:
+    """Hyperparameters that are no objects, which may fill caches."""
+    kinds = (Tensor, str, int, float, bool, list, tuple, dict)
+    return {key: value for key, value in dict(getattr(owner, "hparams", {})).items() if isinstance(value, kinds)}
+
+
 _SETTINGS = (
     "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "gradient_clip_val",
+    "gradient_clip_algorithm", "check_val_every_n_epoch",
 )  # fmt: skip
 
 

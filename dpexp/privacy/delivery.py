@@ -39,7 +39,7 @@ from dpexp.privacy.processes import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.records import Units
 from dpexp.privacy.sampling import Policy
 
-_LOOKED_AT = 8  # records, until one can be fetched
+_LOOKED_AT = 64  # records, until one can be fetched that has a loss
 _ALONE = 8  # records of a chunk, to say that each is processed alone
 
 
@@ -264,7 +264,8 @@ class Rounds:
 
     def examples(self) -> Iterator[Records]:
         """Some records, of which shapes, types and structure may be used."""
-        for i in range(min(_LOOKED_AT, self.sampler.size)):
+        tried = min(_LOOKED_AT, self.sampler.size)
+        for i in (k * self.sampler.size // tried for k in range(tried)):
             drawn = i if self._units is None else self._units.draw(i, KeyStream())
             with own_randomness(torch.device("cpu"), KeyStream()):
                 parts = fetched_alone(self._users_loader, self._units, drawn)

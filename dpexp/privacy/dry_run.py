@@ -4,6 +4,7 @@ the same in every round."""
 import contextlib
 import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -44,20 +45,18 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     data = memory_of(tensors_of(rounds.dataset))
     refuse_data([*module.named_parameters(), *module.named_buffers()], data)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    wrong: NoLoss | None = None
+    wrong: ConfigError = ConfigError(_NOTHING_FETCHED)
     for example in rounds.examples():  # of which the first may be an odd one
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
         try:
             with _DataUnread(data), _nothing_fetched(rounds.dataset):
                 step.decide(chunk, later)
         except NoLoss as error:
-            wrong = wrong or error
+            wrong = wrong if isinstance(wrong, NoLoss) else error
         else:
             break
     else:
-        if wrong is not None:
-            raise wrong
-        return
+        raise wrong
     if rounds.of_examples:
         _check_loss_of_a_batch(step, chunk, module, device)
     if step.held:
@@ -65,6 +64,9 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
             "public, since nothing protects what was computed from records beforehand."
         )
+
+
+_NOTHING_FETCHED = "data: no record could be fetched of those that were tried, spread over the training set; mend it."
 
 
 class _DataUnread(TorchFunctionMode):
@@ -75,7 +77,10 @@ class _DataUnread(TorchFunctionMode):
         self._data = data
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = leaves_of((args, kwargs or {}))
+        given = [
+            torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiu" else leaf
+            for leaf in leaves_of((args, kwargs or {}))
+        ]
         plain = [t for t in given if type(t) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(t)]
         refuse_data([("an argument of " + getattr(func, "__name__", "a function"), t) for t in plain], self._data)
         return func(*args, **(kwargs or {}))
@@ -88,14 +93,14 @@ def _nothing_fetched(dataset: Any) -> Iterator[None]:
     Raises:
         ConfigError: one was asked for.
     """
-    sets, todo = [], [dataset]
-    while todo:
-        sets.append(one := todo.pop())
-        held = [value for value in getattr(one, "__dict__", {}).values() if isinstance(value, Dataset)]
-        todo += [value for value in held if not any(value is known for known in sets)]
+    held = [one for one in _held_by(dataset) if not isinstance(one, Tensor)]
+    sets = [one for one in held if isinstance(one, Dataset) or (one is dataset and hasattr(one, "__dict__"))]
+    gives = itertools.product({type(one) for one in sets}, ("__getitem__", "__getitems__", "__iter__"))
     with contextlib.ExitStack() as stack:
-        for kind in {type(one) for one in sets if isinstance(one, Dataset)}:
-            get = kind.__getitem__
+        for kind, name in gives:
+            get = getattr(kind, name, None)
+            if get is None:
+                continue
 
             def refuse(self: Any, *key: Any, get: Any = get) -> Any:
                 if any(self is one for one in sets):
@@ -105,7 +110,7 @@ def _nothing_fetched(dataset: Any) -> Iterator[None]:
                     )
                 return get(self, *key)
 
-            stack.enter_context(patch.object(kind, "__getitem__", refuse))
+            stack.enter_context(patch.object(kind, name, refuse))
         yield
 
 
@@ -178,28 +183,34 @@ def _losses_of_pairs(
 
 
 def tensors_of(dataset: Any) -> list[Tensor]:
-    """The tensors that a data set holds directly, or as NumPy arrays, or that those it wraps hold."""
+    """The tensors that a data set holds, or as NumPy arrays, or that those and other objects which it holds do."""
     found: list[Tensor] = []
-    seen: set[int] = set()
-    todo = [dataset]
-    while todo and len(seen) < _LOOKED_AT:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
+    for one in _held_by(dataset):
         if isinstance(one, Tensor):
             found.append(one)
         elif isinstance(one, np.ndarray) and one.dtype != object:
             with contextlib.suppress(TypeError, ValueError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of arrays that may not be written to
                 found.append(torch.from_numpy(one))
-        elif isinstance(one, Dataset):
-            todo += vars(one).values()
-        elif isinstance(one, list | tuple):
+    return found
+
+
+def _held_by(dataset: Any) -> Iterator[Any]:
+    """A data set and what it holds, also in containers and objects of the user's own."""
+    seen: dict[int, Any] = {}
+    todo = [dataset]
+    while todo and len(seen) < _LOOKED_AT:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        yield one
+        if isinstance(one, list | tuple | deque):
             todo += itertools.islice(one, _FEW)  # an index of its own may be anything
         elif isinstance(one, dict):
             todo += [*one.values()][:_FEW]
-    return found
+        elif not isinstance(one, nn.Module | type | Tensor):
+            todo += getattr(one, "__dict__", {}).values()
 
 
 _LOOKED_AT, _FEW = 10_000, 16

@@ -36,17 +36,18 @@ def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
         trainer.loggers, loop._results = loggers, results
 
 
-def mute(module: pl.LightningModule, logged: set[str]) -> None:
+def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
     """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
     It gives the value for release, which is dropped unless the plan names it. Metrics of torchmetrics that
     `training_step` updates stay empty, and later hooks find nothing in them.
 
     Args:
-        logged: gets the names.
+        logged: gets the names of values.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        logged.add(name)
+        if logged is not None:
+            logged.add(name)
         release(name, value)
 
     module.log = log  # type: ignore[method-assign]

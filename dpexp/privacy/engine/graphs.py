@@ -255,8 +255,8 @@ class Graphs:
         except Exception as error:
             if any(key == other for other, *_ in self._graphs):  # it is no matter of these records
                 raise ConfigError(
-                    f"model: training_step can no longer be traced for {rows} records ({type(error).__name__}): it "
-                    "fails on made-up ones, perhaps since weights have diverged."
+                    f"model: training_step can no longer be traced ({type(error).__name__}): it fails on made-up "
+                    "records, perhaps since weights have diverged."
                 ) from None
             self._refused[key, rows, kind] = error.with_traceback(None)
             raise

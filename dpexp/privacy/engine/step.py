@@ -245,8 +245,8 @@ class Step:
             yield self._graphs.add(chunk, self.made_up, numbers, sums)
         except NotTraceable as error:
             raise ConfigError(
-                f"model: training_step cannot be traced for {chunk.size} records of this round, of another shape "
-                f"or number than those before ({error}); make all records of one shape."
+                f"model: training_step cannot be traced for records of this round, of another shape or number than "
+                f"those before ({error}); make all records of one shape."
             ) from None
         except NOT_OF_A_RECORD:
             raise

@@ -376,7 +376,7 @@ def refuse_data(held: Iterable[tuple[str, Tensor]], memory: Sequence[tuple[int, 
             if any(start <= place < end for start, end in memory):
                 raise ConfigError(
                     f"model: training_step reads the training data itself ({name}, of shape {tuple(tensor.shape)}), so "
-                    "that a record would reach all others; let it use its batch alone."
+                    "that a record would reach all others; let it use its batch alone, and copies of what is public."
                 )
 
 
