@@ -117,7 +117,7 @@ def plan_table(plan: PrivacyPlan) -> Table:
 
 
 class RoundBar(pl.callbacks.ProgressBar):
-    """Rounds done, ε so far, rounds a second; of a trial, whose `place` in its sweep it shows, only until it ends."""
+    """Rounds done, what ε is at most, rounds a second; of a trial, whose place in its sweep it shows, until it ends."""
 
     def __init__(self, rounds: int, privacy: PrivacyCallback | None, place: str | None = None) -> None:
         super().__init__()
@@ -148,7 +148,8 @@ class RoundBar(pl.callbacks.ProgressBar):
         if self._progress is None:
             return
         task = self._progress.tasks[0]
-        spent = f"ε = {up(self._privacy.epsilon, 4)}" if self._privacy else "not private"
+        readings = self._privacy.readings if self._privacy else None
+        spent = f"ε ≤ {up(readings.at_most, 4)}" if readings else "" if self._privacy else "not private"
         self._progress.update(
             self._task,
             completed=trainer.global_step,
