@@ -41,8 +41,8 @@ def neighbours(adjacency: str, unit: str = "record") -> str:
     }[adjacency]
 
 
-def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
-    """Prints the plan as a table."""
+def announce(cfg: DictConfig, plan: PrivacyPlan | None, told: str = "") -> None:
+    """Prints the plan as a table, and what else is to be `told` of it."""
     if plan is None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
@@ -62,6 +62,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     for event in plan.preparations:
         console.print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}", soft_wrap=True)
     console.print(plan_table(plan))
+    if told:
+        console.print(told, soft_wrap=True)
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
             f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "
