@@ -12,10 +12,10 @@ from dpexp.privacy.adaptive import Adaptive
 from dpexp.privacy.allocation import Measured
 from dpexp.privacy.asked import Banded
 
-DELTA, ROUNDS = 1e-5, 30
+DELTA, ROUNDS = 1e-5, 20
 CHOICES = {
     "poisson": {},
-    "schedule": {"schedules": {"z": {"step": {0: 2, 10: 0.5}}, "q": {"step": {0: 1, 20: 2}}}},
+    "schedule": {"schedules": {"z": {"step": {0: 2, 10: 0.5}}, "q": {"step": {0: 1, 15: 2}}}},
     "adaptive": {"bound": Adaptive(0.4), "mechanism": clipping.Joint()},
     "measured": {"bound": Adaptive(0.4), "allocation": Measured()},
     "now and then": {"release": {"train_loss": {"S": 1.0, "share": 0.1, "every": 7}}},
@@ -31,7 +31,7 @@ class Shown(pl.Callback):
         self.privacy, self.shown, self.over = privacy, [], []
 
     def on_before_optimizer_step(self, *_):
-        self.spent = epsilon(ledger_so_far(self.privacy.ledger_path), DELTA, "rdp")
+        self.spent = epsilon(ledger_so_far(self.privacy.ledger_path), DELTA, "moments")
         self.compare()
 
     def on_train_batch_end(self, *_):
@@ -45,7 +45,7 @@ class Shown(pl.Callback):
 def watched(folder, checkpoint=None, stop=-1, **choices):
     module = Model()
     plan = plan_for(module, **{"steps": ROUNDS} | choices)
-    privacy = dpexp.PrivacyCallback(plan, folder / "l.jsonl", delta=DELTA, accountant="rdp", noise_seed=1)
+    privacy = dpexp.PrivacyCallback(plan, folder / "l.jsonl", delta=DELTA, accountant="moments", noise_seed=1)
     shown = Shown(privacy)
     run = trainer(privacy, shown, max_steps=stop)
     run.fit(module, Data(), ckpt_path=checkpoint, weights_only=False)
@@ -55,11 +55,11 @@ def watched(folder, checkpoint=None, stop=-1, **choices):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
 def test_what_is_shown_is_never_below_what_is_spent(choices, tmp_path):
-    run, shown = watched(tmp_path, stop=11, **choices)
+    run, shown = watched(tmp_path, stop=7, **choices)
     assert min(shown.over) >= -1e-9
-    run.save_checkpoint(tmp_path / "11.ckpt")
-    _, undone = watched(tmp_path, tmp_path / "11.ckpt", 16, **choices)  # 5 rounds that no checkpoint knows of
-    _, last = watched(tmp_path, tmp_path / "11.ckpt", **choices)
+    run.save_checkpoint(tmp_path / "7.ckpt")
+    _, undone = watched(tmp_path, tmp_path / "7.ckpt", 11, **choices)  # 4 rounds that no checkpoint knows of
+    _, last = watched(tmp_path, tmp_path / "7.ckpt", **choices)
     assert min(undone.over) >= -1e-9 and min(last.over) >= -1e-9
     assert last.shown[0] > undone.shown[0] > 0
     assert last.over[-1] == pytest.approx(0, abs=1e-9)
@@ -69,7 +69,7 @@ def test_it_is_no_more_than_the_plan_at_the_end_and_takes_few_readings(tmp_path,
     asked = []
     monkeypatch.setattr(readings, "epsilon", lambda ledger, *a: asked.append(len(ledger)) or epsilon(ledger, *a))
     module = Model()
-    plan = plan_for(module, steps=200)
-    _, _, privacy = fit(tmp_path, module, plan=plan, delta=DELTA, accountant="rdp")
-    assert privacy.readings.at_most == privacy.readings.epsilon == epsilon(plan.ledger(), DELTA, "rdp")
+    plan = plan_for(module, steps=60)
+    _, _, privacy = fit(tmp_path, module, plan=plan, delta=DELTA, accountant="moments")
+    assert privacy.readings.at_most == privacy.readings.epsilon == epsilon(plan.ledger(), DELTA, "moments")
     assert len(set(asked)) <= 28 and len(asked) <= 57
