@@ -109,9 +109,7 @@ def told_of_joint(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
     if plan is None:
         return ""
     mechanism, bound, allocation = (make(section, cfg[section]) for section in ("mechanism", "bound", "allocation"))
-    if not isinstance(mechanism, Joint):
-        return ""
-    if not same_as_separate(plan, bound, noise_given=isinstance(allocation, Explicit)):
+    if not isinstance(mechanism, Joint) or not same_as_separate(plan, bound, isinstance(allocation, Explicit)):
         return ""
     same = "mechanism=joint is mechanism=separate here"
     groups = [group.vectors for group in plan.groups if not group.is_of_values]

@@ -150,18 +150,15 @@ def same_as_separate(plan: "PrivacyPlan", bound: Bound, noise_given: bool) -> bo
         noise_given: σ̃ does not follow from S.
     """
     groups = {group.name: group for group in plan.groups if not group.is_of_values}
-    several = any(len(group.vectors) > 1 for group in groups.values())
-    if plan.following is not None and several:  # each scale goes its own way
-        return False
+    if plan.following is not None and any(len(group.vectors) > 1 for group in groups.values()):
+        return False  # each scale goes its own way
     scaled = plan.calibration.value if plan.calibration and plan.calibration.knob == "bound" else 1.0
     separate = Separate()({name: group.vectors for name, group in groups.items()}, bound)
     for name, group in groups.items():
         alpha = group.alphas[0]
-        if any(other != alpha for other in group.alphas):
-            return False
-        if not math.isclose(alpha * group.S, scaled * separate[name].S, rel_tol=1e-9):
-            return False
-        if alpha != 1 and (noise_given or group.exact or group.clip != Abadi()):  # what has a length of its own
+        equal = math.isclose(alpha * group.S, scaled * separate[name].S, rel_tol=1e-9)
+        own = noise_given or group.exact or group.clip != Abadi()  # lengths that α does not scale
+        if len({*group.alphas}) > 1 or not equal or (alpha != 1 and own):
             return False
     return True
 

@@ -25,10 +25,9 @@ class Readings:
 
     def __init__(self, plan: PrivacyPlan, delta: float, accountant: str) -> None:
         self.epsilon = self.at_most = 0.0
-        self.read_at = 0
+        self.read_at = self._since = 0
         self._plan, self._delta, self._accountant = plan, delta, accountant
         self._every = math.ceil(plan.rounds / _READINGS)
-        self._since = 0
         self._before = Ledger(plan.adjacency, {})
 
     def begin(self, ledger: Ledger, completed: int) -> None:
