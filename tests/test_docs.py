@@ -159,6 +159,44 @@ def found(path):
     return False
 
 
+MEASURED = ("mnist", "fashion", "pca_mlp", "adult", "shakespeare_users", "text", "cifar10")
+NAMED = re.compile(rf"experiment=({'|'.join(MEASURED)})\w*\b")
+FIGURE = re.compile(r"\b\d\d(\.\d+)? ?%|ε [=≤] \d+\.\d{3,}|\b0\.\d{3,} \|")
+
+
+def strays(path):
+    """Figures of an experiment of docs/results.md, in sentences and rows that don't tell what others report."""
+    text = path.read_text()
+    if path.suffix == ".yaml":  # the comment is about the experiment
+        sections = [" ".join(line[1:] for line in text.splitlines() if line.startswith("# "))]
+    else:
+        sections = [part for part in re.split(r"^## ", text, flags=re.MULTILINE) if NAMED.search(part)]
+    for part in sections:
+        for piece in re.split(r"(?<=[.:;]) |(?<=[.:;])\n|\n\n|(?<=\|)\n", part):
+            others = "publish" in piece or "report" in piece or (piece.startswith("|") and "| published |" in part)
+            if FIGURE.search(piece) and not others:
+                yield " ".join(piece.split())
+
+
+@pytest.mark.parametrize("page", [*TEXTS, *sorted((ROOT / "conf/experiment").glob("*.yaml"))], ids=name)
+def test_figures_of_experiments_stand_in_the_results_alone(page):
+    assert page == DOCS / "results.md" or not [*strays(page)]
+    assert not re.search(r"@[A-Z]+@|\bTODO\b|\bXXX\b", page.read_text()), "a placeholder"
+
+
+def test_a_stray_figure_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n## B\n\n`experiment=text_lora` gets 39.4 % here. Others report 98.7 %.\n\n## C\n\n12 %\n")
+    assert [*strays(page)] == ["`experiment=text_lora` gets 39.4 % here."]
+    setting = tmp_path / "setting.yaml"
+    setting.write_text("# @package _global_\n# They report 90 % at\n# ε = 0.5. Here 95.1 %.\nq: 1\n")
+    assert [*strays(setting)] == ["Here 95.1 %."]
+
+
+def test_the_first_job_has_its_figures_in_one_place():
+    assert [page for page in TEXTS if re.search(r"^Test accuracy \d", page.read_text(), re.M)] == [ROOT / "README.md"]
+
+
 def test_every_page_is_in_the_navigation():
     listed = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)

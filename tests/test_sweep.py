@@ -218,7 +218,7 @@ def test_calibration_without_training(dpexp_job, store):
         assert target * (1 - 1e-3) <= run.data.metrics["epsilon_planned"] <= target
         assert "test_accuracy" not in run.data.metrics and "epsilon" not in run.data.metrics
         assert "noise" not in run.data.metrics, "it is noise_multiplier"
-        probes = store.client.get_metric_history(run.info.run_id, "calibration/epsilon")
+        probes = store.client.get_metric_history(run.info.run_id, "tried epsilon")
         assert [probe.step for probe in probes] == list(range(len(probes)))
     (parent,) = store.parents()
     files = {item.path for item in store.client.list_artifacts(parent.info.run_id)}

@@ -19,9 +19,11 @@ from dpexp.commands.ancestry import ITS_OWN, refuse_telling, weights_of
 from dpexp.commands.values import check, noise_of, record_of, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
+from dpexp.privacy.allocation import Explicit
 from dpexp.privacy.asked import AUTO, Banded
 from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.clipping import Joint, same_as_separate
 from dpexp.privacy.plan import PrivacyPlan, make_plan
 from dpexp.privacy.preparations import Prepared, preparations_of
 from dpexp.privacy.refusals import refuse_mixing_layers
@@ -100,6 +102,22 @@ def _plan(
         record=record_of(cfg),
         users=OmegaConf.select(cfg, "data.users"),
     )
+
+
+def told_of_joint(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
+    """That `mechanism=joint` makes no difference, and which options would; empty if it makes one."""
+    if plan is None:
+        return ""
+    mechanism, bound, allocation = (make(section, cfg[section]) for section in ("mechanism", "bound", "allocation"))
+    if not isinstance(mechanism, Joint) or not same_as_separate(plan, bound, isinstance(allocation, Explicit)):
+        return ""
+    same = "mechanism=joint is mechanism=separate here"
+    groups = [group.vectors for group in plan.groups if not group.is_of_values]
+    if all(len(vectors) == 1 for vectors in groups):
+        return f"{same}, since each group is one vector; in larger ones bound=dimension or bound=adaptive differ."
+    options = ["bound=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
+    options = [*options, "bound=adaptive"] if mechanism.alpha is None else ["scales of their own in mechanism.alpha"]
+    return f"{same}, since the scales α of a group are equal; {' or '.join(options)} would make a difference."
 
 
 def _batchnorm(cfg: DictConfig) -> Any:

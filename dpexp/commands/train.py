@@ -31,6 +31,7 @@ from dpexp.commands.building import (
     quieten,
     rounds_of,
     set_batch_size,
+    told_of_joint,
     unsolved,
 )
 from dpexp.commands.lightning import AVERAGING, CHECKPOINT, trainer_for
@@ -122,7 +123,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
     plan = job.plan
     if among is None:
-        terminal.announce(cfg, plan)
+        terminal.announce(cfg, plan, told_of_joint(cfg, plan))
         terminal.announce_tuned(job.module)
     with _track(cfg, plan, output, _at_its_end(cfg, plan, output), stop) as tracked:
         result = _trained(cfg, job, output, tracked, stop) if cfg.train else _planned(cfg, plan)

@@ -1,6 +1,5 @@
 """The Lightning callback that carries out a privacy plan."""
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -13,7 +12,6 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
-from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
@@ -42,9 +40,8 @@ from dpexp.privacy.processes import (
     ledger_of,
     take_over,
 )
+from dpexp.privacy.readings import Readings
 from dpexp.privacy.values import UNCLIPPED, Estimates, Signals
-
-EPSILON_READINGS = 20
 
 
 class PrivacyCallback(pl.Callback):
@@ -61,7 +58,8 @@ class PrivacyCallback(pl.Callback):
     Args:
         plan: made by `make_plan` for this module.
         ledger: path of the ledger file; must not exist, unless the fit resumes from a checkpoint.
-        delta: for which the `epsilon` spent is logged after 1, 2, 4, 8, … rounds and about 20 times a run.
+        delta: for which the `epsilon` spent is logged after 1, 2, 4, 8, … rounds and about 20 times a run; progress
+            bars show what will be spent at the next of these.
         accountant: which one computes it.
         physical_batch: records processed at once, for memory and speed only. None: on a GPU as many as fit.
         noise_seed: makes sampling and noise reproducible, which voids privacy towards whoever knows the seed.
@@ -87,18 +85,14 @@ class PrivacyCallback(pl.Callback):
             check_claim(plan.sampling.name, plan.adjacency, accountant)
         self.plan = plan
         self.ledger_path = Path(ledger)
-        self.delta = delta
-        self.accountant = accountant
+        self.readings = Readings(plan, delta, accountant) if delta is not None else None
         self.physical_batch = physical_batch
         self.unsafe_diagnostics = unsafe_diagnostics
-        self.epsilon = 0.0
         self.estimates = Estimates()
         self.signals = Signals()
         self.bounds = Bounds(plan.following) if plan.following else None
         self.completed = 0
         self._noise_seed = noise_seed
-        self._reading_every = math.ceil(plan.rounds / EPSILON_READINGS)
-        self._read_at = 0
         self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
         self._rounds_undone = 0  # rounds in the ledger that the checkpoint resumed from does not know
         self._prepared = 0  # preparations that are done
@@ -168,6 +162,8 @@ class PrivacyCallback(pl.Callback):
         self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *about))
         begun = self._ledger.ledger.trained
         self._rounds_undone = begun - self.completed
+        if self.readings:
+            self.readings.begin(self._ledger.ledger, self.completed)
         if self._noise_seed is not None:
             own = "randomness" if processes.first else f"randomness of process {processes.rank}"
             for purpose, stream in zip(("sampling", "dealing", "noise", own), streams, strict=True):
@@ -240,11 +236,9 @@ class PrivacyCallback(pl.Callback):
             self._metrics |= self.bounds.follow(self._engine.now, self._counts, self.completed + 1, history)
         self.completed = self._rounds.sampler.completed = self.completed + 1
         done = self.completed >= self.plan.rounds
-        if self.delta is not None and (
-            done or self.completed.bit_count() == 1 or not self.completed % self._reading_every
-        ):
+        if self.readings and self.readings.due(self.completed):
             self._read_epsilon(trainer)
-            silence.log_although_mute(pl_module, "epsilon", self.epsilon, prog_bar=True, logger=False)
+            silence.log_although_mute(pl_module, "epsilon", self.readings.at_most, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
             logger.log_metrics(self._metrics, step=self.completed)
         for name, value in self._metrics.items():
@@ -262,15 +256,14 @@ class PrivacyCallback(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         silence.mute(pl_module, self._logged)
-        if self.delta is not None and self.completed != self._read_at:
+        if self.readings and self.completed != self.readings.read_at:
             self._read_epsilon(trainer)
 
     def _read_epsilon(self, trainer: pl.Trainer) -> None:
-        assert self._ledger and self.delta is not None
-        self._read_at = self.completed
-        self.epsilon = epsilon(self._ledger.ledger, self.delta, self.accountant)
+        assert self._ledger and self.readings
+        self.readings.read(self._ledger.ledger, self.completed)
         for logger in trainer.loggers:
-            logger.log_metrics({"epsilon": self.epsilon}, step=self.completed)
+            logger.log_metrics({"epsilon": self.readings.epsilon}, step=self.completed)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         give_back(trainer)

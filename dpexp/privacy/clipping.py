@@ -18,13 +18,16 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.groups import Vector
+
+if TYPE_CHECKING:
+    from dpexp.privacy.plan import PrivacyPlan
 
 # One bound for each thing that is clipped by itself, from the name of its group and its dimension: S_g of a group under
 # separate clipping, the scale α_j of a vector under joint clipping.
@@ -137,6 +140,27 @@ class Joint:
             )
             for (name, members), S in zip(groups.items(), bounds, strict=True)
         }
+
+
+def same_as_separate(plan: "PrivacyPlan", bound: Bound, noise_given: bool) -> bool:
+    """Whether joint clipping comes to what `Separate` with the same bound would do: where the scales of each group are
+    one number α, min(1, S/(‖v‖/α)) is min(1, αS/‖v‖), with noise of ασ̃, and αS is what `bound` gives the group.
+
+    Args:
+        noise_given: σ̃ does not follow from S.
+    """
+    groups = {group.name: group for group in plan.groups if not group.is_of_values}
+    if plan.following is not None and any(len(group.vectors) > 1 for group in groups.values()):
+        return False  # each scale goes its own way
+    scaled = plan.calibration.value if plan.calibration and plan.calibration.knob == "bound" else 1.0
+    separate = Separate()({name: group.vectors for name, group in groups.items()}, bound)
+    for name, group in groups.items():
+        alpha = group.alphas[0]
+        equal = math.isclose(alpha * group.S, scaled * separate[name].S, rel_tol=1e-9)
+        own = noise_given or group.exact or group.clip != Abadi()  # lengths that α does not scale
+        if len({*group.alphas}) > 1 or not equal or (alpha != 1 and own):
+            return False
+    return True
 
 
 def at_most_root(told: str, S: float, k: int) -> float:

@@ -40,6 +40,8 @@ def card(
         before: what trainings on the same records have spent from whose weights this one began.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
+    if "test_accuracy" in result.get("metrics", {}):  # the line that MLflow shows without a click
+        lines += [f"**Test accuracy {_measured('accuracy', result['metrics']['test_accuracy'])}**  "]
     if plan is None:
         lines += ["**Not private**: trained without noise, as the twin to compare private models with.", ""]
     elif not result["private"]:
@@ -50,7 +52,7 @@ def card(
     metrics = result.get("metrics", {})
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]
-        lines += [f"| {name} | {value:.4g} |" for name, value in metrics.items()]
+        lines += [f"| {name} | {_measured(name, metrics[name])} |" for name in sorted(metrics)]
         lines.append("")
     if plan is not None and "epsilon" in result:
         lines += _guarantee(names, result, plan)
@@ -105,6 +107,10 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         _NOT_COVERED, "",
     ]  # fmt: skip
     return lines
+
+
+def _measured(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
 
 
 def _correlated(plan: PrivacyPlan) -> str:

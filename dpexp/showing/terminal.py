@@ -42,8 +42,8 @@ def neighbours(adjacency: str, unit: str = "record") -> str:
     }[adjacency]
 
 
-def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
-    """Prints the plan as a table."""
+def announce(cfg: DictConfig, plan: PrivacyPlan | None, told: str = "") -> None:
+    """Prints the plan as a table, and what else is to be `told` of it."""
     if plan is None:
         console.print("[bold]Not private:[/] privacy.enabled=false.")
         return
@@ -65,6 +65,8 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None) -> None:
     console.print(plan_table(plan))
     if (without := unamplified(plan.ledger())) is not None:
         console.print(without, soft_wrap=True)
+    if told:
+        console.print(told, soft_wrap=True)
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
             f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "
@@ -120,7 +122,7 @@ def plan_table(plan: PrivacyPlan) -> Table:
 
 
 class RoundBar(pl.callbacks.ProgressBar):
-    """Rounds done, ε so far, rounds a second; of a trial, whose `place` in its sweep it shows, only until it ends."""
+    """Rounds done, what ε is at most, rounds a second; of a trial, whose place in its sweep it shows, until it ends."""
 
     def __init__(self, rounds: int, privacy: PrivacyCallback | None, place: str | None = None) -> None:
         super().__init__()
@@ -151,7 +153,8 @@ class RoundBar(pl.callbacks.ProgressBar):
         if self._progress is None:
             return
         task = self._progress.tasks[0]
-        spent = f"ε = {up(self._privacy.epsilon, 4)}" if self._privacy else "not private"
+        readings = self._privacy.readings if self._privacy else None
+        spent = f"ε ≤ {up(readings.at_most, 4)}" if readings else "" if self._privacy else "not private"
         self._progress.update(
             self._task,
             completed=trainer.global_step,

@@ -16,7 +16,7 @@ from pandas import DataFrame
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
 from dpexp.tracking.origin import without_passwords
-from dpexp.tracking.store import ERROR, OUTPUT, SAME
+from dpexp.tracking.store import ERROR, OUTPUT, SAME, TRIED
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def _is_parent(run: Run) -> bool:
 
 def _trial(run: Run) -> dict[str, Any]:
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
-    knob, solved = params.get("calibrate", "noise"), any(name.startswith("calibration/") for name in metrics)
+    knob, solved = params.get("calibrate", "noise"), any(name.startswith((TRIED, "calibration/")) for name in metrics)
     return {
         "run_id": run.info.run_id,
         "parent_id": _parent(run),

@@ -31,7 +31,7 @@ from dpexp.tracking.model import check_name, description
 from dpexp.tracking.origin import HOST, PATCH_RESUMED, origin, without_passwords, write_patch
 from dpexp.tracking.outbox import Outbox, send_unsent
 from dpexp.tracking.reopening import reopened
-from dpexp.tracking.store import ERROR, OUTPUT, SAME, end_dead_runs, open_store
+from dpexp.tracking.store import ERROR, OUTPUT, SAME, TRIED, end_dead_runs, open_store
 from dpexp.tracking.underway import BEGUN, PROMISED, RUN, alone
 from dpexp.tracking.unswept import swept_keys
 from dpexp.tracking.views import address, show_columns
@@ -75,7 +75,8 @@ class _MetricsLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         done = self.rounds() if self.rounds is not None else step or 0
-        self._outbox.metrics({name: value for name, value in metrics.items() if name != "epoch"}, done)
+        names = sorted(metrics, key=lambda name: not name.endswith("accuracy"))  # listed first
+        self._outbox.metrics({name: metrics[name] for name in names if name != "epoch"}, done)
 
 
 class Tracked:
@@ -139,32 +140,40 @@ class Tracked:
 
     def _log_plan(self, plan: PrivacyPlan) -> None:
         planned = plan.ledger()
-        values = {
-            "noise_multiplier": plan.noise_multiplier,
-            "q": plan.sampling.q,
-            "rounds": plan.rounds,
-            "delta": self._cfg.privacy.delta,
-            "epsilon_planned": epsilon(planned, self._cfg.privacy.delta, self._accountants[0]),
-        }
+        told = {"z": plan.noise_multiplier, "q": plan.sampling.q}
         for group in plan.groups:
             name = _plain(group.name)
-            values |= {f"S/{name}": group.S, f"sigma/{name}": group.sigma, f"share/{name}": group.share}
-        for event in plan.preparations:
-            figure = "epsilon" if event.noise == "laplace" else "mu"
-            values |= {f"prepare/{_plain(event.query)}/{figure}": event.ratio(plan.adjacency)}
-        if plan.calibration is not None:
-            if plan.calibration.knob not in SAME:
-                values[plan.calibration.knob] = plan.calibration.value
-            for step, (value, cost) in enumerate(plan.calibration.trace):
-                tried = {f"calibration/{plan.calibration.knob}": value, f"calibration/{plan.calibration.target}": cost}
-                self._outbox.metrics(tried, step)
-        self._outbox.metrics(values, 0)
+            told |= {f"S.{name}": group.S, f"sigma.{name}": group.sigma, f"share.{name}": group.share}
+        self._outbox.params({f"plan.{name}": f"{value:.6g}" for name, value in told.items()})
         if len(plan.bands) > 1:
             self._outbox.params({"plan.bands": str(len(plan.bands))})
         (self._output / "plan.json").write_text(plan_json(plan))
         write_ledger(self._output / "planned_ledger.jsonl", planned)
         self._outbox.file(self._output / "plan.json")
         self._outbox.file(self._output / "planned_ledger.jsonl")
+
+    def log_planned(self) -> None:
+        """Figures of the plan, after those of what happened: MLflow lists what was logged first on top."""
+        if (plan := self._plan) is None:
+            return
+        values = {
+            "noise_multiplier": plan.noise_multiplier,
+            "q": plan.sampling.q,
+            "rounds": plan.rounds,
+            "delta": self._cfg.privacy.delta,
+            "epsilon_planned": epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0]),
+        }
+        for event in plan.preparations:
+            figure = "epsilon" if event.noise == "laplace" else "mu"
+            values |= {f"prepare/{_plain(event.query)}/{figure}": event.ratio(plan.adjacency)}
+        solved = plan.calibration
+        if solved is not None and solved.knob not in SAME:
+            values[solved.knob] = solved.value
+        self._outbox.metrics(values, 0)
+        if solved is None:
+            return
+        for step, (value, cost) in enumerate(solved.trace):
+            self._outbox.metrics({f"{TRIED}{solved.knob}": value, f"{TRIED}{solved.target}": cost}, step)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Logs what is known at the end."""
@@ -252,6 +261,7 @@ def _tracked(run: Tracked, output: Path, stopped_by: Callable[[], str]) -> Itera
         raise
     finally:
         try:
+            run.log_planned()
             run.log_ledger()
         finally:
             run.end(status, reason)

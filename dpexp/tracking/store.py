@@ -16,6 +16,7 @@ from dpexp.errors import ConfigError
 from dpexp.tracking.origin import HOST
 
 SAME = {"noise": "noise_multiplier", "q_at_fixed_z": "q", "steps": "rounds"}  # calibrated knob -> metric that has it
+TRIED = "tried "  # begins the metrics of calibration; MLflow shows those with a slash above accuracy, others by name
 _PATIENCE = 120  # seconds for others that open the same database
 ERROR = "dpexp.error"  # a tag: why a run did not finish
 OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it

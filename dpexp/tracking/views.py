@@ -5,16 +5,30 @@ import json
 from mlflow import MlflowClient
 
 # MLflow keeps such views in undocumented tags of the experiment.
-COLUMNS = [
-    "metrics.`epsilon`", "metrics.`delta`", "metrics.`test_accuracy`",
-    "metrics.`noise_multiplier`", "metrics.`q`", "tags.`dpexp.group`", "tags.`dpexp.mechanism`",
-    "tags.`dpexp.clip`", "tags.`dpexp.allocation`", "tags.`dpexp.seed`", "tags.`dpexp.error`",
+COLUMNS = [  # metrics come before parameters, and by name
+    "metrics.`epsilon`", "metrics.`test_accuracy`", "params.`privacy.delta`", "params.`plan.z`", "params.`plan.q`",
+    "tags.`dpexp.group`", "tags.`dpexp.mechanism`", "tags.`dpexp.clip`", "tags.`dpexp.allocation`",
+    "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
 
 
+CHARTS = ("test_accuracy", "epsilon")  # on top; MLflow adds one of each other metric behind them
+_SECTION = {"uuid": "metrics", "name": "Model metrics", "display": True, "isReordered": True}
+_LINE = {
+    "type": "LINE", "metricSectionId": "metrics", "runsCountToCompare": 10, "deleted": False, "isGenerated": True,
+    "lineSmoothness": 0, "scaleType": "linear", "xAxisScaleType": "linear", "range": {}, "xAxisKey": "step",
+    "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
+    "useGlobalXaxisKey": True,
+}  # fmt: skip
+
+
 def show_columns(client: MlflowClient, experiment_id: str) -> None:
-    state = {"selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False}
+    state = {
+        "selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False,
+        "isAccordionReordered": True, "compareRunSections": [_SECTION],
+        "compareRunCharts": [_LINE | {"uuid": name, "metricKey": name, "displayName": name} for name in CHARTS],
+    }  # fmt: skip
     client.set_experiment_tag(experiment_id, f"mlflow.sharedViewState.{VIEW}", json.dumps(state))
 
 

@@ -1,0 +1,49 @@
+"""Where joint clipping is separate clipping, the plan says so, and only there."""
+
+import pytest
+
+import dpexp
+from dpexp.commands.building import told_of_joint
+
+QUICK = ("privacy.epsilon=null", "privacy.noise_multiplier=2", "sampling.steps=5")
+
+
+def told(*overrides):
+    cfg = dpexp.compose("mechanism=joint", *QUICK, *overrides)
+    plan = dpexp.plan(cfg)
+    return told_of_joint(cfg, plan), plan
+
+
+@pytest.mark.parametrize(
+    "overrides, differs",
+    [
+        (("group=conv_fc",), "bound=dimension or bound=adaptive"),
+        (("group=flat", "allocation=min_variance", "bound.total=3"), "bound=dimension or bound=adaptive"),
+        (("group=per_layer", "bound=dimension", "allocation=dimension_adjusted"), "each group is one vector"),
+        (("group=per_layer", "bound=adaptive"), "each group is one vector"),
+        (("group=flat", "clip=automatic", "mechanism.alpha=1", "bound=fixed", "bound.value=2"), "mechanism.alpha"),
+    ],
+)
+def test_it_is_said_where_bounds_and_noise_are_equal(overrides, differs):
+    said, plan = told(*overrides)
+    assert said.startswith("mechanism=joint is mechanism=separate here") and differs in said
+    separate = dpexp.plan(dpexp.compose("mechanism=separate", *QUICK, *[o for o in overrides if "mech" not in o]))
+    for joint, other in zip(plan.groups, separate.groups, strict=True):
+        for alpha in joint.alphas:
+            assert alpha * joint.S == pytest.approx(other.S, rel=1e-9)
+            assert alpha * joint.sigma == pytest.approx(other.sigma, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("group=conv_fc", "bound=dimension"),
+        ("group=conv_fc", "bound=adaptive"),
+        ("group=conv_fc", "bound=fixed"),  # √2 of what separate would clip to
+        ("group=conv_fc", "clip=automatic"),  # γ is a length
+        ("group=conv_fc", "noise=exact"),
+        ("group=conv_fc", "mechanism.S=1"),
+    ],
+)
+def test_and_not_elsewhere(overrides):
+    assert told(*overrides)[0] == ""

@@ -1,0 +1,75 @@
+"""What is shown of ε while a training goes on is never below what is spent, and at the end it is what was spent."""
+
+import pytest
+import pytorch_lightning as pl
+from test_callback import Data, Model, N, fit, plan_for, trainer
+
+import dpexp
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import ledger_so_far
+from dpexp.privacy import clipping, readings
+from dpexp.privacy.adaptive import Adaptive
+from dpexp.privacy.allocation import Measured
+from dpexp.privacy.asked import Banded
+
+DELTA, ROUNDS = 1e-5, 20
+CHOICES = {
+    "poisson": {},
+    "schedule": {"schedules": {"z": {"step": {0: 2, 10: 0.5}}, "q": {"step": {0: 1, 15: 2}}}},
+    "adaptive": {"bound": Adaptive(0.4), "mechanism": clipping.Joint()},
+    "measured": {"bound": Adaptive(0.4), "allocation": Measured()},
+    "now and then": {"release": {"train_loss": {"S": 1.0, "share": 0.1, "every": 7}}},
+    "shuffle": {"n": N, "sampling": "shuffle", "q": 4 / N, "noise_multiplier": 2.0},
+    "banded": {"noise": Banded(4), "sampling": "cyclic_poisson", "q": 0.05},
+}
+
+
+class Shown(pl.Callback):
+    """Compares what is shown with what is spent, whenever a round is in the ledger and when it ends."""
+
+    def __init__(self, privacy):
+        self.privacy, self.shown, self.over = privacy, [], []
+
+    def on_before_optimizer_step(self, *_):
+        self.spent = epsilon(ledger_so_far(self.privacy.ledger_path), DELTA, "moments")
+        self.compare()
+
+    def on_train_batch_end(self, *_):
+        self.compare()
+
+    def compare(self):
+        self.shown.append(self.privacy.readings.at_most)
+        self.over.append(self.shown[-1] - self.spent)
+
+
+def watched(folder, checkpoint=None, stop=-1, **choices):
+    module = Model()
+    plan = plan_for(module, **{"steps": ROUNDS} | choices)
+    privacy = dpexp.PrivacyCallback(plan, folder / "l.jsonl", delta=DELTA, accountant="moments", noise_seed=1)
+    shown = Shown(privacy)
+    run = trainer(privacy, shown, max_steps=stop)
+    run.fit(module, Data(), ckpt_path=checkpoint, weights_only=False)
+    return run, shown
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_what_is_shown_is_never_below_what_is_spent(choices, tmp_path):
+    run, shown = watched(tmp_path, stop=7, **choices)
+    assert min(shown.over) >= -1e-9
+    run.save_checkpoint(tmp_path / "7.ckpt")
+    _, undone = watched(tmp_path, tmp_path / "7.ckpt", 11, **choices)  # 4 rounds that no checkpoint knows of
+    _, last = watched(tmp_path, tmp_path / "7.ckpt", **choices)
+    assert min(undone.over) >= -1e-9 and min(last.over) >= -1e-9
+    assert last.shown[0] > undone.shown[0] > 0
+    assert last.over[-1] == pytest.approx(0, abs=1e-9)
+
+
+def test_it_is_no_more_than_the_plan_at_the_end_and_takes_few_readings(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(readings, "epsilon", lambda ledger, *a: asked.append(len(ledger)) or epsilon(ledger, *a))
+    module = Model()
+    plan = plan_for(module, steps=60)
+    _, _, privacy = fit(tmp_path, module, plan=plan, delta=DELTA, accountant="moments")
+    assert privacy.readings.at_most == privacy.readings.epsilon == epsilon(plan.ledger(), DELTA, "moments")
+    assert len(set(asked)) <= 28 and len(asked) <= 57
