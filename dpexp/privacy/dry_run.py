@@ -3,6 +3,7 @@ the same in every round."""
 
 import contextlib
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import Dataset
@@ -27,6 +29,7 @@ from dpexp.privacy.engine.step import Step
 from dpexp.privacy.engine.torch_functions import leaves_of
 from dpexp.privacy.engine.traced import memory_of, refuse_data
 from dpexp.privacy.keystream import KeyStream, own_randomness
+from dpexp.privacy.values import WEIGHT
 
 Later = Callable[[], AbstractContextManager]
 
@@ -48,10 +51,21 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     refuse_data([*module.named_parameters(), *module.named_buffers()], data)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     chunk = Chunk.of(loss_of, example.to(device).batch, 1)
-    with _DataUnread(data), _nothing_fetched(rounds.dataset):
-        step.decide(chunk, later)
+    try:
+        with _DataUnread(data) as seen, _nothing_fetched(rounds.dataset):
+            step.decide(chunk, later)
+    except ConfigError:
+        if step.mode is None and rounds.of_examples and _losses_of_pairs(MadeUp(), chunk, module, device, b"0" * 32, 0):
+            raise ConfigError(_NONE_ALONE) from None
+        raise
     if rounds.of_examples:
-        _check_loss_of_a_batch(step, chunk, module, device)
+        _check_loss_of_a_batch(step, chunk, module, device, seen.weighed)
+        if (collate := rounds.mixing()) is not None:
+            warnings.warn(
+                f"data: {collate} makes of a record another one among others, as MixUp, CutMix and statistics of a "
+                "batch do; here each record is collated by itself, and trained on as it then is. Change a record by "
+                "itself, as augment does (dpexp.views), and give statistics as public constants."
+            )
     if step.held:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
@@ -60,16 +74,27 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
 
 
 class _DataUnread(TorchFunctionMode):
-    """While active, a function that is given a part of the training data is refused."""
+    """While active, a function that is given a part of the training data is refused.
+
+    Attributes:
+        weighed: the last function that was given weights of classes, if any was.
+    """
 
     def __init__(self, data: list[tuple[int, int]]) -> None:
         super().__init__()
         self._data = data
+        self.weighed: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = leaves_of((args, kwargs or {}))
         plain = [t for t in given if type(t) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(t)]
         refuse_data([("an argument of " + getattr(func, "__name__", "a function"), t) for t in plain], self._data)
+        place = _WEIGHTS.get(func)
+        if (
+            place is not None
+            and (kwargs or {}).get(place[1], args[place[0]] if place[0] < len(args) else None) is not None
+        ):
+            self.weighed = func.__name__
         return func(*args, **(kwargs or {}))
 
 
@@ -100,55 +125,96 @@ def _nothing_fetched(dataset: Any) -> Iterator[None]:
         yield
 
 
-def _check_loss_of_a_batch(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
+# Where losses take weights of classes: place, name.
+_WEIGHTS = {
+    F.cross_entropy: (2, "weight"), F.nll_loss: (2, "weight"), F.multi_margin_loss: (4, "weight"),
+    F.binary_cross_entropy_with_logits: (6, "pos_weight"),
+}  # fmt: skip
+_NONE_ALONE = (
+    "model: training_step gives a record by itself no gradient, as contrastive losses do, which compare the records of "
+    "a batch; here each record is seen by itself. Let a record hold all that its loss compares, such as a pair."
+)
+_WEIGH = (
+    "{} Here each record gets the loss of a batch of one, and its gradient is clipped, so that of weights in the loss "
+    "little or nothing is left. Set data.class_weights, or call dpexp.weigh(w[y].mean() / w.max()) in training_step, "
+    "which weighs the clipped gradient."
+)
+
+
+def _check_loss_of_a_batch(
+    step: Step, chunk: Chunk, module: nn.Module, device: torch.device, weighed: str | None
+) -> None:
     """Warns where the loss of a batch is not made of losses of its records: of two made-up ones a and b, which become
-    a' and b', L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own.
+    a' and b', L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own. At first labels stay.
+
+    Args:
+        weighed: a function that was given weights of classes.
+
+    Raises:
+        ConfigError: a record by itself has no gradient.
     """
-    if step.made_up is None or any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in chunk.tensors):
+    if step.made_up is None:
         return
-    for seed in range(_TRIES):
-        stream = KeyStream.known(seed, "pairs", 0)
-        losses, is_random = _losses_of_pairs(step.made_up, chunk, module, device, stream.key, seed)
-        if not losses or (met := losses[0] - losses[1] - losses[2] + losses[3]) != met:
-            return
-        if abs(met) > _ROUNDING * max(map(abs, losses)):
-            break
-        if not is_random and seed:
-            return
-    else:
-        return
-    with own_randomness(device, stream):
-        try:
+    try:
+        with own_randomness(device, KeyStream.known(0, "pairs", 0)):
             alone = step.of_one(step.made_up.records(chunk, 1, 0), 0)
-        except RecordError as error:
-            raise ConfigError(str(error)) from None
-        except Exception as error:
-            raise ConfigError(f"model: training_step fails for a record by itself ({why(error)})") from None
-    reached = {name for name, use in alone.of.items() if bool(use.dense().any())}
-    if not reached:
-        raise ConfigError(
-            "model: training_step gives a record by itself no gradient, as contrastive losses do, which compare the "
-            "records of a batch; here each record is seen by itself."
+    except RecordError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        raise ConfigError(f"model: training_step fails for a record by itself ({why(error)})") from None
+    mixed = [_mixes(step.made_up, chunk, module, device, labels) for labels in (False, True)]
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    reached = {name for name in names if name in alone.of and bool(alone.of[name].dense().any())}
+    if any(mixed) and not reached:
+        raise ConfigError(_NONE_ALONE)
+    unreached = ", ".join([name for name in names if name not in reached][:4])
+    if mixed[0]:
+        warnings.warn(
+            "the loss that training_step gives two records together is no sum or mean of theirs, as with mixup, Dice, "
+            "statistics of a batch or a mean over all its words; here each record gets the loss of a batch of one"
+            f"{f', which gives {unreached} no gradient' if unreached else ''}. Write it for one record: augment mixes "
+            "none, Dice runs over a record's places, and statistics are public constants."
         )
-    unreached = [name for name, p in module.named_parameters() if p.requires_grad and name not in reached]
-    warnings.warn(
-        "the loss that training_step gives two records together is no sum or mean of theirs, as with mixup or a mean "
-        "over all words of a batch; here each record gets the loss of a batch of one"
-        + (f", which gives {', '.join(unreached[:4])} no gradient." if unreached else ".")
-    )
+    elif WEIGHT not in alone.of and weighed is not None:
+        warnings.warn(_WEIGH.format(f"training_step gives {weighed} weights of classes."))
+    elif WEIGHT not in alone.of and mixed[1]:
+        said = "the loss that training_step gives two records together depends on both of their labels, as with "
+        warnings.warn(_WEIGH.format(said + "weights of classes, or how frequent these are in a batch."))
 
 
-_ROUNDING = 1e-2  # of the losses, that it may make of them
+_ROUNDING = {
+    True: (1e-2, 1e-5),
+    False: (0.0, 1e-2),
+}  # of what a record moves, and of the losses; whether in full precision
 _TRIES = 6  # since what mixes at random may leave two records as they are
 
 
+def _mixes(made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool) -> bool:
+    """Whether the loss of two records is another than those of each, where labels are replaced, too, or are not."""
+    if any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in chunk.tensors):
+        return False
+    full = not torch.is_autocast_enabled(device.type) and all(p.dtype.itemsize >= 4 for p in module.parameters())
+    for seed in range(_TRIES):
+        stream = KeyStream.known(seed, "pairs", 0)
+        losses, is_random = _losses_of_pairs(made_up, chunk, module, device, stream.key, seed, labels)
+        if not losses:
+            return False
+        moved = max(abs(loss - losses[0]) for loss in losses)
+        least = max(part * of for part, of in zip(_ROUNDING[full], (moved, max(map(abs, losses))), strict=True))
+        if abs(losses[0] - losses[1] - losses[2] + losses[3]) > least:
+            return True
+        if not is_random and seed > 1:
+            return False
+    return False
+
+
 def _losses_of_pairs(
-    made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, key: bytes, seed: int
+    made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, key: bytes, seed: int, labels: bool = False
 ) -> tuple[list[float], bool]:
     """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, and whether random numbers were drawn; no losses
-    if two records have none."""
+    if two records have none that are numbers."""
     some, others = (made_up.records(chunk, 2, k) for k in (2 * seed, 2 * seed + 1))
-    only = [leaf.is_floating_point() for leaf in some.tensors]  # not labels, of which weights may be
+    only = [labels or leaf.is_floating_point() for leaf in some.tensors]
     losses, is_random = [], False
     for replaced in ([], [0], [1], [0, 1]):
         together = [leaf.detach().clone() for leaf in some.tensors]
@@ -165,7 +231,7 @@ def _losses_of_pairs(
             except Exception:
                 return [], False
             is_random |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != python_randomness()
-    return losses, is_random
+    return losses if all(map(math.isfinite, losses)) else [], is_random
 
 
 def tensors_of(dataset: Any) -> list[Tensor]:
