@@ -215,10 +215,8 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
 def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Callable[[], torch.Tensor] | None:
     """A weight of each class, or what gives them once they are known; None: none are asked for."""
     asked = _contained(OmegaConf.select(cfg, "data.class_weights"))
-    if asked is None:
-        return None
     if asked != "counts":
-        return torch.tensor(asked, dtype=torch.float32)
+        return None if asked is None else torch.tensor(asked, dtype=torch.float32)
     (counts,) = (one for one in preparations_of(model).values() if isinstance(one, ClassCounts))
     if counts.d != cfg.data.classes:
         raise ConfigError(f"data.class_weights=counts needs data.classes={cfg.data.classes} counts, not {counts.d}.")

@@ -25,7 +25,7 @@ from dpexp.privacy.delivery import Rounds
 from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp, copied
 from dpexp.privacy.engine.passes import python_randomness
 from dpexp.privacy.engine.questions import why
-from dpexp.privacy.engine.step import Step
+from dpexp.privacy.engine.step import NO_LOSS, Step
 from dpexp.privacy.engine.torch_functions import leaves_of
 from dpexp.privacy.engine.traced import memory_of, refuse_data
 from dpexp.privacy.keystream import KeyStream, own_randomness
@@ -54,8 +54,8 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     try:
         with _DataUnread(data) as seen, _nothing_fetched(rounds.dataset):
             step.decide(chunk, later)
-    except ConfigError:
-        if step.mode is None and rounds.of_examples and _losses_of_pairs(MadeUp(), chunk, module, device, b"0" * 32, 0):
+    except ConfigError as error:
+        if str(error) == NO_LOSS and rounds.of_examples and any(_of_pairs(MadeUp(), chunk, module, device, False)):
             raise ConfigError(_NONE_ALONE) from None
         raise
     if rounds.of_examples:
@@ -135,7 +135,7 @@ _NONE_ALONE = (
     "a batch; here each record is seen by itself. Let a record hold all that its loss compares, such as a pair."
 )
 _WEIGH = (
-    "{} Here each record gets the loss of a batch of one, and its gradient is clipped, so that of weights in the loss "
+    "Here each record gets the loss of a batch of one, and its gradient is clipped, so that of weights in the loss "
     "little or nothing is left. Set data.class_weights, or call dpexp.weigh(w[y].mean() / w.max()) in training_step, "
     "which weighs the clipped gradient."
 )
@@ -146,92 +146,88 @@ def _check_loss_of_a_batch(
 ) -> None:
     """Warns where the loss of a batch is not made of losses of its records: of two made-up ones a and b, which become
     a' and b', L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own. At first labels stay.
-
-    Args:
-        weighed: a function that was given weights of classes.
-
-    Raises:
-        ConfigError: a record by itself has no gradient.
+    `weighed`: a function that was given weights of classes. Raises ConfigError: a record by itself has no gradient.
     """
     if step.made_up is None:
         return
+    mixed, by_label = (_mixes(step.made_up, chunk, module, device, labels) for labels in (False, True))
+    if not (mixed or by_label or weighed):
+        return
     try:
         with own_randomness(device, KeyStream.known(0, "pairs", 0)):
-            alone = step.of_one(step.made_up.records(chunk, 1, 0), 0)
+            alone = step.of_one(step.made_up.records(chunk, 1, 0), 0).of
     except RecordError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
+        if not (mixed or by_label):
+            return
         raise ConfigError(f"model: training_step fails for a record by itself ({why(error)})") from None
-    mixed = [_mixes(step.made_up, chunk, module, device, labels) for labels in (False, True)]
     names = [name for name, p in module.named_parameters() if p.requires_grad]
-    reached = {name for name in names if name in alone.of and bool(alone.of[name].dense().any())}
-    if any(mixed) and not reached:
+    unreached = [name for name in names if name not in alone or not bool(alone[name].dense().any())]
+    if len(unreached) == len(names) and (mixed or by_label):
         raise ConfigError(_NONE_ALONE)
-    unreached = ", ".join([name for name in names if name not in reached][:4])
-    if mixed[0]:
+    said = weighed is not None or WEIGHT in alone
+    if weighed is not None and WEIGHT not in alone:
+        warnings.warn(f"training_step gives {weighed} weights of classes. {_WEIGH}")
+    if mixed and (not said or any(leaf.is_floating_point() for leaf in chunk.tensors)):
+        left_out = f", which gives {', '.join(unreached[:4])} no gradient" if unreached else ""
         warnings.warn(
             "the loss that training_step gives two records together is no sum or mean of theirs, as with mixup, Dice, "
             "statistics of a batch or a mean over all its words; here each record gets the loss of a batch of one"
-            f"{f', which gives {unreached} no gradient' if unreached else ''}. Write it for one record: augment mixes "
-            "none, Dice runs over a record's places, and statistics are public constants."
+            f"{left_out}. Write it for one record: Dice over a record's places, statistics as public constants."
         )
-    elif WEIGHT not in alone.of and weighed is not None:
-        warnings.warn(_WEIGH.format(f"training_step gives {weighed} weights of classes."))
-    elif WEIGHT not in alone.of and mixed[1]:
-        said = "the loss that training_step gives two records together depends on both of their labels, as with "
-        warnings.warn(_WEIGH.format(said + "weights of classes, or how frequent these are in a batch."))
+    elif by_label and not said:
+        warnings.warn(
+            "the loss that training_step gives two records together depends on both of their labels, as with weights "
+            f"of classes, or how frequent these are in a batch. {_WEIGH}"
+        )
 
 
-_ROUNDING = {
-    True: (1e-2, 1e-5),
-    False: (0.0, 1e-2),
-}  # of what a record moves, and of the losses; whether in full precision
+_ROUNDING, _PART = 1e-5, 1e-2  # of the losses, that it may make of them; of what a record moves, that is of a pair
 _TRIES = 6  # since what mixes at random may leave two records as they are
 
 
 def _mixes(made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool) -> bool:
     """Whether the loss of two records is another than those of each, where labels are replaced, too, or are not."""
-    if any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in chunk.tensors):
-        return False
     full = not torch.is_autocast_enabled(device.type) and all(p.dtype.itemsize >= 4 for p in module.parameters())
-    for seed in range(_TRIES):
-        stream = KeyStream.known(seed, "pairs", 0)
-        losses, is_random = _losses_of_pairs(made_up, chunk, module, device, stream.key, seed, labels)
-        if not losses:
-            return False
-        moved = max(abs(loss - losses[0]) for loss in losses)
-        least = max(part * of for part, of in zip(_ROUNDING[full], (moved, max(map(abs, losses))), strict=True))
+    for losses in _of_pairs(made_up, chunk, module, device, labels):
+        moved, most = max(abs(loss - losses[0]) for loss in losses), max(map(abs, losses))
+        least = max(_PART * moved, _ROUNDING * most) if full else _PART * most
         if abs(losses[0] - losses[1] - losses[2] + losses[3]) > least:
             return True
-        if not is_random and seed > 1:
-            return False
     return False
 
 
-def _losses_of_pairs(
-    made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, key: bytes, seed: int, labels: bool = False
-) -> tuple[list[float], bool]:
-    """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, and whether random numbers were drawn; no losses
-    if two records have none that are numbers."""
-    some, others = (made_up.records(chunk, 2, k) for k in (2 * seed, 2 * seed + 1))
-    only = [labels or leaf.is_floating_point() for leaf in some.tensors]
-    losses, is_random = [], False
-    for replaced in ([], [0], [1], [0, 1]):
-        together = [leaf.detach().clone() for leaf in some.tensors]
-        for leaf, other, floating in zip(together, others.tensors, only, strict=True):
-            if floating or not any(only):
-                leaf[replaced] = other.detach()[replaced]
-        batch = some.having([leaf.flatten(0, 1) for leaf in together])
-        with own_randomness(device, KeyStream(key)), torch.no_grad(), spectral_norms_fixed(module):
-            before = torch.get_rng_state(), python_randomness()
-            try:
-                losses.append(float(chunk.loss_of(tree_unflatten([*map(copied, batch.leaves)], chunk.structure))))
-            except ConfigError:
-                raise
-            except Exception:
-                return [], False
-            is_random |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != python_randomness()
-    return losses if all(map(math.isfinite, losses)) else [], is_random
+def _of_pairs(
+    made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool
+) -> Iterator[list[float]]:
+    """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, of a few pairs whose losses are numbers."""
+    for seed in range(_TRIES):
+        some, others = (made_up.records(chunk, 2, k) for k in (2 * seed, 2 * seed + 1))
+        only = [labels or leaf.is_floating_point() for leaf in some.tensors]
+        losses, is_random = [], False
+        for replaced in ([], [0], [1], [0, 1]):
+            together = [leaf.detach().clone() for leaf in some.tensors]
+            for leaf, other, floating in zip(together, others.tensors, only, strict=True):
+                if floating or not any(only):
+                    leaf[replaced] = other.detach()[replaced]
+            if any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in together):
+                return
+            batch = some.having([leaf.flatten(0, 1) for leaf in together])
+            stream = KeyStream.known(seed, "pairs", 0)
+            with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
+                before = torch.get_rng_state(), python_randomness()
+                try:
+                    losses.append(float(chunk.loss_of(tree_unflatten([*map(copied, batch.leaves)], chunk.structure))))
+                except ConfigError:
+                    raise
+                except Exception:
+                    return
+                is_random |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != python_randomness()
+        if all(map(math.isfinite, losses)):
+            yield losses
+        if not is_random and seed > 1:
+            return
 
 
 def tensors_of(dataset: Any) -> list[Tensor]:

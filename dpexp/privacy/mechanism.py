@@ -68,6 +68,7 @@ class ScaledNorms:
     norms: Tensor
     doubtful: Tensor | None
     in_float64: bool = False  # the gradients
+    weights: Tensor | None = None  # [B], in [0, 1]; None: all are 1
 
     def by_vector(self, vectors: int) -> Tensor:
         """[vectors, B]: ||v_j|| / alpha_j."""
@@ -105,21 +106,14 @@ class GroupMechanism:
             enlarged, share = squares.sqrt(), found.doubtful[:, rows]
             exact = torch.stack([_over(part.gradient.squared_norms().sqrt(), part.alpha, 1) for part in parts])
             squares = torch.where(share > 0, enlarged + share * (exact - enlarged), enlarged).square()
-        return ScaledNorms(parts, squares, squares.sum(0).sqrt(), None, in_float64=True)
+        weights = None if found.weights is None else found.weights[rows]
+        return ScaledNorms(parts, squares, squares.sum(0).sqrt(), None, True, weights)
 
-    def add(
-        self,
-        found: ScaledNorms,
-        S: Tensor,
-        sums: Mapping[str, Tensor],
-        counted: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
+    def add(self, found: ScaledNorms, S: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None) -> None:
         """Adds the chunk's sum of c_i v^i to each parameter's sum, in place, and drops the gradients.
 
         Args:
             found: norms that are all finite; counted: [B], which rows are records; None: all. Others add exactly 0.
-            weights: [B] w_i in [0, 1]; None: all are 1.
         """
         factors: dict[torch.dtype, Tensor] = {}
         while found.parts:
@@ -127,7 +121,7 @@ class GroupMechanism:
             totals = [sums[name] for name in part.names]
             dtype = totals[0].dtype
             if dtype not in factors:
-                c = clip_factors(self.group.clip, found.norms, S, dtype, weights)
+                c = clip_factors(self.group.clip, found.norms, S, dtype, found.weights)
                 factors[dtype] = c if counted is None else torch.where(counted, c, 0)
             c = factors[dtype].double() if found.in_float64 else factors[dtype]
             if len(totals) == 1 and not found.in_float64:

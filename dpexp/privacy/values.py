@@ -134,14 +134,12 @@ def weigh(weight: Any) -> None:
     """Weighs the one record that `training_step` sees: its clipped gradient is multiplied by `weight`, a number in
     [0, 1], at most once a record.
 
-    A weight in the loss is taken away again by clipping, c·w·g being as long as c·g wherever it is clipped. This one
-    comes after, so that a record adds at most S still, whatever its weight, and S times its weight if it is clipped: a
-    weight outside of [0, 1] is brought to the nearer end, and NaN to 0. Values for release are not weighed. Outside of
-    private training it does nothing.
+    A weight in the loss is taken away again by clipping. This one comes after, so that a record adds at most S whatever
+    its weight: one outside of [0, 1] is brought to the nearer end, and NaN to 0. Values for release are not weighed.
+    Outside of private training it does nothing.
 
     Raises:
-        RuntimeError: it is called where another vmap runs, or for one record after another.
-        ConfigError: users train locally, by many gradients each.
+        RuntimeError: it is called where another vmap runs. ConfigError: users train locally, by many gradients each.
     """
     given, level = _given.get()
     if WEIGHT not in given:

@@ -61,44 +61,44 @@ class ClippedSums:
             `norm:group` [B] for each group, `finite` [B], whether all of them are; `doubtful` [B] if any can be.
         """
         S, _ = self._split(numbers)
-        weights = weights_of(gradients)
         found, outputs = self._norms(gradients, numbers)
         if zeroing:
             counted = counted & outputs["finite"]
             _zero(found, ~outputs["finite"])
         doubtful = outputs.get("doubtful")
         if rows is not None:
-            self._add(self._exact(found, S, gradients, rows[0]), S, sums, rows[1], _at(weights, rows[0]))
+            self._add(self._exact(found, S, gradients, rows[0]), S, sums, rows[1])
         elif doubtful is None:
-            self._add(found, S, sums, counted, weights)
+            self._add(found, S, sums, counted)
         else:
             outputs["doubtful"] = doubtful & counted
-            self._add(found, S, sums, counted & ~doubtful, weights)
+            self._add(found, S, sums, counted & ~doubtful)
         return outputs
 
     def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same outside of a graph, for all rows, the doubtful ones included."""
         S, _ = self._split(numbers)
-        weights = weights_of(gradients)
         found, outputs = self._norms(gradients, numbers)
         counted = gradients.in_range & outputs["finite"]
         if not bool(outputs["finite"].all()):
             _zero(found, ~outputs["finite"])
         doubtful = outputs.pop("doubtful", None)
         if doubtful is not None and bool((doubtful := doubtful & counted).any()):
-            rows = doubtful.nonzero()[:, 0]
-            self._add(self._exact(found, S, gradients, rows), S, sums, None, _at(weights, rows))
+            self._add(self._exact(found, S, gradients, doubtful.nonzero()[:, 0]), S, sums, None)
             counted = counted & ~doubtful
-        self._add(found, S, sums, counted, weights)
+        self._add(found, S, sums, counted)
         return outputs
 
     def _norms(self, gradients: Gradients, numbers: Tensor) -> tuple[list[ScaledNorms | None], dict[str, Tensor]]:
         S, alphas = self._split(numbers)
+        weights = weights_of(gradients)
         found: list[ScaledNorms | None] = []
         for mechanism, S_g, scales in zip(self._mechanisms, S, alphas, strict=True):
             if mechanism.group.name == UNCLIPPED:
                 gradients.of[value_key(UNCLIPPED)] = self._counts(found, S, gradients, None)
-            found.append(mechanism.norms(gradients.of, S_g, scales))
+            found.append(norms := mechanism.norms(gradients.of, S_g, scales))
+            if norms is not None and not mechanism.group.is_of_values:
+                norms.weights = weights
         outputs = {
             f"norm:{m.group.name}": f.norms for m, f in zip(self._mechanisms, found, strict=True) if f is not None
         }
@@ -128,11 +128,10 @@ class ClippedSums:
         S: Sequence[Tensor],
         sums: Mapping[str, Tensor],
         counted: Tensor | None,
-        weights: Tensor | None,
     ) -> None:
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=True):
             if norms is not None:
-                mechanism.add(norms, S_g, sums, counted, None if mechanism.group.is_of_values else weights)
+                mechanism.add(norms, S_g, sums, counted)
 
     def _split(self, numbers: Tensor) -> tuple[Sequence[Tensor], list[Sequence[Tensor] | None]]:
         """S of each group, and its scales where they are not those of the plan."""
@@ -168,10 +167,6 @@ def weights_of(gradients: Gradients) -> Tensor | None:
     """[B] in float64: the records' weights, each brought into [0, 1], and NaN to 0; None: they have none."""
     given = gradients.of.pop(WEIGHT, None)
     return None if given is None else given.dense()[:, 0].double().nan_to_num(0.0).clamp(0, 1)
-
-
-def _at(weights: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if weights is None else weights[rows]
 
 
 def _zero(found: Sequence[ScaledNorms | None], rows: Tensor) -> None:

@@ -33,7 +33,7 @@ _SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
 _TRACING = _CHECKING = 0.02  # of the time
 _STEPS_CHANGED, _READS_CHANGED = 3, 8  # how often, after which a step runs as written
 
-_NO_LOSS = (
+NO_LOSS = (
     "model: training_step's loss, or its gradient, is NaN or infinite for every record that was made up, and for the "
     "first record of the validation set, if there is one; mend the loss, or give a validation set, whose records are "
     "public, that it takes."
@@ -115,7 +115,7 @@ class Step:
             elif self._training or self._alone:
                 self.mode = LOOP
             elif made_up is None:
-                raise ConfigError(_NO_LOSS)
+                raise ConfigError(NO_LOSS)
             else:
                 self._trace(chunk, settings)
                 self._template = made_up.records(chunk.row(0), 1, 0), settings
