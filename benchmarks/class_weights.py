@@ -24,7 +24,7 @@ from dpexp.training.classifier import Classifier
 
 N, D, RARE, APART = 20_000, 10, 0.05, 1.4
 EPSILON, BATCH, ROUNDS, S = 8.0, 1000, 200, 0.25
-LR = {True: 1.5, False: 1.0}  # private or not
+LR = {True: 0.2, False: 0.5}  # private or not
 W = torch.tensor([1.0, 19.0])
 SEEDS = range(3)
 
@@ -45,7 +45,7 @@ def data(n, seed):
     generator = torch.Generator().manual_seed(seed)
     y = (torch.rand(n, generator=generator) < RARE).long()
     x = torch.randn(n, D, generator=generator)
-    x[:, 0] += APART * y
+    x[:, 0] += APART * (y - 0.5)
     return x, y
 
 

@@ -169,11 +169,15 @@ LOSSES = {
         lambda net, x, y: F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),
         "gives cross_entropy weights of classes.*Set data.class_weights, or call dpexp.weigh",
     ),
-    "weighted by hand": (by_hand_weighted, "depends on both of their labels.*Set data.class_weights"),
+    "weighted by hand": (by_hand_weighted, "depends on all of their labels.*Set data.class_weights"),
     "dice": (dice, "no sum or mean of theirs, as with mixup, Dice"),
     "smoothed by the batch": (
         lambda net, x, y: F.cross_entropy(net(x), 0.9 * hot(y) + 0.1 * hot(y).mean(0)),
-        "depends on both of their labels.*how frequent",
+        "depends on all of their labels.*how frequent",
+    ),
+    "balanced by the batch": (
+        lambda net, x, y: F.cross_entropy(net(x), y, 1 / (1 + hot(y).sum(0)), reduction="sum") / len(x),
+        "gives cross_entropy weights of classes",
     ),
     "weighed as well": (
         lambda net, x, y: dpexp.weigh(0.5) or F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),
@@ -185,7 +189,7 @@ LOSSES = {
 
 def said(folder, module, loader, monkeypatch):
     """The sentences of the dry run."""
-    found, told = [], ("two records together", "weights of classes", "another one among others")
+    found, told = [], ("records together", "weights of classes", "another one among others")
     monkeypatch.setattr("dpexp.privacy.dry_run.warnings.warn", lambda message, *_, **__: found.append(str(message)))
     trained(folder, module, loader)
     return [sentence for sentence in found if any(words in sentence for words in told)]

@@ -172,18 +172,19 @@ def _check_loss_of_a_batch(
     if mixed and (not said or any(leaf.is_floating_point() for leaf in chunk.tensors)):
         left_out = f", which gives {', '.join(unreached[:4])} no gradient" if unreached else ""
         warnings.warn(
-            "the loss that training_step gives two records together is no sum or mean of theirs, as with mixup, Dice, "
-            "statistics of a batch or a mean over all its words; here each record gets the loss of a batch of one"
+            "the loss that training_step gives several records together is no sum or mean of theirs, as with mixup, "
+            "Dice, statistics of a batch or a mean over all its words; here each record gets the loss of a batch of one"
             f"{left_out}. Write it for one record: Dice over a record's places, statistics as public constants."
         )
     elif by_label and not said:
         warnings.warn(
-            "the loss that training_step gives two records together depends on both of their labels, as with weights "
-            f"of classes, or how frequent these are in a batch. {_WEIGH}"
+            "the loss that training_step gives several records together depends on all of their labels, as with "
+            f"weights of classes, or how frequent these are in a batch. {_WEIGH}"
         )
 
 
 _ROUNDING, _PART = 1e-5, 1e-2  # of the losses, that it may make of them; of what a record moves, that is of a pair
+_TOGETHER = 4
 _TRIES = 6  # since what mixes at random may leave two records as they are
 
 
@@ -201,9 +202,10 @@ def _mixes(made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.devic
 def _of_pairs(
     made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool
 ) -> Iterator[list[float]]:
-    """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, of a few pairs whose losses are numbers."""
+    """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, of a few pairs whose losses are numbers; with
+    others that stay, since classes of two records are as frequent as one another."""
     for seed in range(_TRIES):
-        some, others = (made_up.records(chunk, 2, k) for k in (2 * seed, 2 * seed + 1))
+        some, others = (made_up.records(chunk, _TOGETHER, k) for k in (2 * seed, 2 * seed + 1))
         only = [labels or leaf.is_floating_point() for leaf in some.tensors]
         losses, is_random = [], False
         for replaced in ([], [0], [1], [0, 1]):

@@ -328,7 +328,7 @@ def mixing(loader: DataLoader, draw: Callable[[], int]) -> str | None:
     same random state, it gives rows of equal shapes, none of which is in both. Nothing else is told of them."""
     dataset: Any = sampled_dataset(loader)
     collate, device = loader.collate_fn, torch.device("cpu")
-    for _ in range(_DRY_RUN if collate is not default_collate else 0):
+    for _ in range(2 * _DRY_RUN if collate is not default_collate else 0):
         key, forms, rows = KeyStream().key, [], []
         try:
             with own_randomness(device, KeyStream()):

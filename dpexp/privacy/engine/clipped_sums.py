@@ -96,9 +96,9 @@ class ClippedSums:
         for mechanism, S_g, scales in zip(self._mechanisms, S, alphas, strict=True):
             if mechanism.group.name == UNCLIPPED:
                 gradients.of[value_key(UNCLIPPED)] = self._counts(found, S, gradients, None)
-            found.append(norms := mechanism.norms(gradients.of, S_g, scales))
-            if norms is not None and not mechanism.group.is_of_values:
-                norms.weights = weights
+            found.append(own := mechanism.norms(gradients.of, S_g, scales))
+            if own is not None and not mechanism.group.is_of_values:
+                own.weights = weights
         outputs = {
             f"norm:{m.group.name}": f.norms for m, f in zip(self._mechanisms, found, strict=True) if f is not None
         }
