@@ -183,7 +183,7 @@ def _check_loss_of_a_batch(
         )
 
 
-_ROUNDING, _PART = 1e-5, 1e-2  # of the losses, that it may make of them; of what a record moves, that is of a pair
+_ROUNDING, _PART, _COARSE = 1e-5, 1e-3, 1e-2  # of the losses; of what a record moves; of losses in half precision
 _TOGETHER = 4
 _TRIES = 6  # since what mixes at random may leave two records as they are
 
@@ -193,7 +193,7 @@ def _mixes(made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.devic
     full = not torch.is_autocast_enabled(device.type) and all(p.dtype.itemsize >= 4 for p in module.parameters())
     for losses in _of_pairs(made_up, chunk, module, device, labels):
         moved, most = max(abs(loss - losses[0]) for loss in losses), max(map(abs, losses))
-        least = max(_PART * moved, _ROUNDING * most) if full else _PART * most
+        least = max(_PART * moved, _ROUNDING * most) if full else _COARSE * most
         if abs(losses[0] - losses[1] - losses[2] + losses[3]) > least:
             return True
     return False
