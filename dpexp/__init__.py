@@ -15,6 +15,7 @@ _HOMES = {
     "PrivacyPlan": "dpexp.privacy.plan",
     "PrivacyCallback": "dpexp.privacy.callback",
     "release": "dpexp.privacy.values",
+    "weigh": "dpexp.privacy.values",
     "views": "dpexp.training.augment",
     "read_ledger": "dpexp.accounting.ledger",
     "epsilon": "dpexp.accounting.accountants",

@@ -17,7 +17,7 @@ COMMAND = "DPEXP_COMMAND"  # an environment variable with the command line, for 
 @dataclass
 class Data:
     """`id` is a name for the data set, under which what is spent on it is added up. `n` is a published constant,
-    and so is `users`, of records that are users.
+    and so is `users`, of records that are users. `class_weights`: a list of public numbers, one a class, or `counts`.
     `module` is a LightningDataModule's `_target_` with its arguments."""
 
     id: str | None = None
@@ -25,6 +25,7 @@ class Data:
     users: int | None = None
     shape: list[int] | None = None
     classes: int | None = None
+    class_weights: Any = None
     root: str | None = None
     module: dict[str, Any] = MISSING
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dpexp.privacy.batchnorm import Private
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.clipping import Joint, same_as_separate
 from dpexp.privacy.plan import PrivacyPlan, make_plan
-from dpexp.privacy.preparations import Prepared, preparations_of
+from dpexp.privacy.preparations import ClassCounts, Prepared, preparations_of
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling import Policy, make_policy
 from dpexp.privacy.values import BATCHNORM
@@ -214,13 +215,30 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
                 "is a LightningModule; let its training_step begin with batch = dpexp.views(batch, augment, K), and "
                 "leave augment out."
             )
+        if OmegaConf.select(cfg, "data.class_weights") is not None:
+            raise ConfigError(
+                f"data.class_weights weighs the records of a plain model, and model={cfg.model._target_} is a "
+                "LightningModule; let its training_step call dpexp.weigh(w[y].mean() / w.max()), and leave it out."
+            )
         return model
     optimizer = make("optimizer", cfg.optimizer, _partial_=True)
     augment = _augment(cfg)
+    model = _prepared(cfg, model) if asked else model
     return Classifier(
-        _prepared(cfg, model) if asked else model, optimizer, augment=augment,
-        multiplicity=cfg.augment.multiplicity if augment else 1,
+        model, optimizer, augment=augment, multiplicity=cfg.augment.multiplicity if augment else 1,
+        class_weights=_class_weights(cfg, model),
     )  # fmt: skip
+
+
+def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Callable[[], torch.Tensor] | None:
+    """A weight of each class, or what gives them once they are known; None: none are asked for."""
+    asked = _contained(OmegaConf.select(cfg, "data.class_weights"))
+    if asked != "counts":
+        return None if asked is None else torch.tensor(asked, dtype=torch.float32)
+    (counts,) = (one for one in preparations_of(model).values() if isinstance(one, ClassCounts))
+    if counts.d != cfg.data.classes:
+        raise ConfigError(f"data.class_weights=counts needs data.classes={cfg.data.classes} counts, not {counts.d}.")
+    return counts.weights
 
 
 def _without(cfg: DictConfig, section: str, key: str) -> DictConfig:

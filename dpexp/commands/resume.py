@@ -55,6 +55,7 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
     before.setdefault("noise", {"kind": "gaussian"})  # of a job that is older than the choice
     before.setdefault("clip", {"_target_": "dpexp.privacy.clipping.Abadi"})
     before.setdefault("norms", "exact")
+    before["data"].setdefault("class_weights", None)
     before.setdefault("metrics", {"release": None})
     before.setdefault("batchnorm", None)
     before.setdefault("prepare", None)

@@ -57,6 +57,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
     if cfg.data.classes is not None and cfg.data.classes < 1:
         raise ConfigError(f"data.classes={cfg.data.classes} must be at least 1.")
+    _check_class_weights(cfg)
     if any(length < 1 for length in cfg.data.shape or ()):
         raise ConfigError(f"data.shape={cfg.data.shape} must hold whole numbers of at least 1.")
     if cfg.register is not None and cfg.tracking.uri is None:
@@ -135,6 +136,30 @@ def _check_objects(cfg: DictConfig) -> None:
                 f"{key}={shown} does not say what to make; choose an option of that group, or give "
                 f"'{key}={{_target_: package.Name}}' with its arguments."
             )
+
+
+def _check_class_weights(cfg: DictConfig) -> None:
+    weights = OmegaConf.select(cfg, "data.class_weights")  # older configurations have none
+    if weights is None:
+        return
+    key, classes = f"data.class_weights={weights}", cfg.data.classes
+    if classes is None:
+        raise ConfigError(f"{key} needs data that has classes, and data.classes is null; set data.class_weights=null.")
+    if cfg.privacy.enabled and record_of(cfg).local is not None:
+        raise ConfigError(
+            f"{key} weighs a record's gradient, and with record.local a user has many, clipped together; set "
+            "data.class_weights=null, or record.local=null."
+        )
+    if weights == "counts":
+        if not any(str(one.get("_target_")).endswith(".ClassCounts") for one in (cfg.get("prepare") or {}).values()):
+            raise ConfigError(f"{key} needs counts that are released; add prepare=[class_counts], or give a list.")
+        return
+    numbers = OmegaConf.to_container(weights) if OmegaConf.is_list(weights) else None
+    plain = isinstance(numbers, list) and all(isinstance(w, int | float) and math.isfinite(w) for w in numbers)
+    if not plain or len(numbers) != classes or min(numbers) < 0 or max(numbers) == 0:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{key} must be a list of {classes} public numbers, one a class, none below 0 and one above, or counts."
+        )
 
 
 def _check_augment(augment: DictConfig | None) -> None:

@@ -28,6 +28,7 @@ from dpexp.privacy.fetching import (
     Seeding,
     each_alone,
     fetched_alone,
+    mixing,
     only_rows,
     opened,
     refuse_order,
@@ -272,6 +273,10 @@ class Rounds:
             for part in parts:
                 if isinstance(part, Records):
                     yield part
+
+    def mixing(self) -> str | None:
+        """The collate_fn, if it makes of a record another one among others (see `fetching.mixing`)."""
+        return None if self.only_rows else mixing(self._users_loader, lambda: _drawn(self.sampler.size, None))
 
     def close(self) -> None:
         """Ends the loader's processes, and drops the keys, so that they are nowhere."""

@@ -323,6 +323,29 @@ def refuse_order(
             raise StateFound(_STATE.format(what=found, round=""))
 
 
+def mixing(loader: DataLoader, draw: Callable[[], int]) -> str | None:
+    """The loader's collate_fn, if it makes of a record another one among others: of a with b, and of a with c from the
+    same random state, it gives rows of equal shapes, none of which is in both. Nothing else is told of them."""
+    dataset: Any = sampled_dataset(loader)
+    collate, device = loader.collate_fn, torch.device("cpu")
+    for _ in range(2 * _DRY_RUN if collate is not default_collate else 0):
+        key, forms, rows = KeyStream().key, [], []
+        try:
+            with own_randomness(device, KeyStream()):
+                a, b, c = (dataset[draw()] for _ in range(3))
+            for other in (b, c):
+                with own_randomness(device, KeyStream(key)):
+                    leaves, _ = flattened(collate(copy.deepcopy([a, other])))
+                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 2]
+                forms.append([leaf.shape for leaf in tensors])
+                rows.append({tuple(map(bits_of, row)) for row in zip(*tensors, strict=True)})
+        except Exception:
+            return None
+        if forms[0] == forms[1] != [] and rows[0].isdisjoint(rows[1]):
+            return f"the collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
+    return None
+
+
 def _copied(dataset: Any) -> Any:
     """A copy that shares the data, but no attributes and none of the lists and dictionaries in them."""
     made = copy.copy(dataset)

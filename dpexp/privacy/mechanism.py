@@ -2,8 +2,10 @@
 
 For a group with vectors v_1 ... v_k, scales alpha, clip norm S and noise sigma, of the records i of a round's sample:
 
-    norm_i = (sum_j ||v_j^i||^2 / alpha_j^2)^(1/2),   c_i = min(rule(norm_i), S / norm_i),
-    v_j = (sum_i c_i v_j^i + alpha_j N(0, sigma^2 I)) / (q n).
+    norm_i = (sum_j ||v_j^i||^2 / alpha_j^2)^(1/2),   c_i = w_i min(rule(norm_i), S / norm_i),
+    v_j = (sum_i c_i v_j^i + alpha_j N(0, sigma^2 I)) / (q n),
+
+where w_i is 1, or of a gradient what `training_step` gives `dpexp.weigh` for the record, brought into [0, 1].
 
 Formal guarantees:
 
@@ -66,6 +68,7 @@ class ScaledNorms:
     norms: Tensor
     doubtful: Tensor | None
     in_float64: bool = False  # the gradients
+    weights: Tensor | None = None  # [B], in [0, 1]; None: all are 1
 
     def by_vector(self, vectors: int) -> Tensor:
         """[vectors, B]: ||v_j|| / alpha_j."""
@@ -103,7 +106,8 @@ class GroupMechanism:
             enlarged, share = squares.sqrt(), found.doubtful[:, rows]
             exact = torch.stack([_over(part.gradient.squared_norms().sqrt(), part.alpha, 1) for part in parts])
             squares = torch.where(share > 0, enlarged + share * (exact - enlarged), enlarged).square()
-        return ScaledNorms(parts, squares, squares.sum(0).sqrt(), None, in_float64=True)
+        weights = None if found.weights is None else found.weights[rows]
+        return ScaledNorms(parts, squares, squares.sum(0).sqrt(), None, True, weights)
 
     def add(self, found: ScaledNorms, S: Tensor, sums: Mapping[str, Tensor], counted: Tensor | None = None) -> None:
         """Adds the chunk's sum of c_i v^i to each parameter's sum, in place, and drops the gradients.
@@ -117,7 +121,7 @@ class GroupMechanism:
             totals = [sums[name] for name in part.names]
             dtype = totals[0].dtype
             if dtype not in factors:
-                c = clip_factors(self.group.clip, found.norms, S, dtype)
+                c = clip_factors(self.group.clip, found.norms, S, dtype, found.weights)
                 factors[dtype] = c if counted is None else torch.where(counted, c, 0)
             c = factors[dtype].double() if found.in_float64 else factors[dtype]
             if len(totals) == 1 and not found.in_float64:
@@ -152,9 +156,9 @@ def add_noise(groups: Iterable[Group], sums: Mapping[str, Tensor], noise: Correl
     noise.add_to(noisy, divisor=denominator)
 
 
-def clip_factors(clip: Clip, norms: Tensor, S: Tensor, dtype: torch.dtype) -> Tensor:
-    """c_i [B] for vectors of a type: what the rule says, but at most S/‖v^i‖, with S less what applying c rounds; 0
-    where the norm is not finite.
+def clip_factors(clip: Clip, norms: Tensor, S: Tensor, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
+    """c_i [B] for vectors of a type: what the rule says, but at most S/‖v^i‖, with S less what applying c rounds, times
+    the weight in [0, 1], which as computed makes it no larger; 0 where the norm is not finite.
 
     So ‖c_i v^i‖ ≤ S, as computed, whatever the rule says, if the norms [B] are at least the true ones. Since c_i may be
     above 1, it is kept so small that neither c·g nor c·x, for g and x up to LARGEST, nor a sum of many records
@@ -162,6 +166,7 @@ def clip_factors(clip: Clip, norms: Tensor, S: Tensor, dtype: torch.dtype) -> Te
     """
     bound = S.clamp(max=LARGEST[dtype]) * (1 - MARGIN[dtype])
     c = torch.minimum(asked(clip, norms, S), bound / norms).clamp(max=_LARGEST[dtype])
+    c = c if weights is None else c * weights
     return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
 

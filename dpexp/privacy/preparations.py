@@ -36,9 +36,11 @@ class Preparation(nn.Module, ABC):
         d: how many numbers a record's vector has.
         S, S_replaced: how far the sum moves when a record is added or removed, or replaced: in L2 norm for Gaussian
             noise, in L1 norm for Laplace noise.
+        sd: the standard deviation of each released number's noise; 0 before that is known, and without privacy.
     """
 
     noise: str = "gaussian"
+    sd: float = 0.0
     d: int
     S: float
     S_replaced: float
@@ -299,6 +301,11 @@ class ClassCounts(Preparation):
 
     def told(self) -> list[float]:
         return [float(count) for count in self.counts]
+
+    def weights(self) -> Tensor:
+        """One over each class's count, where a count below two standard deviations of its noise, or below 1, is taken
+        for that much: noise alone makes no class rare."""
+        return 1 / self.counts.clamp(min=max(1.0, 2 * self.sd))
 
 
 def _upper(symmetric: Tensor) -> Tensor:

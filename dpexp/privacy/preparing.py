@@ -1,6 +1,7 @@
 """Carries out the preparations of a module: one pass over all records for each, before the first round."""
 
 import copy
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -54,6 +55,9 @@ def prepare(
             f"the plan was made for a module with the preparations {_told(planned)}, and this one has {_told(own)}; "
             "make the plan for the module that is trained."
         )
+    for preparation, event in zip(found.values(), plan.preparations, strict=True):
+        one = parts_of(event)[0]
+        preparation.sd = one.scale * (math.sqrt(2) if one.noise == "laplace" else 1)
     for k, (name, preparation) in [*enumerate(found.items())][done:]:
         event, before = plan.preparations[k], [*found.values()][:k]
         total = torch.zeros(preparation.d, dtype=torch.float64)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dpexp.privacy.plan import Group, PrivacyPlan
 
 BATCHNORM, UNCLIPPED = "batchnorm", "unclipped"  # what private batch normalization and adaptive bounds release
+WEIGHT = ".weight"  # the key of a record's weight, which is not released
 _KEYS = ("S", "share", "d", "every", "values")
 _RECENT = 5  # the smoothed value is the mean over the last fifth of the releases
 _WINDOWS = 20  # that a run's rounds are averaged in
@@ -129,6 +130,30 @@ def release(name: str, value: Any) -> None:
     given[value_key(name)].append(value)
 
 
+def weigh(weight: Any) -> None:
+    """Weighs the one record that `training_step` sees: its clipped gradient is multiplied by `weight`, a number in
+    [0, 1], at most once a record.
+
+    A weight in the loss is taken away again by clipping. This one comes after, so that a record adds at most S whatever
+    its weight: one outside of [0, 1] is brought to the nearer end, and NaN to 0. Values for release are not weighed.
+    Outside of private training it does nothing.
+
+    Raises:
+        RuntimeError: it is called where another vmap runs. ConfigError: users train locally, by many gradients each.
+    """
+    given, level = _given.get()
+    if WEIGHT not in given:
+        return
+    if _functorch.maybe_current_level() != level:
+        raise RuntimeError("dpexp.weigh is given what is not a weight of training_step's one record.")
+    if not isinstance(given[WEIGHT], list):
+        raise ConfigError(
+            "record.local: dpexp.weigh weighs a record's gradient, and a user who trains locally has many, clipped "
+            "together; leave it out, or choose record.local=null."
+        )
+    given[WEIGHT].append(weight)
+
+
 class Values:
     """The values that a plan releases: their `sizes` d, by `value_key`. They are summed on the device of a tensor, in
     its precision, or float32."""
@@ -138,10 +163,11 @@ class Values:
         self.device, self.dtype = like.device, torch.promote_types(torch.float32, like.dtype)
 
     @contextmanager
-    def given(self) -> Iterator[Callable[[], dict[str, Tensor]]]:
-        """Meanwhile `release` takes values of a record, or of each of several under vmap; afterwards, in the same vmap,
-        the function gives them as [d], by key, or raises ValueError: one has not as many numbers as the plan says."""
-        given: dict[str, list[Any]] = {key: [] for key in self.sizes}
+    def given(self, weighed: bool = True) -> Iterator[Callable[[], dict[str, Tensor]]]:
+        """Meanwhile `release` takes values of a record, or of each of several under vmap, and `weigh` its weight, if it
+        is to have one; afterwards, in the same vmap, the function gives them as [d], by key, or raises ValueError: one
+        has not as many numbers as the plan says."""
+        given: dict[str, Any] = {key: [] for key in self.sizes} | {WEIGHT: [] if weighed else ()}
         token = _given.set((given, _functorch.maybe_current_level()))
         try:
             yield lambda: {key: self._one(key, values) for key, values in given.items() if values}
@@ -150,8 +176,10 @@ class Values:
 
     def _one(self, key: str, values: list[Any]) -> Tensor:
         found = [self._flat(key, value) for value in values]
+        if key == WEIGHT and [len(value) for value in found] != [1]:
+            raise ValueError("dpexp.weigh takes one number for a record, once.")
         for value in found:
-            if len(value) != self.sizes[key]:
+            if len(value) != self.sizes.get(key, 1):
                 told = f"training_step gives {len(value)} numbers as the {key[1:]} for release"
                 raise ValueError(f"{told}; metrics.release says d={self.sizes[key]}.")
         return sum(found[1:], start=found[0]) / len(found)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+import dpexp
 from dpexp.errors import RecordError
 from dpexp.training.augment import Augment, views
 
@@ -21,6 +23,9 @@ class Classifier(pl.LightningModule):
         scheduler: optimizer -> learning rate scheduler, stepped every round; or None.
         augment: makes a view of a record (see `augment.views`); None: a record is its only one.
         multiplicity: of so many views the mean is a record's loss in training.
+        class_weights: a weight of each class, or what gives them in each step, by which losses are averaged in
+            training. In private training, where a record is by itself, they weigh its clipped gradient, as parts of the
+            largest.
     """
 
     METRICS = ("test_loss", "test_accuracy")
@@ -32,6 +37,7 @@ class Classifier(pl.LightningModule):
         scheduler: Callable[[Optimizer], Any] | None = None,
         augment: Augment | None = None,
         multiplicity: int = 1,
+        class_weights: Tensor | Callable[[], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -39,6 +45,8 @@ class Classifier(pl.LightningModule):
         self.scheduler = scheduler
         self.augment = augment
         self.multiplicity = multiplicity
+        self._weights_now = class_weights if callable(class_weights) else None
+        self.register_buffer("class_weights", None if callable(class_weights) else class_weights, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return scores_of(self.model(x))
@@ -66,6 +74,9 @@ class Classifier(pl.LightningModule):
         if self.augment is not None:
             batch = views(batch, self.augment, self.multiplicity)
         loss, scores = self.loss_and_scores(batch)
+        weights = self._weights_now() if self._weights_now is not None else self.class_weights
+        if isinstance(weights, Tensor):
+            loss = _weighed(scores, _labels(batch), weights.to(loss))
         self.log_dict(_measured("train", batch, loss, scores))
         return loss
 
@@ -86,6 +97,20 @@ class Classifier(pl.LightningModule):
             return optimizer
         scheduler = {"scheduler": self.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def _weighed(scores: Tensor | None, y: Tensor, weights: Tensor) -> Tensor:
+    """Cross entropy, of which the mean goes by weights; of one record it is the same, and `dpexp.weigh` does the rest.
+
+    Raises:
+        RecordError: labels are no classes.
+    """
+    if scores is None or scores.dim() != y.dim() + 1 or y.is_floating_point():
+        raise RecordError("data.class_weights: a record's label must be a whole number, its class; leave them out.")
+    own = weights[y]
+    dpexp.weigh(own.mean() / weights.max())
+    losses = own * F.cross_entropy(scores, y, reduction="none")
+    return losses.sum() / own.sum().clamp(min=torch.finfo(own.dtype).tiny)
 
 
 def _labels(batch: Any) -> Tensor:

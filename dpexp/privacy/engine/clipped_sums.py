@@ -12,7 +12,7 @@ from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.mechanism import GroupMechanism, ScaledNorms
 from dpexp.privacy.plan import Group
-from dpexp.privacy.values import UNCLIPPED
+from dpexp.privacy.values import UNCLIPPED, WEIGHT
 
 
 class ClippedSums:
@@ -91,11 +91,14 @@ class ClippedSums:
 
     def _norms(self, gradients: Gradients, numbers: Tensor) -> tuple[list[ScaledNorms | None], dict[str, Tensor]]:
         S, alphas = self._split(numbers)
+        weights = weights_of(gradients)
         found: list[ScaledNorms | None] = []
         for mechanism, S_g, scales in zip(self._mechanisms, S, alphas, strict=True):
             if mechanism.group.name == UNCLIPPED:
                 gradients.of[value_key(UNCLIPPED)] = self._counts(found, S, gradients, None)
-            found.append(mechanism.norms(gradients.of, S_g, scales))
+            found.append(own := mechanism.norms(gradients.of, S_g, scales))
+            if own is not None and not mechanism.group.is_of_values:
+                own.weights = weights
         outputs = {
             f"norm:{m.group.name}": f.norms for m, f in zip(self._mechanisms, found, strict=True) if f is not None
         }
@@ -158,6 +161,12 @@ class ClippedSums:
             k = len(group.vectors) if self._joint else 1
             counted.append(within(parts) if parts is not None else losses.new_ones(k, len(losses), dtype=torch.float64))
         return Dense(torch.cat(counted).T.to(self._dtype) - 0.5)
+
+
+def weights_of(gradients: Gradients) -> Tensor | None:
+    """[B] in float64: the records' weights, each brought into [0, 1], and NaN to 0; None: they have none."""
+    given = gradients.of.pop(WEIGHT, None)
+    return None if given is None else given.dense()[:, 0].double().nan_to_num(0.0).clamp(0, 1)
 
 
 def _zero(found: Sequence[ScaledNorms | None], rows: Tensor) -> None:

@@ -46,7 +46,7 @@ class Training:
         leaves = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
         weights = self._weights()
         losses: list[Tensor] = []
-        with self._values.given() as given:
+        with self._values.given(weighed=False) as given:
             for batch in self._batches(chunk, leaves):
                 weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
                 with self._having(weights):

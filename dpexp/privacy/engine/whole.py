@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.clipping import asked
-from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.clipped_sums import ClippedSums, weights_of
 from dpexp.privacy.engine.passes import Gradients
 from dpexp.privacy.engine.rounding import norms
 from dpexp.privacy.engine.uses import Dense
@@ -24,7 +24,7 @@ class WholeSums(ClippedSums):
         return super().numbers(now, device)
 
     def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        outputs = {"finite": gradients.in_range}
+        outputs, weights = {"finite": gradients.in_range}, weights_of(gradients)
         for group in self._now:
             given = gradients.of
             members = [(alpha, name, given.pop(name)) for _, alpha, name in by_parameter([group]) if name in given]
@@ -32,7 +32,9 @@ class WholeSums(ClippedSums):
                 continue
             vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
             found = outputs[f"norm:{group.name}"] = norms(vectors)
-            whole = group.lattice.rounded(vectors, found, asked(group.clip, found, torch.tensor(group.S).double()))
+            c = asked(group.clip, found, torch.tensor(group.S).double())
+            c = c if weights is None or group.is_of_values else c * weights.cpu()
+            whole = group.lattice.rounded(vectors, found, c)
             sizes = [sums[name].numel() for _, name, _ in members]
             for (_, name, _), part in zip(members, whole.split(sizes, 1), strict=True):
                 sums[name].view(-1).add_(part.sum(0))

@@ -1,0 +1,304 @@
+"""Weights of clipped gradients, and what is said of losses that mean something else among other records."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from test_isolation import CLASSES, Items, Model, rows, trained
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, default_collate
+
+import dpexp
+from dpexp.accounting.ledger import LedgerWriter
+from dpexp.errors import ConfigError
+from dpexp.privacy.clipping import Fixed
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.step import LOOP, TRACED, VMAP
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.preparations import ClassCounts
+from dpexp.training.classifier import Classifier
+
+B, N, S = 6, 100, 0.5
+WEIGHTS = torch.tensor([0.0, 1.0, 7.0, math.nan, -3.0, 0.25], dtype=torch.float64)
+BROUGHT = [0.0, 1.0, 1.0, 0.0, 0.0, 0.25]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def records(seed=0):
+    torch.manual_seed(seed)
+    return 3 * torch.randn(B, 3, dtype=torch.float64), torch.randint(0, 2, (B,)), WEIGHTS.clone()
+
+
+def step(model):
+    def loss_of(batch):
+        x, y, w = batch
+        loss = F.cross_entropy(model(x[None]), y[None])
+        dpexp.weigh(w)
+        dpexp.release("loss", loss)
+        return loss
+
+    return loss_of
+
+
+def sums(folder, batch, mode, model=None, loss_of=None, **options):
+    """Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value."""
+    model = model or net()
+    plan = dpexp.make_plan(
+        model, n=N, q=0.1, steps=1, bound=Fixed(S), release={"loss": {"S": 9, "share": 0.01}},
+        **({"noise_multiplier": 1e-7} | options),
+    )  # fmt: skip
+    engine = Engine(plan, model, GaussianNoise())
+    if mode != TRACED:
+        engine.step.mode = mode
+    path = folder / str(len([*folder.iterdir()]))
+    ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None)
+    ledger.sample(plan.at(0).sampling.event(N, 0))
+    engine.start(0)
+    engine.accumulate(loss_of or step(model), batch, len(batch[0]))
+    engine.finish()
+    assert engine.mode == mode
+    return {name: 0.1 * N * average for name, average in engine.release(ledger).items()}
+
+
+def by_hand(model, batch, weights=BROUGHT):
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    expected[".value loss"] = torch.zeros(1, dtype=torch.float64)
+    for x, y, w in zip(*batch[:2], weights, strict=True):
+        loss = F.cross_entropy(model(x[None]), y[None])
+        found = dict(zip(expected, torch.autograd.grad(loss, [*model.parameters()]), strict=False))
+        norm = math.sqrt(sum(float(g.square().sum()) for g in found.values()))
+        for name, g in found.items():
+            expected[name] += min(1, S / norm) * w * g
+        expected[".value loss"] += loss.detach()
+    return expected
+
+
+@pytest.mark.parametrize("mode", [TRACED, VMAP, LOOP])
+def test_a_weight_is_of_the_clipped_gradient_and_of_nothing_else(mode, tmp_path, recwarn):
+    found, expected = sums(tmp_path, records(), mode), by_hand(net(), records())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_record_that_gives_no_weight_counts_in_full(tmp_path, recwarn):
+    def loss_of(batch):
+        return F.cross_entropy(model(batch[0][None]), batch[1][None])
+
+    model = net()
+    found, expected = sums(tmp_path, records(), TRACED, model, loss_of), by_hand(net(), records(), [1.0] * B)
+    torch.testing.assert_close(found["0.weight"], expected["0.weight"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [TRACED, LOOP])
+def test_a_record_more_moves_the_sum_by_at_most_S_whatever_its_weight(mode, tmp_path, recwarn):
+    batch = (1e3 * records()[0], *records()[1:])
+    whole = sums(tmp_path, batch, mode)
+    for i, w in enumerate(BROUGHT):
+        rest = sums(tmp_path, [torch.cat([t[:i], t[i + 1 :]]) for t in batch], mode)
+        moved = math.sqrt(sum(float((whole[n] - rest[n]).square().sum()) for n in whole if n != ".value loss"))
+        assert moved <= S + 1e-5 and moved == pytest.approx(w * S, abs=1e-5)
+
+
+def test_exact_noise_takes_weights(tmp_path, recwarn):
+    """No noise multiplier is small there: what differs between two jobs is noise; so clipping is looked at."""
+    from dpexp.privacy.engine.passes import Gradients
+    from dpexp.privacy.engine.uses import Dense
+    from dpexp.privacy.engine.whole import WholeSums
+    from dpexp.privacy.values import WEIGHT
+
+    plan = dpexp.make_plan(net(), n=N, q=0.1, steps=1, bound=Fixed(S), noise_multiplier=1.0, noise="exact")
+    clip = WholeSums(plan.groups, False, torch.float64)
+    found = {}
+    for weighed in (False, True):
+        total = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in net().named_parameters()}
+        of = {name: Dense(torch.ones(1, *p.shape, dtype=torch.float64)) for name, p in net().named_parameters()}
+        of |= {WEIGHT: Dense(torch.full((1, 1), 0.25))} if weighed else {}
+        given = Gradients(of, torch.zeros(1), torch.ones(1, dtype=torch.bool))
+        clip.add(given, clip.numbers(plan.groups, torch.device("cpu")), total)
+        found[weighed] = torch.cat([t.flatten() for t in total.values()]).double()
+    torch.testing.assert_close(found[True], found[False] / 4, rtol=0, atol=1)
+
+
+def test_a_weight_of_several_numbers_or_given_twice_is_an_error(tmp_path, recwarn):
+    model = net()
+
+    def twice(batch):
+        dpexp.weigh(0.5)
+        return step(model)(batch)
+
+    with pytest.raises(ValueError, match="takes one number for a record, once"):
+        sums(tmp_path, records(), LOOP, model, twice)
+
+
+# What is said before the first round
+
+
+def hot(y):
+    return F.one_hot(y, CLASSES).double()
+
+
+def by_hand_weighted(net, x, y):
+    w = torch.tensor([1.0, 5.0, 9.0], dtype=torch.float64)[y]
+    return (w * F.cross_entropy(net(x), y, reduction="none")).sum() / w.sum()
+
+
+def dice(net, x, y):
+    p, t = net(x).softmax(1), hot(y)
+    return 1 - ((2 * (p * t).sum(0) + 1) / (p.sum(0) + t.sum(0) + 1)).mean()
+
+
+def of_pairs(net, x, y):
+    z = net(x)[:, 0]
+    return F.softplus(-(z[:, None] - z[None]) * (y[:, None] - y[None]).sign()).mean()
+
+
+def decorrelating(net, x, y):
+    z = net(x)
+    return F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean()
+
+
+LOSSES = {
+    "weighted": (
+        lambda net, x, y: F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),
+        "gives cross_entropy weights of classes.*Set data.class_weights, or call dpexp.weigh",
+    ),
+    "weighted by hand": (by_hand_weighted, "depends on all of their labels.*Set data.class_weights"),
+    "dice": (dice, "no sum or mean of theirs, as with mixup, Dice"),
+    "smoothed by the batch": (
+        lambda net, x, y: F.cross_entropy(net(x), 0.9 * hot(y) + 0.1 * hot(y).mean(0)),
+        "depends on all of their labels.*how frequent",
+    ),
+    "balanced by the batch": (
+        lambda net, x, y: F.cross_entropy(net(x), y, 1 / (1 + hot(y).sum(0)), reduction="sum") / len(x),
+        "gives cross_entropy weights of classes",
+    ),
+    "weighed as well": (
+        lambda net, x, y: dpexp.weigh(0.5) or F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),
+        None,
+    ),
+    "plain": (lambda net, x, y: F.cross_entropy(net(x), y, label_smoothing=0.1), None),
+}
+
+
+def said(folder, module, loader, monkeypatch):
+    """The sentences of the dry run."""
+    found, told = [], ("records together", "weights of classes", "another one among others")
+    monkeypatch.setattr("dpexp.privacy.dry_run.warnings.warn", lambda message, *_, **__: found.append(str(message)))
+    trained(folder, module, loader)
+    return [sentence for sentence in found if any(words in sentence for words in told)]
+
+
+def module_with(loss):
+    return type("Own", (Model,), {"training_step": lambda self, batch, batch_idx: loss(self.net, *batch)})()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_means_another_thing_is_told(name, tmp_path, monkeypatch):
+    loss, sentence = LOSSES[name]
+    found = said(tmp_path, module_with(loss), rows(5), monkeypatch)
+    assert len(found) == (sentence is not None)
+    if sentence:
+        assert re.search(sentence, found[0])
+
+
+@pytest.mark.parametrize("loss", [of_pairs, decorrelating])
+def test_a_loss_that_compares_records_is_refused(loss, tmp_path):
+    with pytest.raises(ConfigError, match="gives a record by itself no gradient, as contrastive losses do"):
+        trained(tmp_path, module_with(loss), rows(5))
+
+
+def mixup(items):
+    x, y = default_collate(items)
+    k, part = torch.randperm(len(x)), torch.rand(()).double()
+    return part * x + (1 - part) * x[k], part * hot(y) + (1 - part) * hot(y[k])
+
+
+def smoothed(items):
+    x, y = default_collate(items)
+    return x, 0.9 * hot(y) + 0.1 * hot(y).mean(0)
+
+
+def noisy(items):
+    x, y = default_collate(items)
+    return x + torch.randn_like(x), y
+
+
+def padded(items):
+    most = max(len(x) for x, _ in items)
+    return torch.stack([F.pad(x, (0, most - len(x))) for x, _ in items]), torch.stack([y for _, y in items])
+
+
+@pytest.mark.parametrize("collate, mixes", [(mixup, True), (smoothed, True), (noisy, False), (padded, False)])
+def test_a_collation_that_mixes_records_is_told_and_no_other(collate, mixes, tmp_path, monkeypatch):
+    loss = lambda net, x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    loader = DataLoader(Items(rows(5)), batch_size=2, collate_fn=collate)
+    found = said(tmp_path, module_with(loss), loader, monkeypatch)
+    assert [f"the collate_fn {collate.__name__} makes of a record another one" in one for one in found] == [
+        True
+    ] * mixes
+
+
+# data.class_weights
+
+
+def test_counts_are_floored_at_two_deviations_of_their_noise():
+    counts = ClassCounts(4, share=0.1)
+    counts.use(torch.tensor([1000.0, 50.0, 3.0, -20.0]), 1050)
+    assert counts.weights().tolist() == pytest.approx([1e-3, 0.02, 1 / 3, 1.0]), "without noise, at 1"
+    counts.sd = 10.0
+    assert counts.weights().tolist() == pytest.approx([1e-3, 0.02, 0.05, 0.05])
+
+
+def test_a_classifier_weighs_by_class_and_its_twin_has_the_weighted_mean():
+    model = nn.Linear(3, 2)
+    one = Classifier(model, torch.optim.SGD, class_weights=torch.tensor([1.0, 19.0]))
+    x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    one.log_dict = lambda *_: None
+    expected = F.cross_entropy(model(x), y, torch.tensor([1.0, 19.0]))
+    torch.testing.assert_close(one.training_step((x, y)), expected)
+    assert "class_weights" not in one.state_dict()
+
+
+QUICK = ("data=synthetic", "model=logistic", "tracking=none", "sampling.steps=2", "checkpoint.every=null")
+
+
+@pytest.mark.parametrize("weights", ["[1,2,3,4,5]", "counts"])
+def test_a_job_takes_class_weights(weights, dpexp_job, recwarn):
+    asked = ("prepare=[class_counts]",) if weights == "counts" else ()
+    output = dpexp_job(*QUICK, *asked, f"data.class_weights={weights}")
+    assert json.loads((output / "result.json").read_text())["rounds"] == 2
+    assert not [w for w in recwarn if "weights of" in str(w.message) or "neither parameters" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        (("data.class_weights=[1,2]",), "must be a list of 5 public numbers"),
+        (("data.class_weights=[1,2,3,4,-5]",), "none below 0"),
+        (("data.class_weights=[0,0,0,0,0]",), "one above"),
+        (("data.class_weights=rare",), "or counts"),
+        (("data.class_weights=counts",), "add prepare=\\[class_counts\\]"),
+        (("data.class_weights=[1]", "data.classes=null", "model.classes=5", "data.module.classes=5"), "needs data"),
+        (("data.class_weights=counts", "prepare=[class_counts]", "prepare.class_counts.classes=4"), "not 4"),
+    ],
+)  # fmt: skip
+def test_class_weights_that_cannot_be_honoured_are_refused(overrides, sentence, dpexp_job):
+    with pytest.raises(SystemExit, match=sentence):
+        dpexp_job(*QUICK, *overrides)
+
+
+def test_users_who_train_locally_have_no_weights(dpexp_job):
+    with pytest.raises(SystemExit, match=r"with record.local a user has many"):
+        dpexp_job(
+            "record=user",
+            "record.local={lr: 0.1, steps: 2}",
+            "data.class_weights=[1,1,1,1,1,1,1,1,1,9]",
+            "tracking=none",
+        )
