@@ -9,10 +9,9 @@ where w_i is 1, or of a gradient what `training_step` gives `dpexp.weigh` for th
 
 Formal guarantees:
 
-*What is bounded.* Each record adds at most S to the group's sum, in the group's scaled norm, whatever its data and
-whatever the clip rule says. Adding or removing a record, or replacing it by one that contributes nothing, moves the
-sum by at most S; replacing it by another by at most 2 S: `GroupMechanism.sensitivity`, by which the accountant divides
-sigma.
+*What is bounded.* Each record adds at most S to the group's sum, in its scaled norm, whatever its data and the clip
+rule say. Adding or removing a record, or replacing it by one that contributes nothing, moves the sum by at most S;
+replacing it by another by at most 2 S: `GroupMechanism.sensitivity`, by which the accountant divides sigma.
 
 *In which arithmetic.* As computed: norms are in float64 and never smaller than the true norm of what is added in
 float32 (`dpexp.privacy.engine.rounding` has the proof), and S is reduced by what the multiplication by c rounds
@@ -72,9 +71,8 @@ class ScaledNorms:
 
     def by_vector(self, vectors: int) -> Tensor:
         """[vectors, B]: ||v_j|| / alpha_j."""
-        own = self.squares.new_zeros(vectors, self.squares.shape[1])
-        index = torch.tensor([part.vector for part in self.parts], device=own.device)
-        return own.index_add(0, index, self.squares).sqrt()
+        index = torch.tensor([part.vector for part in self.parts], device=self.squares.device)
+        return self.squares.new_zeros(vectors, self.squares.shape[1]).index_add(0, index, self.squares).sqrt()
 
 
 @dataclass
@@ -134,11 +132,8 @@ class GroupMechanism:
                 total.view(-1).add_(share)
 
     def _doubtful(self, parts: list[Part], squares: Tensor, norms: Tensor, S: Tensor) -> Tensor | None:
-        allowed = {
-            i: _over(part.gradient.allowance, part.alpha, 1)
-            for i, part in enumerate(parts)
-            if part.gradient.allowance is not None
-        }
+        given = [(part.gradient.allowance, part.alpha) for part in parts]
+        allowed = {i: _over(own, alpha, 1) for i, (own, alpha) in enumerate(given) if own is not None}
         if not allowed:
             return None
         allowances = torch.stack([*allowed.values()])
