@@ -49,7 +49,7 @@ def fault(name: str, file: str, old: str, new: str, tests: str) -> Fault:
 NOISE, ENGINE, SAMPLING = "privacy/noise.py", "privacy/engine/engine.py", "privacy/sampling.py"
 MECHANISM, PLAN, CALLBACK = "privacy/mechanism.py", "privacy/plan.py", "privacy/callback.py"
 ROUNDING, WRITING, EVENTS = "privacy/engine/rounding.py", "accounting/ledger/writing.py", "accounting/ledger/events.py"
-PREPARING, CLAIMS = "privacy/preparations/carrying_out.py", "accounting/claims.py"
+PREPARING, CLAIMS = "privacy/preparing.py", "accounting/claims.py"
 
 FAULTS = [
     # Noise
@@ -76,7 +76,7 @@ FAULTS = [
     fault("class counts without noise", PREPARING, "add_laplace(sums, noise)", "pass", "preparations -k noise"),
     fault("Gaussian preparations without noise", PREPARING, "GaussianNoise(noise).add_to(sums)", "pass",
           "preparations -k noise"),
-    fault("a discrete Gaussian of half the variance", "privacy/exact/sampler.py", "1 / (2 * self.sigma2)",
+    fault("a discrete Gaussian of half the variance", "privacy/exact.py", "1 / (2 * self.sigma2)",
           "1 / self.sigma2", "discrete_gaussian"),
     fault("exact noise is drawn once", "privacy/engine/whole.py",
           "self._gaussian.draw(sum(total.numel() for total in sums.values()))",
@@ -84,7 +84,7 @@ FAULTS = [
     # What one record adds
     fault("twice the bound in clip factors", MECHANISM, "bound = S.clamp(max=LARGEST[dtype])",
           "bound = 2 * S.clamp(max=LARGEST[dtype])", "clips -k more_than_s"),
-    fault("twice the bound in the usual rule", "privacy/clips.py", "return (S / x).clamp(max=1)",
+    fault("twice the bound in the usual rule", "privacy/clipping.py", "return (S / x).clamp(max=1)",
           "return (2 * S / x).clamp(max=1)", "clips -k formulas"),
     fault("nothing is taken from S for rounding", MECHANISM, "dtype: 3.001 * unit + 2.001 * 2.0**-53",
           "dtype: 0.0", "clips -k taken_from_s"),
@@ -115,14 +115,14 @@ FAULTS = [
           "isolation -k parameters_and_buffers"),
     fault("a record's loss after others is not looked at", "privacy/checks.py", "for _ in range(2 if",
           "for _ in range(0 if", "isolation -k keeps_something_anywhere"),
-    fault("exact sums are rounded up", "privacy/exact/lattice.py", "whole = scaled.to(torch.int64)",
+    fault("exact sums are rounded up", "privacy/exact.py", "whole = scaled.to(torch.int64)",
           "whole = scaled.ceil().to(torch.int64)", "exact_noise -k vector"),
-    fault("exact vectors are not checked as whole numbers", "privacy/exact/lattice.py", "square > self.S2 for",
+    fault("exact vectors are not checked as whole numbers", "privacy/exact.py", "square > self.S2 for",
           "square > 2 * self.S2 for", "exact_noise -k vector"),
-    fault("statistics for standardising are not clipped", "privacy/preparations/standardise.py", ".clamp(max=1.0)",
-          ".clamp(min=1.0)", "preparations -k one_record_more"),
+    fault("statistics for standardising are not clipped", "privacy/preparations.py",
+          "length.clamp(min=1e-300)).clamp(max=1.0)\n", "length.clamp(min=1e-300)).clamp(min=1.0)\n", "preparations -k one_record_more"),
     fault("a user trains on all examples", "privacy/records.py",
-          "permutation(len(positions))[: self._most].tolist()", "permutation(len(positions)).tolist()",
+          "permutation(m)[: self._most].tolist()", "permutation(m).tolist()",
           "records -k random_part"),
     # Sampling
     fault("a tenth more records", SAMPLING, "lt(int(q * 2**63))", "lt(min(2**63 - 1, int(1.1 * q * 2**63)))",
@@ -139,9 +139,10 @@ FAULTS = [
     fault("the denominator is that of the first round", ENGINE, "self.now.sampling.q * self.now.n",
           "self.plan.sampling.q * self.now.n", "callback -k schedule"),
     # The plan and adaptive bounds
-    fault("noise is divided by its share", PLAN, "z * S / math.sqrt(w_g)", "z * S * math.sqrt(w_g)",
+    fault("noise is divided by its share", PLAN, "z * own.S / math.sqrt(one.share)",
+          "z * own.S * math.sqrt(one.share)",
           "plan -k allocation"),
-    fault("gradients take all of the budget", PLAN, "(left * w[name], scale * own.S)", "(w[name], scale * own.S)",
+    fault("gradients take all of the budget", PLAN, "scale * own.S), left * w[name])", "scale * own.S), w[name])",
           "values -k shares_leave"),
     fault("a schedule moves S and not the noise", PLAN, "sigma=group.sigma * scale * by.z", "sigma=group.sigma * by.z",
           "callback -k schedule"),
