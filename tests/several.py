@@ -133,7 +133,7 @@ def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, se
     return {
         "released": seen.released,
         "weights": [tensor.clone() for tensor in module.state_dict().values()],
-        "told": [privacy.epsilon, privacy.completed, dict(privacy.estimates.history), privacy.now.groups[0].S],
+        "told": [privacy.readings.epsilon, privacy.completed, dict(privacy.estimates.history), privacy.now.groups[0].S],
         "sizes": empty.parts,
     }
 

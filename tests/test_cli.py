@@ -338,7 +338,7 @@ def test_a_job_without_tracking_does_not_wait_for_mlflow(tmp_path):
 
 
 def test_a_full_disk_is_told_in_one_sentence(forked):
-    """Files of at most 4 kB."""
+    """Files of at most 4 kB: no room for the model."""
     import resource
 
     job = forked(
@@ -347,7 +347,7 @@ def test_a_full_disk_is_told_in_one_sentence(forked):
     )  # fmt: skip
     printed = job.ended()
     assert job.exitcode == 1 and "Traceback" not in printed
-    assert "ledger.jsonl cannot be written (File too large)" in printed
+    assert "weights.reserved cannot be written: File too large" in printed
 
 
 def command(*arguments, cwd):

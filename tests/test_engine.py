@@ -709,7 +709,7 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
 def test_a_mistake_that_no_record_survives_is_raised():
     module, batch = case("mlp")
     engine = Engine(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(ConfigError, match="shapes cannot be multiplied"):
         sums_of(engine, lambda one: module(one[0][:, :3]).sum(), batch)
 
 

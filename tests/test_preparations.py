@@ -661,7 +661,7 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
         (("prepare=[pca]", "prepare.pca.k=65"), "k=65 must be a whole number between 1 and 64"),
         (("prepare=[pca]", "prepare.pca.share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
         (("prepare=[class_counts]", "prepare.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
-        (("prepare=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is of Gaussian noise"),
+        (("prepare=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is not stated for the noise"),
         (("prepare=[class_counts]", "noise=exact"), "noise=exact cannot be had for prepare=class_counts"),
         (("prepare=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 is a part of privacy.epsilon"),
         (("prepare=[class_counts]", "prepare.class_counts.noise_multiplier=2", "prepare.class_counts.share=0.1"),

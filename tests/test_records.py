@@ -94,7 +94,7 @@ def rows(n, seed=1):
 def released(folder, dataset, record, module=None, users=None, precision="64-true", **choices):
     """What one round releases, times qn: by parameter."""
     folder.mkdir(exist_ok=True)
-    ledger = folder / f"{len([*folder.iterdir()])}.jsonl"
+    ledger = folder / f"{len([*folder.glob('*.jsonl')])}.jsonl"
     module = module or Model()
     plan = dpexp.make_plan(
         module, n=len(dataset), users=users, record=record,

@@ -263,16 +263,14 @@ class Rounds:
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
             yield Sample(torch.tensor(t))
 
-    def examples(self) -> Iterator[Records]:
+    def examples(self) -> Iterator[Records | Failed]:
         """Some records, of which shapes, types and structure may be used."""
         tried = min(_LOOKED_AT, self.sampler.size)
         for i in (k * self.sampler.size // tried for k in range(tried)):
             drawn = i if self._units is None else self._units.draw(i, KeyStream())
             with own_randomness(torch.device("cpu"), KeyStream()):
                 parts = fetched_alone(self._users_loader, self._units, drawn)
-            for part in parts:
-                if isinstance(part, Records):
-                    yield part
+            yield from parts
 
     def mixing(self) -> str | None:
         """The collate_fn, if it makes of a record another one among others (see `fetching.mixing`)."""

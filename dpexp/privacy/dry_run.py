@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import Dataset
 
 from dpexp.errors import ConfigError, RecordError
+from dpexp.privacy.batches import Failed
 from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.delivery import Rounds
 from dpexp.privacy.engine.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, copied
@@ -48,8 +49,11 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     data = memory_of(tensors_of(rounds.dataset))
     refuse_data([*module.named_parameters(), *module.named_buffers()], data)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    wrong: ConfigError = ConfigError(_NOTHING_FETCHED)
+    wrong = ConfigError("data: the training set gives no record.")
     for example in rounds.examples():  # of which the first may be an odd one
+        if isinstance(example, Failed):
+            wrong = wrong if isinstance(wrong, NoLoss) else _not_fetched(example.reason)
+            continue
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
         try:
             with _DataUnread(data) as seen, _nothing_fetched(rounds.dataset):
@@ -77,7 +81,13 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
         )
 
 
-_NOTHING_FETCHED = "data: no record could be fetched of those that were tried, spread over the training set; mend it."
+def _not_fetched(reason: Exception) -> ConfigError:
+    """Why there is no record, or no more than one's own sentence of it."""
+    if isinstance(reason, ConfigError):
+        return reason
+    failed = ConfigError(f"data: none of the records that were tried, all over the training set, can be had: {reason}.")
+    failed.__cause__ = reason  # which may quote a record
+    return failed
 
 
 class _DataUnread(TorchFunctionMode):
@@ -93,6 +103,8 @@ class _DataUnread(TorchFunctionMode):
         self.weighed: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.__deepcopy__:  # of what a batch holds besides tensors
+            return func(*args, **(kwargs or {}))
         given = [
             torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiu" else leaf
             for leaf in leaves_of((args, kwargs or {}))

@@ -339,7 +339,9 @@ def mixing(loader: DataLoader, draw: Callable[[], int]) -> str | None:
                 tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 2]
                 forms.append([leaf.shape for leaf in tensors])
                 rows.append({tuple(map(bits_of, row)) for row in zip(*tensors, strict=True)})
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # of records that cannot be fetched, or not together
             return None
         if forms[0] == forms[1] != [] and rows[0].isdisjoint(rows[1]):
             return f"the collate_fn {getattr(collate, '__name__', type(collate).__name__)}"
