@@ -174,7 +174,7 @@ def test_data_of_which_no_record_can_be_fetched_ends_the_training(tmp_path):
         def __getitem__(self, index):
             raise FileNotFoundError("no such image")
 
-    with pytest.raises(ConfigError, match="none of the records .* can be had: FileNotFoundError: no such image"):
+    with pytest.raises(ConfigError, match=r"none of the records .* can be had: FileNotFoundError: no such image"):
         trained(tmp_path, Model(), DataLoader(Missing(rows(5)), batch_size=2))
     assert len(read_ledger(tmp_path / "0.jsonl")) == 0
 
