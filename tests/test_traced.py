@@ -313,6 +313,22 @@ def test_a_number_that_a_hook_changes_is_read_again_where_it_becomes_a_tensor():
     assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
 
 
+def test_a_generator_of_a_steps_own_is_found_where_another_size_is_traced():
+    """Which is traced into a number: another one for chunks of another size, so that a record would tell."""
+    module, _ = classifier()
+    draws = iter([1.0] * 40 + [-1.0] * 40)
+
+    def loss_of(one):
+        return F.cross_entropy(nn.Sequential.forward(module, one[0]) * next(draws), one[1])
+
+    engine, batch = engine_of(module), rows()
+    sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    draws = iter([-1.0] * 40)
+    with pytest.raises(StateFound, match="when the step is traced again"):
+        sums_of(engine, loss_of, tuple(part[:5] for part in batch), 5)
+
+
 def test_many_shapes_are_said_to_take_long(monkeypatch):
     monkeypatch.setattr(graphs, "_SHAPES", 3)
     module = nn.Linear(2, 1)

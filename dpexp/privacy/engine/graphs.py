@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import digest
+from dpexp.privacy.checks import STATE, StateFound, digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.passes import Gradients, VmapPass
@@ -239,6 +239,30 @@ class Graphs:
         if before != [digest(tensor) for tensor in (*read, *graph.constants.values())]:
             raise NotTraceable("it changes what it reads")
 
+    def _check_same(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int, kind: str) -> None:
+        """Compares a graph of another number of rows with the usual one: what a step holds may have changed, as a
+        generator of its own does, and then a record would be processed by how many others there are.
+
+        Raises:
+            StateFound: a record's loss is another one; or, where the step draws, another trace is.
+        """
+        usual = self._graphs.get((chunk.key, self._usual, PLAIN))
+        if usual is None:
+            return
+        if graph.draws:
+            same = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind)) is None
+        else:
+            some, numbers = made_up.records(chunk, max(rows, self._usual), 0), self._clip.numbers((), self._device)
+            exact = self._exact_rows(0) if kind == EXACT else []
+            losses = []
+            for one, count, more in ((graph, rows, exact), (usual, self._usual, [])):
+                index = torch.arange(count, device=self._device)
+                losses.append(self._run(one, numbers, [index >= 0, *more], some.rows(index))["loss"])
+            few = min(rows, self._usual)
+            same = torch.allclose(losses[0][:few], losses[1][:few], rtol=1e-2, atol=1e-6, equal_nan=True)
+        if not same:
+            raise StateFound(STATE.format(what="a record's loss is another one when the step is traced again"))
+
     def _graph_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp, rows: int, kind: str) -> Graph:
         known = self._graphs.get((key, rows, kind))
         if known is not None and known.forms == self._inputs.forms():
@@ -260,6 +284,8 @@ class Graphs:
                 ) from None
             self._refused[key, rows, kind] = error.with_traceback(None)
             raise
+        with own_state(self._device):
+            self._check_same(graph, chunk, made_up, rows, kind)
         self._graphs[key, rows, kind] = graph
         shapes = len({key for key, *_ in self._graphs})
         if shapes == _SHAPES and kind == PLAIN:
