@@ -52,7 +52,7 @@ def step(model, batch, give=dpexp.release):
 
 
 def plan_of(model, release=RELEASE, **options):
-    return dpexp.make_plan(model, n=N, q=Q, steps=4, noise_multiplier=1e-7, release=release, **options)
+    return dpexp.make_plan(model, n=N, q=Q, steps=4, noise_multiplier=1e-8, release=release, **options)
 
 
 def released(engine, path, batch, loss_of, rounds=1):
