@@ -356,7 +356,7 @@ def test_shares_leave_the_rest_to_gradients():
     plan = plan_of(model, group=per_layer(), allocation=DimensionAdjusted())
     shares = {group.name: group.share for group in plan.groups}
     assert sum(shares.values()) == pytest.approx(1) and shares["0"] == pytest.approx(0.79 * 16 / 26)
-    assert plan.noise_multiplier == pytest.approx(1e-7)
+    assert plan.noise_multiplier == pytest.approx(1e-8)
     explicit = dpexp.make_plan(
         model, n=N, q=Q, steps=4, release=RELEASE, group=per_layer(), allocation=Explicit({"0": 2.0, "1": 4.0})
     )
