@@ -79,7 +79,7 @@ def one_buffer(data, index, x):
 STATEFUL = [running_mean, counter, shuffled, own_flip, last_item, iterator, from_the_tenth_on, one_buffer]
 
 
-def refused(tmp_path, loader, who):
+def assert_refused(tmp_path, loader, who):
     with pytest.raises(StateFound) as raised:
         trained(tmp_path, Model(), loader, steps=3)
     said = str(raised.value)
@@ -92,11 +92,11 @@ def refused(tmp_path, loader, who):
     "change, workers", [*((change, 0) for change in STATEFUL), (running_mean, 2), (last_item, 2)]
 )  # fmt: skip
 def test_a_data_set_with_state_is_refused(tmp_path, change, workers):
-    refused(tmp_path, DataLoader(Kept(change), 2, num_workers=workers), "the data set Kept")
+    assert_refused(tmp_path, DataLoader(Kept(change), 2, num_workers=workers), "the data set Kept")
 
 
 def test_the_innermost_data_set_is_named(tmp_path):
-    refused(tmp_path, DataLoader(Subset(Subset(Kept(counter), range(5)), range(4)), 2), "the data set Kept")
+    assert_refused(tmp_path, DataLoader(Subset(Subset(Kept(counter), range(5)), range(4)), 2), "the data set Kept")
 
 
 SEEN = []
@@ -122,7 +122,7 @@ class Normalise:
 @pytest.mark.parametrize("collate, name", [(by_all_seen, "by_all_seen"), (Normalise(), "Normalise")])
 def test_a_collate_fn_with_state_is_refused(tmp_path, collate, name, workers):
     loader = DataLoader(Items(rows(6)), 2, collate_fn=collate, num_workers=workers)
-    refused(tmp_path, loader, f"the collate_fn {name}")
+    assert_refused(tmp_path, loader, f"the collate_fn {name}")
 
 
 def test_records_of_several_examples_are_checked():

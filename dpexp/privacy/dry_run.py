@@ -105,12 +105,10 @@ class _DataUnread(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is Tensor.__deepcopy__:  # of what a batch holds besides tensors
             return func(*args, **(kwargs or {}))
-        given = [
-            torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiu" else leaf
-            for leaf in leaves_of((args, kwargs or {}))
-        ]
-        plain = [t for t in given if type(t) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(t)]
-        refuse_data([("an argument of " + getattr(func, "__name__", "a function"), t) for t in plain], self._data)
+        kinds = (Tensor, nn.Parameter, np.ndarray, np.memmap)
+        given = [leaf for leaf in leaves_of((args, kwargs or {})) if type(leaf) in kinds]
+        plain = [one for one in given if isinstance(one, np.ndarray) or not is_functorch_wrapped_tensor(one)]
+        refuse_data([("an argument of " + getattr(func, "__name__", "a function"), one) for one in plain], self._data)
         place = _WEIGHTS.get(func)
         if (
             place is not None

@@ -93,15 +93,13 @@ def sees_behind(value: Any) -> bool:
 
 def described(value: Any) -> str:
     """Shapes and types of the tensors in it, or what else it is."""
-    leaves = tree_leaves(value)
-    told = [
-        f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" if isinstance(t, Tensor) else _kind(t) for t in leaves
-    ]
-    return ", ".join(told[:4]) or "nothing"
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    told = (
+        f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        if isinstance(leaf, Tensor)
+        else f"a {type(leaf).__name__}"
+        for leaf in tree_leaves(value)[:4]
+    )
+    return ", ".join(told) or "nothing"
 
 
 def failing_layer(module: nn.Module, run: Callable[[], Any]) -> str:

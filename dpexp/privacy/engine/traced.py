@@ -17,6 +17,7 @@ from functools import cached_property, partial, reduce
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
@@ -368,11 +369,11 @@ def memory_of(data: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in plain]
 
 
-def refuse_data(held: Iterable[tuple[str, Tensor]], memory: Sequence[tuple[int, int]]) -> None:
-    """Raises ConfigError: a tensor that a step holds or is given is a part of the training data, which lie there."""
+def refuse_data(held: Iterable[tuple[str, Tensor | np.ndarray]], memory: Sequence[tuple[int, int]]) -> None:
+    """Raises ConfigError: an array that a step holds or is given is a part of the training data, which lie there."""
     for name, tensor in held:
-        if tensor.layout == torch.strided and tensor.numel():
-            place = tensor.data_ptr()
+        if isinstance(tensor, np.ndarray) or (tensor.layout == torch.strided and tensor.numel()):
+            place = tensor.data_ptr() if isinstance(tensor, Tensor) else tensor.__array_interface__["data"][0]
             if any(start <= place < end for start, end in memory):
                 raise ConfigError(
                     f"model: training_step reads the training data itself ({name}, of shape {tuple(tensor.shape)}), so "
