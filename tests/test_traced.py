@@ -313,20 +313,62 @@ def test_a_number_that_a_hook_changes_is_read_again_where_it_becomes_a_tensor():
     assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
 
 
-def test_a_generator_of_a_steps_own_is_found_where_another_size_is_traced():
-    """Which is traced into a number: another one for chunks of another size, so that a record would tell."""
-    module, _ = classifier()
-    draws = iter([1.0] * 40 + [-1.0] * 40)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_chunks_of_another_size_meet_the_same_function(dropout):
+    """Although what a trace does not see, such as a global variable, has changed: the graph that is there runs."""
+    module, _ = classifier(nn.Dropout(dropout))
+    factor = [1.0]
 
     def loss_of(one):
-        return F.cross_entropy(nn.Sequential.forward(module, one[0]) * next(draws), one[1])
+        return F.cross_entropy(nn.Sequential.forward(module, one[0]) * factor[0], one[1])
 
     engine, batch = engine_of(module), rows()
     sums_of(engine, loss_of, batch)
     assert engine.mode == "traced", engine.reason
-    draws = iter([-1.0] * 40)
-    with pytest.raises(StateFound, match="when the step is traced again"):
-        sums_of(engine, loss_of, tuple(part[:5] for part in batch), 5)
+    factor[0] = -1.0
+    state = torch.get_rng_state()
+    found = sums_of(engine, loss_of, tuple(part[:5] for part in batch), 5)
+    torch.set_rng_state(state)
+    factor[0] = 1.0
+    other = engine_of(module)
+    sums_of(other, loss_of, batch)
+    torch.set_rng_state(state)
+    if not dropout:
+        assert relative_error(found, sums_of(other, loss_of, tuple(part[:5] for part in batch), 5)) < 1e-5
+    more = sums_of(engine, loss_of, tuple(torch.cat([part, part, part]) for part in batch), 3 * N)
+    assert all(torch.isfinite(total).all() for total in more.values())
+
+
+def test_what_changes_gradients_and_no_loss_is_found_where_another_size_is_traced():
+    module, _ = classifier()
+    sign = [1.0]
+
+    class Reversed(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x, factor):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.factor = inputs[1]
+
+        @staticmethod
+        def backward(ctx, g):
+            return ctx.factor * g, None
+
+    def loss_of(one):
+        return F.cross_entropy(Reversed.apply(nn.Sequential.forward(module, one[0]), sign[0]), one[1])
+
+    engine, batch = engine_of(module), rows()
+    sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    some = tuple(part[:5] for part in batch)
+    sign[0] = -1.0
+    found = sums_of(engine, loss_of, some, 5)
+    sign[0] = 1.0
+    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in some), 5)) < 1e-5
 
 
 def test_many_shapes_are_said_to_take_long(monkeypatch):

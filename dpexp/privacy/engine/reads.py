@@ -115,7 +115,7 @@ def _look(value: Any, depth: int = _DEPTH) -> Any:
 def _is_of_the_users(value: Any) -> bool:
     """An object of a class of the user's own, such as a configuration."""
     kind = type(value)
-    if isinstance(value, nn.Module | type) or callable(value) or kind.__module__ == "builtins":
+    if isinstance(value, nn.Module | type) or kind.__module__ == "builtins":
         return False
     return _library(value) not in _LIBRARIES and (hasattr(value, "__dict__") or is_dataclass(kind))
 

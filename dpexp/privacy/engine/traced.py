@@ -116,6 +116,11 @@ class Graph:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
+    def numbers(self) -> set[str]:
+        """Those in its code that are not whole, of which the sizes of chunks are not."""
+        return {*re.findall(r"-?\b\d+(?:\.\d+)?(?:e-?\d+)\b|-?\b\d+\.\d+\b", self.text)}
+
+    @cached_property
     def constants(self) -> dict[str, Tensor]:
         """Tensors that the graph holds."""
         names = [str(node.target) for node in self.run.graph.nodes if node.op == "get_attr"]
