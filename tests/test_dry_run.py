@@ -505,6 +505,20 @@ def test_a_public_record_is_one_of_the_validation_set(tmp_path):
     assert torch.allclose(found, sum_of_clipped(Positive(), records), atol=1e-6)
 
 
+class Weighed(Model):
+    """Weights that are infinite for made-up records, which are not above 5."""
+
+    def training_step(self, batch, batch_idx):
+        dpexp.weigh(torch.where((batch[0] > 5).all(), 0.5, torch.inf))
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_infinite_weight_of_made_up_records_is_no_mistake(tmp_path):
+    records = [(6 + x.abs(), y) for x, y in rows(5)]
+    (found,) = released(tmp_path, Weighed(), records)
+    assert torch.allclose(found, sum_of_clipped(Model(), records) / 2, atol=1e-6)
+
+
 # The training data itself
 
 
@@ -599,9 +613,28 @@ class Untyped:
         return self.x[index], self.y[index]
 
 
+class Slots:
+    """An index of many objects, then the records, in slots."""
+
+    __slots__ = ("index", "rows")
+
+    def __init__(self, items):
+        self.index = {k: [[float(100 * k + i)] for i in range(100)] for k in range(200)}
+        self.rows = {i: [item] for i, item in enumerate(items)}
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index][0]
+
+
 @pytest.mark.parametrize(
     "of, look",
     [
+        (list, lambda data, module: data[20][0]),
+        (Slots, lambda data, module: data[20][0]),
+        (Slots, lambda data, module: data.rows[20][0][0]),
         (Lists, lambda data, module: next(iter(data))[0]),
         (Lists, lambda data, module: next(iter(DataLoader(data)))[0][0]),
         (lambda items: torch.utils.data.ConcatDataset([Lists(items)]), lambda data, module: data.datasets[0][1][0]),
@@ -610,12 +643,25 @@ class Untyped:
     ],
 )
 def test_no_way_to_the_training_set_is_open_to_a_step(tmp_path, of, look):
-    data = of(rows(6))
+    data = of(rows(24))
     loader = DataLoader(data, batch_size=2)
     assert_refused(tmp_path, Reading(lambda module: look(data, module)), loader, "training data itself|fetches records")
 
 
-@pytest.mark.parametrize("of", [list, Lists, Untyped])
+class Unreachable:
+    """A proxy of something that cannot be had here."""
+
+    def __getattribute__(self, name):
+        raise ConnectionError("not in this process")
+
+
+class Connected(Lists):
+    def __init__(self, items):
+        super().__init__(items)
+        self.base = Unreachable()
+
+
+@pytest.mark.parametrize("of", [list, Lists, Untyped, Slots, Connected])
 def test_data_sets_of_any_kind_train(tmp_path, of):
     (found,) = released(tmp_path, Model(), DataLoader(of(rows(5)), batch_size=2))
     assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6)

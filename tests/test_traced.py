@@ -19,9 +19,9 @@ from dpexp.privacy.clipping import Fixed
 from dpexp.privacy.engine import capture, graphs
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.step import LOOP
-from dpexp.privacy.engine.traced import memory_of
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
+from dpexp.privacy.training_data import Memory
 
 N, S = 12, 0.1
 
@@ -239,7 +239,7 @@ def test_the_training_data_is_no_constant_of_a_graph():
     module, _ = classifier()
     x, y = rows()
     plan = make_plan(module, n=4 * N, q=0.25, steps=1, noise_multiplier=1.0)
-    engine = Engine(plan, module, GaussianNoise(), data=memory_of([x]))
+    engine = Engine(plan, module, GaussianNoise(), data=Memory([x]))
     with pytest.raises(ConfigError, match="reads the training data itself"):
         sums_of(engine, lambda one: F.cross_entropy(module(one[0] - x[3:].mean(0)), one[1]), (x, y))
 

@@ -193,7 +193,7 @@ def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(started, t
             break
         time.sleep(0.1)
     started.send_signal(signal.SIGINT)
-    printed, _ = started.communicate(timeout=60)
+    printed, _ = started.communicate(timeout=180)
     assert started.returncode == 130, printed[-2000:]
     is_said_to_be_killed(tmp_path, printed)
 

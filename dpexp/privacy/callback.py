@@ -21,11 +21,10 @@ from dpexp.privacy.batches import Failed
 from dpexp.privacy.batchnorm import RunningNorm, iterate, layers_that_give, refuse_unreleased, spectral_norms
 from dpexp.privacy.checks import StateFound, digest_of_weights
 from dpexp.privacy.delivery import Rounds, Sample
-from dpexp.privacy.dry_run import dry_run, tensors_of
+from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import loss_in
 from dpexp.privacy.engine.step import TRACED
-from dpexp.privacy.engine.traced import memory_of
 from dpexp.privacy.groups import value_key
 from dpexp.privacy.keystream import KeyStream, own_randomness
 from dpexp.privacy.noise import GaussianNoise
@@ -150,7 +149,7 @@ class PrivacyCallback(pl.Callback):
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
             self._engine = Engine(
                 self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes,
-                max(1, at_once // self.plan.record.largest), memory_of(tensors_of(loader.dataset)),
+                max(1, at_once // self.plan.record.largest), rounds.training_data.memory,
             )  # fmt: skip
             if resume and self._position is None:
                 raise ConfigError(refusals.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))

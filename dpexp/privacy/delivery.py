@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    Sampler,
-)
+from torch.utils.data import Sampler
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import Failed, Parcel, Records
@@ -39,6 +37,7 @@ from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.processes import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.records import Units
 from dpexp.privacy.sampling import Policy
+from dpexp.privacy.training_data import TrainingData
 
 _LOOKED_AT = 64  # records, until one can be fetched that has a loss
 _ALONE = 8  # records of a chunk, to say that each is processed alone
@@ -203,6 +202,7 @@ class Rounds:
 
     Attributes:
         digest: of the records, where several processes have a part.
+        training_data: what the training set holds in memory.
         of_examples: a record is one example, which a batch may mix with others.
         only_rows: nothing of the user's runs to fetch records (see `fetching.only_rows`).
 
@@ -243,7 +243,7 @@ class Rounds:
         )
         self._seeding, self.randomness = Seeding(loader.worker_init_fn), randomness
         self._users_loader, self._units, self.only_rows = loader, units, only_rows(loader)
-        self.dataset, self.of_examples = dataset, plan.record.told() is None
+        self.training_data, self.of_examples = TrainingData(dataset), plan.record.told() is None
         self._loader = each_alone(loader, self.sampler, self._seeding, randomness, units)
         self._checks = Results()
         if not only_rows(loader):

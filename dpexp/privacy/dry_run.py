@@ -1,24 +1,14 @@
 """What is found out before the first round, with nothing released: how records are processed, and whether the step is
 the same in every round."""
 
-import contextlib
-import itertools
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import nn
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import Dataset
 
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batches import Failed
@@ -28,9 +18,8 @@ from dpexp.privacy.engine.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, c
 from dpexp.privacy.engine.passes import python_randomness
 from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.step import Step
-from dpexp.privacy.engine.torch_functions import leaves_of
-from dpexp.privacy.engine.traced import memory_of, refuse_data
 from dpexp.privacy.keystream import KeyStream, own_randomness
+from dpexp.privacy.training_data import DataUnread
 from dpexp.privacy.values import WEIGHT
 
 Later = Callable[[], AbstractContextManager]
@@ -46,8 +35,8 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     Raises:
         ConfigError: a mistake, in one sentence.
     """
-    data = memory_of(tensors_of(rounds.dataset))
-    refuse_data([*module.named_parameters(), *module.named_buffers()], data)
+    data = rounds.training_data
+    data.memory.refuse([*module.named_parameters(), *module.named_buffers()])
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     wrong = ConfigError("data: the training set gives no record.")
     for example in rounds.examples():  # of which the first may be an odd one
@@ -56,7 +45,7 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
             continue
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
         try:
-            with _DataUnread(data) as seen, _nothing_fetched(rounds.dataset):
+            with DataUnread(data) as seen:
                 step.decide(chunk, later)
         except NoLoss as error:
             wrong = wrong if isinstance(wrong, NoLoss) else error
@@ -90,67 +79,6 @@ def _not_fetched(reason: Exception) -> ConfigError:
     return failed
 
 
-class _DataUnread(TorchFunctionMode):
-    """While active, a function that is given a part of the training data is refused.
-
-    Attributes:
-        weighed: the last function that was given weights of classes, if any was.
-    """
-
-    def __init__(self, data: list[tuple[int, int]]) -> None:
-        super().__init__()
-        self._data = data
-        self.weighed: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is Tensor.__deepcopy__:  # of what a batch holds besides tensors
-            return func(*args, **(kwargs or {}))
-        kinds = (Tensor, nn.Parameter, np.ndarray, np.memmap)
-        given = [leaf for leaf in leaves_of((args, kwargs or {})) if type(leaf) in kinds]
-        plain = [one for one in given if isinstance(one, np.ndarray) or not is_functorch_wrapped_tensor(one)]
-        refuse_data([("an argument of " + getattr(func, "__name__", "a function"), one) for one in plain], self._data)
-        place = _WEIGHTS.get(func)
-        if (
-            place is not None
-            and (kwargs or {}).get(place[1], args[place[0]] if place[0] < len(args) else None) is not None
-        ):
-            self.weighed = func.__name__
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _nothing_fetched(dataset: Any) -> Iterator[None]:
-    """Meanwhile the training set, and those that it wraps, give no records.
-
-    Raises:
-        ConfigError: one was asked for.
-    """
-    held = [one for one in _held_by(dataset) if not isinstance(one, Tensor)]
-    sets = [one for one in held if isinstance(one, Dataset) or (one is dataset and hasattr(one, "__dict__"))]
-    gives = itertools.product({type(one) for one in sets}, ("__getitem__", "__getitems__", "__iter__"))
-    with contextlib.ExitStack() as stack:
-        for kind, name in gives:
-            get = getattr(kind, name, None)
-            if get is None:
-                continue
-
-            def refuse(self: Any, *key: Any, get: Any = get) -> Any:
-                if any(self is one for one in sets):
-                    raise ConfigError(
-                        f"model: training_step fetches records of the training set ({type(self).__name__}), so that a "
-                        "record would reach all others; let it use its batch alone."
-                    )
-                return get(self, *key)
-
-            stack.enter_context(patch.object(kind, name, refuse))
-        yield
-
-
-# Where losses take weights of classes: place, name.
-_WEIGHTS = {
-    F.cross_entropy: (2, "weight"), F.nll_loss: (2, "weight"), F.multi_margin_loss: (4, "weight"),
-    F.binary_cross_entropy_with_logits: (6, "pos_weight"),
-}  # fmt: skip
 _NONE_ALONE = (
     "model: training_step gives a record by itself no gradient, as contrastive losses do, which compare the records of "
     "a batch; here each record is seen by itself. Let a record hold all that its loss compares, such as a pair."
@@ -251,37 +179,3 @@ def _of_pairs(
             yield losses
         if not is_random and seed > 1:
             return
-
-
-def tensors_of(dataset: Any) -> list[Tensor]:
-    """The tensors that a data set holds, or as NumPy arrays, or that those and other objects which it holds do."""
-    found: list[Tensor] = []
-    for one in _held_by(dataset):
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, np.ndarray) and one.dtype != object:
-            with contextlib.suppress(TypeError, ValueError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of arrays that may not be written to
-                found.append(torch.from_numpy(one))
-    return found
-
-
-def _held_by(dataset: Any) -> Iterator[Any]:
-    """A data set and what it holds, also in containers and objects of the user's own."""
-    seen: dict[int, Any] = {}
-    todo = [dataset]
-    while todo and len(seen) < _LOOKED_AT:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        yield one
-        if isinstance(one, list | tuple | deque):
-            todo += itertools.islice(one, _FEW)  # an index of its own may be anything
-        elif isinstance(one, dict):
-            todo += [*one.values()][:_FEW]
-        elif not isinstance(one, nn.Module | type | Tensor):
-            todo += getattr(one, "__dict__", {}).values()
-
-
-_LOOKED_AT, _FEW = 10_000, 16

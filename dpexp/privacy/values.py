@@ -177,7 +177,9 @@ class Values:
     def _one(self, key: str, values: list[Any]) -> Tensor:
         found = [self._flat(key, value) for value in values]
         if key == WEIGHT and [len(value) for value in found] != [1]:
-            raise ValueError("dpexp.weigh takes one number for a record, once.")
+            raise ValueError(
+                "dpexp.weigh takes one number for a record, once; of several examples, one for all, such as w.mean()."
+            )
         for value in found:
             if len(value) != self.sizes.get(key, 1):
                 told = f"training_step gives {len(value)} numbers as the {key[1:]} for release"

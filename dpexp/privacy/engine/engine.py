@@ -1,7 +1,7 @@
 """Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.processes import Processes, SharedLedger
+from dpexp.privacy.training_data import Memory
 from dpexp.privacy.values import Values
 
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
@@ -39,7 +40,7 @@ class Engine:
         bounds: where those of an adaptive plan have come to; by default they stay where they begin.
         processes: those that have a part of each sample.
         at_once: records that are processed together at most; None: a sample.
-        data: where the training set lies in memory, which no graph may hold (`memory_of`).
+        data: where the training set lies in memory, which no graph may hold.
 
     Attributes:
         step: how records are processed.
@@ -54,7 +55,7 @@ class Engine:
         bounds: Bounds | None = None,
         processes: Processes | None = None,
         at_once: int | None = None,
-        data: Sequence[tuple[int, int]] = (),
+        data: Memory | None = None,
     ) -> None:
         self.plan = self.now = plan
         self._processes = processes or Processes()
@@ -81,7 +82,7 @@ class Engine:
         run_pass = VmapPass(module, self._parameters, self._values)
         graphs = Graphs(
             module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
-            self._device, usual_rows(plan.sampling, plan.n, at_once), data,
+            self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
         )  # fmt: skip
         local = plan.record.local
         training = Training(module, self._parameters, self._values, local) if local else None

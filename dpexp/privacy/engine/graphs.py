@@ -2,7 +2,7 @@
 
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from dpexp.privacy.engine.traced import (
     rows_of_graph,
     trace,
 )
+from dpexp.privacy.training_data import Memory
 
 PLAIN, EXACT, ZEROING = "plain", "exact", "zeroing"  # kinds of graphs
 _SHAPES = 17  # of records, to say that these are many
@@ -52,7 +53,7 @@ class Graphs:
     Args:
         zeros: a sum of zeros for each parameter and value, by name.
         usual: rows of a usual chunk (`usual_rows`).
-        data: where the training set lies in memory, which no graph may hold (`memory_of`).
+        data: where the training set lies in memory, which no graph may hold.
 
     Attributes:
         held: shapes of tensors that the step reads and that are neither parameters nor buffers.
@@ -61,7 +62,7 @@ class Graphs:
 
     def __init__(
         self, module: nn.Module, run_pass: VmapPass, clip: ClippedSums, zeros: Callable[[], dict[str, Tensor]],
-        device: torch.device, usual: int, data: Sequence[tuple[int, int]] = (),
+        device: torch.device, usual: int, data: Memory,
     ) -> None:  # fmt: skip
         self._inputs = Inputs(module)
         self._pass, self._clip, self._zeros = run_pass, clip, zeros

@@ -367,9 +367,10 @@ class Step:
                 if made_up.floats == "same":  # the public record as it is
                     warnings.warn(f"the first record of the validation set has no loss: {why(caught)}")
             else:
-                if not set(found) & set(self._parameters):
+                gradients = [found[name] for name in found if name in self._parameters]
+                if not gradients:
                     raise ConfigError(_NO_GRADIENT)
-                if loss.isfinite() and all(v.isfinite().all() for v in found.values()):
+                if loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients):
                     return made_up, None
                 failed = False
         return None, error if failed else None

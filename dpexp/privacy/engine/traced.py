@@ -11,22 +11,21 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
 
-from dpexp.errors import ConfigError
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.sampling import Policy
+from dpexp.privacy.training_data import Memory
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
 _TYPED_IN = 64  # numbers of a tensor, at most, to count as made of what stands in the code
@@ -368,26 +367,8 @@ def rows_of_graph(count: int, usual: int) -> int:
     return usual + math.ceil((count - usual) / step) * step
 
 
-def memory_of(data: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Where tensors lie: first byte, and the one after the last."""
-    plain = [tensor.untyped_storage() for tensor in data if tensor.layout == torch.strided and not tensor.is_nested]
-    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in plain]
-
-
-def refuse_data(held: Iterable[tuple[str, Tensor | np.ndarray]], memory: Sequence[tuple[int, int]]) -> None:
-    """Raises ConfigError: an array that a step holds or is given is a part of the training data, which lie there."""
-    for name, tensor in held:
-        if isinstance(tensor, np.ndarray) or (tensor.layout == torch.strided and tensor.numel()):
-            place = tensor.data_ptr() if isinstance(tensor, Tensor) else tensor.__array_interface__["data"][0]
-            if any(start <= place < end for start, end in memory):
-                raise ConfigError(
-                    f"model: training_step reads the training data itself ({name}, of shape {tuple(tensor.shape)}), so "
-                    "that a record would reach all others; let it use its batch alone, and copies of what is public."
-                )
-
-
-def check_constants(graph: Graph, data: Sequence[tuple[int, int]]) -> list[str]:
+def check_constants(graph: Graph, data: Memory) -> list[str]:
     """The shapes of tensors that a graph holds and that are no parameters or buffers."""
-    refuse_data(graph.constants.items(), data)
+    data.refuse(graph.constants.items())
     others = (tensor for name, tensor in graph.constants.items() if name not in graph.typed_in)
     return [str(tuple(tensor.shape)) for tensor in others if tensor.numel() > 1]
