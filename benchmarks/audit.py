@@ -1,10 +1,11 @@
-"""Audits of honest and of sabotaged trainings, each with its time.
+"""Audits of honest and of sabotaged trainings.
 
-    PYTHONPATH=. python benchmarks/audit.py [CANARIES]
+    PYTHONPATH=. python benchmarks/audit.py honest      # every sampling, mechanism, kind of vectors and allocation
+    PYTHONPATH=. python benchmarks/audit.py sabotaged   # each sabotage of tests/audited.py under every sampling
+    PYTHONPATH=. python benchmarks/audit.py power [N]   # N audits for each error of the noise and of the rate
 
-The honest table has every sampling, mechanism, kind of vectors and allocation; then come 4 000 canaries over 1, 10 and
-50 rounds; then each sabotage of tests/audited.py under every sampling, and what caught it. Each line says μ found, in
-units of the μ claimed, and the lower bound on ε at δ = 1e-5, in units of the ε claimed.
+The first two print a line an audit: μ found in units of the μ claimed, the bounds on ε at δ = 1e-5 in units of the ε
+claimed, and what was refuted. The last prints how often an error is found, and draws it (docs/audit_power.png).
 """
 
 import itertools
@@ -12,76 +13,116 @@ import logging
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from tests import audited
-from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked
+from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked, check
 
 SABOTAGES = (
     audited.half_the_noise, audited.the_same_noise_each_round, audited.the_same_noise_for_each_group,
     audited.a_group_unclipped, audited.twice_the_bound, audited.each_vector_clipped_alone,
     audited.alpha_forgotten_in_the_noise, audited.twice_the_rate, audited.a_round_that_no_ledger_tells_of,
-    audited.the_true_size_as_divisor, audited.no_noise_for_an_empty_sample,
+    audited.the_true_size_as_divisor, audited.no_noise_for_an_empty_sample, audited.some_noise_twice,
+    audited.some_records_twice, audited.less_noise, audited.a_larger_rate,
 )  # fmt: skip
 
 
-def run(name, *arguments, **choices):
-    """Prints one line, and returns the audit and what its numbers are of the claim."""
+NOISE, RATE = (1.0, 0.995, 0.99, 0.985, 0.98, 0.95), (1.02, 1.04, 1.05, 1.06, 1.1)
+SMALL = {"canaries": 1000, "sampling": "poisson", "q": 0.1, "steps": 80}
+
+
+def run(name, **choices):
+    """Prints one line, and returns the audit."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        found = attacked(Path(folder), *arguments, **choices)
+        found = attacked(Path(folder), **choices)
         seconds = time.perf_counter() - began
     least = found.bounds[0]
-    mu, bound = found.mu_found / found.mu_claimed, max(least.found, least.if_independent) / least.claimed
-    caught = [
-        what
-        for what, so in (
-            ("ε", any(bound.found > bound.claimed for bound in found.bounds)),
-            ("curve", found.p < 0.05),
-            ("ε if independent", any(bound.if_independent > bound.claimed for bound in found.bounds)),
-            ("curve if independent", found.p_independent < 0.05),
-        )
-        if so
-    ]
-    print(f"{name:<72} μ {mu:<7.3g} ε {bound:.2f}  {seconds:4.1f} s  {', '.join(caught) or '-'}", flush=True)
-    return found, mu, bound
+    refuted = [one.name for one in found.checks if one.refuted]
+    refuted += ["ε"] * any(max(b.found, b.if_independent) > b.claimed for b in found.bounds)
+    refuted += ["trade-off"] * (min(found.p, found.p_independent) < 1 - found.confidence or found.mu_refuted)
+    print(
+        f"{name:<64} μ {found.mu_found / found.mu_claimed:<6.3g} ε {least.found / least.claimed:.2f} "
+        f"{least.if_independent / least.claimed:.2f} {seconds:4.1f} s  {', '.join(refuted) or '-'}",
+        flush=True,
+    )
+    return found
 
 
-def honest(canaries):
-    print("Honest")
-    rows = []
+def honest():
+    found = []
     for sampling, mechanism, vectors, allocation in itertools.product(SAMPLINGS, MECHANISMS, VECTORS, ALLOCATIONS):
         choices = SAMPLINGS[sampling] | MECHANISMS[mechanism]
-        choices |= {"vectors_by": vectors, "allocation": ALLOCATIONS[allocation], "seed": len(rows)}
-        rows.append((sampling, *run(f"{sampling}, {mechanism}, {vectors}, {allocation}", canaries, **choices)))
-    print(f"{len(rows)} honest audits, {sum(bool(found.exceeded) for _, found, _, _ in rows)} refuted a claim")
-    for sampling in SAMPLINGS:
-        mus = [mu for name, _, mu, _ in rows if name == sampling]
-        bounds = [bound for name, _, _, bound in rows if name == sampling]
-        print(
-            f"  {sampling}: μ {np.mean(mus):.3f} ({min(mus):.2f} to {max(mus):.2f}), "
-            f"ε {min(bounds):.2f} to {max(bounds):.2f}"
-        )
+        choices |= {"vectors_by": vectors, "allocation": ALLOCATIONS[allocation], "seed": len(found)}
+        found.append(run(f"{sampling}, {mechanism}, {vectors}, {allocation}", **choices))
+    print(f"{len(found)} honest audits, {sum(bool(one.exceeded) for one in found)} refuted a claim")
 
 
-def main():
-    canaries = int(sys.argv[1]) if len(sys.argv) > 1 else audited.N
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    honest(canaries)
-    print("4 000 canaries")
-    for rounds in (1, 10, 50):
-        run(f"all, {rounds} rounds, z = {rounds**0.5:.3g}", 4000, steps=rounds, noise_multiplier=rounds**0.5)
-        poisson = {"sampling": "poisson", "q": 0.1, "noise_multiplier": 1.0}
-        run(f"poisson at 0.1, {rounds} rounds, z = 1", 4000, steps=rounds, **poisson)
-    print("Sabotaged")
+def sabotaged():
     for sabotage, sampling in itertools.product(SABOTAGES, SAMPLINGS):
         with pytest.MonkeyPatch.context() as patch:
             sabotage(patch)
             choices = {"vectors_by": "parameter"} | MECHANISMS["joint"] | SAMPLINGS[sampling]
-            run(f"{sabotage.__name__}, {sampling}", canaries, **choices)
+            run(f"{sabotage.__name__}, {sampling}", **choices)
+
+
+def one_audit(sabotage, factor, seed):
+    """(whether anything is refuted, the noise found, the rate found)."""
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        if factor != 1:
+            sabotage(patch, factor)
+        found = attacked(Path(folder), seed=seed, **SMALL)
+    return bool(found.exceeded), check(found, "noise"), check(found, "rate of inclusion")
+
+
+def power(audits):
+    shares = {}
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for name, sabotage, factors in (
+            ("noise", audited.less_noise, NOISE), ("rate of inclusion", audited.a_larger_rate, RATE)
+        ):  # fmt: skip
+            for factor in factors:
+                seeds = range(audits * (2 if factor == 1 else 1))
+                found = [*pool.map(partial(one_audit, sabotage, factor), seeds)]
+                refuted = sum(one for one, *_ in found)
+                shares[name, factor] = refuted / len(found)
+                last = found[0][1 + (name != "noise")]
+                print(
+                    f"{name} × {factor:<6} refuted in {refuted} of {len(found)} audits; found {last.found:.4f}, told "
+                    f"to be found from {last.detectable:.4f}",
+                    flush=True,
+                )
+    draw(shares)
+
+
+def draw(shares):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2, sharey=True), ("noise", "rate of inclusion"), strict=True):
+        factors = sorted({factor for of, factor in shares if of == name} | {1.0})
+        axes.plot(factors, [shares.get((name, factor), shares["noise", 1.0]) for factor in factors], "o-")
+        axes.axhline(0.95, color="0.8", zorder=0)
+        axes.set(xlabel=f"true {name}, in units of the plan", ylim=(-0.03, 1.03))
+    figure.axes[0].set_ylabel("share of audits that refute")
+    figure.savefig("docs/audit_power.png", dpi=150)
+
+
+def main():
+    logging.disable(logging.ERROR)
+    what = sys.argv[1] if len(sys.argv) > 1 else "honest"
+    if what == "power":
+        power(int(sys.argv[2]) if len(sys.argv) > 2 else 200)
+    else:
+        {"honest": honest, "sabotaged": sabotaged}[what]()
 
 
 if __name__ == "__main__":

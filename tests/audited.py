@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import dpexp
-from dpexp.accounting.auditing import audit
+from dpexp.accounting.auditing import audit, level_of_checks
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.privacy import adaptive, allocation, clipping, groups, mechanism, sampling
 from dpexp.privacy.asked import Banded
-from dpexp.privacy.canaries import Canaries
+from dpexp.privacy.canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.clipping import Abadi, Automatic, Global, Psac, asked
 from dpexp.privacy.engine import engine
 from dpexp.privacy.engine.clipped_sums import ClippedSums
@@ -24,6 +24,7 @@ from dpexp.training.classifier import Classifier
 from dpexp.training.data.synthetic import Synthetic
 
 DELTAS = (1e-5, 1e-2, 1e-1)
+CONFIDENCE = 0.999
 SAMPLINGS = {
     "all": {"sampling": "all", "q": 1.0},
     "poisson": {"sampling": "poisson", "q": 0.5},
@@ -57,28 +58,45 @@ CLIPS = {"abadi": Abadi(), "automatic": Automatic(), "psac": Psac(), "global": G
 N = 2000  # published, and true but for the canaries where the policy takes any number
 
 
-def attacked(folder, *arguments, **choices):
+def attacked(folder, *arguments, canaries=N, seed=0, **choices):
     """An audit; arguments as of `trained`."""
-    found = trained(folder, *arguments, **choices)
-    ledger = read_ledger(folder / "ledger.jsonl")
-    return audit(found.scores(), found.included, ledger, DELTAS, middle=found.middle)
+    attack, contributions = Attack(), Contributions()
+    level = level_of_checks(CONFIDENCE, 8)
+    found = trained(folder, *arguments, variant=unsampled, reader=attack, canaries=canaries, seed=seed, **choices)
+    trained(
+        folder, *arguments, variant=lambda plan: nearly_noiseless(plan, found.count, level), reader=contributions,
+        canaries=canaries, seed=seed + 1000, coins=False, ledger="samples.jsonl", **choices,
+    )  # fmt: skip
+    checks = [*attack.checks(level), *contributions.checks(level)]
+    ledger, scores = read_ledger(folder / "ledger.jsonl"), attack.scores(found.count)
+    return audit(scores, found.included, ledger, DELTAS, confidence=CONFIDENCE, middle=found.middle, checks=checks)
 
 
-def trained(folder, canaries=N, records=50, seed=0, module=None, data=None, trainer=None, **choices):
+def check(found, name):
+    """What an audit found of one number."""
+    return next(one for one in found.checks if one.name == name)
+
+
+def trained(
+    folder, canaries=N, records=50, seed=0, module=None, data=None, trainer=None, variant=lambda plan: plan,
+    reader=None, coins=True, ledger="ledger.jsonl", **choices,
+):  # fmt: skip
     """Canaries that a training met, of two groups and four rounds, or of what `choices` say.
 
     Args:
         records: that train besides; where sampling relies on n, the canaries take the places of some of n.
+        module, data: functions that make them.
     """
     plan = {"n": N, "steps": 4, "noise_multiplier": 2.0, "group": groups.per_layer(), "sampling": "all", "q": 1.0}
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    module = module or Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    planned = dpexp.make_plan(module, **plan | choices)
-    data = data or Synthetic(N if planned.sampling.relies_on_n else records, [4], 3)
-    extra = Canaries(module, planned, canaries, KeyStream.known(seed, "canaries", 0))
+    module = module() if module else Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    planned = variant(dpexp.make_plan(module, **plan | choices))
+    data = data() if data else Synthetic(N if planned.sampling.relies_on_n else records, [4], 3)
+    stream = KeyStream.known(seed, "canaries", 0) if coins else None
+    extra = Canaries(module, planned, canaries, stream, reader or Attack())
     extra.put_into(data)
-    privacy = dpexp.PrivacyCallback(extra.plan, folder / "ledger.jsonl", noise_seed=seed, physical_batch=4096)
+    privacy = dpexp.PrivacyCallback(extra.plan, folder / ledger, noise_seed=seed, physical_batch=4096)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pl.Trainer(
@@ -106,13 +124,32 @@ def a_forgotten_column_norm(patch):
     patch.setattr(CorrelatedNoise, "add_to", longer)
 
 
-def half_the_noise(patch):
+def less_noise(patch, factor=0.95):
     add_to = GaussianNoise.add_to
 
     def quieter(self, sums, divisor=1.0):
-        add_to(self, [(total, sigma / 2) for total, sigma in sums], divisor)
+        add_to(self, [(total, factor * sigma) for total, sigma in sums], divisor)
 
     patch.setattr(GaussianNoise, "add_to", quieter)
+
+
+def half_the_noise(patch):
+    less_noise(patch, 0.5)
+
+
+def some_noise_twice(patch):
+    """Of every third round that of the round before."""
+    add_to = GaussianNoise.add_to
+
+    def again(self, sums, divisor=1.0):
+        self.turn = getattr(self, "turn", -1) + 1
+        if self.turn % 3 == 2:
+            self.stream._numbers = itertools.count(self.before)
+        self.before = next(self.stream._numbers)
+        self.stream._numbers = itertools.count(self.before)
+        add_to(self, sums, divisor)
+
+    patch.setattr(GaussianNoise, "add_to", again)
 
 
 def half_the_noise_of_large_tensors(patch):
@@ -210,9 +247,24 @@ def alpha_forgotten_in_the_noise(patch):
     patch.setattr(mechanism, "by_parameter", lambda of: [(group, 1.0, name) for group, _, name in by_parameter(of)])
 
 
-def twice_the_rate(patch):
+def a_larger_rate(patch, factor=1.1):
     independent = sampling._independent
-    patch.setattr(sampling, "_independent", lambda q, *rest: independent(min(1.0, 2 * q), *rest))
+    patch.setattr(sampling, "_independent", lambda q, *rest: independent(min(1.0, factor * q), *rest))
+
+
+def twice_the_rate(patch):
+    a_larger_rate(patch, 2.0)
+
+
+def some_records_twice(patch):
+    """One of a sample, in every round."""
+    independent = sampling._independent
+
+    def drawn(q, size, stream):
+        found = independent(q, size, stream)
+        return found + found[-1:]
+
+    patch.setattr(sampling, "_independent", drawn)
 
 
 def all_records_in_each_part(patch):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.help import help
 from dpexp.privacy import groups
+from dpexp.privacy.canaries import Contributions, nearly_noiseless
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.synthetic import Synthetic
 from tests import audited, test_callback
-from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, trained
+from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, check, trained
 
 # Every sampling, the other choices in turn, and every mechanism where the attacker has all the power there is;
 # benchmarks/audit.py has all combinations.
@@ -30,26 +32,29 @@ HONEST = [
 ]
 
 
+def adjacency_of(sampling):
+    return SAMPLINGS[sampling].get("adjacency") or {"fixed_size": "replace_one", "shuffle": "replace_one"}.get(sampling)
+
+
 @pytest.mark.parametrize("sampling, mechanism, vectors, allocation", HONEST)
 def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, allocation, tmp_path):
     found = attacked(
         tmp_path, vectors_by=vectors, allocation=ALLOCATIONS[allocation], **MECHANISMS[mechanism], **SAMPLINGS[sampling]
     )
     assert not found.exceeded
-    assert found.mu_found < found.mu_claimed + 4 * found.mu_error
-    if sampling == "all":
-        assert found.mu_claimed == pytest.approx(1.0, rel=1e-4)  # √4 rounds / 2
-        assert abs(found.mu_found - 1) < 4 * found.mu_error, "the attacker has all the power there is"
-    else:
-        assert found.mu_found > 0.55 * found.mu_claimed
+    factor = {"replace_one": 2}.get(adjacency_of(sampling), 1)
+    mu = factor * (math.sqrt(2) / 2 if sampling == "cyclic_poisson" else 2.0)  # √(two turns, or 16 rounds) / z
+    assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
+    assert abs(found.mu_found - mu) < 4 * found.mu_error, "the attacker has all the power there is"
+    for one in found.checks:
+        assert abs(one.found - one.planned) < 1.2 * abs(one.detectable - one.planned)
 
 
 @pytest.mark.parametrize("sampling, released", [*(("all", released) for released in RELEASED), ("poisson", "metrics")])
 def test_other_vectors_than_gradients_refute_no_claim(sampling, released, tmp_path):
     found = attacked(tmp_path, **RELEASED[released], **SAMPLINGS[sampling])
     assert not found.exceeded
-    assert abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error or sampling == "poisson"
-    assert found.mu_found > 0.55 * found.mu_claimed
+    assert abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_correlated_noise_refutes_no_claim_and_hides_no_more_than_it_says(choice
     """Whole parts, of which each record has four rounds; what comes after the last of them is cut off."""
     found = attacked(tmp_path, adjacency=adjacency, **audited.WHOLE, **choices)
     assert not found.exceeded
-    mu = {"add_remove": 1.0, "replace_one": 2.0}[adjacency]  # √4 rounds / 2, and a sum may move by 2S
+    mu = {"add_remove": 1.0, "replace_one": 2.0}[adjacency]  # √4 turns / 2, and a sum may move by 2S
     assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
     assert 0.85 * mu < found.mu_found < mu + 4 * found.mu_error
 
@@ -73,7 +78,7 @@ def test_a_clip_rule_refutes_no_claim_and_wastes_none(clip, mechanism, tmp_path)
     """A canary is as long as the rule lets it contribute the most; one without a bound is bounded all the same."""
     found = attacked(tmp_path, clip=clip, **MECHANISMS[mechanism])
     assert not found.exceeded
-    assert abs(found.mu_found - 1) < 4 * found.mu_error
+    assert abs(found.mu_found - 2) < 4 * found.mu_error
 
 
 JOINT = MECHANISMS["joint"]
@@ -87,7 +92,9 @@ CAUGHT = [
     (audited.each_vector_clipped_alone, {"vectors_by": "parameter"} | JOINT),
     (audited.alpha_forgotten_in_the_noise, JOINT),
     (audited.twice_the_rate, SAMPLINGS["poisson"]),
-    (audited.a_round_that_no_ledger_tells_of, {"steps": 2}),
+    (audited.a_round_that_no_ledger_tells_of, {}),
+    (audited.some_noise_twice, {}),
+    (audited.some_records_twice, SAMPLINGS["poisson"]),
     (audited.a_metric_unclipped, RELEASED["metrics"]),
     (audited.twice_the_counts, RELEASED["adaptive"]),
     (audited.twice_the_counts, RELEASED["adaptive, joint"]),
@@ -119,19 +126,27 @@ def test_what_no_score_shows_another_test_catches(sabotage, test, tmp_path, monk
         test(tmp_path / "sabotaged")
 
 
+@pytest.mark.parametrize("sabotage", [audited.less_noise, audited.a_larger_rate])
+def test_small_errors_are_found(sabotage, tmp_path, monkeypatch):
+    """Noise that is 0.95 times what was planned, and inclusion at 1.1 q."""
+    sabotage(monkeypatch)
+    found = attacked(tmp_path, canaries=4000, sampling="poisson", q=0.1, steps=100)
+    name, truth = {audited.less_noise: ("noise", 0.95), audited.a_larger_rate: ("rate of inclusion", 1.1)}[sabotage]
+    assert [one.name for one in found.checks if one.refuted] == [name]
+    assert check(found, name).found == pytest.approx(truth, abs=0.02)
+
+
 @pytest.mark.parametrize("sampling, mechanism", [*zip(SAMPLINGS, itertools.cycle(MECHANISMS), strict=False)])
 def test_with_next_to_no_noise_a_canary_adds_what_the_bound_allows(sampling, mechanism, tmp_path):
     """Neither more, though its gradient is longer, nor less; and records add nothing in its coordinates."""
-    choices = SAMPLINGS[sampling]
-    parts = 2 if sampling == "cyclic_poisson" else 1
     run = trained(
-        tmp_path, 100, steps=parts, noise_multiplier=1e-4, vectors_by="parameter", **MECHANISMS[mechanism], **choices
-    )
-    absent, rate = {"replace_one": -0.5}.get(run.plan.adjacency, 0.0), choices["q"] * parts
-    present = (absent + 1) / rate
-    drawn = {True: {0.0, present}, False: {0.0, absent / rate}}
-    for score, included in zip(run.scores(), run.included, strict=True):
-        assert min(abs(score - value) for value in drawn[bool(included)]) < 1e-3
+        tmp_path, 100, variant=lambda plan: nearly_noiseless(plan, 100, 0.01), reader=Contributions(), coins=False,
+        vectors_by="parameter", **MECHANISMS[mechanism], **SAMPLINGS[sampling],
+    )  # fmt: skip
+    of = {one.name: one for one in run.reader.checks(1e-4)}
+    assert not any(one.refuted for one in of.values())
+    for group in ("model.0", "model.2"):
+        assert of[f"contribution to {group}"].found == pytest.approx(1.0, abs=0.02)
 
 
 def test_what_is_accounted_stays_as_it_is(tmp_path):
@@ -161,22 +176,22 @@ def by_name(items):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_modules_data_and_collations_of_ones_own_are_audited(workers, tmp_path):
     found = attacked(
-        tmp_path, module=Named(), data=NamedData(workers), group=groups.flat(), sampling="poisson", q=0.5
+        tmp_path, module=Named, data=lambda: NamedData(workers), group=groups.flat(), sampling="poisson", q=0.5
     )  # fmt: skip
-    assert not found.exceeded and abs(found.mu_found / found.mu_claimed - 1) < 0.3
+    assert not found.exceeded and abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_other_types_are_audited(precision, tmp_path):
     found = attacked(tmp_path, trainer={"precision": precision})
-    assert not found.exceeded and abs(found.mu_found - 1) < 4 * found.mu_error
+    assert not found.exceeded and abs(found.mu_found - 2) < 4 * found.mu_error
 
 
 def test_a_schedule_is_audited(tmp_path, monkeypatch):
     factors = {"z": [2, 1], "q": [1, 2], "S": [1, 3]}
     choices = {"sampling": "poisson", "q": 0.4, "steps": 2, "noise_multiplier": 1.0, "schedules": factors}
     found = attacked(tmp_path, **choices)
-    assert not found.exceeded and found.mu_found > 0.75 * found.mu_claimed
+    assert not found.exceeded and abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error
     audited.half_the_noise(monkeypatch)
     (tmp_path / "sabotaged").mkdir()
     assert attacked(tmp_path / "sabotaged", **choices).exceeded
@@ -188,14 +203,17 @@ SMALL = ("model=logistic", "sampling.steps=2", "sampling=all", "audit.canaries_c
 def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     output = dpexp_job("audit", "audit=dirac", *SMALL)
     said = capsys.readouterr().out
-    assert "μ claimed" in said and "That proves no ε" in said and "weak" not in said
+    assert "μ claimed" in said and "contribution to all" in said and "That proves no ε" in said
     result = json.loads((output / "result.json").read_text())
     assert not result["trained"] and result["audit"]["refuted"] == 0 and result["audit"]["canaries"] == 1000
-    assert result["audit"]["epsilon_claimed/delta_0.0001"] == pytest.approx(result["epsilon"]["pld"])
+    assert 0.98 < result["audit"]["noise"] < 1.02 and 0.98 < result["audit"]["contribution_to_all"] < 1.02
     assert (output / "audit.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "weights.safetensors").exists()
-    run, planned = (read_ledger(path) for path in (output / "audit" / "ledger.jsonl", output / "planned_ledger.jsonl"))
-    assert run == planned
+    attacked, samples = (read_ledger(output / "audit" / name) for name in ("ledger.jsonl", "ledger_of_samples.jsonl"))
+    planned = read_ledger(output / "planned_ledger.jsonl")
+    (of_plan,), (of_attack,), (of_samples,) = planned.rounds, attacked.rounds, samples.rounds
+    assert of_attack == of_plan and samples.rounds[of_samples] == planned.rounds[of_plan] == 2
+    assert of_samples.queries[0].sigma == pytest.approx(0.05 * of_plan.queries[0].S)
     client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
     run = client.get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/mu_found"] == pytest.approx(result["audit"]["mu_found"])
@@ -218,14 +236,14 @@ def test_an_audit_shows_nothing_that_all_records_had_a_part_in(dpexp_job, monkey
     )
     released = ("metrics=train", "bound=adaptive", "tracking=none")
     dpexp_job("audit", "audit=dirac", *SMALL, *released)
-    assert shown == ["", ""]
+    assert {*shown} == {""}
     dpexp_job(*SMALL[:3], *released)
     assert "S/all" in shown[-1]
 
 
 def test_a_job_is_trained_and_then_audited(dpexp_job, capsys):
     output = dpexp_job("audit=dirac", *SMALL, "sampling=poisson", "sampling.epochs=null", "tracking=none")
-    assert "weak" in capsys.readouterr().out
+    assert "rate of inclusion" in capsys.readouterr().out
     result = json.loads((output / "result.json").read_text())
     assert result["trained"] and "test_accuracy" in result["metrics"] and result["audit"]["refuted"] == 0
     weights = dpexp.load(output).state_dict()
@@ -260,14 +278,16 @@ def test_a_canary_has_no_record_of_the_users(tmp_path):
         data.train_dataloader().dataset.tensors[0][0] *= factor
         folder = tmp_path / str(factor)
         folder.mkdir()
-        found.append(trained(folder, canaries=200, data=data).scores())
+        found.append(trained(folder, canaries=200, data=lambda data=data: data).reader.scores(200))
     assert np.allclose(*found)
 
 
 def test_large_tensors_are_audited_by_the_way_that_they_get_their_noise(tmp_path, monkeypatch):
     audited.half_the_noise_of_large_tensors(monkeypatch)
     net = nn.Linear(200, 100)
-    module = Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     plan = {"group": groups.flat(), "noise_multiplier": 2.5}
-    found = attacked(tmp_path, module=module, data=Synthetic(50, [200], 100), **plan)
+    found = attacked(
+        tmp_path, module=lambda: Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        data=lambda: Synthetic(50, [200], 100), **plan,
+    )  # fmt: skip
     assert found.exceeded

@@ -9,8 +9,16 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
 from dpexp.accounting import auditing
-from dpexp.accounting.auditing import epsilon_bound, inverse_of, mu_bound, p_value, refuted, scores
+from dpexp.accounting.auditing import epsilon_bound, inverse_of, mu_bound, p_value, refuted
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.measured import (
+    POWER,
+    contribution,
+    largest_contribution,
+    noise_reuse,
+    noise_scale,
+    rate_of_inclusion,
+)  # fmt: skip
 
 
 def gaussian(mu, rounds=1, policy="all", q=1.0):
@@ -125,9 +133,65 @@ def test_what_holds_without_an_assumption_holds_with_one(m, strength):
     assert all(bound.if_independent >= bound.found for bound in found.bounds)
 
 
-def test_noise_that_parts_share_cancels():
-    rng, m = np.random.default_rng(3), 300
-    signal = np.concatenate([rng.random(m) < 0.5, np.zeros(600, bool)])
-    shared = rng.normal(size=m + 600)
-    sums = np.stack([3 * signal + 100 * shared, 2 * signal - 50 * shared])
-    assert np.allclose(scores(sums, np.array([[3.0], [2.0]]), m), signal[:m], atol=1e-3)
+def test_rates_of_alarms_that_a_claim_does_not_allow_refute_it():
+    """Noise 0.7 times what was planned: by true and false alarms, if canaries are independent (Clopper & Pearson)."""
+    rng, m = np.random.default_rng(3), 20_000
+    included = rng.random(m) < 0.5
+    for noise, beyond in ((1.0, False), (0.7, True)):
+        found = auditing.audit(included + noise * rng.normal(size=m), included, gaussian(1.0), (1e-5,))
+        assert found.mu_refuted == beyond and 0.8 < found.mu_bound_if_independent * noise < 1
+
+
+def test_checks_are_told_and_refute():
+    found = auditing.audit(
+        np.arange(200.0), np.arange(200) % 2 == 0, gaussian(9.0), (1e-5,),
+        checks=[noise_scale(np.full((4, 100), 0.5), 1e-4), noise_reuse(np.eye(3, 100), 1e-4)],
+    )  # fmt: skip
+    assert found.exceeded == ["the noise is at most 0.5742, and 1 was planned"]
+    assert found.summary()["noise"] == 0.5 and found.summary()["refuted"] == 1
+
+
+# What is measured: each at a large level, so that its errors of both kinds can be counted.
+
+
+def counted(test, runs=2000):
+    return sum(test() for _ in range(runs)) / runs
+
+
+def within(found, expected, runs=2000):
+    return abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / runs)
+
+
+def test_honest_noise_is_refuted_as_often_as_the_level_says_and_less_noise_found_with_the_power_told():
+    rng, level = np.random.default_rng(4), 0.02
+    detectable = noise_scale(np.ones((3, 50)), level).detectable
+    assert within(counted(lambda: noise_scale(rng.normal(size=(3, 50)), level).refuted), level)
+    assert within(counted(lambda: noise_scale(detectable * rng.normal(size=(3, 50)), level).refuted), POWER)
+
+
+def test_noise_used_twice_is_found_and_other_noise_is_not():
+    rng, level = np.random.default_rng(5), 0.05
+    assert counted(lambda: noise_reuse(rng.normal(size=(6, 40)), level).refuted) <= level
+    rows = rng.normal(size=(6, 40))
+    rows[4] = -rows[1]
+    assert noise_reuse(rows, 1e-6).refuted and noise_reuse(rows, 1e-6).found == pytest.approx(1)
+    assert not noise_reuse(rows[:1], 1e-6).refuted
+    assert noise_reuse(rng.normal(size=(2, 1000)), 0.05).limit < 0.1
+
+
+@pytest.mark.parametrize("q", [0.5, 0.01])
+def test_the_rate_of_inclusion_is_refuted_as_often_as_the_level_says(q):
+    rng, level, chances = np.random.default_rng(6), 0.05, 5000
+    detectable = q * rate_of_inclusion(1, chances, q, level).detectable
+    assert counted(lambda: rate_of_inclusion(rng.binomial(chances, q), chances, q, level).refuted) <= level + 0.01
+    assert counted(lambda: rate_of_inclusion(rng.binomial(chances, detectable), chances, q, level).refuted) >= 0.93
+    assert rate_of_inclusion(0, chances, q, level).limit == 0 and rate_of_inclusion(chances, chances, q, level).refuted
+
+
+def test_contributions_are_refuted_as_often_as_the_level_says():
+    rng, level = np.random.default_rng(7), 0.05
+    honest = lambda check: counted(lambda: check(1 + 0.1 * rng.normal(size=30)).refuted)  # noqa: E731
+    assert within(honest(lambda values: contribution("all", values, 0.1, level)), level)
+    assert within(honest(lambda values: largest_contribution(values, 0.1, level)), 1 - (1 - level / 30) ** 30)
+    once = np.r_[np.ones(29), 2.0]
+    assert largest_contribution(once, 0.1, 1e-6).refuted and contribution("all", 1.01 * once, 0.01, 1e-6).refuted

@@ -19,6 +19,7 @@ from scipy.stats import beta, binom
 
 from dpexp.accounting.accountants import delta, epsilon, guarantee
 from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.measured import Check
 from dpexp.accounting.renyi import Array
 from dpexp.accounting.tradeoff import lines
 
@@ -91,23 +92,6 @@ def inverse_of(ledger: Ledger, accountant: str = "pld") -> Inverse:
     return inverse
 
 
-def scores(sums: Array, expected: Array, m: int) -> Array:
-    """The attacker's score of each canary [m]: what was released in its coordinates, combined for the least noise.
-
-    Args:
-        sums: [D, m + blanks] of the coordinates in each of D parts of the release, of which the blanks have no canary.
-        expected: [D, m + blanks], what an included canary adds to each on average.
-
-    With C the covariance of the noise, as the blank coordinates show it, the combination is C⁻¹1 of the parts in units
-    of what is expected. Noise that is shared between parts cancels.
-    """
-    parts = sums / expected
-    noise = np.atleast_2d(np.cov(parts[:, m:]))
-    noise += np.eye(len(noise)) * (1e-12 * np.trace(noise) / len(noise) + 1e-300)
-    weights = np.linalg.solve(noise, np.ones(len(noise)))
-    return weights @ parts[:, :m] / weights.sum()
-
-
 class Bound(NamedTuple):
     """At one δ: the ε claimed, and lower bounds on the true one, of which the second supposes independent canaries, and
     so is no less than the first, which supposes nothing."""
@@ -133,7 +117,10 @@ class Audit:
         mu_claimed: of the Gaussian DP that is as hard to tell at even odds: δ(0) = 2Φ(μ/2) - 1. Exact where nothing is
             amplified by sampling.
         mu_found: the distance of the scores of canaries that were included and that were not, in standard deviations.
-        mu_error: its standard error; mu_bound: a lower bound on μ, at `confidence`.
+        mu_error: its standard error; mu_bound: a lower bound on μ, at `confidence`; mu_bound_if_independent: the same
+            if canaries are independent, by the rates of right and false alarms (Nasr et al. 2023, arXiv 2302.07956).
+        mu_refuted: the claimed trade-off curve does not allow these rates.
+        checks: of numbers of the plan, by the releases.
         errors: (type I, type II) of the attacker, by threshold: [K, 2].
     """
 
@@ -149,6 +136,9 @@ class Audit:
     mu_found: float
     mu_error: float
     mu_bound: float
+    mu_bound_if_independent: float
+    mu_refuted: bool
+    checks: tuple[Check, ...]
     errors: Array
 
     def summary(self) -> dict[str, float]:
@@ -156,8 +146,12 @@ class Audit:
         found = {
             "canaries": self.canaries, "right": self.right, "p": self.p, "p_independent": self.p_independent,
             "mu_claimed": self.mu_claimed, "mu_found": self.mu_found, "mu_error": self.mu_error,
-            "mu_at_least": self.mu_bound, "refuted": float(bool(self.exceeded)),
+            "mu_at_least": self.mu_bound, "mu_at_least_if_independent": self.mu_bound_if_independent,
+            "refuted": float(bool(self.exceeded)),
         }  # fmt: skip
+        for check in self.checks:
+            name = check.name.replace(" ", "_")
+            found |= {name: check.found, f"{name}_detectable": check.detectable}
         for bound in self.bounds:
             at = f"delta_{bound.delta:g}"
             found |= {
@@ -176,13 +170,13 @@ class Audit:
             for value, supposed in ((bound.found, ""), (bound.if_independent, " if canaries are independent"))
             if value > bound.claimed
         ]
-        if min(self.p, self.p_independent) < 1 - self.confidence:
+        if min(self.p, self.p_independent) < 1 - self.confidence or self.mu_refuted:
             found.append(
                 f"the attacker is right more often than the claimed trade-off allows (p = {self.p:.2g}, or if canaries "
-                f"are independent {self.p_independent:.2g}; μ = {self.mu_found:.3g} was found, and "
-                f"{self.mu_claimed:.3g} claimed)"
+                f"are independent {self.p_independent:.2g}; μ = {self.mu_found:.3g} was found, at "
+                f"least {self.mu_bound_if_independent:.3g} if they are, and {self.mu_claimed:.3g} claimed)"
             )
-        return found
+        return found + [check.words() for check in self.checks if check.refuted]
 
 
 def audit(
@@ -193,6 +187,7 @@ def audit(
     accountant: str = "pld",
     confidence: float = 0.95,
     middle: float = 0.5,
+    checks: Sequence[Check] = (),
 ) -> Audit:
     """Judges a ledger's claim by what an attacker scored.
 
@@ -200,8 +195,9 @@ def audit(
         scores: [m] of the canaries; included: [m], by fair coins that the attacker did not see.
         ledger: of the release.
         middle: the score above which a canary is taken for included when all are guessed.
+        checks: which have half of the error probability, as `level_of_checks` shares it out.
     """
-    m, tests = len(scores), len(PARTS) * (len(deltas) + 4) + 1
+    m, tests = len(scores), 2 * (len(PARTS) * (len(deltas) + 4) + 1)
     level = (1 - confidence) / tests
     guesses = [guessed(scores, included, m // part) for part in PARTS if m // part >= 2]
     rates = _rates(scores, included, level)
@@ -235,8 +231,16 @@ def audit(
         mu_found=mu,
         mu_error=math.sqrt(1 / len(yes) + 1 / len(no) + mu**2 / (2 * m)),
         mu_bound=max(mu_bound(m, r, c, level) for r, c in guesses),
+        mu_bound_if_independent=max(0.0, *(float(ndtri(right) - ndtri(wrong)) for right, wrong in rates)),
+        mu_refuted=any(inverse(right) > wrong for right, wrong in rates),
+        checks=tuple(checks),
         errors=errors(yes, no),
     )
+
+
+def level_of_checks(confidence: float, count: int) -> float:
+    """Of each of so many: half of the error probability together."""
+    return (1 - confidence) / (2 * count)
 
 
 def guessed(scores: Array, included: Mask, r: int) -> tuple[int, int]:

@@ -14,16 +14,16 @@ import pytorch_lightning as pl
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from dpexp.accounting.auditing import Audit
+from dpexp.accounting.auditing import Audit, level_of_checks
 from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.building import accountants, add_scheduler, callback_for, make, module_of
 from dpexp.commands.lightning import trainer_for
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.canaries import Canaries
+from dpexp.privacy.canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.plan import PrivacyPlan
-from dpexp.showing.attack import attack
+from dpexp.showing.attack import attack as attacked
 from dpexp.showing.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
 
@@ -31,39 +31,54 @@ FOLDER = "audit"  # in the job's
 
 
 def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Figure]:
-    """Carries out a job's plan once more, with canaries, and judges what is released in their coordinates.
+    """Carries out two variants of a job's plan with canaries, one without sampling and one with next to no noise, and
+    judges what is released in their coordinates.
 
-    The model is thrown away: of the training nothing is kept but its ledger, and what the canaries show. What is found
-    is claimed of that ledger.
+    The models are thrown away: of the trainings nothing is kept but the ledgers, and what the canaries show. What is
+    attacked is the claim of the first ledger.
 
     Returns:
         what came of it, and its figure.
     """
     cfg, folder = undisturbed(cfg), output / FOLDER
     folder.mkdir(exist_ok=True)
-    (folder / "ledger.jsonl").unlink(missing_ok=True)  # of an audit that was interrupted: nothing of it was shown
-    pl.seed_everything(cfg.seed, verbose=False)
-    module = module_of(cfg)
-    data = make("data.module", cfg.data.module)
     seed = cfg.privacy.noise_seed
-    stream = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
-    canaries = Canaries(module, plan, cfg.audit.canaries_count, stream)
-    canaries.put_into(data)
-    add_scheduler(cfg, module, plan.rounds)
-    privacy = callback_for(cfg, canaries.plan, folder / "ledger.jsonl")
-    trainer = keeping_nothing(cfg, canaries.plan, privacy, folder)
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.insert(callbacks.index(privacy) + 1, canaries)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "data.*the training set holds.*")  # the canaries are more records
-        trainer.fit(module, datamodule=data)
+    coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
+    level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 4)
+    attack, contributions = Attack(), Contributions()
+    canaries = _trained(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
+    _trained(
+        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "ledger_of_samples.jsonl"
+    )
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
     ledger = read_ledger(folder / "ledger.jsonl")
     accountant = accountants(cfg, plan)[0]
     found = judged(
-        canaries.scores(), canaries.included, ledger, deltas, accountant, cfg.audit.confidence, canaries.middle
-    )
-    return found, attack(found, ledger, accountant)
+        attack.scores(canaries.count), canaries.included, ledger, deltas, accountant, cfg.audit.confidence,
+        canaries.middle, [*attack.checks(level), *contributions.checks(level)],
+    )  # fmt: skip
+    return found, attacked(found, ledger, accountant)
+
+
+def _trained(
+    cfg: DictConfig, plan: PrivacyPlan, coins: KeyStream | None, reader: Attack | Contributions, ledger: Path
+) -> Canaries:
+    """The canaries of one training, which `reader` read."""
+    ledger.unlink(missing_ok=True)  # of an audit that was interrupted: nothing of it was shown
+    pl.seed_everything(cfg.seed, verbose=False)
+    module = module_of(cfg)
+    data = make("data.module", cfg.data.module)
+    canaries = Canaries(module, plan, cfg.audit.canaries_count, coins, reader)
+    canaries.put_into(data)
+    add_scheduler(cfg, module, plan.rounds)
+    privacy = callback_for(cfg, canaries.plan, ledger)
+    trainer = keeping_nothing(cfg, canaries.plan, privacy, ledger.parent)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.insert(callbacks.index(privacy) + 1, canaries)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "data.*the training set holds.*")  # the canaries are other records
+        trainer.fit(module, datamodule=data)
+    return canaries
 
 
 def undisturbed(cfg: DictConfig) -> DictConfig:

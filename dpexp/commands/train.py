@@ -326,7 +326,7 @@ def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[d
 
         assert plan is not None  # without one there is no claim, and `check` has said so
         found, figure = audited(cfg, plan, output)
-        terminal.audited(found, plan.sampling.name, plan.sampling.event(plan.n, 0).rate)
+        terminal.audited(found)
     figure.savefig(output / "audit.png", dpi=150)
     return found.summary(), "; ".join(found.exceeded)
 

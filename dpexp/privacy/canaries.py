@@ -7,8 +7,10 @@ users, it has as many equal examples, so that what each of them would contribute
 Every vector of every group gets a table of extra coordinates: clipped in the same group, by the same S_g, noised by the
 same α_j σ̃_g, so that what is accounted stays as it is. A canary has one coordinate in each vector. Its gradient is
 longer than S_g allows, so that clipping has something to do, and changes its sign from vector to vector, group to group
-and turn to turn, so that noise which these share would cancel. Who knows when it may have been sampled looks at these
-rounds alone (see `Matched`).
+and turn to turn, so that noise which these share would cancel. Coordinates without a canary show the noise alone.
+
+A job's plan is audited by two trainings: `unsampled` shows what its noise hides, `nearly_noiseless` what is sampled and
+how much of it.
 """
 
 import math
@@ -22,11 +24,20 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from numpy.typing import NDArray
+from scipy.stats import norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset
 
-from dpexp.accounting.auditing import scores
+from dpexp.accounting.measured import (
+    POWER,
+    Check,
+    contribution,
+    largest_contribution,
+    noise_reuse,
+    noise_scale,
+    rate_of_inclusion,
+)
 from dpexp.accounting.renyi import Array
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
@@ -37,6 +48,8 @@ from dpexp.privacy.mislabelled import replace_records
 from dpexp.privacy.noise import SMALL
 from dpexp.privacy.plan import Group, PrivacyPlan
 from dpexp.privacy.records import User
+from dpexp.privacy.sampling import All, CyclicPoisson, Policy
+from dpexp.privacy.schedules import CONSTANT
 
 LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g, if that contributes the most
 _LENGTHS = torch.cat([torch.tensor([LENGTH]), torch.logspace(-6, 6, 2800)]).double()  # others, 1 % apart
@@ -44,6 +57,33 @@ _TABLES = "dpexp_canaries"  # an attribute of the audited module
 _NONE = -1  # the canary that a record of the user's is
 # What stands in the place of a canary that is not included (None: nothing), as a factor of its gradient.
 ABSENT: dict[str, float | None] = {"add_remove": None, "replace_null": 0.0, "replace_one": -1.0}
+_BLANK = 4000  # coordinates without a canary
+_OTHERS = 256  # of the user's records, where their number does not matter
+_SMALL_NOISE = 0.05  # z at which a contribution shows
+_ERROR = 0.05  # of the rate of inclusion, to be found
+
+
+def unsampled(plan: PrivacyPlan) -> PrivacyPlan:
+    """The plan for a few rounds of all records, or with turns, of all whose turn it is: the claim is then as tight as
+    can be. Its μ is about 2 if z lies between 1 and 4."""
+    policy: Policy = All()
+    rounds = min(max(math.ceil(4 * plan.noise_multiplier**2), 4), 64)
+    if isinstance(plan.sampling, CyclicPoisson):
+        parts = plan.sampling.parts
+        policy, rounds = replace(plan.sampling, q=1 / parts), parts * max(1, min(4, plan.rounds // parts))
+    return replace(plan, sampling=policy, rounds=rounds, schedule=replace(plan.schedule, q=CONSTANT))
+
+
+def nearly_noiseless(plan: PrivacyPlan, canaries: int, level: float) -> PrivacyPlan:
+    """The plan with next to no noise, so that each contribution shows: for as many rounds as show an error of the rate
+    of inclusion of 5 %, at the level, but no more than it has."""
+    small = _SMALL_NOISE / plan.noise_multiplier
+    groups = tuple(replace(group, sigma=group.sigma * small) for group in plan.groups)
+    q = plan.sampling.q
+    chances = (1 - q) / q * ((norm.isf(level) + norm.ppf(POWER)) / _ERROR) ** 2
+    epoch = plan.sampling.event(plan.n, 0).parts or math.floor(plan.sampling.rounds_per_epoch + 1e-9)
+    rounds = min(plan.rounds, max(4, math.ceil(chances / canaries / epoch) * epoch))
+    return replace(plan, groups=groups, rounds=rounds, schedule=replace(plan.schedule, z=CONSTANT))
 
 
 class Canaries(pl.Callback):
@@ -52,16 +92,25 @@ class Canaries(pl.Callback):
 
     Args:
         count: m; where the sampling policy relies on n, they take the places of records, and are at most n.
-        stream: of the coins.
+        stream: of the coins, or None: all canaries are included.
+        reader: of what is released, an `Attack` or `Contributions`.
     """
 
-    def __init__(self, module: pl.LightningModule, plan: PrivacyPlan, count: int, stream: KeyStream) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plan: PrivacyPlan,
+        count: int,
+        stream: KeyStream | None,
+        reader: "Attack | Contributions",
+    ) -> None:
         self.replacing = plan.sampling.relies_on_n
         self.count = min(count, plan.n) if self.replacing else count
-        self.included = stream.words(self.count).lt(2**62).numpy()  # fair coins
-        self.absent = ABSENT[plan.adjacency]
-        parts = len(plan.groups) * PARITIES
-        self._coordinates = self.count + max(500, 10 * parts)  # those without a canary show the noise alone
+        self.included = np.ones(self.count, dtype=np.bool_)
+        if stream is not None:
+            self.included = stream.words(self.count).lt(2**62).numpy()  # fair coins
+        self.absent, self.reader = ABSENT[plan.adjacency], reader
+        self._coordinates = self.count + _BLANK
         self._tables: Any = nn.ModuleList()
         groups = []
         for g, group in enumerate(plan.groups):
@@ -84,21 +133,12 @@ class Canaries(pl.Callback):
         if self._turns > plan.rounds:
             told = f"audit=dirac with sampling.parts={self._turns} leaves some records out of all {plan.rounds} rounds"
             raise ConfigError(f"{told}; choose more rounds.")
-        self._stream = stream
-        self._matched = [Matched(self._coordinates) for _ in groups]
         self._places: NDArray[np.int64] | None = None  # among the records
         self._replace_step(module)
 
     def put_into(self, data: pl.LightningDataModule) -> None:
         """Lets a data module's training loader give canaries too."""
         replace_records(data, self._records, _Collate)
-
-    def scores(self) -> Array:
-        """The attacker's [m], in which an included canary counts 1 more than another on average."""
-        sums = np.concatenate([one.sums for one in self._matched])
-        expected = np.concatenate([one.expected for one in self._matched])
-        used = expected.min(1) > 0
-        return scores(sums[used], expected[used], self.count)
 
     @property
     def middle(self) -> float:
@@ -117,21 +157,21 @@ class Canaries(pl.Callback):
         """Reads the released averages."""
         now = _now(trainer)
         there = self._there(trainer.train_dataloader.sampler)  # type: ignore[union-attr]
-        difference = 1.0 if self.absent is None else 1.0 - self.absent
+        difference, q = 1.0 if self.absent is None else 1.0 - self.absent, now.sampling.q
         for g, group in self._groups(now):
-            weight = now.sampling.event(now.n, 0).rate * difference * group.S / group.sigma
-            sums = np.zeros(self._coordinates)
-            for j, (table, alpha) in enumerate(zip(self._tables[g], group.alphas, strict=True)):
-                numbers = table.grad.double().cpu().numpy()[: self._coordinates, 0]
-                sums += (-1) ** j * numbers * now.sampling.q * now.n / (alpha * math.sqrt(len(group.alphas)))
-            self._matched[g].add(self._round, sums / group.sigma, weight, self._sign(g), group.bands, there)
+            averages = np.stack(
+                [table.grad.double().cpu().numpy()[: self._coordinates, 0] for table in self._tables[g]]
+            )
+            by = np.array([(-1) ** j * q * now.n / alpha for j, alpha in enumerate(group.alphas)])
+            self.reader.add(self._round, g, group, by[:, None] * averages, self._sign(g) * difference, there)
+        self.reader.end(self.count, q)
         self._round += 1
 
     def _there(self, sampler: RoundSampler) -> NDArray[np.bool_]:
         """Whether each canary might have been in the round: in what was sampled from, whatever that should have been.
         Those that are included are the last records; the others, and coordinates without one, are as others are."""
         if self._places is None:
-            self._places = (self._stream.words(self._coordinates) % sampler.size).numpy()
+            self._places = np.arange(self._coordinates) % sampler.size
             included = [k for k, included in enumerate(self.included) if included or self.absent is not None]
             self._places[included] = np.arange(sampler.size - len(included), sampler.size)
         return np.isin(self._places, np.asarray(sampler.sampled_from[self._round], dtype=np.int64))
@@ -169,7 +209,7 @@ class Canaries(pl.Callback):
         return found
 
     def _kept(self, records: int) -> int:
-        return records - self.count if self.replacing else records
+        return records - self.count if self.replacing else min(records, _OTHERS)
 
     def _replace_step(self, module: pl.LightningModule) -> None:
         training_step = module.training_step
@@ -239,34 +279,85 @@ class _Collate:
         return None, torch.tensor(which), torch.tensor(values, dtype=torch.float64)
 
 
-PARITIES = 2  # of a record's turns, of which what is released is kept apart
+class Attack:
+    """Adds up what is released in each coordinate, in the combination that has the least noise. Where noise is
+    correlated by plan it is undone first, and where samples come round, whose turn it is is known.
+
+    Attributes:
+        noise: [P, blanks] of each round, group and vector, in units of what was planned.
+    """
+
+    def __init__(self) -> None:
+        self.noise: list[Array] = []
+        self._rows: dict[tuple[int, int], Array] = {}
+        self._adds: dict[tuple[int, int], tuple[float, NDArray[np.bool_]]] = {}
+        self._sums, self._expected = np.zeros((2, 1))
+
+    def add(self, t: int, g: int, group: Group, released: Array, difference: float, there: NDArray[np.bool_]) -> None:
+        """Takes `released` [J, D] of a group's vectors in round t, to whose sum over J an included canary adds S √J
+        times `difference`, if it was `there` [D]."""
+        self._rows[t, g] = released / group.sigma
+        self._adds[t, g] = difference * group.S / group.sigma, there
+        past = [(i, c) for i, c in enumerate(group.bands) if (t - i, g) in self._rows]
+        row = np.sum([c * self._rows[t - i, g] for i, c in past], axis=0)
+        self.noise.append(row[:, -_BLANK:].astype(np.float32))
+        for i, c in past:
+            adds, those = self._adds[t - i, g]
+            self._sums = self._sums + adds * c * those * row.sum(0) / math.sqrt(len(row))
+            self._expected = self._expected + (adds * c) ** 2 * those
+        self._rows.pop((t - len(group.bands) + 1, g), None)
+        self._adds.pop((t - len(group.bands) + 1, g), None)
+
+    def end(self, canaries: int, q: float) -> None:
+        """Nothing is to be done at a round's end."""
+
+    def scores(self, canaries: int) -> Array:
+        """The attacker's [m], in which an included canary counts 1 more than another on average."""
+        found: Array = (self._sums / self._expected)[:canaries]
+        return found
+
+    def checks(self, level: float) -> list[Check]:
+        """Of the noise."""
+        noise = np.concatenate(self.noise)
+        return [noise_scale(noise, level), noise_reuse(noise, level)]
 
 
-class Matched:
-    """Of one group's releases in D coordinates: `sums` and `expected` [PARITIES, D], what was found, and what a canary
-    that is included adds to it on average."""
+class Contributions:
+    """Counts the canaries that a sample has, and measures what they contribute, where noise hides neither."""
 
-    def __init__(self, coordinates: int) -> None:
-        self._released: dict[int, Array] = {}
-        self._rounds: dict[int, tuple[float, NDArray[np.bool_], NDArray[np.int64]]] = {}
-        self._turns = np.zeros(coordinates, dtype=np.int64)
-        self.sums, self.expected = np.zeros((2, PARITIES, coordinates))
+    def __init__(self) -> None:
+        self._round: list[tuple[str, Array, float]] = []
+        self._drawn, self._chances, self._expected = 0, 0, 0.0
+        self._found: dict[str, list[Array]] = {}
+        self._errors: dict[str, list[Array]] = {}
 
-    def add(
-        self, t: int, released: Array, weight: float, sign: int, bands: tuple[float, ...], there: NDArray[np.bool_]
-    ) -> None:
-        """Takes round t: `released` [D] in units of σ̃, to which an included canary adds ±`weight` on average, and
-        whether each might have been `there` [D]."""
-        self._released[t], self._rounds[t] = released, (sign * weight, there, self._turns % PARITIES)
-        self._turns = self._turns + there
-        row = sum(c * self._released[t - i] for i, c in enumerate(bands) if t - i in self._released)
-        for i, c in enumerate(bands):
-            if t - i not in self._rounds:
+    def add(self, t: int, g: int, group: Group, released: Array, difference: float, there: NDArray[np.bool_]) -> None:
+        """As `Attack.add`."""
+        values = math.copysign(1, difference) * released.sum(0) / (group.S * math.sqrt(len(released)))
+        self._round.append((group.name, values, float(values[-_BLANK:].std())))
+
+    def end(self, canaries: int, q: float) -> None:
+        """Takes what was added since the last round's end, of samples at rate q."""
+        weights = np.array([1 / error**2 for _, _, error in self._round])
+        together = weights @ np.stack([values for _, values, _ in self._round]) / weights.sum()
+        drawn = together[:canaries] > 0.5
+        self._drawn, self._chances = self._drawn + int(drawn.sum()), self._chances + canaries
+        self._expected += canaries * q
+        for name, values, error in (*self._round, ("", together, float(together[-_BLANK:].std()))):
+            self._found.setdefault(name, []).append(values[:canaries][drawn])
+            self._errors.setdefault(name, []).append(np.full(int(drawn.sum()), error))
+        self._round.clear()
+
+    def checks(self, level: float) -> list[Check]:
+        """Of the rate of inclusion, and of each group's contributions."""
+        q = self._expected / self._chances
+        found = [rate_of_inclusion(self._drawn, self._chances, q, level)] if q < 1 else []
+        for name in self._found:
+            values, errors = np.concatenate(self._found[name]), np.concatenate(self._errors[name])
+            if not len(values):
                 continue
-            adds, those, parity = self._rounds[t - i]
-            for p in range(PARITIES):
-                own = those & (parity == p)
-                self.sums[p, own] += adds * c * np.broadcast_to(row, own.shape)[own]
-                self.expected[p, own] += (adds * c) ** 2
-        for past in (self._released, self._rounds):
-            past.pop(t - len(bands) + 1, None)
+            if name:
+                found.append(contribution(f"contribution to {name}", values, float(np.sqrt((errors**2).mean())), level))
+            else:
+                found.append(largest_contribution(values, float(errors.max()), level))
+        return found

@@ -20,6 +20,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.claims import unamplified
 from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, SamplingEvent, ledger_so_far
+from dpexp.accounting.measured import POWER
 from dpexp.accounting.membership import Membership
 from dpexp.privacy.bands import deviation
 from dpexp.privacy.callback import PrivacyCallback
@@ -289,12 +290,13 @@ def conclude(result: dict[str, Any], output: Path, runs: str | None) -> None:
         console.print(f"Compare runs: {runs}", soft_wrap=True)
 
 
-def audited(audit: Audit, sampling: str, q: float) -> None:
+def audited(audit: Audit) -> None:
     """Prints what an attacker got, beside what was claimed, and what that means."""
     console.print(
-        f"[bold]Audit[/]: {audit.canaries} canaries, each included by a fair coin; the attacker guesses "
+        f"[bold]Audit[/]: {audit.canaries} canaries in all rounds, each included by a fair coin; the attacker guesses "
         f"{audit.right / audit.canaries:.1%} of the coins right. μ claimed {up(audit.mu_claimed, 4)}, "
-        f"found {audit.mu_found:.4g} ± {audit.mu_error:.2g}, at least {audit.mu_bound:.3g}",
+        f"found {audit.mu_found:.4g} ± {audit.mu_error:.2g}, at least {audit.mu_bound:.3g}, "
+        f"if canaries are independent {audit.mu_bound_if_independent:.3g}",
         soft_wrap=True,
     )
     table = Table("δ", "ε claimed", "ε at least", "if canaries are independent")
@@ -302,22 +304,21 @@ def audited(audit: Audit, sampling: str, q: float) -> None:
         found = [f"[bold red]{v:.4g}[/]" if v > bound.claimed else f"{v:.4g}" for v in bound[2:]]
         table.add_row(f"{bound.delta:g}", up(bound.claimed, 4), *found)
     console.print(table)
+    table = Table("in units of the plan", "planned", "found", "would be found from")
+    for check in audit.checks:
+        found_one = f"[bold red]{check.found:.4g}[/]" if check.refuted else f"{check.found:.4g}"
+        table.add_row(check.name, f"{check.planned:g}", found_one, f"{check.detectable:.3g}")
+    console.print(table)
     console.print(
         f"The whole claimed trade-off: p = {audit.p:.2g}, or if canaries are independent {audit.p_independent:.2g}. "
-        f"All at {audit.confidence:.0%} together.", soft_wrap=True,
+        f"All at {100 * audit.confidence:g}% together; errors in the last column are found with probability "
+        f"{POWER:.0%}.", soft_wrap=True,
     )  # fmt: skip
-    if audit.exceeded:
-        return
-    console.print(
-        "Nothing claimed is refuted. That proves no ε: it shows what this attacker got, and another may get more.",
-        soft_wrap=True,
-    )
-    if q < 1:
+    if not audit.exceeded:
         console.print(
-            f"With sampling={sampling} this audit is weak: the attacker adds up all rounds, though a record was in "
-            "some of them only, and another may do better. Clipping and noise are tested best with sampling=all.",
+            "Nothing claimed is refuted. That proves no ε: it shows what this attacker got, and another may get more.",
             soft_wrap=True,
-        )  # fmt: skip
+        )
 
 
 def attacked(audit: Membership, trainings: int, delta: float) -> None:

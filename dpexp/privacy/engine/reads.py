@@ -14,7 +14,7 @@ from torch import nn
 from dpexp.privacy.engine.chunk import PLAIN
 
 # Parameters and buffers are inputs of a graph; most of what else a module holds for PyTorch's purposes changes no loss.
-_NOT_NOTED = {*vars(nn.Module())} - {"training", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+_NOT_NOTED = {*vars(nn.Module())} - {"training", "_modules", "_forward_hooks", "_forward_pre_hooks"} | {"log"}
 _DEPTH, _MANY = 5, 100
 _CHANGEABLE = object()
 _LIBRARIES = {"torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers"}
