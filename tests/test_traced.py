@@ -462,6 +462,31 @@ def test_the_dry_run_leaves_what_a_batch_holds_as_it_is(tmp_path):
     assert all(w[0] == 1 for w in weights)
 
 
+def test_a_validation_between_rounds_lets_no_step_be_traced_anew(tmp_path, monkeypatch):
+    traced, trace = [], graphs.Graphs._traced
+    monkeypatch.setattr(graphs.Graphs, "_traced", lambda *args: (traced.append(1), trace(*args))[1])
+
+    class Validated(Model):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", super().training_step(batch, batch_idx))
+
+        def val_dataloader(self):
+            return DataLoader(Items(labelled(4)), batch_size=2)
+
+    counts = []
+    for module in (Model(), Validated()):
+        traced.clear()
+        (folder := tmp_path / type(module).__name__).mkdir()
+        trained(folder, module, labelled(6), steps=9, check_val_every_n_epoch=1)
+        counts.append(len(traced))
+    assert counts[0] == counts[1] > 0
+
+
 def of_the_first_scale(x):
     """As int8 in PyTorch's vmap: the first record's largest number is the scale of all."""
     return torch.quantize_per_tensor_dynamic(x, torch.qint8, False).dequantize()

@@ -48,7 +48,7 @@ def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Fi
     attack, contributions = Attack(), Contributions()
     canaries = _trained(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
     _trained(
-        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "ledger_of_samples.jsonl"
+        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl"
     )
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
     ledger = read_ledger(folder / "ledger.jsonl")
