@@ -569,14 +569,14 @@ class Reading(Model):
 def test_a_step_as_written_may_not_look_up_records_either(tmp_path, look):
     data = torch.utils.data.TensorDataset(*map(torch.stack, zip(*rows(6), strict=True)))
     assert_refused(
-        tmp_path, Reading(look(data)), DataLoader(data, batch_size=2), "training data itself|fetches records"
+        tmp_path, Reading(look(data)), DataLoader(data, batch_size=2), "training data itself|reads the training set"
     )
 
 
 def test_a_data_set_whose_records_are_made_gives_a_step_none(tmp_path):
     items = Items(rows(6))
     assert_refused(
-        tmp_path, Reading(lambda module: items[3][0]), DataLoader(items, batch_size=2), "fetches records of the .*Items"
+        tmp_path, Reading(lambda module: items[3][0]), DataLoader(items, batch_size=2), "reads the training set .Items."
     )
 
 
@@ -592,6 +592,13 @@ class Lists(torch.utils.data.Dataset):
     def __getitem__(self, index):
         x, y = self.items[0][index]
         return torch.tensor(x, dtype=torch.float64), y
+
+    @property
+    def size(self):
+        return len(self.items[0])
+
+    def first(self):
+        return self.items[0][0][0][0]
 
     def __iter__(self):
         return map(self.__getitem__, range(len(self)))
@@ -635,6 +642,8 @@ class Slots:
         (list, lambda data, module: data[20][0]),
         (Slots, lambda data, module: data[20][0]),
         (Slots, lambda data, module: data.rows[20][0][0]),
+        (Lists, lambda data, module: float(np.mean(data.items[0][3][0]))),
+        (Lists, lambda data, module: data.first() if len(data) == data.size else 0),
         (Lists, lambda data, module: next(iter(data))[0]),
         (Lists, lambda data, module: next(iter(DataLoader(data)))[0][0]),
         (lambda items: torch.utils.data.ConcatDataset([Lists(items)]), lambda data, module: data.datasets[0][1][0]),
@@ -645,7 +654,9 @@ class Slots:
 def test_no_way_to_the_training_set_is_open_to_a_step(tmp_path, of, look):
     data = of(rows(24))
     loader = DataLoader(data, batch_size=2)
-    assert_refused(tmp_path, Reading(lambda module: look(data, module)), loader, "training data itself|fetches records")
+    assert_refused(
+        tmp_path, Reading(lambda module: look(data, module)), loader, "training data itself|reads the training set"
+    )
 
 
 class Unreachable:
@@ -659,6 +670,23 @@ class Connected(Lists):
     def __init__(self, items):
         super().__init__(items)
         self.base = Unreachable()
+
+
+class Numbered(Model):
+    """Reads of the data set how many records it has."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = [data]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (len(self.data[0]) / self.data[0].size)
+
+
+def test_a_step_may_ask_how_many_records_there_are(tmp_path):
+    data = Lists(rows(5))
+    (found,) = released(tmp_path, Numbered(data), DataLoader(data, batch_size=2))
+    assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
 
 @pytest.mark.parametrize("of", [list, Lists, Untyped, Slots, Connected])

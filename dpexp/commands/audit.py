@@ -47,9 +47,7 @@ def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Fi
     level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 4)
     attack, contributions = Attack(), Contributions()
     canaries = _trained(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
-    _trained(
-        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl"
-    )
+    _trained(cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl")
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
     ledger = read_ledger(folder / "ledger.jsonl")
     accountant = accountants(cfg, plan)[0]

@@ -1,13 +1,10 @@
 """The graphs of a job: one for each shape that records have and each number of rows, traced when first needed."""
 
-import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +13,8 @@ from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
 from dpexp.privacy.engine.passes import Gradients, VmapPass
+from dpexp.privacy.engine.questions import why
+from dpexp.privacy.engine.random_states import own_state, random_state, set_random_state
 from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import (
@@ -31,20 +30,21 @@ from dpexp.privacy.engine.traced import (
 )
 from dpexp.privacy.training_data import Memory
 
-PLAIN, EXACT, ZEROING = "plain", "exact", "zeroing"  # kinds of graphs
+PLAIN, EXACT = "plain", "exact"  # kinds of graphs
 _SHAPES = 17  # of records, to say that these are many
 _PROVED_ROWS = 16  # of a pass that is not traced
 _EXACT_ROWS = 8  # of doubtful norms that one graph computes in float64
 
 
 class Changed(Exception):
-    """The step is not what it was when its other graphs were traced."""
+    """Records would need a graph of their own, and what the step is traced to is no longer the same."""
 
-
-_CHANGED = (
-    "model: what training_step does has changed since it was traced, by what lies outside of the modules, such as a "
-    "global variable or a random generator; keep what hooks change in attributes of the module, and draw by torch."
-)
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the step is not what it was when it was traced ({why}), perhaps by a global variable or a generator of "
+            "its own, and records that need another trace are left out; keep what hooks change in attributes of the "
+            "module"
+        )
 
 
 class Graphs:
@@ -70,6 +70,7 @@ class Graphs:
         self._graphs: dict[tuple[Hashable, int, str], Graph] = {}
         self._refused: dict[tuple[Hashable, int, str], Exception] = {}  # why there is no such graph
         self._reference: Chunk | None = None  # a usual chunk of made-up records
+        self._zeroing = False  # rows that are not finite, by graphs
         self.held: list[str] = []
         self.reads = Reads()
 
@@ -83,7 +84,11 @@ class Graphs:
         Raises:
             NotTraceable, or what stands in the way.
         """
+        self._zeroing = False
         graph = self._traced(made_up.records(chunk, self._usual, 0))
+        if graph.draws:
+            self._zeroing = True
+            graph = self._traced(made_up.records(chunk, self._usual, 0))
         odd: str | None = None
         for seed, other in ((1, settings), (2, nullcontext)):
             with other():
@@ -101,9 +106,10 @@ class Graphs:
     def add(self, chunk: Chunk, made_up: MadeUp, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on a chunk's records, adds what they sum up to, and returns what it says of each.
 
-        Rows of padding are copies of the first record, which no function refuses that takes the records. Where a norm
-        is not finite or doubtful, another graph runs from the same random state, so that all other records draw the
-        same: one that sets such records' gradients to zero, or one of norms in float64.
+        Rows of padding are copies of the first record, which no function refuses that takes the records. Records of
+        which a norm is not finite add nothing: a graph that draws numbers, which may be why, sets their gradients to
+        zero, and others run again with copies of another record in their place. Norms that are doubtful are computed
+        by a graph in float64.
 
         Raises:
             Exception: there is no graph for such records, or it cannot process these; nothing was added.
@@ -122,23 +128,37 @@ class Graphs:
         padded = chunk.rows(torch.where(counted, index, 0)) if rows > chunk.size else chunk
         state = random_state(self._device) if graph.draws else ()
         found = self._run(graph, numbers, [counted], padded)
-        if not bool(found["finite"].all()):
-            zeroing = self._graph_for(chunk, key, made_up, rows, ZEROING)
-            set_random_state(self._device, state)
-            found = self._run(zeroing, numbers, [counted], padded)
+        if not graph.draws and not bool((finite := found["finite"]).all()):
+            if not bool((finite & counted).any()):
+                return _of_rows(found, chunk.size)
+            good = (finite & counted).nonzero()[0]
+            again = self._run(graph, numbers, [counted & finite], padded.rows(torch.where(finite, index, good)))
+            found = again | {name: value for name, value in found.items() if not name.startswith(("sum:", "doubtful"))}
         to_add = [found]
         if "doubtful" in found and found["doubtful"].any():
-            after = random_state(self._device)
-            exact = self._graph_for(chunk, key, made_up, rows, EXACT)
-            for some in found["doubtful"].nonzero()[:, 0].split(_EXACT_ROWS):
-                places = torch.cat([some, some[:1].expand(_EXACT_ROWS - len(some))])
-                here = torch.arange(_EXACT_ROWS, device=self._device) < len(some)
-                set_random_state(self._device, state)
-                to_add.append(self._run(exact, numbers, [counted, places, here], padded))
-            set_random_state(self._device, after)
+            to_add += self._exactly(chunk, key, made_up, padded, numbers, found["doubtful"], state)
         for one in to_add:  # all or nothing
             _add(one, sums)
-        return {name: value[: chunk.size] for name, value in found.items() if not name.startswith("sum:")}
+        return _of_rows(found, chunk.size)
+
+    def _exactly(
+        self, chunk: Chunk, key: Hashable, made_up: MadeUp, padded: Chunk, numbers: Tensor, doubtful: Tensor,
+        state: tuple[Tensor, ...],
+    ) -> list[dict[str, Tensor]]:  # fmt: skip
+        """What the rows add whose norms are to be computed in float64; nothing, if the step has changed."""
+        after, found = random_state(self._device), []
+        try:
+            graph = self._graph_for(chunk, key, made_up, padded.size, EXACT)
+        except Changed as error:
+            warnings.warn(f"model: {error}.")
+            return []
+        for some in doubtful.nonzero()[:, 0].split(_EXACT_ROWS):
+            places = torch.cat([some, some[:1].expand(_EXACT_ROWS - len(some))])
+            here = torch.arange(_EXACT_ROWS, device=self._device) < len(some)
+            set_random_state(self._device, state)
+            found.append(self._run(graph, numbers, [doubtful, places, here], padded))
+        set_random_state(self._device, after)
+        return found
 
     def _rows_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp) -> int:
         """The rows of a graph that suits the chunk; or of one that is there, if the step is not what it was. When the
@@ -147,9 +167,9 @@ class Graphs:
         try:
             self._graph_for(chunk, key, made_up, rows, PLAIN)
         except Changed:
-            known = [n for (of, n, kind), _ in self._graphs.items() if of == key and kind == PLAIN]
+            known = [n for (of, n, kind) in self._graphs if of == key and kind == PLAIN]
             if not known:
-                raise ConfigError(_CHANGED) from None
+                raise
             return max(known)
         return rows
 
@@ -210,7 +230,7 @@ class Graphs:
         def run(numbers: Tensor, counted: Tensor, *given: Tensor) -> dict[str, Tensor]:
             rows, tensors = ((given[0], given[1]), given[2:]) if kind == EXACT else (None, given)
             gradients = self._pass(records.having([*tensors]))
-            return self._outputs(gradients, numbers, counted, rows, kind == ZEROING)
+            return self._outputs(gradients, numbers, counted, rows, self._zeroing)
 
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
         others = [self._clip.numbers((), self._device), counted, *(self._exact_rows(0) if kind == EXACT else [])]
@@ -218,13 +238,9 @@ class Graphs:
             return trace(run, self._inputs, [*others, *records.tensors], self._device)
 
     def _outputs(
-        self,
-        gradients: Gradients,
-        numbers: Tensor,
-        counted: Tensor,
-        rows: tuple[Tensor, Tensor] | None = None,
+        self, gradients: Gradients, numbers: Tensor, counted: Tensor, rows: tuple[Tensor, Tensor] | None = None,
         zeroing: bool = False,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Sums, and what is found of each row."""
         sums = self._zeros()
         with torch.no_grad(), full_precision(self._device):  # a trace notes what autocast makes of each operator
@@ -269,41 +285,48 @@ class Graphs:
             exact = self._exact_rows(int(counted.nonzero()[0])) if kind == EXACT else []
             return self._run(graph, numbers, [counted, *exact], given, read)
 
-        prove(run, some, others, kind == ZEROING)
+        prove(run, some, others, self._zeroing)
         if before != [digest(tensor) for tensor in (*read, *graph.constants.values())]:
             raise NotTraceable("it changes what it reads")
 
     def _check_same(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int, kind: str) -> None:
         """Shows that a graph is of the step that the others of this round are of: a hook, or a generator of the step's
         own, may have changed what a trace does not see, and then a record would be processed by how many others there
-        are. What the usual chunk is traced to must be as it was, and of graphs of such records numbers in the code and,
-        where nothing is drawn, what comes of the same rows.
+        are. What the usual chunk is traced to must be as it was; a graph of other rows must be the same but for their
+        number, and give the same rows the same where nothing is drawn; one in float64 must give its rows the same.
 
         Raises:
             Changed: it is not shown.
         """
         assert self._reference is not None
         usual = self._graphs.get((self._reference.key, self._usual, PLAIN))
+        again = replace(self._reference, loss_of=chunk.loss_of)
+        odd = differs(usual, self._traced(again)) if usual is not None else None
         alike = [(n, one) for (key, n, of), one in self._graphs.items() if key == chunk.key and of == PLAIN]
-        least = min(alike, key=lambda other: abs(other[0] - rows), default=None)
-        same = usual is None or not differs(usual, self._traced(replace(self._reference, loss_of=chunk.loss_of)))
-        if least is None:
-            same = same and not differs(graph, self._traced(made_up.records(chunk, rows, 1), kind))
-        else:
-            same = same and least[1].numbers <= graph.numbers  # those that zero, or are exact, have more
-            same = same and (graph.draws or self._agree(graph, rows, least[1], least[0], chunk, made_up, kind))
-        if not same:
-            raise Changed("the step is not what it was when the others were traced")
+        if odd is None and not alike:
+            odd = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind))
+        elif odd is None:
+            others, other = min(alike, key=lambda one: abs(one[0] - rows))
+            if kind == PLAIN and not graph.is_like(other, rows, others):
+                odd = "its operators"
+            elif not (graph.draws and rows != others) and not self._agree(
+                graph, rows, other, others, chunk, made_up, kind
+            ):
+                odd = "what a record gives"
+        if odd is not None:
+            raise Changed(odd)
 
     def _agree(
         self, graph: Graph, rows: int, other: Graph, others: int, chunk: Chunk, made_up: MadeUp, kind: str
     ) -> bool:
-        """Whether two graphs make the same of the rows that both have."""
+        """Whether two graphs make the same of the rows that both have, from the same random state."""
         some, few = made_up.records(chunk, max(rows, others), 0), min(rows, others)
         numbers, found = self._clip.numbers((), self._device), list[dict[str, Tensor]]()
+        state = random_state(self._device)
         for each, count, exact in ((graph, rows, kind == EXACT), (other, others, False)):
             index = torch.arange(count, device=self._device)
             more = self._exact_rows(0) if exact else []
+            set_random_state(self._device, state)
             found.append(self._run(each, numbers, [index < few, *more], some.rows(index)))
         for name in found[0].keys() & found[1].keys():
             if kind == PLAIN or not name.startswith("sum:"):
@@ -327,19 +350,11 @@ class Graphs:
                 self._check_same(graph, chunk, made_up, rows, kind)
         except torch.OutOfMemoryError:
             raise
-        except Changed as error:
-            if kind != PLAIN:
-                raise ConfigError(_CHANGED) from None
-            self._refused[key, rows, kind] = error.with_traceback(None)
-            raise
         except Exception as error:
-            if any(key == other for other, *_ in self._graphs):  # it is no matter of these records
-                raise ConfigError(
-                    f"model: training_step can no longer be traced ({type(error).__name__}): it fails on made-up "
-                    "records, perhaps since weights have diverged."
-                ) from None
-            self._refused[key, rows, kind] = error.with_traceback(None)
-            raise
+            is_known = any(key == other for other, *_ in self._graphs) and not isinstance(error, Changed | ConfigError)
+            refused = Changed(why(error)) if is_known else error  # it is no matter of these records
+            self._refused[key, rows, kind] = refused.with_traceback(None)
+            raise refused from None
         self._graphs[key, rows, kind] = graph
         shapes = len({key for key, *_ in self._graphs})
         if shapes == _SHAPES and kind == PLAIN:
@@ -350,40 +365,12 @@ class Graphs:
         return graph
 
 
+def _of_rows(found: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    return {name: value[:count] for name, value in found.items() if not name.startswith("sum:")}
+
+
 def _add(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
     for name, value in found.items():
         if name.startswith("sum:"):
             name = name.removeprefix("sum:")
             sums[name] = sums[name].add_(value) if name in sums else value
-
-
-def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of torch's generators that a step on the device draws from."""
-    cuda = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
-    return torch.get_rng_state(), *cuda
-
-
-def set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
-    for of, to in zip((torch.set_rng_state, lambda to: torch.cuda.set_rng_state(to, device)), state, strict=False):
-        of(to)
-
-
-@contextmanager
-def own_state(device: torch.device) -> Iterator[None]:
-    """Meanwhile whatever is drawn leaves torch's generators as they were."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(device, state)
-
-
-def all_random_states(device: torch.device) -> tuple[Any, ...]:
-    """Of torch, Python and NumPy."""
-    return random_state(device), random.getstate(), np.random.get_state()
-
-
-def set_all_random_states(device: torch.device, of_torch: tuple[Tensor, ...], of_python: Any, of_numpy: Any) -> None:
-    set_random_state(device, of_torch)
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)

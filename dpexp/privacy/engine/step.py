@@ -15,10 +15,11 @@ from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest, digests_of_training, number_of
 from dpexp.privacy.engine.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.graphs import Graphs, all_random_states, own_state, set_all_random_states
+from dpexp.privacy.engine.graphs import Graphs
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
 from dpexp.privacy.engine.questions import described, failing_layer, why
+from dpexp.privacy.engine.random_states import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes, NotTraceable
 from dpexp.privacy.engine.uses import Dense

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
+from torch.utils._pytree import tree_flatten
 
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk
@@ -92,8 +93,22 @@ class Graph:
     outputs: list[str]
     forms: list[tuple]
 
-    def __post_init__(self) -> None:
-        self._run = _compiled(self.run)
+    @cached_property
+    def _code(self) -> fx.graph.PythonCode:
+        return self.run.graph.python_code("self")
+
+    @cached_property
+    def _run(self) -> Callable[..., list[Tensor]]:
+        """Its code, in which operators are called without looking their names up."""
+        names = dict(self._code.globals)
+
+        def direct(found: re.Match) -> str:
+            name = "_".join(found.groups())
+            names[name] = reduce(getattr, found.groups(), torch.ops)._op
+            return name
+
+        exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", direct, self._code.src), names)
+        return partial(names["forward"], self.run)
 
     def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
         with torch.no_grad(), full_precision(device):
@@ -108,16 +123,36 @@ class Graph:
     @property
     def text(self) -> str:
         """Equal for graphs that do the same."""
-        return self.run.code
+        return self._code.src
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    @cached_property
-    def numbers(self) -> set[str]:
-        """Those in its code that are not whole, of which the sizes of chunks are not."""
-        return {*re.findall(r"-?\b\d+(?:\.\d+)?(?:e-?\d+)\b|-?\b\d+\.\d+\b", self.text)}
+    def is_like(self, other: "Graph", rows: int, others: int) -> bool:
+        """Whether it is the same but for its number of rows: whole numbers may be as many times as large."""
+        some, more = ([*graph.run.graph.nodes] for graph in (self, other))
+        if len(some) != len(more):
+            return False
+        place = dict(zip(more, some, strict=True))
+
+        def same(a: Any, b: Any) -> bool:
+            if isinstance(a, fx.Node):
+                return isinstance(b, fx.Node) and place[b] is a
+            if type(a) is int and type(b) is int:
+                return a == b or a * others == b * rows
+            return bool(a == b) or a is b or (a != a and b != b)
+
+        for a, b in zip(some, more, strict=True):
+            (given, form), (others_given, other_form) = (tree_flatten((one.args, one.kwargs)) for one in (a, b))
+            if a.op != b.op or (a.op == "call_function" and a.target != b.target) or form != other_form:
+                return False
+            if not all(map(same, given, others_given)):
+                return False
+        return all(
+            a.data_ptr() == b.data_ptr() or digest(a) == digest(b)
+            for a, b in zip(self.constants.values(), other.constants.values(), strict=True)
+        )
 
     @cached_property
     def constants(self) -> dict[str, Tensor]:
@@ -132,20 +167,6 @@ class Graph:
         lifted = [node.args[0] for node in self.run.graph.nodes if "lift_fresh" in str(node.target)]
         names = {str(node.target) for node in lifted if isinstance(node, fx.Node)}
         return {name for name in names if name in self.constants and self.constants[name].numel() <= _TYPED_IN}
-
-
-def _compiled(graph: fx.GraphModule) -> Callable[..., list[Tensor]]:
-    """Its code, in which operators are called without looking their names up."""
-    code = graph.graph.python_code("self")
-    names = dict(code.globals)
-
-    def direct(found: re.Match) -> str:
-        name = "_".join(found.groups())
-        names[name] = reduce(getattr, found.groups(), torch.ops)._op
-        return name
-
-    exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", direct, code.src), names)
-    return partial(names["forward"], graph)
 
 
 def trace(
@@ -171,7 +192,6 @@ def trace(
     _simplify(graph.graph, written)
     _initialise(graph.graph)
     graph.graph.eliminate_dead_code()
-    graph.recompile()
     _check_operators(graph)
     return Graph(graph, outputs, inputs.forms())
 
@@ -298,7 +318,7 @@ def prove(
     From one random state it is run on a chunk as it is, and with a row replaced: the first, a middle and the last one
     by a made-up one, then one each by large numbers, NaN, and zeros, of which whole numbers are out of range unless an
     operator refuses them. The losses, norms and flags of all other rows must be the same to the last bit, and so must
-    be their sums. Sums are not used where a norm is not finite, but of a graph that is made for that.
+    be their sums. Sums are not used where a norm is not finite, unless its row is zeroed.
 
     Args:
         run: (records, which rows are counted [B]) -> outputs, always from the same random state.
