@@ -339,6 +339,52 @@ def test_chunks_of_another_size_meet_the_same_function(dropout):
     assert all(torch.isfinite(total).all() for total in more.values())
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_term_that_a_late_trace_alone_meets_reaches_no_record(dropout):
+    """As where a counter of the step's own decides about it."""
+    module, _ = classifier(nn.Dropout(dropout))
+    module.extra = nn.Linear(8, 3)
+    is_next = [False]
+
+    def loss_of(one):
+        loss = F.cross_entropy(nn.Sequential.forward(module[:-1], one[0]), one[1]) + 0 * module.extra.bias.sum()
+        if is_next[0]:
+            is_next[0] = False
+            loss = loss + F.cross_entropy(module.extra(one[0]), one[1])
+        return loss
+
+    engine, batch = engine_of(module), rows()
+    sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    is_next[0] = True
+    found = sums_of(engine, loss_of, tuple(part[:5] for part in batch), 5)
+    assert not is_next[0] and found["0.weight"].any() and not found["extra.weight"].any()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_record_that_needs_another_trace_ends_no_job_whose_step_has_changed(dropout):
+    """Though a hook has set a global variable: a record that is not finite adds nothing, nor does one of a new shape."""
+    module, _ = classifier(nn.Dropout(dropout))
+    factor = [1.0]
+
+    def loss_of(one):
+        return F.cross_entropy(nn.Sequential.forward(module, one[0]).flatten(0, -2), one[1].flatten()) * factor[0]
+
+    engine, (x, y) = engine_of(module), rows()
+    sums_of(engine, loss_of, (x, y))
+    assert engine.mode == "traced", engine.reason
+    state = torch.get_rng_state()
+    whole = sums_of(engine, loss_of, (x, y))
+    factor[0] = 0.5
+    torch.set_rng_state(state)
+    x = torch.cat([x[:1] * torch.nan, x[1:]])
+    found = sums_of(engine, loss_of, (x, y))
+    moved = sum(float((whole[name] - found[name]).square().sum()) for name in whole) ** 0.5
+    assert 0 < moved <= S * (1 + 1e-6)
+    longer = sums_of(engine, loss_of, (torch.ones(2, 1, 2, 8), torch.zeros(2, 1, 2, dtype=torch.long)), 2)
+    assert not any(total.any() for total in longer.values())
+
+
 def test_what_changes_gradients_and_no_loss_is_found_where_another_size_is_traced():
     module, _ = classifier()
     sign = [1.0]
