@@ -363,7 +363,7 @@ def test_a_term_that_a_late_trace_alone_meets_reaches_no_record(dropout):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_record_that_needs_another_trace_ends_no_job_whose_step_has_changed(dropout):
-    """Though a hook has set a global variable: a record that is not finite adds nothing, nor does one of a new shape."""
+    """Though a hook has set a global variable: one that is not finite adds nothing, nor does one of a new shape."""
     module, _ = classifier(nn.Dropout(dropout))
     factor = [1.0]
 

@@ -50,7 +50,9 @@ class Reads:
         before = {key: module for key, (module, *_) in self._seen.items()}
         for key, module in (before | read).items():
             value = _value(module, key[1])
-            self._seen[key] = module, value if _is_constant(value) else _CHANGEABLE, _look(value)
+            look = _look(value)
+            is_fixed = _is_constant(value) or isinstance(look, _Same)
+            self._seen[key] = module, value if is_fixed else _CHANGEABLE, look
 
     def changed(self) -> str | None:
         """The name of an attribute that is not what it was; None: there is none."""

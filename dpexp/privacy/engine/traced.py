@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_flatten
 
@@ -199,10 +200,11 @@ def trace(
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """`torch.compiler.is_compiling()` is true meanwhile: libraries then ask their data nothing, and go their general
-    way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out."""
+    way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out, as is code before the graph is done."""
     with (
         patch.object(torch.compiler, "_is_compiling_flag", True),
         patch.object(proxy_tensor, "extract_val", lambda *args, **kwargs: None),
+        patch.object(_lazy_graph_module, "_use_lazy_graph_module_flag", True),
     ):
         yield
 
