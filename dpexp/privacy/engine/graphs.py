@@ -12,18 +12,17 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.graph import Graph, Template, differs
 from dpexp.privacy.engine.passes import Gradients, VmapPass
 from dpexp.privacy.engine.questions import why
 from dpexp.privacy.engine.random_states import own_state, random_state, set_random_state
 from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import (
-    Graph,
     Inputs,
     NotTraceable,
     check_constants,
     compiling,
-    differs,
     prove,
     rows_of_graph,
     trace,
@@ -68,6 +67,7 @@ class Graphs:
         self._pass, self._clip, self._zeros = run_pass, clip, zeros
         self._device, self._usual, self._data = device, usual, data
         self._graphs: dict[tuple[Hashable, int, str], Graph] = {}
+        self._templates: dict[Hashable, Template | None] = {}  # of graphs of other numbers of rows
         self._refused: dict[tuple[Hashable, int, str], Exception] = {}  # why there is no such graph
         self._reference: Chunk | None = None  # a usual chunk of made-up records
         self._zeroing = False  # rows that are not finite, by graphs
@@ -75,8 +75,9 @@ class Graphs:
         self.reads = Reads()
 
     def settle(self, chunk: Chunk, made_up: MadeUp, settings: Callable[[], AbstractContextManager]) -> str | None:
-        """Traces a usual chunk, and traces it again with other records and under other settings: equal graphs show that
-        the step is the same in every round. Caches that the first trace filled are allowed for.
+        """Traces a usual chunk, and traces it again with other records, of another number, and under other settings:
+        graphs that are equal but for that number show that the step is the same in every round. Caches that the first
+        trace filled are allowed for. Chunks of other sizes are not traced: their graphs are made of these two.
 
         Returns:
             In what the step differs; None: in nothing, and the graph is proved.
@@ -84,22 +85,24 @@ class Graphs:
         Raises:
             NotTraceable, or what stands in the way.
         """
+        rows = self._usual
         self._zeroing = False
-        graph = self._traced(made_up.records(chunk, self._usual, 0))
+        graph = self._traced(made_up.records(chunk, rows, 0))
         if graph.draws:
             self._zeroing = True
-            graph = self._traced(made_up.records(chunk, self._usual, 0))
+            graph = self._traced(made_up.records(chunk, rows, 0))
         odd: str | None = None
         for seed, other in ((1, settings), (2, nullcontext)):
             with other():
-                again = self._traced(made_up.records(chunk, self._usual, seed))
-            odd = differs(graph, again)
-            graph = again
-            if odd is None:
-                self._compare(graph, made_up.records(chunk, self._usual, 0))
+                template = self._template(graph, rows, chunk, made_up, seed)
+                if template is None:
+                    again = self._traced(made_up.records(chunk, rows, seed))
+                    odd, graph = differs(graph, again), again
+            if template is not None or odd is None:
+                self._compare(graph, made_up.records(chunk, rows, 0))
                 self._prove(graph, chunk, made_up)
-                self._graphs[chunk.key, self._usual, PLAIN] = graph
-                self._reference = made_up.records(chunk, self._usual, 3)
+                self._graphs[chunk.key, rows, PLAIN], self._templates[chunk.key] = graph, template
+                self._reference = made_up.records(chunk, rows, 3)
                 return None
         return odd
 
@@ -161,17 +164,38 @@ class Graphs:
         return found
 
     def _rows_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp) -> int:
-        """The rows of a graph that suits the chunk; or of one that is there, if the step is not what it was. When the
-        step is traced anew must not follow from sizes of samples, which one record changes."""
+        """The rows of a graph that suits the chunk, or else of one that is there."""
         rows = rows_of_graph(chunk.size, self._usual)
+        known = [n for of, n, kind in self._graphs if of == key and kind == PLAIN]
+        if not known or rows in known or self._resized(chunk, key, made_up, rows):
+            return rows
+        return min((n for n in known if n >= chunk.size), default=max(known))
+
+    def _template(self, graph: Graph, rows: int, chunk: Chunk, made_up: MadeUp, seed: int) -> Template | None:
+        """By a trace of one row less, or more; None: the step is another one, or operators depend on that number."""
+        found = None
+        for others in (rows - 1, rows + 1):
+            if found is None and others > 1:  # of one row PyTorch makes something else
+                found = Template.of(graph, rows, self._traced(made_up.records(chunk, others, seed)), others)
+        return found
+
+    def _resized(self, chunk: Chunk, key: Hashable, made_up: MadeUp, rows: int) -> bool:
+        """Makes the graph of so many rows, if there is a template and what it gives is proved."""
+        template = self._templates.get(key)
+        if template is None or template.graph.forms != self._inputs.forms() or (key, rows, PLAIN) in self._refused:
+            return False
+        graph = template.of_rows(rows)
         try:
-            self._graph_for(chunk, key, made_up, rows, PLAIN)
-        except Changed:
-            known = [n for (of, n, kind) in self._graphs if of == key and kind == PLAIN]
-            if not known:
-                raise
-            return max(known)
-        return rows
+            with own_state(self._device):
+                self._prove(graph, chunk, made_up, rows)
+                alike = graph.draws or self._agree(graph, rows, template.graph, template.rows, chunk, made_up, PLAIN)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._refused[key, rows, PLAIN], alike = error.with_traceback(None), False
+        if alike:
+            self._graphs[key, rows, PLAIN] = graph
+        return alike
 
     def changed(self, chunk: Chunk, made_up: MadeUp) -> str | None:
         """In what the step differs from what was traced; None: in nothing."""
@@ -219,6 +243,7 @@ class Graphs:
         """What was traced is no longer what the step is; `but` of records of this shape."""
         kept = but.key if but is not None else None
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] == kept}
+        self._templates = {key: template for key, template in self._templates.items() if key == kept}
         self._refused.clear()
 
     def _traced(self, records: Chunk, kind: str = PLAIN) -> Graph:
@@ -290,10 +315,10 @@ class Graphs:
             raise NotTraceable("it changes what it reads")
 
     def _check_same(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int, kind: str) -> None:
-        """Shows that a graph is of the step that the others of this round are of: a hook, or a generator of the step's
-        own, may have changed what a trace does not see, and then a record would be processed by how many others there
-        are. What the usual chunk is traced to must be as it was; a graph of other rows must be the same but for their
-        number, and give the same rows the same where nothing is drawn; one in float64 must give its rows the same.
+        """Shows that a graph, of records of another shape or in float64, is of the step that the others of this round
+        are of: a hook, or a generator of the step's own, may have changed what a trace does not see, and then a record
+        would be processed by what others there are. What the usual chunk is traced to must be as it was; of a new shape
+        a second trace must be the same but for the number of rows; one in float64 must give its rows the same.
 
         Raises:
             Changed: it is not shown.
@@ -302,17 +327,14 @@ class Graphs:
         usual = self._graphs.get((self._reference.key, self._usual, PLAIN))
         again = replace(self._reference, loss_of=chunk.loss_of)
         odd = differs(usual, self._traced(again)) if usual is not None else None
-        alike = [(n, one) for (key, n, of), one in self._graphs.items() if key == chunk.key and of == PLAIN]
-        if odd is None and not alike:
-            odd = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind))
+        known = self._graphs.get((chunk.key, rows, PLAIN))
+        if odd is None and kind == EXACT and known is not None:
+            alike = self._agree(graph, rows, known, rows, chunk, made_up, kind)
+            odd = None if alike else "what a record gives"
         elif odd is None:
-            others, other = min(alike, key=lambda one: abs(one[0] - rows))
-            if kind == PLAIN and not graph.is_like(other, rows, others):
-                odd = "its operators"
-            elif not (graph.draws and rows != others) and not self._agree(
-                graph, rows, other, others, chunk, made_up, kind
-            ):
-                odd = "what a record gives"
+            self._templates[chunk.key] = self._template(graph, rows, chunk, made_up, 1)
+            if self._templates[chunk.key] is None:
+                odd = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind))
         if odd is not None:
             raise Changed(odd)
 

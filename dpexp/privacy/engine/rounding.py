@@ -55,9 +55,10 @@ def norms(x: Tensor) -> Tensor:
     flat = x.reshape(len(x), -1)
     d, dtype = flat.shape[1], x.dtype
     if dtype == torch.float64 or d <= _FEW:
-        rows = max(1, _PIECE // max(1, d))
-        pieces = flat.split(rows) if len(flat) > rows else [flat]
-        each = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64) for piece in pieces]
+        each = [
+            torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64)
+            for piece in pieces(flat, max(1, _PIECE // max(1, d)))
+        ]
         found = (torch.cat(each) if len(each) > 1 else each[0]) * (1 + (d + 2) * 2.0**-53)
         lost = _LOST[torch.float64] if dtype == torch.float64 else 0.0
     else:
@@ -68,6 +69,13 @@ def norms(x: Tensor) -> Tensor:
         found, lost = found * (1 + (RUN + 1) / 2 * UNIT[dtype] + d * 2.0**-53), _LOST[dtype]
     found = found + d**0.5 * lost if lost else found
     return torch.where(found <= LARGEST[dtype], found, torch.inf)
+
+
+def pieces(x: Tensor, rows: int) -> list[Tensor]:
+    """x [B, ...] in pieces of so many rows, and a last one with the rest, so that a graph of as many pieces holds for
+    other B, too."""
+    count = max(1, len(x) // rows)
+    return [*(x[i * rows : (i + 1) * rows] for i in range(count - 1)), x[(count - 1) * rows :]]
 
 
 def gram_norms(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,9 @@ graph.
 """
 
 import contextlib
-import hashlib
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +18,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.utils._pytree import tree_flatten
 
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.rounding import full_precision
+from dpexp.privacy.engine.graph import Graph
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.training_data import Memory
 
@@ -82,94 +78,6 @@ class Inputs:
         return [name for *_, name in self._places]
 
 
-@dataclass
-class Graph:
-    """A traced pass for a number of rows.
-
-    Attributes:
-        outputs: the names of what it returns, in order.
-    """
-
-    run: fx.GraphModule
-    outputs: list[str]
-    forms: list[tuple]
-
-    @cached_property
-    def _code(self) -> fx.graph.PythonCode:
-        return self.run.graph.python_code("self")
-
-    @cached_property
-    def _run(self) -> Callable[..., list[Tensor]]:
-        """Its code, in which operators are called without looking their names up."""
-        names = dict(self._code.globals)
-
-        def direct(found: re.Match) -> str:
-            name = "_".join(found.groups())
-            names[name] = reduce(getattr, found.groups(), torch.ops)._op
-            return name
-
-        exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", direct, self._code.src), names)
-        return partial(names["forward"], self.run)
-
-    def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
-        with torch.no_grad(), full_precision(device):
-            return dict(zip(self.outputs, self._run(*inputs), strict=True))
-
-    @cached_property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        tags = (getattr(node.target, "tags", ()) for node in self.run.graph.nodes)
-        return any(torch.Tag.nondeterministic_seeded in some for some in tags)
-
-    @property
-    def text(self) -> str:
-        """Equal for graphs that do the same."""
-        return self._code.src
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
-    def is_like(self, other: "Graph", rows: int, others: int) -> bool:
-        """Whether it is the same but for its number of rows: whole numbers may be as many times as large."""
-        some, more = ([*graph.run.graph.nodes] for graph in (self, other))
-        if len(some) != len(more):
-            return False
-        place = dict(zip(more, some, strict=True))
-
-        def same(a: Any, b: Any) -> bool:
-            if isinstance(a, fx.Node):
-                return isinstance(b, fx.Node) and place[b] is a
-            if type(a) is int and type(b) is int:
-                return a == b or a * others == b * rows
-            return bool(a == b) or a is b or (a != a and b != b)
-
-        for a, b in zip(some, more, strict=True):
-            (given, form), (others_given, other_form) = (tree_flatten((one.args, one.kwargs)) for one in (a, b))
-            if a.op != b.op or (a.op == "call_function" and a.target != b.target) or form != other_form:
-                return False
-            if not all(map(same, given, others_given)):
-                return False
-        return all(
-            a.data_ptr() == b.data_ptr() or digest(a) == digest(b)
-            for a, b in zip(self.constants.values(), other.constants.values(), strict=True)
-        )
-
-    @cached_property
-    def constants(self) -> dict[str, Tensor]:
-        """Tensors that the graph holds."""
-        names = [str(node.target) for node in self.run.graph.nodes if node.op == "get_attr"]
-        held = {name: getattr(self.run, name) for name in names}
-        return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
-
-    @cached_property
-    def typed_in(self) -> set[str]:
-        """Those that code makes anew from a few numbers, as torch.tensor([0.5, 2.0]) does."""
-        lifted = [node.args[0] for node in self.run.graph.nodes if "lift_fresh" in str(node.target)]
-        names = {str(node.target) for node in lifted if isinstance(node, fx.Node)}
-        return {name for name in names if name in self.constants and self.constants[name].numel() <= _TYPED_IN}
-
-
 def trace(
     run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequence[Tensor], device: torch.device
 ) -> Graph:
@@ -200,7 +108,9 @@ def trace(
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """`torch.compiler.is_compiling()` is true meanwhile: libraries then ask their data nothing, and go their general
-    way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out, as is code before the graph is done."""
+    way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out, and
+    code is made when the graph is done.
+    """
     with (
         patch.object(torch.compiler, "_is_compiling_flag", True),
         patch.object(proxy_tensor, "extract_val", lambda *args, **kwargs: None),
@@ -299,17 +209,6 @@ def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
                 if origin[tensor].op in ("placeholder", "get_attr"):
                     raise NotTraceable(f"it writes to {origin[tensor].target}, which it did not make ({node.target})")
     return written
-
-
-def differs(some: Graph, other: Graph) -> str | None:
-    """What two graphs differ in: a line of code, or a constant; None: nothing."""
-    if some.text != other.text:
-        lines = zip(some.text.splitlines(), other.text.splitlines(), strict=False)
-        return next((b.strip()[:150] for a, b in lines if a != b), "its length")
-    for (name, a), b in zip(some.constants.items(), other.constants.values(), strict=True):
-        if a.data_ptr() != b.data_ptr() and digest(a) != digest(b):
-            return f"the tensor {name} {tuple(a.shape)}"
-    return None
 
 
 def prove(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dpexp.privacy.engine.rounding import UNIT, gram_norms, norms, row_norms
+from dpexp.privacy.engine.rounding import UNIT, gram_norms, norms, pieces, row_norms
 
 _SMALL = 3 * 2**16  # numbers of a record's gradient
 
@@ -109,7 +109,7 @@ class _ExactProducts(OuterProducts):
     def squared_norms(self) -> Tensor:
         _, T, d = self.x.shape
         records = max(1, _HELD // (d * self.g.shape[2]))
-        parts = zip(self.x.split(records), self.g.split(records), strict=True)
+        parts = zip(pieces(self.x, records), pieces(self.g, records), strict=True)
         found = torch.cat([norms(torch.bmm(g.transpose(1, 2), x)) for x, g in parts])
         return (found + 2 * T * UNIT[self.x.dtype] * norms(self.x) * norms(self.g)).square()  # as in Convolved
 
@@ -209,7 +209,7 @@ class Convolved(Use):
             found, self.allowance = gram_norms(x, g)
             return found.square()
         records = max(1, _HELD // self._size)
-        parts = zip(self._images.split(records), self._g.split(records), strict=True)
+        parts = zip(pieces(self._images, records), pieces(self._g, records), strict=True)
         found = torch.cat([norms(self._gradients(x, g)) for x, g in parts])
         # These are not the gradients that are summed later, so that the rounding of both counts (`rounding`, 3 and 4):
         # Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
