@@ -195,23 +195,29 @@ def said(folder, module, loader, monkeypatch):
     return [sentence for sentence in found if any(words in sentence for words in told)]
 
 
-def module_with(loss):
-    return type("Own", (Model,), {"training_step": lambda self, batch, batch_idx: loss(self.net, *batch)})()
+def module_with(loss, validated=False):
+    """`validated`: made-up records are then like the first one of the validation set."""
+    parts = {"training_step": lambda self, batch, batch_idx: loss(self.net, *batch)}
+    if validated:
+        parts |= {"validation_step": parts["training_step"], "val_dataloader": lambda self: DataLoader(rows(3, 1), 2)}
+    return type("Own", (Model,), parts)()
 
 
+@pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_means_another_thing_is_told(name, tmp_path, monkeypatch):
+def test_a_loss_that_means_another_thing_is_told(name, validated, tmp_path, monkeypatch):
     loss, sentence = LOSSES[name]
-    found = said(tmp_path, module_with(loss), rows(5), monkeypatch)
+    found = said(tmp_path, module_with(loss, validated), rows(5), monkeypatch)
     assert len(found) == (sentence is not None)
     if sentence:
         assert re.search(sentence, found[0])
 
 
+@pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize("loss", [of_pairs, decorrelating])
-def test_a_loss_that_compares_records_is_refused(loss, tmp_path):
+def test_a_loss_that_compares_records_is_refused(loss, validated, tmp_path):
     with pytest.raises(ConfigError, match="gives a record by itself no gradient, as contrastive losses do"):
-        trained(tmp_path, module_with(loss), rows(5))
+        trained(tmp_path, module_with(loss, validated), rows(5))
 
 
 def mixup(items):

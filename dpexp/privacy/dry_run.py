@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -99,7 +100,10 @@ def _check_loss_of_a_batch(
     """
     if step.made_up is None:
         return
-    mixed, by_label = (_mixes(step.made_up, chunk, module, device, labels) for labels in (False, True))
+    others = replace(step.made_up, floats="normal", public=None)  # whose labels differ, as those of one record do not
+    mixed, by_label = (
+        any(_mixes(one, chunk, module, device, labels) for one in (step.made_up, others)) for labels in (False, True)
+    )
     if not (mixed or by_label or weighed):
         return
     try:
