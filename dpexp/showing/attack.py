@@ -31,7 +31,7 @@ def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
         bars = right.bar(places + (k - 1) * 0.28, values, 0.26, color=color, alpha=0.8, label=label)
         right.bar_label(bars, [f"{value:.2g}" if value else "0" for value in values], fontsize="x-small")
     right.set_xticks(places, [f"{bound.delta:g}" for bound in audit.bounds])
-    right.set(xlabel="δ", ylabel=f"ε, bounds together at {audit.confidence:.0%}")
+    right.set(xlabel="δ", ylabel=f"ε, bounds together at {100 * audit.confidence:g}%")
     right.legend(fontsize="small")
     figure.suptitle(
         f"{audit.canaries} canaries, of which {audit.included} were included; "

@@ -299,7 +299,7 @@ def audited(audit: Audit) -> None:
         f"if canaries are independent {audit.mu_bound_if_independent:.3g}",
         soft_wrap=True,
     )
-    table = Table("δ", "ε claimed", "ε at least", "if canaries are independent")
+    table = Table("δ", "claimed ε", "ε at least", "if canaries are independent")
     for bound in audit.bounds:
         found = [f"[bold red]{v:.4g}[/]" if v > bound.claimed else f"{v:.4g}" for v in bound[2:]]
         table.add_row(f"{bound.delta:g}", up(bound.claimed, 4), *found)
