@@ -42,12 +42,12 @@ def check(cfg: DictConfig) -> None:
     ConfigError: the first value that is missing, out of range or contradicts another.
     """
     try:
-        values = OmegaConf.to_container(cfg, resolve=True)
         missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            raise ConfigError(f"{missing[0]} must be given.")
+        values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
-    if missing:
-        raise ConfigError(f"{missing[0]} must be given.")
     for key in _not_numbers(values):
         raise ConfigError(f"{key}=nan is not a number.")
     _check_objects(cfg)
