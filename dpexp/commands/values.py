@@ -8,7 +8,7 @@ from typing import Any
 from unicodedata import is_normalized
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
 from dpexp.config import exposed
@@ -42,12 +42,14 @@ def check(cfg: DictConfig) -> None:
     ConfigError: the first value that is missing, out of range or contradicts another.
     """
     try:
-        missing = sorted(OmegaConf.missing_keys(cfg))
-        if missing:
-            raise ConfigError(f"{missing[0]} must be given.")
         values = OmegaConf.to_container(cfg, resolve=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+    except InterpolationToMissingValueError as error:
+        raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given.")
     for key in _not_numbers(values):
         raise ConfigError(f"{key}=nan is not a number.")
     _check_objects(cfg)
