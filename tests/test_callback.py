@@ -308,7 +308,7 @@ def test_epsilon_comes_from_the_ledger(tmp_path):
     trainer(privacy, Watch()).fit(module, Data())
     spent = dpexp.epsilon(read_ledger(tmp_path / "l.jsonl"), 1e-3)
     assert privacy.readings.epsilon == spent
-    assert float(seen[-1]) == pytest.approx(spent)
+    assert spent <= float(seen[-1]) <= 1.01 * spent, "rounded up, for progress bars"
     for done, shown in enumerate(seen, 1):
         assert float(shown) >= dpexp.epsilon(replace(privacy.plan, rounds=done).ledger(), 1e-3) - 1e-12
 
