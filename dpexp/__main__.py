@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dpexp import config
 from dpexp.commands import sweep, sweepers, trial, values
@@ -110,6 +111,8 @@ def main() -> None:
         _job()
     except (ConfigError, RecordError) as error:
         sys.exit(f"dpexp: {error}")
+    except YAMLError as error:
+        sys.exit(f"dpexp: a configuration file is not YAML: {' '.join(str(error).split())}.")
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"dpexp: {sentence(error)}")
     except KeyboardInterrupt:
@@ -122,7 +125,8 @@ def main() -> None:
         making_a_folder = traceback.extract_tb(error.__traceback__)[-1].name == "mkdir"
         if error.errno not in UNWRITABLE and not (making_a_folder and error.errno == errno.ENOENT):
             raise
-        sys.exit(f"dpexp: {error.filename or os.getcwd()} cannot be written: {error.strerror}.")
+        path = error.filename2 or error.filename or os.getcwd()  # of a copy, where it was to go
+        sys.exit(f"dpexp: {path} cannot be written: {error.strerror}.")
 
 
 def _as_a_sentence(

@@ -78,6 +78,7 @@ class Forked(multiprocessing.get_context("fork").Process):
     def run(self):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
         folder, sys.argv, before = self._job
         os.chdir(folder)

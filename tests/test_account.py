@@ -107,7 +107,12 @@ def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_jo
         (["LEDGER", "delta=2"], "strictly between 0 and 1"),
         (["LEDGER", "delta=x"], "could not be converted to Float"),
         (["LEDGER", "delta=1e-5", "accountant=prv"], "known: pld, rdp"),
-        (["LEDGER", "delta=1e-5", "acountant=rdp"], "did you mean 'accountant'"),
+        (
+            ["LEDGER", "delta=1e-5", "acountant=rdp"],
+            "acountant: there is no key 'acountant'; did you mean 'accountant'",
+        ),
+        (["LEDGER", "delta=1e-5", "figure=x.docx"], "figure=x.docx cannot be written .*docx.*; name a .png"),
+        (["LEDGER", "delta=1e-5", "figure=nowhere/x.png"], "figure=nowhere/x.png cannot be written .No such file"),
         (["LEDGER", "delta=1e-5", "adjacency=remove"], "known: add_remove"),
         (["LEDGER", "delta=1e-5", "write=true"], "an MLflow run id"),
     ],

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import asdict
 
 import dp_accounting
 import pytest
@@ -23,8 +24,8 @@ from dpexp.accounting.filter import budget, rho
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.tracking.budget import _lock, tally
-from dpexp.tracking.charges import charges_in, once, promise
+from dpexp.tracking.budget import _lock, _percent, tally
+from dpexp.tracking.charges import BUDGET, charges_in, once, promise
 from dpexp.tracking.origin import HOST
 from dpexp.tracking.store import open_store
 from dpexp.tracking.underway import BEGUN, RUN, under_way
@@ -277,6 +278,21 @@ def test_an_overdrawn_budget_is_said(run_on, capsys):
     run_on(z=1.0, count=9)
     found = run_on.account("budget={epsilon: 3, delta: 1e-5}")
     assert found["spent"] > found["limit"] and "It is overdrawn" in capsys.readouterr().out
+
+
+def test_another_budget_than_the_one_that_was_kept_is_said(run_on, capsys):
+    kept = budget({"epsilon": 3, "delta": 1e-5})
+    run_on(z=1.0, count=9, **{BUDGET: json.dumps(asdict(kept))})
+    found = run_on.account("budget={epsilon: 90, delta: 1e-5}")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert found["spent"] < found["limit"] and f"Not the budget that the jobs kept, which is {kept}" in printed
+    assert printed.index(f"Budget of {kept}") < printed.index("It is overdrawn") < printed.index("Budget of ε = 90")
+    assert ": 1 run; ε by pld" in printed
+
+
+def test_more_than_a_budget_is_a_plain_number():
+    kept = budget({"epsilon": 3, "delta": 1e-5})
+    assert _percent(14.051 * kept.limit, kept) == "1406 %" and _percent(0.9871 * kept.limit, kept) == "98.8 %"
 
 
 # Jobs

@@ -167,8 +167,11 @@ BAD = {
     "bound=adaptive +bound.value=0.1": "bound.value=0.1 is no option of dpexp.privacy.adaptive.Adaptive",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
-    "model._target_=builtins.dict": "gives a dict, not a torch.nn.Module",
+    "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",
     "optimizer.lr=-1": "Invalid learning rate: -1",
+    "optimizer.lr=abc": "optimizer.lr=abc",
+    "model=logistic model.classes=0": "model: it has no trainable parameter (all are frozen, or have no element)",
+    "group=custom group.groups=[a,b]": "group.groups=['a', 'b'] must be {name: ",
     "vectors=neuron": "vectors=neuron is unknown; choose one of layer, parameter",
     "diagnostics=loud": "diagnostics=loud is unknown; choose one of none, unsafe",
     "accountant.names=[guess]": "accountant.names=['guess'] must be among pld, rdp",
@@ -221,6 +224,8 @@ EARLY = {
     "data.classes=0": "data.classes=0 must be at least 1",
     "data.shape=[1,0]": "data.shape=[1, 0] must hold whole numbers of at least 1",
     "data.shape=8": "data.shape=8: ",
+    "data.n=???": "data.n must be given",
+    "--config-dir broken model=mine": 'not YAML: mapping values are not allowed here in "',
     "trainer.physical_batch=0": "trainer.physical_batch=0 must be a whole number of at least 1",
     "trainer.threads=0": "trainer.threads=0 must be at least 1",
     "accountant=moments accountant.names=[gdp]": "gdp is an approximation",
@@ -249,6 +254,8 @@ def test_bad_input_is_one_sentence_before_training(arguments, dpexp_job, monkeyp
 def test_what_needs_no_torch_is_refused_before_it_is_imported(tmp_path):
     """All in one process, whose modules tell."""
     (tmp_path / "taken").mkdir()
+    (tmp_path / "broken" / "model").mkdir(parents=True)
+    (tmp_path / "broken" / "model" / "mine.yaml").write_text("a: b: c\n")
     (tmp_path / "taken" / "config.yaml").write_text("")
     code = (
         "import json, sys\n"
@@ -350,6 +357,56 @@ def test_a_full_disk_is_told_in_one_sentence(forked):
     assert "weights.reserved cannot be written: File too large" in printed
 
 
+def test_a_disk_that_is_full_in_a_round_is_told_with_what_is_spent(dpexp_job, tmp_path, monkeypatch, capsys):
+    """As a copy says it, with the file that it read and the one that it could not write."""
+    (tmp_path / "full_for_test.py").write_text(
+        "import errno, pytorch_lightning as pl\n"
+        "class Full(pl.Callback):\n"
+        "    def on_train_batch_end(self, trainer, *_):\n"
+        "        if trainer.global_step == 2:\n"
+        "            raise OSError(errno.ENOSPC, 'No space left on device', '/tmp/source', None, 'here/last.part')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=r"^dpexp: here/last.part cannot be written: No space left on device\.$"):
+        dpexp_job(*QUICK, "callbacks={full: {_target_: full_for_test.Full}}")
+    assert "Interrupted after 2 of 3 rounds: ε = " in capsys.readouterr().out
+
+
+OPTIMIZERS = "optimizer: configure_optimizers gives several optimizers"
+
+
+@pytest.mark.parametrize(
+    "chosen, expected",
+    [
+        ("model._target_=odd_for_test.Two ~model.shape ~model.classes", OPTIMIZERS),
+        ("data.module._target_=odd_for_test.Empty", "data.module: the training set is empty"),
+        ("data.module._target_=odd_for_test.Without", "data.module: it has no train_dataloader"),
+    ],
+)
+def test_what_lightning_and_torch_refuse_is_one_sentence(dpexp_job, tmp_path, monkeypatch, chosen, expected):
+    (tmp_path / "odd_for_test.py").write_text(
+        "import torch, pytorch_lightning as pl\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "class Two(pl.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])\n"
+        "    def configure_optimizers(self):\n"
+        "        return [torch.optim.SGD([p], 0.1) for p in self.parameters()]\n"
+        "class Empty(pl.LightningDataModule):\n"
+        "    def train_dataloader(self):\n"
+        "        return DataLoader(TensorDataset(torch.zeros(0, 1, 8, 8)), batch_size=4, shuffle=True)\n"
+        "class Without(pl.LightningDataModule):\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=f"^dpexp: {expected}"):
+        dpexp_job(*QUICK, *chosen.split())
+    assert not [path for path in tmp_path.rglob("ledger.jsonl") if len(read_ledger(path))]
+
+
 def command(*arguments, cwd):
     return subprocess.run(
         [sys.executable, "-m", "dpexp", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
@@ -380,6 +437,7 @@ def said(dpexp_job, capsys):
 def test_the_version_and_help_as_words(said):
     assert said("version") == said("--version") == "dpexp 0.1.0\n"
     assert said("help") == said("--help")
+    assert "`python -m dpexp version`" in said("help", "version")
 
 
 def test_help_lists_commands_groups_and_values(said):

@@ -209,7 +209,7 @@ def stopped_before_it_kept_its_model(dpexp_job, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr("dpexp.commands.train.keep", interrupted)
             with pytest.raises(SystemExit, match="130"):
-                dpexp_job(*QUICK[1:], *arguments, f"hydra.run.dir={tmp_path}/job")
+                dpexp_job(*arguments, *QUICK[1:], f"hydra.run.dir={tmp_path}/job")
         return tmp_path / "job"
 
     return job
@@ -231,6 +231,24 @@ def test_a_job_stopped_after_its_last_round_keeps_its_model_when_resumed(
     assert (folder / "card.md").exists() and not (folder / "last.ckpt").exists()
     dpexp_job(*QUICK[1:], *known, f"hydra.run.dir={tmp_path}/other")
     assert result_of(folder)["metrics"] == result_of(tmp_path / "other")["metrics"], "averaged and not, as in one go"
+
+
+def test_a_job_with_options_of_ones_own_is_resumed(stopped_before_it_kept_its_model, dpexp_job, tmp_path):
+    (tmp_path / "my" / "group").mkdir(parents=True)
+    (tmp_path / "my" / "group" / "own.yaml").write_text(
+        "_target_: dpexp.privacy.groups.Groups\ngroups:\n  mine: {rest: true}\n"
+    )
+    folder = stopped_before_it_kept_its_model("--config-dir", "my", "group=own", "tracking=none")
+    dpexp_job("resume", str(folder))
+    assert [*result_of(folder)["groups"]] == ["mine"] and (folder / "card.md").exists()
+
+
+def test_a_damaged_checkpoint_is_told(stopped_before_it_kept_its_model, dpexp_job):
+    folder = stopped_before_it_kept_its_model("tracking=none")
+    whole = (folder / "last.ckpt").read_bytes()
+    (folder / "last.ckpt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SystemExit, match=r"^dpexp: the checkpoint \S+last.ckpt cannot be read .*: it is damaged"):
+        dpexp_job("resume", str(folder))
 
 
 def test_a_copied_folder_has_a_run_of_its_own(stopped_before_it_kept_its_model, dpexp_job, tmp_path):

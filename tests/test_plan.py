@@ -263,6 +263,17 @@ def test_rounds_from_epochs_lose_no_step():
     [
         ({"q": 1.5}, r"sampling\.q=1\.5"),
         ({"q": 0.0}, r"sampling\.q=0"),
+        ({"q": "0.2"}, r"sampling\.q='0.2' must lie in"),
+        ({"bound": Fixed({1: 2.0})}, "bound.value names the groups 1; the model has all"),
+        ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
+        (
+            {"allocation": Explicit([1.0]), "noise_multiplier": None},
+            r"allocation.sigma=\[1.0\] must be {group: number}",
+        ),
+        ({"allocation": Explicit({1: 2}), "noise_multiplier": None}, "allocation.sigma names the groups 1; the model"),
+        ({"group": Groups(["a"])}, r"group.groups=\['a'\] must be {name: {parameters:"),
+        ({"group": Groups({"a": 3})}, r"group.groups.a=3 must be {parameters:"),
+        ({"group": Groups({"a": {"parameter": "*"}})}, r"group.groups.a={'parameter': '\*'} must be {parameters:"),
         ({"q": None, "expected_batch_size": 2000}, "exceeds data.n=1000"),
         ({"q": None}, "exactly one of"),
         ({"expected_batch_size": 10}, "exactly one of"),

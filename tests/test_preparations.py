@@ -570,8 +570,8 @@ def test_a_run_that_is_begun_anew_writes_them_anew(tmp_path):
 
 def test_a_plan_for_another_module_is_refused(tmp_path):
     plan = make_plan(module_of(counts=made("laplace_counts")), n=N, q=0.2, steps=2, noise_multiplier=1.0)
-    with pytest.raises(ConfigError, match=r"preparations counts \(laplace, S = 1\), and this one has pca"):
-        fit(tmp_path, module_of(pca=made("pca")), plan)
+    with pytest.raises(ConfigError, match=r"preparations counts \(laplace, S = 1\), and this one has others"):
+        fit(tmp_path, module_of(others=made("laplace_counts")), plan)
 
 
 @pytest.mark.parametrize("trained", [Standardise(SHAPE, S=1000.0, share=0.1), ClassCounts(4, share=0.1)])

@@ -1,5 +1,7 @@
 """What is shown of ε while a training goes on is never below what is spent, and at the end it is what was spent."""
 
+import math
+
 import pytest
 import pytorch_lightning as pl
 from test_callback import Data, Model, N, fit, plan_for, trainer
@@ -22,6 +24,15 @@ CHOICES = {
     "shuffle": {"n": N, "sampling": "shuffle", "q": 4 / N, "noise_multiplier": 2.0},
     "banded": {"noise": Banded(4), "sampling": "cyclic_poisson", "q": 0.05},
 }
+
+
+@pytest.mark.parametrize("spent", [0.0, 0.0004, 0.0523, 0.9994, 1.97308, 9.999, 12.3456, 123.4, 1234.5, math.inf])
+def test_progress_bars_show_no_less(spent):
+    """tqdm shows three digits, and rich three decimals."""
+    bar = readings.Readings(plan_for(Model()), DELTA, "moments")
+    bar.at_most = spent
+    assert spent <= float(f"{bar.shown:.3g}") and spent <= float(f"{bar.shown:.3f}")
+    assert bar.shown <= 1.01 * spent + 1e-3
 
 
 class Shown(pl.Callback):

@@ -186,12 +186,14 @@ def spec_lines(output):
         (["predict", "{job}", "data=x.txt"], "must be a file that ends in .npy"),
         (["predict", "{job}", "data=missing.npy"], "cannot be read"),
         (["predict", "{job}", "data={wrong}"], "does not fit the model"),
+        (["predict", "{job}", "data={fits}", "out=nowhere/x.csv"], "out=nowhere/x.csv cannot be written"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(job, dpexp_job, tmp_path, arguments, expected):
     np.save(tmp_path / "wrong.npy", np.zeros((2, 3, 5), dtype=np.float32))
     (tmp_path / "empty").mkdir()
-    places = {"job": job, "empty": tmp_path / "empty", "wrong": tmp_path / "wrong.npy"}
+    np.save(tmp_path / "fits.npy", np.zeros((2, 64), dtype=np.float32))
+    places = {"job": job, "empty": tmp_path / "empty"} | {n: tmp_path / f"{n}.npy" for n in ("wrong", "fits")}
     with pytest.raises(SystemExit) as raised:
         dpexp_job(*(argument.format(**places) for argument in arguments))
     said = str(raised.value)

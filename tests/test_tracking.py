@@ -198,12 +198,13 @@ def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(started, t
     is_said_to_be_killed(tmp_path, printed)
 
 
-def test_so_is_one_that_is_terminated(forked, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_so_is_one_that_is_terminated(forked, tmp_path, number):
     job = forked(*ENDLESS)
     job.until(lambda: rounds_in(tmp_path))
-    job.send_signal(signal.SIGTERM)
+    job.send_signal(number)
     printed = job.ended()
-    assert job.exitcode == 143, printed[-2000:]
+    assert job.exitcode == 128 + number, printed[-2000:]
     is_said_to_be_killed(tmp_path, printed)
 
 

@@ -87,14 +87,20 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     check_delta(at)
     names = _accountants(cfg, ledger)
     costs = {name: epsilon(ledger, at, name) for name in names}
+    if cfg.figure is not None:
+        from dpexp.showing.spending import trade_off
+
+        figure = trade_off(ledger, at, names)
+        try:
+            figure.savefig(cfg.figure, dpi=150)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"figure={cfg.figure} cannot be written ({reason}); name a .png or .pdf.") from error
     _print(ledger, sources, at, costs, cfg.epsilon)
     figures = risk(ledger, names[0]).figures()
     least = "by" if names[0] not in APPROXIMATIONS else "about, by"
     console.print(f"In words, {least} {names[0]}: {in_words(figures, ledger.unit)}", soft_wrap=True)
     if cfg.figure is not None:
-        from dpexp.showing.spending import trade_off
-
-        trade_off(ledger, at, names).savefig(cfg.figure, dpi=150)
         console.print(f"Figure: {cfg.figure}", soft_wrap=True)
     if cfg.write:
         _write(sources, costs, {f"{name}_{names[0]}": figure for name, figure in figures.items()}, at, cfg)

@@ -188,7 +188,9 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
     weights = weights_of(cfg)
     model = make("model", cfg.model if weights is ITS_OWN else _without(cfg, "model", "weights"))
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not a torch.nn.Module.")
+        raise ConfigError(
+            f"model: {cfg.model._target_} gives an object of type {type(model).__name__}, not a torch.nn.Module."
+        )
     normalise = _batchnorm(cfg)
     if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, Private)):
         model = normalise(model)
@@ -327,7 +329,9 @@ def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> N
     try:
         module.configure_optimizers()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer or scheduler: {error}.") from error
+        told = {s: {**cfg[s]} for s in ("optimizer", "scheduler") if cfg[s]}
+        given = [f"{section}.{key}={value}" for section, node in told.items() for key, value in node.items()]
+        raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(given)}: {error}.") from error
 
 
 def check_device(cfg: DictConfig) -> None:

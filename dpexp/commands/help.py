@@ -41,6 +41,7 @@ def help(arguments: Sequence[str]) -> str:
     if len(names) > 1:
         raise ConfigError(f"help {' '.join(names)}: one name at a time.")
     known = {command: text for command in COMMANDS if (text := _documented(command))}
+    known["version"] = "`python -m dpexp version` says which dpexp this is."
     known |= {name: block.rstrip() for name, block in _values().items()}
     for group, paths in groups.items():
         also = [known[group]] if group in COMMANDS else []

@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
@@ -100,6 +101,20 @@ def trainer_for(
     return trainer
 
 
+def sentence(error: Exception) -> str | None:
+    """What an error of Lightning's or torch's means for a job; None: it is none that is known."""
+    told = next((told for words, told in _MEANS.items() if words in str(error)), None)
+    if told is None and isinstance(error, MisconfigurationException):
+        return f"trainer or callbacks: {' '.join(str(error).split())}"
+    return told
+
+
+_MEANS = {
+    "Training with multiple optimizers": "optimizer: configure_optimizers gives several optimizers, and a round is one "
+    "release, of which one takes a step; give one, with a group of parameters for each learning rate.",
+    "num_samples should be a positive integer": "data.module: the training set is empty.",
+    "`train_dataloader` must be implemented": "data.module: it has no train_dataloader; let it give one DataLoader.",
+}
 CHECKPOINT = "last.ckpt"
 # EMAWeightAveraging and its base came with Lightning 2.6.
 AVERAGING = tuple(

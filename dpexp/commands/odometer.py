@@ -73,13 +73,13 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
     if not charges:
         raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
     given = OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget
-    kept = budget(given) if given is not None else _kept([one for uri in stores for one in kept_in(uri, cfg.data.id)])
+    before = {one for uri in stores for one in kept_in(uri, cfg.data.id)}
+    kept = budget(given) if given is not None else _kept([*before])
     delta = cfg.delta if cfg.delta is not None else kept.delta if kept else _common([c.delta for c in charges])
     check_delta(delta)
     known = [charge.ledger for charge in charges if charge.ledger is not None and charge.ledger.rounds]
-    console.print(
-        f"[bold]data.id={escape(cfg.data.id)}[/]: {len(charges)} runs; ε by {cfg.accountant} at δ = {up(delta, 4)}"
-    )
+    runs = f"{len(charges)} run{'s' * (len(charges) != 1)}"
+    console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(delta, 4)}")
     for charge in charges:
         if charge.ledger is None:
             rounds, cost = "?", "unknown"
@@ -131,6 +131,13 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
             "No budget was kept: budget='{epsilon: 8, delta: 1e-5}' says what one would leave.", soft_wrap=True
         )
         return found
+    for other in (one for one in map(_budget, sorted(before)) if one != kept):
+        console.print(
+            f"[bold red]Not the budget that the jobs kept[/], which is {other}, and holds only if it stays as it was "
+            "fixed before the first run:",
+            soft_wrap=True,
+        )
+        _against(other, charges, cfg.data.id)
     return found | _against(kept, charges, cfg.data.id)
 
 
@@ -176,10 +183,14 @@ def _kept(found: Sequence[str]) -> Budget | None:
     Raises:
         ConfigError: they kept different ones.
     """
-    budgets = [Budget(**json.loads(one)) for one in sorted(set(found))]
+    budgets = [*map(_budget, sorted(set(found)))]
     if len(budgets) > 1:
         raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
     return budgets[0] if budgets else None
+
+
+def _budget(kept: str) -> Budget:
+    return Budget(**json.loads(kept))
 
 
 def _common(deltas: Sequence[float | None]) -> float:

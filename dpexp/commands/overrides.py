@@ -114,7 +114,8 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         section = str(cause.full_key).rpartition(".")[0]
         known = [str(key) for key in cause.parent_node]
         advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
-        return f"{cause.full_key}: {section} has no key {cause.key!r}{nearest(str(cause.key), known)}{advice}"
+        where = f"{section} has" if section else "there is"
+        return f"{cause.full_key}: {where} no key {cause.key!r}{nearest(str(cause.key), known)}{advice}"
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {override}; quote values that hold brackets or spaces for the shell."

@@ -56,7 +56,10 @@ def predict(arguments: Sequence[str]) -> DataFrame | None:
         table = DataFrame({"class": chances.argmax(1)} | {f"p_{k}": chances[:, k] for k in range(chances.shape[1])})
     else:
         table = DataFrame(outputs.reshape(len(outputs), -1).numpy())
-    table.to_csv(str(given.options["out"]), index=False)
+    try:
+        table.to_csv(str(given.options["out"]), index=False)
+    except OSError as error:
+        raise ConfigError(f"out={given.options['out']} cannot be written ({error.strerror or error}).") from error
     console.print(f"{len(table)} predictions: {given.options['out']}", soft_wrap=True)
     return table
 

@@ -40,8 +40,8 @@ def resume(arguments: Sequence[str], job: Callable[[], None]) -> None:
     task = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
     sources = [s["path"] for s in hydra["runtime"]["config_sources"] if s["provider"] == "command-line"]
     os.chdir(hydra["runtime"]["cwd"])
-    sys.argv[1:] = [*task, *(f"--config-dir={path}" for path in sources), f"hydra.run.dir={folder}"]
-    sys.argv.append("checkpoint.resume=true")
+    flags = [f"--config-dir={path}" for path in sources]
+    sys.argv[1:] = [*flags, *task, f"hydra.run.dir={folder}", "checkpoint.resume=true"]
     job()
 
 
@@ -51,6 +51,13 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
     """
     if not (output / "last.ckpt").exists():
         raise ConfigError(f"checkpoint.resume=true needs the checkpoint {output}/last.ckpt, which does not exist.")
+    try:
+        completed(output / "last.ckpt")
+    except Exception as error:  # torch raises many types for what is always a damaged file
+        raise ConfigError(
+            f"the checkpoint {output}/last.ckpt cannot be read ({' '.join(str(error).split())[:200]}): it is damaged; "
+            "what the ledger beside it says is spent, so start the job anew in another folder."
+        ) from error
     before: Any = yaml.safe_load((output / "config.yaml").read_text())
     before.setdefault("noise", {"kind": "gaussian"})  # of a job that is older than the choice
     before.setdefault("clip", {"_target_": "dpexp.privacy.clipping.Abadi"})

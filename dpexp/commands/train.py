@@ -34,7 +34,7 @@ from dpexp.commands.building import (
     told_of_joint,
     unsolved,
 )
-from dpexp.commands.lightning import AVERAGING, CHECKPOINT, trainer_for
+from dpexp.commands.lightning import AVERAGING, CHECKPOINT, sentence, trainer_for
 from dpexp.commands.objective import check_objective, objective, objective_of, result_of
 from dpexp.commands.resume import check_resumable, completed
 from dpexp.commands.saved import CARD, RESERVED, NotKept, bare, keep
@@ -258,8 +258,15 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
-    except MisconfigurationException as error:
-        raise ConfigError(f"trainer or callbacks: {' '.join(str(error).split())}") from error
+    except OSError:
+        if released and released[0].begun:
+            terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
+        raise
+    except (MisconfigurationException, RuntimeError, ValueError) as error:
+        said = sentence(error)
+        if said is None:
+            raise
+        raise ConfigError(said) from error
     seconds = time.monotonic() - started
     try:
         metrics = _tested(module, data, trainer)

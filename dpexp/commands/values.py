@@ -8,7 +8,7 @@ from typing import Any
 from unicodedata import is_normalized
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.claims import APPROXIMATIONS, NAMES, check_claim, check_delta
 from dpexp.config import exposed
@@ -44,6 +44,8 @@ def check(cfg: DictConfig) -> None:
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
         missing = sorted(OmegaConf.missing_keys(cfg))
+    except InterpolationToMissingValueError as error:
+        raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:

@@ -80,13 +80,13 @@ class Explicit:
 
     def noise_multiplier(self, clipping: Mapping[str, Clipping]) -> float:
         """z = (Σ_g (S_g/σ̃_g)²)^(-1/2)."""
-        check_names("allocation.sigma", self.sigma, clipping)
         return sum(self._squares(clipping).values()) ** -0.5
 
     def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
         return _normalised(self._squares(clipping))
 
     def _squares(self, clipping: Mapping[str, Clipping]) -> dict[str, float]:
+        check_names("allocation.sigma", self.sigma, clipping)
         return {
             name: (c.S / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2 for name, c in clipping.items()
         }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.errors import ConfigError
+from dpexp.errors import ConfigError, whole
 from dpexp.privacy import refusals, silence
 from dpexp.privacy.adaptive import Bounds
 from dpexp.privacy.batches import Failed
@@ -76,8 +76,8 @@ class PrivacyCallback(pl.Callback):
         noise_seed: int | None = None,
         unsafe_diagnostics: bool = False,
     ) -> None:
-        if physical_batch is not None and physical_batch < 1:
-            raise ConfigError(f"trainer.physical_batch={physical_batch} must be at least 1.")
+        if physical_batch is not None:
+            whole("trainer.physical_batch", physical_batch)
         if delta is not None:
             check_delta(delta)
             check_names([accountant])
@@ -100,6 +100,7 @@ class PrivacyCallback(pl.Callback):
         self._released = False  # the round has
         self._fitted = True  # physical_batch is known
         self._logged: set[str] = set()  # names that training_step logs
+        self._validated: set[str] = set()  # and that the validation before training did
         self._until_closed = ExitStack()  # what is put back in its place then
         self._metrics: dict[str, float] = {}  # of the values that the round released
         self._counts = torch.zeros(0)
@@ -144,6 +145,7 @@ class PrivacyCallback(pl.Callback):
             if self.unsafe_diagnostics:
                 processes.refuse_company("diagnostics=unsafe shows one process's records")
             refuse_unreleased(pl_module, self.plan)
+            refusals.refuse_other_sizes(pl_module, self.plan)
             self._normalizing, self._spectral = [*layers_that_give(pl_module)], spectral_norms(pl_module)
             loader = source.dataloader()
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
@@ -180,6 +182,9 @@ class PrivacyCallback(pl.Callback):
         if self._noise_seed is not None:
             return "the noise seed is known"
         return "unsafe diagnostics" if self.unsafe_diagnostics else None
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated = {*trainer.callback_metrics}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.together():
@@ -237,7 +242,7 @@ class PrivacyCallback(pl.Callback):
         done = self.completed >= self.plan.rounds
         if self.readings and self.readings.due(self.completed):
             self._read_epsilon(trainer)
-            silence.log_although_mute(pl_module, "epsilon", self.readings.at_most, prog_bar=True, logger=False)
+            silence.log_although_mute(pl_module, "epsilon", self.readings.shown, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
             logger.log_metrics(self._metrics, step=self.completed)
         for name, value in self._metrics.items():
@@ -330,7 +335,7 @@ class PrivacyCallback(pl.Callback):
                     with silence.signals_wait(trainer):
                         dry_run(engine_step, rounds, loss_of, pl_module, last)
                     refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
-                    refusals.refuse_monitors(trainer, pl_module, self._logged)
+                    refusals.refuse_monitors(trainer, pl_module, self._logged, self._validated)
                     step = engine_step.digest
                 else:
                     engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)

@@ -81,10 +81,12 @@ def by_group(
     return [number(f"{key}.{group}", value[group]) for group in groups]
 
 
-def check_names(key: str, given: Mapping[str, float], groups: Iterable[str]) -> None:
+def check_names(key: str, given: Any, groups: Iterable[str]) -> None:
+    names = ", ".join(dict.fromkeys(groups))
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{key}={given} must be {{group: number}} for the model's groups: {names}.")
     if set(given) != set(groups):
-        names = ", ".join(dict.fromkeys(groups))
-        raise ConfigError(f"{key} names the groups {', '.join(given)}; the model has {names}.")
+        raise ConfigError(f"{key} names the groups {', '.join(map(str, given))}; the model has {names}.")
 
 
 @dataclass(frozen=True)

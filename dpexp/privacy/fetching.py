@@ -159,11 +159,15 @@ def sampled_dataset(loader: Any) -> Dataset:
             f"data: the training loader is a {type(loader).__name__}; sampling needs one DataLoader over "
             "a data set that can be indexed."
         )
-    plain = (SequentialSampler, RandomSampler)
-    if type(loader.sampler) not in plain or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    batches = loader.batch_sampler
+    order: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    of_all = type(order) in (SequentialSampler, RandomSampler) and order.data_source is loader.dataset
+    if not of_all or type(batches) not in (BatchSampler, type(None)):
+        kind = "sampler" if batches is None or order is loader.sampler else "batch_sampler"
+        own = batches if kind == "batch_sampler" and type(batches) is not BatchSampler else order
         raise ConfigError(
-            f"data: the training loader has a sampler of its own ({type(loader.sampler).__name__}), which the plan's "
-            "would replace; choose records with torch.utils.data.Subset instead."
+            f"data: the training loader has a {kind} of its own ({type(own).__name__}), which the plan's would "
+            "replace; choose records with torch.utils.data.Subset instead."
         )
     if loader.batch_sampler is None:
         raise ConfigError(

@@ -6,8 +6,9 @@ that names it first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -62,6 +63,18 @@ class Match:
 Grouping = Callable[[nn.Module], dict[str, list[str]]]
 
 
+_A_MATCH = "{parameters: [globs], layers: [class names], rest: true}, with one of these at least"
+
+
+def _match(name: str, given: Any) -> Match:
+    known = {one.name for one in fields(Match)}
+    if isinstance(given, Mapping) and given and given.keys() <= known:
+        given = Match(**given)
+    if not isinstance(given, Match) or isinstance(given.parameters, str) or isinstance(given.layers, str):
+        raise ConfigError(f"group.groups.{name}={given} must be {_A_MATCH}.")
+    return given
+
+
 @dataclass(frozen=True)
 class Groups:
     """Groups spelled out: each trainable parameter must fall in exactly one, and in each group at least one."""
@@ -69,8 +82,9 @@ class Groups:
     groups: Mapping[str, Match]
 
     def __call__(self, module: nn.Module) -> dict[str, list[str]]:
-        matches = {name: Match(**dict(match)) if isinstance(match, Mapping) else match  # type: ignore[arg-type]
-                   for name, match in self.groups.items()}  # fmt: skip
+        if not isinstance(self.groups, Mapping):
+            raise ConfigError(f"group.groups={self.groups} must be {{name: {_A_MATCH}}}.")
+        matches = {name: _match(name, match) for name, match in self.groups.items()}
         rest = [name for name, match in matches.items() if match.rest]
         if len(rest) > 1:
             raise ConfigError(f"group: {' and '.join(rest)} both claim the rest; only one group may.")

@@ -30,7 +30,7 @@ from dpexp.privacy.asked import AUTO, Banded
 from dpexp.privacy.bands import candidates, coefficients, error, least
 from dpexp.privacy.clipping import Abadi, Bound, Clip, Clipping, Fixed, Mechanism, Separate, check_clip, in_words
 from dpexp.privacy.exact import SIGMA2, Lattice, lattice
-from dpexp.privacy.groups import Grouping, Vector, flat, vectors
+from dpexp.privacy.groups import Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.preparations import parts_of, queries
 from dpexp.privacy.records import Record
 from dpexp.privacy.refusals import refuse_mixing_layers
@@ -258,9 +258,11 @@ def make_plan(
     target = _target(epsilon, delta, advantage, tpr)
     if banded:
         asked.check_banded(banded, sampling, calibrate, target is not None, parts)
+    if not trainable(module):
+        raise ConfigError(
+            "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
+        )
     members = (group or flat())(module)
-    if not members:
-        raise ConfigError("model: it has no trainable parameter, so there is nothing to release.")
     grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
     clipping = mechanism(grouped, bound)
     w = allocation.shares(grouped, clipping)

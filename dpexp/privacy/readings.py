@@ -30,6 +30,14 @@ class Readings:
         self._every = math.ceil(plan.rounds / _READINGS)
         self._before = Ledger(plan.adjacency, {})
 
+    @property
+    def shown(self) -> float:
+        """`at_most` for progress bars, which show three digits or three decimals of it: rounded up to both."""
+        if math.isinf(self.at_most):
+            return self.at_most
+        step = 10.0 ** max(-3, math.floor(math.log10(max(self.at_most, 1e-3))) - 2)
+        return math.ceil(self.at_most / step) * step
+
     def begin(self, ledger: Ledger, completed: int) -> None:
         """A fit begins, or goes on after so many rounds; the ledger may have more, which were undone."""
         self._before, self._since = replace(ledger, record=self._plan.record.told()), completed

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -115,8 +116,9 @@ def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
     rounds, epochs = plan.rounds, math.ceil(plan.rounds / plan.sampling.rounds_per_epoch - 1e-9)
     if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
-            f"trainer.max_epochs={trainer.max_epochs} ends before the plan's {rounds} rounds, which are {epochs} "
-            "epochs of 1/q rounds; leave it out, or plan fewer rounds, whose noise would be less."
+            f"trainer.max_epochs={trainer.max_epochs} ends before the plan's {rounds} rounds, which take "
+            f"{epochs} epoch{'s' * (epochs != 1)} of 1/q rounds; leave it out, or plan fewer rounds, whose noise would "
+            "be less."
         )
     if -1 < trainer.max_steps < rounds:
         warnings.warn(
@@ -126,11 +128,14 @@ def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
     return rounds if trainer.max_steps == -1 else min(rounds, trainer.max_steps)
 
 
-def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set[str]) -> None:
-    """Refuses what waits for values that training_step logs: nothing is kept of them.
+def refuse_monitors(
+    trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]
+) -> None:  # fmt: skip
+    """Refuses what waits for values that training_step logs, of which nothing is kept, or for what nobody logs.
 
     Args:
-        logged: their names.
+        logged: the names of those.
+        validated: of what the validation before training logged.
     """
     names = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
     waiting: list[tuple[str, Any]] = [
@@ -144,6 +149,7 @@ def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set
         if not any(step.opname == "CONTAINS_OP" for step in steps):  # else it looks first whether a value is there
             read = [b.argval for a, b in pairwise(steps) if a.argval in _METRICS and b.opname == "LOAD_CONST"]
             waiting += [(f"{type(module).__name__}.{hook}", name) for name in read]
+    _refuse_unlogged(trainer, module, names, validated)
     for who, name in waiting:
         if name in names:
             raise ConfigError(
@@ -153,7 +159,45 @@ def refuse_monitors(trainer: pl.Trainer, module: pl.LightningModule, logged: set
             )
 
 
+def _refuse_unlogged(
+    trainer: pl.Trainer, module: pl.LightningModule, private: set[str], validated: set[str]
+) -> None:  # fmt: skip
+    """Refuses what would end the training when it looks for its value, if it is known that there will be none."""
+    hooks = (getattr(getattr(type(module), hook, None), "__code__", None) for hook in _VALIDATING)
+    unlike = any("sanity_checking" in code.co_names for code in hooks if code)  # later validations may log more
+    others = any(not type(one).__module__.startswith(_OURS) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    if others or unlike or (trainer.enable_validation and not validated):
+        return
+    waiting = [
+        ("ReduceLROnPlateau", c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.strict
+    ]
+    waiting += [
+        (type(one).__name__, one.monitor)
+        for one in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(one, pl.callbacks.EarlyStopping) and one.strict
+    ]
+    for who, name in waiting:
+        if name not in validated | private | {"epsilon"} and not str(name).startswith(("private/", "unsafe/")):
+            known = ", ".join(sorted(validated | {"epsilon"}))
+            raise ConfigError(
+                f"model: {who} waits for {name}, which neither training_step nor the validation logs; known: {known}."
+            )
+
+
+_OURS = ("pytorch_lightning.", "dpexp.")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+def refuse_other_sizes(pl_module: pl.LightningModule, plan: "PrivacyPlan") -> None:
+    """Refuses a module whose parameters have the names of those that the plan was made for, and other sizes."""
+    sizes = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
+    for vector in (vector for group in plan.groups for vector in group.vectors if not vector.is_value):
+        d = sum(sizes.get(name, 0) for name in vector.parameters)
+        if d != vector.d and sizes.keys() >= {*vector.parameters}:
+            raise ConfigError(
+                f"the plan was made for another model, whose {vector.name} has {vector.d} parameters, and this one's "
+                f"has {d}; make the plan for the module that is trained."
+            )
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:
@@ -173,6 +217,11 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
 
 def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     """Refuses optimizers that would need another release, or that train what none releases."""
+    if isinstance(trainer.optimizers[0], _MockOptimizer):
+        raise ConfigError(
+            "optimizer: configure_optimizers returns None, so that rounds would be released and nothing learnt from "
+            "them; let it return an optimizer of self.parameters()."
+        )
     known = {id(parameter) for parameter in pl_module.parameters()}
     for optimizer in trainer.optimizers:
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
@@ -216,6 +265,7 @@ _READING = (
     "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_start",
     "on_validation_epoch_end", "on_validation_end", "on_save_checkpoint",
 )  # fmt: skip
+_VALIDATING = ("validation_step", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end")
 _COLLECTIONS = (list, tuple, dict, set)
 
 

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
 
 from dpexp.accounting.ledger import SamplingEvent, rate_in_part
@@ -23,8 +24,8 @@ class Policy(ABC):
     in_blocks: ClassVar[bool] = False  # all of a job's samples depend on one another
 
     def __post_init__(self) -> None:
-        if not 0 < self.q <= 1:
-            raise ConfigError(f"sampling.q={self.q} must lie in (0, 1].")
+        if not isinstance(self.q, Real) or not 0 < self.q <= 1:
+            raise ConfigError(f"sampling.q={self.q!r} must lie in (0, 1].")
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         """The event of one sample. `epoch` is the round in which the samples that it depends on began."""

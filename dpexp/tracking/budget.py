@@ -228,7 +228,8 @@ def tally(charges: Sequence[Charge], kept: Budget, data_id: str) -> Tally:
 
 
 def _percent(part: float, kept: Budget) -> str:
-    return f"{up(100 * part / kept.limit, 3)} %"
+    percent = 100 * part / kept.limit
+    return f"{up(percent, 3) if percent < 999 else math.ceil(percent)} %"
 
 
 def _same_adjacency(charges: Sequence[Charge], data_id: str) -> None:

@@ -24,7 +24,10 @@ from dpexp.training.classifier import Classifier
 NAMES = {
     signal.SIGINT: "the keyboard",
     signal.SIGTERM: "SIGTERM, which schedulers send before they kill",
-} | ({signal.SIGUSR1: "SIGUSR1, which schedulers send before they kill"} if hasattr(signal, "SIGUSR1") else {})
+}
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    NAMES[signal.SIGHUP] = "SIGHUP, which a terminal sends that is closed"
+    NAMES[signal.SIGUSR1] = "SIGUSR1, which schedulers send before they kill"
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 IN_A_ROW = 2  # evaluations
 _LOOKS = 100  # at the weights, during one training

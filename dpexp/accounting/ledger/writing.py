@@ -36,7 +36,7 @@ class LedgerWriter:
     Args:
         planned: the sampling events that the run may report, but for their epochs; they go into the header.
         resume: continue the ledger already at `path`. Without it an existing file is an error, so that two
-            runs never share one.
+            runs never share one, unless it is of a run that ended before its first round.
         position: of the run to resume, when its checkpoint was made. The ledger must begin with what it had then, and
             may have gone on since.
         exposed: why the run is not private, if it is not; it goes into the header, and cannot be unsaid by a resume.
@@ -82,18 +82,29 @@ class LedgerWriter:
 
     def _open(self, resume: bool) -> None:
         def opener(path: str, flags: int) -> int:
-            return os.open(path, flags & ~os.O_CREAT if resume else flags | os.O_EXCL, 0o666)
+            return os.open(path, flags & ~os.O_CREAT if exists else flags | os.O_EXCL, 0o666)
 
         if resume and not self.path.exists():
             raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
-        if not resume and self.path.exists():
-            raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
+        exists = self.path.exists()
+        if not resume and exists:
+            self._refuse_used()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab+", opener=opener)
         except OSError as error:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
         _OPEN.add(self)
+
+    def _refuse_used(self) -> None:
+        """A run that was refused before its first round leaves a ledger that the next may take."""
+        before = contents(self.path).ledger
+        if before.rounds or before.truncated:
+            raise ConfigError(
+                f"ledger={self.path} already holds another run's rounds; name a new file."
+                if before.rounds
+                else f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
+            )
 
     def _lock(self) -> None:
         """Two processes that continue the same ledger would each know half of it."""
@@ -108,6 +119,9 @@ class LedgerWriter:
 
     def _begin(self) -> None:
         chain = Chain()
+        if self._content():
+            self._refuse_used()  # once more, now that nobody else writes it
+            os.ftruncate(self._file.fileno(), 0)
         end_of(self.path).unlink(missing_ok=True)  # of a ledger that was moved away
         try:
             self._write(chain.header(self._header), chain)
