@@ -215,8 +215,9 @@ time is CPU time on one thread.
 Batches are of B records out of 50 B. dpexp's are Poisson samples of B expected records, with `physical_batch` 2 B; in
 brackets its ratio before, and its goal. *Beginning* is the time from `fit` to the end of {warm_up} rounds, beyond that
 of as many later ones: dpexp traces the step twice, and proves the graph of each of about five sizes that samples
-have; a size that is first met later, in the rounds that are measured. Memory is the peak beyond imports and data. Opacus runs in a plain
-loop over batches of B without Lightning, which favours it; where it takes another model, or none, that is said.
+have; a size that is first met later, in the rounds that are measured. Memory is the peak beyond imports and data.
+Opacus runs in a plain loop over batches of B without Lightning, which favours it; where it takes another model, or
+none, that is said.
 
 torch {torch}, opacus {opacus}, {device}
 """
