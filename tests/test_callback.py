@@ -750,7 +750,7 @@ FIRST = SubsetRandomSampler(range(10))
         ({"batch_sampler": BatchSampler(FIRST, 4, False)}, r"batch_sampler of its own \(SubsetRandomSampler"),
         ({"batch_sampler": [[0, 1, 2], [3]]}, r"batch_sampler of its own \(list"),
     ],
-    ids=str,
+    ids=["a subset", "another order", "batches of a subset", "lists"],
 )
 def test_a_sampler_of_the_users_is_refused(tmp_path, options, told):
     expect_refusal(tmp_path, told, data=DataLoader(dataset(), **options))
