@@ -339,6 +339,20 @@ def test_chunks_of_another_size_meet_the_same_function(dropout):
     assert all(torch.isfinite(total).all() for total in more.values())
 
 
+@pytest.mark.parametrize("width", [N - 1, N, N + 1, 2 * N])
+def test_a_graph_made_for_another_size_gives_what_records_give(width):
+    """Also where a layer is as wide as a sample is large."""
+    module, loss_of = classifier(nn.Linear(16, width), nn.LayerNorm(width), nn.Linear(width, 16))
+    module.double()
+    engine, sizes = engine_of(module), (N, 1, 2, 5, N + 1, 2 * N + 1)
+    x, y = torch.randn(3 * N, 1, 8).double(), torch.randint(0, 3, (3 * N, 1))
+    for size in sizes:
+        found = sums_of(engine, loss_of, (x[:size], y[:size]), size)
+        expected = clipped_sums(engine.plan, module, loss_of, (x[:size, 0], y[:size, 0]), size)
+        assert relative_error(found, expected) < 1e-12
+    assert engine.mode == "traced" and len(engine.step._graphs._graphs) == len(sizes)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_chunks_of_another_size_run_no_code_of_the_steps(dropout):
     """Where a counter, or a generator, of its own could decide what it does."""
