@@ -1,6 +1,8 @@
 """The traced pass: graphs do what the step does, keep records apart, and refuse what they cannot prove."""
 
+import os
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -307,7 +309,7 @@ def test_a_number_that_a_hook_changes_is_read_again_where_it_becomes_a_tensor():
     engine, batch = engine_of(module), rows()
     sums_of(engine, loss_of, batch)
     module.scale = 7.0
-    engine.step.trace_again(loss_of)
+    engine.step.trace_again(loss_of, 1)
     found = sums_of(engine, loss_of, batch)
     assert engine.mode == "traced", engine.reason
     assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
@@ -376,13 +378,13 @@ def test_chunks_of_another_size_run_no_code_of_the_steps(dropout):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_record_that_needs_another_trace_ends_no_job_whose_step_has_changed(dropout):
-    """Though a hook has set a global variable: one that is not finite adds nothing, nor does one of a new shape."""
+def test_a_record_that_is_not_finite_needs_no_trace(dropout):
+    """Though the step is another one by now, it adds nothing, and the others what they add without it."""
     module, _ = classifier(nn.Dropout(dropout))
     factor = [1.0]
 
     def loss_of(one):
-        return F.cross_entropy(nn.Sequential.forward(module, one[0]).flatten(0, -2), one[1].flatten()) * factor[0]
+        return F.cross_entropy(nn.Sequential.forward(module, one[0]), one[1]) * factor[0]
 
     engine, (x, y) = engine_of(module), rows()
     sums_of(engine, loss_of, (x, y))
@@ -391,12 +393,163 @@ def test_a_record_that_needs_another_trace_ends_no_job_whose_step_has_changed(dr
     whole = sums_of(engine, loss_of, (x, y))
     factor[0] = 0.5
     torch.set_rng_state(state)
-    x = torch.cat([x[:1] * torch.nan, x[1:]])
-    found = sums_of(engine, loss_of, (x, y))
+    found = sums_of(engine, loss_of, (torch.cat([x[:1] * torch.nan, x[1:]]), y))
     moved = sum(float((whole[name] - found[name]).square().sum()) for name in whole) ** 0.5
     assert 0 < moved <= S * (1 + 1e-6)
-    longer = sums_of(engine, loss_of, (torch.ones(2, 1, 2, 8), torch.zeros(2, 1, 2, dtype=torch.long)), 2)
-    assert not any(total.any() for total in longer.values())
+
+
+def longer(count=2):
+    return torch.ones(count, 1, 2, 8), torch.zeros(count, 1, 2, dtype=torch.long)
+
+
+def flat_loss(module, one):
+    return F.cross_entropy(nn.Sequential.forward(module, one[0]).flatten(0, -2), one[1].flatten())
+
+
+def test_a_new_shape_ends_a_job_whose_step_has_changed_unseen():
+    """Its records would be processed by another step if the shape had been met before."""
+    module, _ = classifier()
+
+    def loss_of(one):
+        return flat_loss(module, one) * float(os.environ["FACTOR"])
+
+    engine = engine_of(module)
+    with mock.patch.dict(os.environ, FACTOR="1"):
+        sums_of(engine, loss_of, rows())
+        assert engine.mode == "traced", engine.reason
+        engine.step.trace_again(loss_of, 5, epoch_begins=True)
+        os.environ["FACTOR"] = "0.5"
+        with pytest.raises(StateFound, match="has changed since it was last traced") as raised:
+            sums_of(engine, loss_of, longer(), 2)
+    assert raised.value.last_clean_round == 5
+
+
+FACTOR = 1.0
+
+
+class Settings:
+    factor = 1.0
+
+
+def around():
+    factor = [1.0]
+    return lambda: factor[0], lambda value: factor.__setitem__(0, value)
+
+
+@pytest.mark.parametrize(
+    ("read", "write"),
+    [
+        (lambda: FACTOR, lambda value: globals().update(FACTOR=value)),
+        (lambda: Settings.factor, lambda value: setattr(Settings, "factor", value)),
+        around(),
+    ],
+    ids=["global", "attribute of a class", "list in a closure"],
+)
+def test_a_variable_outside_the_modules_that_a_hook_changes_is_read_again(read, write):
+    module, _ = classifier()
+    engine, batch = engine_of(module, bound=100.0), rows()
+
+    def loss_of(one):
+        return flat_loss(module, one) * read()
+
+    before = sums_of(engine, loss_of, batch)
+    engine.step.trace_again(loss_of, 1)
+    sums_of(engine, loss_of, longer(), 2)
+    write(0.5)
+    try:
+        engine.step.trace_again(loss_of, 2)
+        found, more = sums_of(engine, loss_of, batch), sums_of(engine, loss_of, longer(), 2)
+        anew = sums_of(engine_of(module, bound=100.0), loss_of, longer(), 2)
+    finally:
+        write(1.0)
+    assert engine.mode == "traced"
+    assert relative_error({name: 2 * total for name, total in found.items()}, before) < 1e-6
+    assert relative_error(more, anew) < 1e-6
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_count_of_the_steps_own_must_change_nothing(begins):
+    """Whenever it does: how often a step is traced depends on the shapes of private records."""
+    module, _ = classifier()
+    module.calls = 0
+
+    def loss_of(one):
+        module.calls += 1
+        return F.cross_entropy(nn.Sequential.forward(module, one[0]), one[1]) * (
+            2.0 if begins and module.calls > 100 else 1.0
+        )
+
+    engine = engine_of(module)
+    sums_of(engine, loss_of, rows())
+    assert (engine.mode == "traced") == (not begins) and module.calls < 100
+    assert not begins or "the step is not the same each time it runs" in engine.reason
+
+
+LENGTHS = {"longest": 1}
+
+
+@pytest.mark.parametrize("kept", ["attribute", "buffer", "list", "global"])
+def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
+    """The others' step would else depend on which shapes there are."""
+    module, _ = classifier()
+    module.longest, module.lengths = 1, [1]
+    module.register_buffer("scale", torch.ones(1))
+
+    def loss_of(one):
+        length = one[0].shape[-2]
+        if kept == "attribute":
+            factor = module.longest = max(module.longest, length)
+        elif kept == "list":
+            module.lengths.append(length)
+            factor = max(module.lengths)
+        elif kept == "global":
+            factor = LENGTHS["longest"] = max(LENGTHS["longest"], length)
+        else:
+            module.scale = torch.ones(max(length, len(module.scale)))
+            factor = module.scale.sum()
+        return flat_loss(module, one) / factor
+
+    engine, batch = engine_of(module, bound=100.0), rows()
+    before = sums_of(engine, loss_of, batch)
+    assert engine.mode == "traced", engine.reason
+    longer_ones = sums_of(engine, loss_of, longer(), 2)
+    engine.step.trace_again(loss_of, 1, epoch_begins=True)
+    after = sums_of(engine, loss_of, batch)
+    assert longer_ones["0.weight"].any() and all(torch.equal(after[name], before[name]) for name in before)
+    assert LENGTHS == {"longest": 1}
+
+
+def test_of_a_shape_that_alone_draws_numbers_too_what_is_not_finite_adds_nothing():
+    module, _ = classifier()
+
+    def loss_of(one):
+        return flat_loss(module, (F.dropout(one[0], 0.5) if one[0].dim() > 2 else one[0], one[1]))
+
+    engine, (x, y) = engine_of(module), longer(3)
+    sums_of(engine, loss_of, rows())
+    assert engine.mode == "traced", engine.reason
+    found = sums_of(engine, loss_of, (torch.cat([x[:2], x[2:] * torch.nan]), y), 3)
+    assert all(total.isfinite().all() for total in found.values()) and found["0.weight"].any()
+
+
+def test_records_of_a_shape_that_cannot_be_traced_contribute_nothing():
+    """And end no job."""
+    module, _ = classifier()
+
+    def loss_of(one):
+        odd = torch.linalg.inv(torch.eye(2) + one[0] @ one[0].mT).sum() if one[0].dim() > 2 else 0
+        return flat_loss(module, one) + odd
+
+    engine = engine_of(module)
+    usual = sums_of(engine, loss_of, rows())
+    engine.start(1)
+    with pytest.warns(UserWarning, match=r"contribute nothing: .* cannot be traced for records of \[1, 2, 8\] float32"):
+        engine.accumulate(loss_of, longer(), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.accumulate(loss_of, rows(), N)
+    assert relative_error(engine._sums, usual) < 1e-6
+    engine.finish()
 
 
 def test_what_changes_gradients_and_no_loss_is_found_where_another_size_is_traced():

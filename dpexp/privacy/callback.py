@@ -338,7 +338,7 @@ class PrivacyCallback(pl.Callback):
                     refusals.refuse_monitors(trainer, pl_module, self._logged, self._validated)
                     step = engine_step.digest
                 else:
-                    engine_step.trace_again(loss_of, epoch_begins=bool(args) and args[0] == 0)
+                    engine_step.trace_again(loss_of, self.completed, epoch_begins=bool(args) and args[0] == 0)
                 draws = engine_step.mode != TRACED or engine_step.is_random or not rounds.only_rows
                 with own_randomness(pl_module.device, rounds.randomness) if draws else nullcontext():
                     sample = self._process_sample(pl_module, loss_of)

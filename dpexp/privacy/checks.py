@@ -23,6 +23,12 @@ STATE = (
     "on_train_batch_end, averages of weights into callbacks=ema, statistics of data into private metrics."
 )
 
+CHANGED = (
+    "model: training_step has changed since it was last traced ({what}), by something that is neither an attribute of "
+    "a module nor a global variable, so that records whose graph is traced now would be processed by another step than "
+    "the others; keep what hooks change in attributes of the module."
+)
+
 
 class StateFound(ConfigError):
     """A step or a data set kept something of a record.

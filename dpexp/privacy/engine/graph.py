@@ -4,7 +4,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from typing import Any
 
@@ -29,6 +29,7 @@ class Graph:
     run: fx.GraphModule
     outputs: list[str]
     forms: list[tuple]
+    zeroing: bool = False  # gradients of rows that are not finite are set to zero
 
     @cached_property
     def _code(self) -> fx.graph.PythonCode:
@@ -148,8 +149,21 @@ class Template:
                 for i in places:
                     given[i] = given[i] // self.rows * rows
                 node.args, node.kwargs = tree_unflatten(given, form)
-        return Graph(fx.GraphModule(self.graph.run, resized), self.graph.outputs, self.graph.forms)
+        return replace(self.graph, run=fx.GraphModule(self.graph.run, resized))
 
 
 def _arguments(node: fx.Node) -> tuple[list[Any], Any]:
     return tree_flatten((node.args, node.kwargs))
+
+
+def rows_of(found: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """What a graph gives of its first rows."""
+    return {name: value[:count] for name, value in found.items() if not name.startswith("sum:")}
+
+
+def add_sums(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
+    """Adds what a graph sums up to `sums`, in place."""
+    for name, value in found.items():
+        if name.startswith("sum:"):
+            name = name.removeprefix("sum:")
+            sums[name] = sums[name].add_(value) if name in sums else value

@@ -4,20 +4,21 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from dpexp.errors import ConfigError
-from dpexp.privacy.checks import digest
-from dpexp.privacy.engine.chunk import Chunk, MadeUp
+from dpexp.privacy.checks import CHANGED, StateFound, digest
+from dpexp.privacy.engine.chunk import Chunk, LossOf, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.graph import Graph, Template, differs
+from dpexp.privacy.engine.graph import Graph, Template, add_sums, differs, rows_of
 from dpexp.privacy.engine.passes import Gradients, VmapPass
-from dpexp.privacy.engine.questions import why
+from dpexp.privacy.engine.questions import described, why
 from dpexp.privacy.engine.random_states import own_state, random_state, set_random_state
 from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.rounding import full_precision
+from dpexp.privacy.engine.side_effects import undone
 from dpexp.privacy.engine.traced import (
     Inputs,
     NotTraceable,
@@ -33,17 +34,6 @@ PLAIN, EXACT = "plain", "exact"  # kinds of graphs
 _SHAPES = 17  # of records, to say that these are many
 _PROVED_ROWS = 16  # of a pass that is not traced
 _EXACT_ROWS = 8  # of doubtful norms that one graph computes in float64
-
-
-class Changed(Exception):
-    """Records would need a graph of their own, and what the step is traced to is no longer the same."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"the step is not what it was when it was traced ({why}), perhaps by a global variable or a generator of "
-            "its own, and records that need another trace are left out; keep what hooks change in attributes of the "
-            "module"
-        )
 
 
 class Graphs:
@@ -70,7 +60,7 @@ class Graphs:
         self._templates: dict[Hashable, Template | None] = {}  # of graphs of other numbers of rows
         self._refused: dict[tuple[Hashable, int, str], Exception] = {}  # why there is no such graph
         self._reference: Chunk | None = None  # a usual chunk of made-up records
-        self._zeroing = False  # rows that are not finite, by graphs
+        self._draws = False  # whether a usual graph does
         self.held: list[str] = []
         self.reads = Reads()
 
@@ -86,14 +76,14 @@ class Graphs:
             NotTraceable, or what stands in the way.
         """
         rows = self._usual
-        self._zeroing = False
+        self._draws = False
         graph = self._traced(made_up.records(chunk, rows, 0))
-        if graph.draws:
-            self._zeroing = True
-            graph = self._traced(made_up.records(chunk, rows, 0))
+        self._draws = graph.draws
         odd: str | None = None
-        for seed, other in ((1, settings), (2, nullcontext)):
-            with other():
+        for seed, settings_of, counters in (
+            (1, settings, self.reads.counted_on), (2, nullcontext, nullcontext)
+        ):  # fmt: skip
+            with settings_of(), counters():
                 template = self._template(graph, rows, chunk, made_up, seed)
                 if template is None:
                     again = self._traced(made_up.records(chunk, rows, seed))
@@ -123,7 +113,7 @@ class Graphs:
             parts = [chunk.rows(some) for some in torch.arange(chunk.size, device=self._device).split(rows)]
             total: dict[str, Tensor] = {}
             each = [self.add(part, made_up, numbers, total) for part in parts]
-            _add({f"sum:{name}": value for name, value in total.items()}, sums)
+            add_sums({f"sum:{name}": value for name, value in total.items()}, sums)
             return {name: torch.cat([one[name] for one in each]) for name in each[0] if all(name in o for o in each)}
         graph = self._graph_for(chunk, key, made_up, rows, PLAIN)
         index = torch.arange(rows, device=self._device)
@@ -131,9 +121,9 @@ class Graphs:
         padded = chunk.rows(torch.where(counted, index, 0)) if rows > chunk.size else chunk
         state = random_state(self._device) if graph.draws else ()
         found = self._run(graph, numbers, [counted], padded)
-        if not graph.draws and not bool((finite := found["finite"]).all()):
+        if not graph.zeroing and not bool((finite := found["finite"]).all()):
             if not bool((finite & counted).any()):
-                return _of_rows(found, chunk.size)
+                return rows_of(found, chunk.size)
             good = (finite & counted).nonzero()[0]
             again = self._run(graph, numbers, [counted & finite], padded.rows(torch.where(finite, index, good)))
             found = again | {name: value for name, value in found.items() if not name.startswith(("sum:", "doubtful"))}
@@ -141,20 +131,16 @@ class Graphs:
         if "doubtful" in found and found["doubtful"].any():
             to_add += self._exactly(chunk, key, made_up, padded, numbers, found["doubtful"], state)
         for one in to_add:  # all or nothing
-            _add(one, sums)
-        return _of_rows(found, chunk.size)
+            add_sums(one, sums)
+        return rows_of(found, chunk.size)
 
     def _exactly(
         self, chunk: Chunk, key: Hashable, made_up: MadeUp, padded: Chunk, numbers: Tensor, doubtful: Tensor,
         state: tuple[Tensor, ...],
     ) -> list[dict[str, Tensor]]:  # fmt: skip
-        """What the rows add whose norms are to be computed in float64; nothing, if the step has changed."""
+        """What the rows add whose norms are to be computed in float64."""
         after, found = random_state(self._device), []
-        try:
-            graph = self._graph_for(chunk, key, made_up, padded.size, EXACT)
-        except Changed as error:
-            warnings.warn(f"model: {error}.")
-            return []
+        graph = self._graph_for(chunk, key, made_up, padded.size, EXACT)
         for some in doubtful.nonzero()[:, 0].split(_EXACT_ROWS):
             places = torch.cat([some, some[:1].expand(_EXACT_ROWS - len(some))])
             here = torch.arange(_EXACT_ROWS, device=self._device) < len(some)
@@ -252,15 +238,22 @@ class Graphs:
         if odd is not None:
             raise NotTraceable(f"a batch holds a {type(odd).__name__} besides tensors; leave out what is not used")
 
+        zeroing = self._draws
+
         def run(numbers: Tensor, counted: Tensor, *given: Tensor) -> dict[str, Tensor]:
             rows, tensors = ((given[0], given[1]), given[2:]) if kind == EXACT else (None, given)
             gradients = self._pass(records.having([*tensors]))
-            return self._outputs(gradients, numbers, counted, rows, self._zeroing)
+            return self._outputs(gradients, numbers, counted, rows, zeroing)
 
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
         others = [self._clip.numbers((), self._device), counted, *(self._exact_rows(0) if kind == EXACT else [])]
         with self.reads.noted():
-            return trace(run, self._inputs, [*others, *records.tensors], self._device)
+            graph = trace(run, self._inputs, [*others, *records.tensors])
+            if graph.draws and not zeroing:
+                zeroing = True
+                graph = trace(run, self._inputs, [*others, *records.tensors])
+        graph.zeroing = zeroing
+        return graph
 
     def _outputs(
         self, gradients: Gradients, numbers: Tensor, counted: Tensor, rows: tuple[Tensor, Tensor] | None = None,
@@ -310,33 +303,47 @@ class Graphs:
             exact = self._exact_rows(int(counted.nonzero()[0])) if kind == EXACT else []
             return self._run(graph, numbers, [counted, *exact], given, read)
 
-        prove(run, some, others, self._zeroing)
+        prove(run, some, others, graph.zeroing)
         if before != [digest(tensor) for tensor in (*read, *graph.constants.values())]:
             raise NotTraceable("it changes what it reads")
 
-    def _check_same(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int, kind: str) -> None:
-        """Shows that a graph, of records of another shape or in float64, is of the step that the others of this round
-        are of: a hook, or a generator of the step's own, may have changed what a trace does not see, and then a record
-        would be processed by what others there are. What the usual chunk is traced to must be as it was; of a new shape
-        a second trace must be the same but for the number of rows; one in float64 must give its rows the same.
+    def _check_unchanged(self, loss_of: LossOf) -> None:
+        """Shows that the step is the one of which the graphs of this round's other records were made: a record would
+        else be processed by what others there are.
 
         Raises:
-            Changed: it is not shown.
+            StateFound: the usual chunk is traced to something else.
         """
         assert self._reference is not None
         usual = self._graphs.get((self._reference.key, self._usual, PLAIN))
-        again = replace(self._reference, loss_of=chunk.loss_of)
-        odd = differs(usual, self._traced(again)) if usual is not None else None
-        known = self._graphs.get((chunk.key, rows, PLAIN))
-        if odd is None and kind == EXACT and known is not None:
-            alike = self._agree(graph, rows, known, rows, chunk, made_up, kind)
-            odd = None if alike else "what a record gives"
-        elif odd is None:
-            self._templates[chunk.key] = self._template(graph, rows, chunk, made_up, 1)
-            if self._templates[chunk.key] is None:
-                odd = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind))
+        if usual is None:
+            return
+        try:
+            odd = differs(usual, self._traced(replace(self._reference, loss_of=loss_of)))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            odd = why(error)
         if odd is not None:
-            raise Changed(odd)
+            raise StateFound(CHANGED.format(what=odd))
+
+    def _check_same(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int, kind: str) -> None:
+        """Shows that a graph of a new shape is traced again to the same but for the number of rows, and that one in
+        float64 gives its rows the same as the other.
+
+        Raises:
+            NotTraceable: it is not so.
+        """
+        known = self._graphs.get((chunk.key, rows, PLAIN))
+        if kind == EXACT and known is not None:
+            if not self._agree(graph, rows, known, rows, chunk, made_up, kind):
+                raise NotTraceable("what a record gives is another in float64")
+            return
+        self._templates[chunk.key] = self._template(graph, rows, chunk, made_up, 1)
+        if self._templates[chunk.key] is None:
+            odd = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind))
+            if odd is not None:
+                raise NotTraceable(f"the step is not the same each time it runs ({odd})")
 
     def _agree(
         self, graph: Graph, rows: int, other: Graph, others: int, chunk: Chunk, made_up: MadeUp, kind: str
@@ -365,34 +372,27 @@ class Graphs:
         self._graphs.pop((key, rows, kind), None)
         if (key, rows, kind) in self._refused:
             raise self._refused[key, rows, kind]
+        nothing_left = partial(undone, self._inputs.module, self.reads, self._device)
         try:
-            with own_state(self._device):
+            with nothing_left():
                 graph = self._traced(made_up.records(chunk, rows, 0), kind)
                 self._prove(graph, chunk, made_up, rows, kind)
                 self._check_same(graph, chunk, made_up, rows, kind)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            is_known = any(key == other for other, *_ in self._graphs) and not isinstance(error, Changed | ConfigError)
-            refused = Changed(why(error)) if is_known else error  # it is no matter of these records
-            self._refused[key, rows, kind] = refused.with_traceback(None)
+            shapes = described([tensor[0] for tensor in chunk.tensors])
+            refused = NotTraceable(f"training_step cannot be traced for records of {shapes}: {why(error)}")
+            self._refused[key, rows, kind] = refused
             raise refused from None
+        finally:
+            with nothing_left():
+                self._check_unchanged(chunk.loss_of)
         self._graphs[key, rows, kind] = graph
-        shapes = len({key for key, *_ in self._graphs})
-        if shapes == _SHAPES and kind == PLAIN:
+        count = len({key for key, *_ in self._graphs})
+        if count == _SHAPES and kind == PLAIN:
             warnings.warn(
-                f"data: records have {shapes} shapes so far, and for each the step is traced, which takes as long as "
+                f"data: records have {count} shapes so far, and for each the step is traced, which takes as long as "
                 "many rounds; pad records to a few shapes."
             )
         return graph
-
-
-def _of_rows(found: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    return {name: value[:count] for name, value in found.items() if not name.startswith("sum:")}
-
-
-def _add(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
-    for name, value in found.items():
-        if name.startswith("sum:"):
-            name = name.removeprefix("sum:")
-            sums[name] = sums[name].add_(value) if name in sums else value

@@ -1,35 +1,74 @@
-"""What a training step reads of the modules besides parameters and buffers, such as `self.hparams["beta"]`."""
+"""What a training step reads besides records, parameters and buffers, such as `self.hparams["beta"]` or a global."""
 
+import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+import dpexp
 from dpexp.privacy.engine.chunk import PLAIN
 
 # Parameters and buffers are inputs of a graph; most of what else a module holds for PyTorch's purposes changes no loss.
 _NOT_NOTED = {*vars(nn.Module())} - {"training", "_modules", "_forward_hooks", "_forward_pre_hooks"} | {"log"}
 _DEPTH, _MANY = 5, 100
+_LATER = 1_000_000
 _CHANGEABLE = object()
-_LIBRARIES = {"torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers"}
+_LIBRARIES = {
+    "torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers", "logging",
+}  # fmt: skip
+_LIBRARY_PATHS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(dpexp.__file__).parent),
+)  # fmt: skip
 
 
 class Reads:
-    """The attributes that a step has read, and what they were."""
+    """The attributes and global variables that a step has read, and what they were."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], tuple[nn.Module, Any, Any]] = {}
+        self._seen: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+        self._counters: list[tuple[Any, str]] = []
+
+    @contextmanager
+    def variables_noted(self) -> Iterator[None]:
+        """Notes what the code of functions that run meanwhile, and are not a library's, names: global variables,
+        attributes of classes and Python modules, and variables of the functions around them."""
+        called, inner = set[CodeType](), set[CodeType]()
+
+        def noting(frame: FrameType, event: str, _: Any) -> None:
+            code = frame.f_code
+            if event != "call" or code in called:
+                return
+            called.add(code)
+            if not _is_a_librarys(code.co_filename):
+                for owner, name in _global_variables(frame):
+                    self._note(owner, name)
+                for name in code.co_freevars if code not in inner else ():
+                    if not isinstance(value := frame.f_locals.get(name), (Tensor, nn.Module, *PLAIN, *_FIXED)):
+                        self._note(_Around(value), name)
+                inner.update(one for one in code.co_consts if isinstance(one, CodeType))
+
+        tracer = sys.gettrace()
+        sys.settrace(noting)
+        try:
+            yield
+        finally:
+            sys.settrace(tracer)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes what is read meanwhile, or is looked for, and afterwards what it is."""
+        """Notes which attributes are read meanwhile, or looked for, and afterwards what all that was noted is."""
         read: dict[tuple[int, str], nn.Module] = {}
+        numbers = {(id(owner), name): (owner, value) for owner, name, value in self.variables()}
 
         def noting(module: nn.Module, name: str) -> Any:
             try:
@@ -43,29 +82,91 @@ class Reads:
                 and (name in object.__getattribute__(module, "__dict__") or _is_plain(value))
             ):
                 read[id(module), name] = module
+                numbers.setdefault((id(module), name), (module, value))
             return value
 
         with patch.object(nn.Module, "__getattribute__", noting, create=True):
             yield
-        before = {key: module for key, (module, *_) in self._seen.items()}
-        for key, module in (before | read).items():
-            value = _value(module, key[1])
-            look = _look(value)
-            is_fixed = _is_constant(value) or isinstance(look, _Same)
-            self._seen[key] = module, value if is_fixed else _CHANGEABLE, look
+        for key, owner in ({key: owner for key, (owner, *_) in self._seen.items()} | read).items():
+            self._note(owner, key[1])
+        self._counters = [
+            (owner, name)
+            for (_, name), (owner, was) in numbers.items()
+            if type(was) in (int, float) and type(now := _value(owner, name)) in (int, float) and now != was
+        ]
+
+    def _note(self, owner: Any, name: str) -> None:
+        value = _value(owner, name)
+        look = _look(value)
+        is_fixed = _is_constant(value) or isinstance(look, _Same)
+        key = id(value if isinstance(owner, _Around) else owner), name
+        self._seen[key] = owner, value if is_fixed else _CHANGEABLE, look
+
+    @contextmanager
+    def counted_on(self) -> Iterator[None]:
+        """Numbers that the step changed itself when it was last noted are those of a much later round."""
+        counters = self._counters
+        for owner, name in counters:
+            set_value(owner, name, _value(owner, name) + _LATER)
+        try:
+            yield
+        finally:
+            for owner, name in counters:
+                if type(now := _value(owner, name)) in (int, float):
+                    set_value(owner, name, now - _LATER)
+
+    def variables(self) -> list[tuple[Any, str, Any]]:
+        """(where it is, name, value) of those outside the modules."""
+        owners = ((owner, name) for (_, name), (owner, *_) in self._seen.items() if not isinstance(owner, nn.Module))
+        return [(owner, name, _value(owner, name)) for owner, name in owners]
 
     def changed(self) -> str | None:
-        """The name of an attribute that is not what it was; None: there is none."""
-        for (_, name), (module, constant, before) in self._seen.items():
-            value = _value(module, name)
+        """The name of an attribute or variable that is not what it was; None: there is none."""
+        for (_, name), (owner, constant, before) in self._seen.items():
+            value = _value(owner, name)
             if value is not constant and _look(value) != before:
                 return name
         return None
 
 
-def _value(module: nn.Module, name: str) -> Any:
-    """An attribute; of a parameter or buffer whether there is one, since it is read by its name."""
-    own = vars(module)
+_FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property)
+
+
+@dataclass
+class _Around:
+    """What a variable of a function around another holds, which may be changed in place."""
+
+    value: Any
+
+
+def _global_variables(frame: FrameType) -> Iterator[tuple[Any, str]]:
+    """(where it is, name) of those that a function's code names."""
+    names, variables = frame.f_code.co_names, frame.f_globals
+    for name in names:
+        value = variables.get(name, type)
+        if isinstance(value, type | ModuleType):
+            if not _is_a_librarys(str(getattr(sys.modules.get(_home(value)), "__file__", ""))):
+                yield from ((value, of) for of in names if not isinstance(vars(value).get(of, type), _FIXED))
+        elif not isinstance(value, _FIXED):
+            yield variables, name
+
+
+def _home(value: Any) -> str:
+    return value.__name__ if isinstance(value, ModuleType) else value.__module__
+
+
+@cache
+def _is_a_librarys(file: str) -> bool:
+    return not file or file.startswith(("<frozen", "<eval_with_key", *_LIBRARY_PATHS))
+
+
+def _value(owner: Any, name: str) -> Any:
+    """An attribute or variable; of a parameter or buffer whether there is one, since it is read by its name."""
+    if isinstance(owner, _Around):
+        return owner.value
+    if not isinstance(owner, nn.Module):
+        return (owner if isinstance(owner, dict) else vars(owner)).get(name)
+    module, own = owner, vars(owner)
     if name in own:
         return own[name]
     for held in (own["_parameters"], own["_buffers"]):
@@ -73,6 +174,13 @@ def _value(module: nn.Module, name: str) -> Any:
             return ("held", held[name] is None)
     value = getattr(type(module), name, None)
     return value if _is_plain(value) else None
+
+
+def set_value(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    elif not isinstance(owner, _Around):
+        setattr(owner, name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +212,7 @@ def _look(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, partial):
         value = [value.func, value.args, value.keywords]
     is_container = isinstance(value, dict | list | tuple | set | frozenset | deque)
-    if not is_container and _is_of_the_users(value):
+    if not is_container and is_of_the_users(value):
         own = [getattr(value, f.name, None) for f in (fields(value) if is_dataclass(type(value)) else ())]
         value, is_container = [getattr(value, "__dict__", {}), own], True
     if not (depth and is_container and len(value) <= _MANY):
@@ -114,7 +222,7 @@ def _look(value: Any, depth: int = _DEPTH) -> Any:
     return [_look(one, depth - 1) for one in value]
 
 
-def _is_of_the_users(value: Any) -> bool:
+def is_of_the_users(value: Any) -> bool:
     """An object of a class of the user's own, such as a configuration."""
     kind = type(value)
     if isinstance(value, nn.Module | type) or kind.__module__ == "builtins":

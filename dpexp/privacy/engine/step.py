@@ -21,7 +21,7 @@ from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, n
 from dpexp.privacy.engine.questions import described, failing_layer, why
 from dpexp.privacy.engine.random_states import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.engine.rounding import full_precision
-from dpexp.privacy.engine.traced import Mixes, NotTraceable
+from dpexp.privacy.engine.traced import Mixes
 from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.values import Values
 
@@ -79,6 +79,7 @@ class Step:
         self._check: StateCheck | None = None
         self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
         self._asked = 1
+        self._clean = 0  # rounds completed when the step was last traced
         self._steps_changed = self._reads_changed = 0
         self._tracing = self._checking = 0.0  # seconds
         self._began = time.perf_counter()
@@ -134,7 +135,7 @@ class Step:
         if changed is not None:
             raise StateFound(STATE.format(what=f"{changed} is changed inside training_step"))
 
-    def trace_again(self, loss_of: LossOf, epoch_begins: bool = False) -> None:
+    def trace_again(self, loss_of: LossOf, completed: int, epoch_begins: bool = False) -> None:
         """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when
         something that the step reads of the modules has changed, and, as far as that takes 2 % of the time, at epochs'
         starts and in rounds 2, 4, 8, …
@@ -152,6 +153,7 @@ class Step:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
         assert self.made_up
+        self._clean = completed
         for parameter in self._parameters.values():
             parameter.grad = None
         self._reads_changed += changed is not None
@@ -244,11 +246,9 @@ class Step:
         assert self.made_up
         try:
             yield self._graphs.add(chunk, self.made_up, numbers, sums)
-        except NotTraceable as error:
-            raise ConfigError(
-                f"model: training_step cannot be traced for records of this round, of another shape or number than "
-                f"those before ({error}); make all records of one shape."
-            ) from None
+        except StateFound as found:
+            found.last_clean_round = self._clean
+            raise
         except NOT_OF_A_RECORD:
             raise
         except Exception as error:
@@ -360,7 +360,8 @@ class Step:
         for made_up in tries(below, public):
             try:
                 one = made_up.records(chunk, 1, 0).one(0)
-                found, loss = gradients_of_one(chunk.loss_of, one, self._parameters, self._values)
+                with self._graphs.reads.variables_noted():
+                    found, loss = gradients_of_one(chunk.loss_of, one, self._parameters, self._values)
             except ConfigError:
                 raise
             except Exception as caught:

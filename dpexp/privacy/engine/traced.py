@@ -26,7 +26,6 @@ from dpexp.privacy.sampling import Policy
 from dpexp.privacy.training_data import Memory
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
-_TYPED_IN = 64  # numbers of a tensor, at most, to count as made of what stands in the code
 _OVERWRITING = {
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
     "uniform_", "zero_",
@@ -78,9 +77,7 @@ class Inputs:
         return [name for *_, name in self._places]
 
 
-def trace(
-    run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequence[Tensor], device: torch.device
-) -> Graph:
+def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequence[Tensor]) -> Graph:
     """Traces `run(*others)`, which reads the module's parameters and buffers.
 
     Raises:
