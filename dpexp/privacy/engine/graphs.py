@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -157,12 +156,15 @@ class Graphs:
             return rows
         return min((n for n in known if n >= chunk.size), default=max(known))
 
-    def _template(self, graph: Graph, rows: int, chunk: Chunk, made_up: MadeUp, seed: int) -> Template | None:
+    def _template(
+        self, graph: Graph, rows: int, chunk: Chunk, made_up: MadeUp, seed: int, late: bool = False
+    ) -> Template | None:
         """By a trace of one row less, or more; None: the step is another one, or operators depend on that number."""
         found = None
         for others in (rows - 1, rows + 1):
             if found is None and others > 1:  # of one row PyTorch makes something else
-                found = Template.of(graph, rows, self._traced(made_up.records(chunk, others, seed)), others)
+                other = self._traced(made_up.records(chunk, others, seed), late=late)
+                found = Template.of(graph, rows, other, others)
         return found
 
     def _resized(self, chunk: Chunk, key: Hashable, made_up: MadeUp, rows: int) -> bool:
@@ -232,8 +234,8 @@ class Graphs:
         self._templates = {key: template for key, template in self._templates.items() if key == kept}
         self._refused.clear()
 
-    def _traced(self, records: Chunk, kind: str = PLAIN) -> Graph:
-        """One trace, on made-up records."""
+    def _traced(self, records: Chunk, kind: str = PLAIN, late: bool = False) -> Graph:
+        """One trace, on made-up records; a late one, when private records need it, leaves nothing behind."""
         odd = next((leaf for leaf in records.leaves if not isinstance(leaf, Tensor | bool | None)), None)
         if odd is not None:
             raise NotTraceable(f"a batch holds a {type(odd).__name__} besides tensors; leave out what is not used")
@@ -247,7 +249,7 @@ class Graphs:
 
         counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
         others = [self._clip.numbers((), self._device), counted, *(self._exact_rows(0) if kind == EXACT else [])]
-        with self.reads.noted():
+        with undone(self._inputs.module, self.reads, self._device) if late else nullcontext(), self.reads.noted():
             graph = trace(run, self._inputs, [*others, *records.tensors])
             if graph.draws and not zeroing:
                 zeroing = True
@@ -319,7 +321,7 @@ class Graphs:
         if usual is None:
             return
         try:
-            odd = differs(usual, self._traced(replace(self._reference, loss_of=loss_of)))
+            odd = differs(usual, self._traced(replace(self._reference, loss_of=loss_of), late=True))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -339,9 +341,9 @@ class Graphs:
             if not self._agree(graph, rows, known, rows, chunk, made_up, kind):
                 raise NotTraceable("what a record gives is another in float64")
             return
-        self._templates[chunk.key] = self._template(graph, rows, chunk, made_up, 1)
+        self._templates[chunk.key] = self._template(graph, rows, chunk, made_up, 1, late=True)
         if self._templates[chunk.key] is None:
-            odd = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind))
+            odd = differs(graph, self._traced(made_up.records(chunk, rows, 1), kind, late=True))
             if odd is not None:
                 raise NotTraceable(f"the step is not the same each time it runs ({odd})")
 
@@ -372,10 +374,11 @@ class Graphs:
         self._graphs.pop((key, rows, kind), None)
         if (key, rows, kind) in self._refused:
             raise self._refused[key, rows, kind]
-        nothing_left = partial(undone, self._inputs.module, self.reads, self._device)
         try:
-            with nothing_left():
-                graph = self._traced(made_up.records(chunk, rows, 0), kind)
+            with undone(self._inputs.module, self.reads, self._device), self.reads.variables_noted():
+                chunk.loss_of(made_up.records(chunk, 1, 0).one(0))
+            with own_state(self._device):
+                graph = self._traced(made_up.records(chunk, rows, 0), kind, late=True)
                 self._prove(graph, chunk, made_up, rows, kind)
                 self._check_same(graph, chunk, made_up, rows, kind)
         except torch.OutOfMemoryError:
@@ -386,8 +389,7 @@ class Graphs:
             self._refused[key, rows, kind] = refused
             raise refused from None
         finally:
-            with nothing_left():
-                self._check_unchanged(chunk.loss_of)
+            self._check_unchanged(chunk.loss_of)
         self._graphs[key, rows, kind] = graph
         count = len({key for key, *_ in self._graphs})
         if count == _SHAPES and kind == PLAIN:

@@ -1,5 +1,6 @@
 """What a training step reads besides records, parameters and buffers, such as `self.hparams["beta"]` or a global."""
 
+import os
 import sys
 import sysconfig
 from collections import deque
@@ -26,9 +27,10 @@ _CHANGEABLE = object()
 _LIBRARIES = {
     "torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers", "logging",
 }  # fmt: skip
-_LIBRARY_PATHS = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(dpexp.__file__).parent),
-)  # fmt: skip
+_LIBRARY_PATHS = tuple(
+    f"{path}{os.sep}"
+    for path in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), Path(dpexp.__file__).parent)
+)
 
 
 class Reads:
@@ -42,20 +44,20 @@ class Reads:
     def variables_noted(self) -> Iterator[None]:
         """Notes what the code of functions that run meanwhile, and are not a library's, names: global variables,
         attributes of classes and Python modules, and variables of the functions around them."""
-        called, inner = set[CodeType](), set[CodeType]()
+        called, inner = dict[int, CodeType](), set[int]()  # by identity, since not all can be hashed
 
         def noting(frame: FrameType, event: str, _: Any) -> None:
             code = frame.f_code
-            if event != "call" or code in called:
+            if event != "call" or id(code) in called:
                 return
-            called.add(code)
+            called[id(code)] = code
             if not _is_a_librarys(code.co_filename):
                 for owner, name in _global_variables(frame):
                     self._note(owner, name)
-                for name in code.co_freevars if code not in inner else ():
+                for name in code.co_freevars if id(code) not in inner else ():
                     if not isinstance(value := frame.f_locals.get(name), (Tensor, nn.Module, *PLAIN, *_FIXED)):
                         self._note(_Around(value), name)
-                inner.update(one for one in code.co_consts if isinstance(one, CodeType))
+                inner.update(id(one) for one in code.co_consts if isinstance(one, CodeType))
 
         tracer = sys.gettrace()
         sys.settrace(noting)
@@ -87,13 +89,19 @@ class Reads:
 
         with patch.object(nn.Module, "__getattribute__", noting, create=True):
             yield
-        for key, owner in ({key: owner for key, (owner, *_) in self._seen.items()} | read).items():
-            self._note(owner, key[1])
+        for (_, name), owner in read.items():
+            self._note(owner, name)
+        self.note_again()
         self._counters = [
             (owner, name)
             for (_, name), (owner, was) in numbers.items()
             if type(was) in (int, float) and type(now := _value(owner, name)) in (int, float) and now != was
         ]
+
+    def note_again(self) -> None:
+        """Notes what all that was noted is now."""
+        for (_, name), (owner, *_) in [*self._seen.items()]:
+            self._note(owner, name)
 
     def _note(self, owner: Any, name: str) -> None:
         value = _value(owner, name)

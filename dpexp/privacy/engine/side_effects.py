@@ -36,6 +36,7 @@ def undone(module: nn.Module, reads: Reads, device: torch.device) -> Iterator[No
             (container.extend if isinstance(container, list | deque) else container.update)(content)
         for owner, name, value in variables:
             set_value(owner, name, value)
+        reads.note_again()
 
 
 def _keep(value: Any, depth: int, seen: dict[int, tuple[Any, list[Any]]]) -> None:
