@@ -19,6 +19,7 @@ from dpexp.privacy.allocation import Measured
 from dpexp.privacy.clipping import Joint
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.groups import Groups, Match, per_layer, value_key
+from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.noise import GaussianNoise
 
 Q, N, B = 0.1, 100, 9
@@ -52,7 +53,7 @@ def norms_by_hand(net, x, y):
 def carried_out(plan, net, path, rounds):
     """The releases of rounds on the same sample, the bounds followed and the weights unchanged."""
     bounds = Bounds(plan.following)
-    engine = Engine(plan, net, GaussianNoise(), bounds=bounds)
+    engine = Engine(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), bounds=bounds)
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(rounds):
         ledger.sample(plan.at(t).sampling.event(N, 0))

@@ -1,5 +1,6 @@
 """The traced pass: graphs do what the step does, keep records apart, and refuse what they cannot prove."""
 
+import enum
 import os
 import warnings
 from unittest import mock
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.clipping import Fixed
-from dpexp.privacy.engine import capture, graphs
+from dpexp.privacy.engine import capture, graphs, tracer
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.step import LOOP
 from dpexp.privacy.noise import GaussianNoise
@@ -519,6 +520,74 @@ def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
     assert LENGTHS == {"longest": 1}
 
 
+@pytest.mark.parametrize("into", ["buffer", "parameter", "data", "global"])
+def test_a_new_shape_writes_to_nothing(into):
+    """Neither to what others read nor to what is saved: its records contribute nothing."""
+    module, _ = classifier()
+    module.register_buffer("count", torch.zeros(1))
+    own = torch.zeros(1)
+
+    def loss_of(one):
+        if one[0].dim() > 2:
+            if into == "parameter":
+                with torch.no_grad():
+                    module[0].weight.clamp_(-0.01, 0.01)
+            elif into == "data":
+                module.count.data = module.count + 1
+            else:
+                (own if into == "global" else module.count).add_(1)
+        return flat_loss(module, one) / (1 + module.count + own).sum()
+
+    engine = engine_of(module)
+    usual = sums_of(engine, loss_of, rows())
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    sums_of(engine, loss_of, longer(), 2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items()) and not own
+    engine.step.trace_again(loss_of, 1, epoch_begins=True)
+    assert all(torch.equal(total, usual[name]) for name, total in sums_of(engine, loss_of, rows()).items())
+
+
+def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch):
+    module, _ = classifier()
+    module.scale = 1.0
+
+    def loss_of(one):
+        return flat_loss(module, one) * (module.scale if one[0].dim() > 2 else 1.0)
+
+    engine = engine_of(module, bound=100.0)
+    sums_of(engine, loss_of, rows())
+    engine.step.trace_again(loss_of, 1)
+    found = sums_of(engine, loss_of, longer(), 2)
+    module.scale = 0.5
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs.Graphs, "changed", lambda *_: pytest.fail("traced anew"))
+        engine.step.trace_again(loss_of, 2)
+    half = sums_of(engine, loss_of, longer(), 2)
+    assert relative_error({name: 2 * total for name, total in half.items()}, found) < 1e-6
+
+
+class Kind(enum.Enum):
+    OTHER = 0
+
+
+def test_a_buffer_that_a_hook_makes_larger_is_read_again():
+    """And constants that cannot be assigned do no harm to a trace that is undone."""
+    module, _ = classifier()
+    module.register_buffer("table", torch.ones(1))
+
+    def loss_of(one):
+        return flat_loss(module, one) / module.table.sum() if Kind.OTHER else None
+
+    engine = engine_of(module, bound=100.0)
+    whole = sums_of(engine, loss_of, rows())
+    engine.step.trace_again(loss_of, 1)
+    module.table = torch.ones(2)
+    engine.step.trace_again(loss_of, 2)
+    half = sums_of(engine, loss_of, rows())
+    sums_of(engine, loss_of, longer(), 2)
+    assert relative_error({name: 2 * total for name, total in half.items()}, whole) < 1e-6
+
+
 def test_of_a_shape_that_alone_draws_numbers_too_what_is_not_finite_adds_nothing():
     module, _ = classifier()
 
@@ -676,8 +745,10 @@ def test_the_dry_run_leaves_what_a_batch_holds_as_it_is(tmp_path):
 
 
 def test_a_validation_between_rounds_lets_no_step_be_traced_anew(tmp_path, monkeypatch):
-    traced, trace = [], graphs.Graphs._traced
-    monkeypatch.setattr(graphs.Graphs, "_traced", lambda *args: (traced.append(1), trace(*args))[1])
+    traced, trace = [], tracer.Tracer.traced
+    monkeypatch.setattr(
+        tracer.Tracer, "traced", lambda *args, **options: (traced.append(1), trace(*args, **options))[1]
+    )
 
     class Validated(Model):
         def training_step(self, batch, batch_idx):

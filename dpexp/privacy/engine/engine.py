@@ -17,6 +17,7 @@ from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import VmapPass
 from dpexp.privacy.engine.step import TRACED, Step
 from dpexp.privacy.engine.traced import usual_rows
+from dpexp.privacy.engine.tracer import Tracer
 from dpexp.privacy.engine.whole import WholeNoise, WholeSums
 from dpexp.privacy.groups import trainable
 from dpexp.privacy.mechanism import add_noise, by_parameter
@@ -80,15 +81,18 @@ class Engine:
         self._clip = (WholeSums if plan.exact else ClippedSums)(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
         run_pass = VmapPass(module, self._parameters, self._values)
-        graphs = Graphs(
+        usual = usual_rows(plan.sampling, plan.n, at_once)
+        tracer = Tracer(
             module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
-            self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
+            self._device, usual, data or Memory(),
         )  # fmt: skip
+        graphs = Graphs(tracer, self._device, usual)
         local = plan.record.local
         training = Training(module, self._parameters, self._values, local) if local else None
         # With discrete noise, what is rounded otherwise among others may be another integer.
         self.step = Step(
-            module, self._parameters, self._values, graphs, run_pass, self._clip, training, plan.exact, self._device
+            module, self._parameters, self._values, graphs, run_pass, self._clip, tracer, training, plan.exact,
+            self._device,
         )  # fmt: skip
         self._round = 0
         self._succeeded = False

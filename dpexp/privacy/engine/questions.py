@@ -127,6 +127,7 @@ def failing_layer(module: nn.Module, run: Callable[[], Any]) -> str:
 def why(error: BaseException) -> str:
     """The line of code, outside of PyTorch, in which an error arose, what it says, and what to write there."""
     said = (words_of(error) or type(error).__name__).splitlines()[0]
+    said = f"there is no key {said}" if isinstance(error, KeyError) else said
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.endswith(_CHECKPOINT) for frame in frames):
         said = f"checkpointing: {said}"

@@ -4,7 +4,7 @@ import os
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
@@ -41,9 +41,13 @@ class Reads:
         self._counters: list[tuple[Any, str]] = []
 
     @contextmanager
-    def variables_noted(self) -> Iterator[None]:
+    def variables_noted(self, found: Callable[[Any, str], None] = lambda owner, name: None) -> Iterator[None]:
         """Notes what the code of functions that run meanwhile, and are not a library's, names: global variables,
-        attributes of classes and Python modules, and variables of the functions around them."""
+        attributes of classes and Python modules, and variables of the functions around them.
+
+        Args:
+            found: is told of each (where it is, name) before the function runs.
+        """
         called, inner = dict[int, CodeType](), set[int]()  # by identity, since not all can be hashed
 
         def noting(frame: FrameType, event: str, _: Any) -> None:
@@ -52,11 +56,13 @@ class Reads:
                 return
             called[id(code)] = code
             if not _is_a_librarys(code.co_filename):
-                for owner, name in _global_variables(frame):
-                    self._note(owner, name)
+                variables = [*_global_variables(frame)]
                 for name in code.co_freevars if id(code) not in inner else ():
                     if not isinstance(value := frame.f_locals.get(name), (Tensor, nn.Module, *PLAIN, *_FIXED)):
-                        self._note(_Around(value), name)
+                        variables.append((_Around(value), name))
+                for owner, name in variables:
+                    found(owner, name)
+                    self._note(owner, name)
                 inner.update(id(one) for one in code.co_consts if isinstance(one, CodeType))
 
         tracer = sys.gettrace()
@@ -70,7 +76,7 @@ class Reads:
     def noted(self) -> Iterator[None]:
         """Notes which attributes are read meanwhile, or looked for, and afterwards what all that was noted is."""
         read: dict[tuple[int, str], nn.Module] = {}
-        numbers = {(id(owner), name): (owner, value) for owner, name, value in self.variables()}
+        numbers = {(id(owner), name): (owner, value_of(owner, name)) for owner, name in self.variables()}
 
         def noting(module: nn.Module, name: str) -> Any:
             try:
@@ -95,7 +101,7 @@ class Reads:
         self._counters = [
             (owner, name)
             for (_, name), (owner, was) in numbers.items()
-            if type(was) in (int, float) and type(now := _value(owner, name)) in (int, float) and now != was
+            if type(was) in (int, float) and type(now := value_of(owner, name)) in (int, float) and now != was
         ]
 
     def note_again(self) -> None:
@@ -104,7 +110,7 @@ class Reads:
             self._note(owner, name)
 
     def _note(self, owner: Any, name: str) -> None:
-        value = _value(owner, name)
+        value = value_of(owner, name)
         look = _look(value)
         is_fixed = _is_constant(value) or isinstance(look, _Same)
         key = id(value if isinstance(owner, _Around) else owner), name
@@ -115,23 +121,22 @@ class Reads:
         """Numbers that the step changed itself when it was last noted are those of a much later round."""
         counters = self._counters
         for owner, name in counters:
-            set_value(owner, name, _value(owner, name) + _LATER)
+            set_value(owner, name, value_of(owner, name) + _LATER)
         try:
             yield
         finally:
             for owner, name in counters:
-                if type(now := _value(owner, name)) in (int, float):
+                if type(now := value_of(owner, name)) in (int, float):
                     set_value(owner, name, now - _LATER)
 
-    def variables(self) -> list[tuple[Any, str, Any]]:
-        """(where it is, name, value) of those outside the modules."""
-        owners = ((owner, name) for (_, name), (owner, *_) in self._seen.items() if not isinstance(owner, nn.Module))
-        return [(owner, name, _value(owner, name)) for owner, name in owners]
+    def variables(self) -> list[tuple[Any, str]]:
+        """(where it is, name) of those outside the modules."""
+        return [(owner, name) for (_, name), (owner, *_) in self._seen.items() if not isinstance(owner, nn.Module)]
 
     def changed(self) -> str | None:
         """The name of an attribute or variable that is not what it was; None: there is none."""
         for (_, name), (owner, constant, before) in self._seen.items():
-            value = _value(owner, name)
+            value = value_of(owner, name)
             if value is not constant and _look(value) != before:
                 return name
         return None
@@ -168,7 +173,7 @@ def _is_a_librarys(file: str) -> bool:
     return not file or file.startswith(("<frozen", "<eval_with_key", *_LIBRARY_PATHS))
 
 
-def _value(owner: Any, name: str) -> Any:
+def value_of(owner: Any, name: str) -> Any:
     """An attribute or variable; of a parameter or buffer whether there is one, since it is read by its name."""
     if isinstance(owner, _Around):
         return owner.value
@@ -185,6 +190,8 @@ def _value(owner: Any, name: str) -> Any:
 
 
 def set_value(owner: Any, name: str, value: Any) -> None:
+    if value_of(owner, name) is value:
+        return
     if isinstance(owner, dict):
         owner[name] = value
     elif not isinstance(owner, _Around):

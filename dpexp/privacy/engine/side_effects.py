@@ -1,42 +1,93 @@
 """Puts back what a call of the step that no round asked for leaves behind in modules and global variables."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dpexp.privacy.engine.random_states import all_random_states, set_all_random_states
-from dpexp.privacy.engine.reads import Reads, is_of_the_users, set_value
+from dpexp.privacy.engine.reads import Reads, is_of_the_users, set_value, value_of
+from dpexp.privacy.engine.traced import NotTraceable
 
 _DEPTH, _MANY = 4, 100
 _CONTAINERS = (dict, list, set, deque)
 
 
 @contextmanager
-def undone(module: nn.Module, reads: Reads, device: torch.device) -> Iterator[None]:
+def undone(
+    module: nn.Module, reads: Sequence[Reads], own: Sequence[Tensor], device: torch.device
+) -> Iterator[Callable[[Any, str], None]]:
     """Attributes of all modules, global variables that the step reads, and what their containers and plain objects
-    hold, are afterwards what they were, as are the states of random generators. Tensors are not: no graph writes to one
-    that it did not make."""
+    hold, are afterwards what they were, as are the states of random generators. Nothing may be written to a tensor
+    that is not made meanwhile.
+
+    Args:
+        own: tensors that may be written to.
+
+    Yields:
+        what to call for a variable (where it is, name) that is found meanwhile, before it changes.
+
+    Raises:
+        NotTraceable: something is about to be written to another tensor.
+    """
     seen: dict[int, tuple[Any, list[Any]]] = {}
+    variables = []
+
+    def keep(owner: Any, name: str) -> None:
+        variables.append((owner, name, value_of(owner, name)))
+        _keep(variables[-1][-1], _DEPTH, seen)
+
     for layer in module.modules():
         _keep(vars(layer), _DEPTH, seen)
-    variables = reads.variables()
-    for _, _, value in variables:
-        _keep(value, _DEPTH, seen)
+    for owner, name in (variable for one in reads for variable in one.variables()):
+        keep(owner, name)
+    tensors = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
     state = all_random_states(device)
     try:
-        yield
+        with _NoWrites(own):
+            yield keep
     finally:
+        for tensor, data in tensors:
+            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
+                tensor.data = data
         set_all_random_states(device, *state)
         for container, content in seen.values():
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(content)
         for owner, name, value in variables:
             set_value(owner, name, value)
-        reads.note_again()
+        for one in reads:
+            one.note_again()
+
+
+class _NoWrites(TorchDispatchMode):
+    """Operators write to no memory that was there before, but to some tensors'."""
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._made = {_memory(tensor) for tensor in own}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {_memory(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(tensor, Tensor) and _memory(tensor) not in self._made:
+                        raise NotTraceable(f"{func} writes to a tensor {list(tensor.shape)} that it did not make")
+        found = func(*args, **kwargs)
+        made = {_memory(tensor) for tensor in tree_leaves(found) if isinstance(tensor, Tensor)}
+        self._made |= made if func is torch.ops.aten.lift_fresh.default else made - given
+        return found
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _keep(value: Any, depth: int, seen: dict[int, tuple[Any, list[Any]]]) -> None:

@@ -22,6 +22,7 @@ from dpexp.privacy.engine.questions import described, failing_layer, why
 from dpexp.privacy.engine.random_states import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes
+from dpexp.privacy.engine.tracer import Tracer
 from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.values import Values
 
@@ -64,12 +65,13 @@ class Step:
         graphs: Graphs,
         run_pass: VmapPass,
         clip: ClippedSums,
+        tracer: Tracer,
         training: Training | None,
         alone: bool,
         device: torch.device,
     ) -> None:
         self._module, self._parameters, self._values = module, parameters, values
-        self._graphs, self._pass, self._clip = graphs, run_pass, clip
+        self._graphs, self._pass, self._clip, self._tracer = graphs, run_pass, clip, tracer
         self._training, self._alone, self._device = training, alone, device
         self.mode: str | None = None
         self.reason = ""
@@ -87,7 +89,7 @@ class Step:
     @property
     def held(self) -> list[str]:
         """Shapes of tensors that a traced step reads and that are neither parameters nor buffers."""
-        return self._graphs.held
+        return self._tracer.held
 
     @property
     def digest(self) -> int:
@@ -148,7 +150,7 @@ class Step:
         self._asked += 1
         now = time.perf_counter()
         due = (epoch_begins or self._asked.bit_count() == 1) and self._tracing < _TRACING * (now - self._began)
-        changed = self._graphs.reads.changed()
+        changed = self._graphs.stale()
         if not due and changed is None:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
@@ -298,7 +300,7 @@ class Step:
         assert self.made_up
         self.mode = VMAP
         try:
-            self._graphs.prove_untraced(chunk, self.made_up)
+            self._tracer.prove_untraced(chunk, self.made_up)
         except ConfigError:
             raise
         except Exception:  # what stands in the way of a graph was said
@@ -381,9 +383,10 @@ class Step:
         """What every record that was made up fails with, and in which layer."""
         layer = failing_layer(self._module, lambda: chunk.loss_of(MadeUp().records(chunk, 1, 0).one(0)))
         records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
+        way_out = "" if self.public is not None else " Or give a validation set, whose first record is tried."
         return (
             f"model: training_step fails for every record that was made up like those of the data, which are "
-            f"{described(records)}{layer}: {why(error)} Mend it, or give a validation set, whose first record is tried."
+            f"{described(records)}{layer}: {why(error)}{way_out}"
         )
 
     def _say_slowness(self) -> None:

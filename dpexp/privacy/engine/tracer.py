@@ -1,0 +1,180 @@
+"""Traces the pass of a chunk, runs what it was traced to, and proves it."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.privacy.checks import digest
+from dpexp.privacy.engine.chunk import Chunk, MadeUp
+from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.graph import Graph, Template
+from dpexp.privacy.engine.passes import Gradients, VmapPass
+from dpexp.privacy.engine.random_states import random_state, set_random_state
+from dpexp.privacy.engine.reads import Reads
+from dpexp.privacy.engine.rounding import full_precision
+from dpexp.privacy.engine.side_effects import undone
+from dpexp.privacy.engine.traced import Inputs, NotTraceable, check_constants, compiling, prove, trace
+from dpexp.privacy.training_data import Memory
+
+PLAIN, EXACT = "plain", "exact"  # kinds of graphs
+EXACT_ROWS = 8  # of doubtful norms that one graph computes in float64
+_PROVED_ROWS = 16  # of a pass that is not traced
+
+
+class Tracer:
+    """The pass of a chunk, and what shows that a graph of it treats each record by itself.
+
+    Args:
+        zeros: a sum of zeros for each parameter and value, by name.
+        usual: rows of a usual chunk (`usual_rows`).
+        data: where the training set lies in memory, which no graph may hold.
+
+    Attributes:
+        inputs: parameters and buffers.
+        held: shapes of tensors that the step reads and that are neither.
+        draws: whether a usual graph draws random numbers.
+    """
+
+    def __init__(
+        self, module: nn.Module, run_pass: VmapPass, clip: ClippedSums, zeros: Callable[[], dict[str, Tensor]],
+        device: torch.device, usual: int, data: Memory,
+    ) -> None:  # fmt: skip
+        self.inputs = Inputs(module)
+        self._pass, self._clip, self._zeros = run_pass, clip, zeros
+        self._device, self._usual, self._data = device, usual, data
+        self.held: list[str] = []
+        self.draws = False
+
+    def prove_untraced(self, chunk: Chunk, made_up: MadeUp) -> None:
+        """Shows the same of a pass that is not traced.
+
+        Raises:
+            Exception: it is not so, or such records cannot be processed together.
+        """
+        rows = max(2, min(self._usual, _PROVED_ROWS))
+        some, others = (made_up.records(chunk, rows, seed) for seed in (0, 1))
+        numbers, state = self._clip.numbers((), self._device), random_state(self._device)
+
+        def run(given: Chunk, counted: Tensor) -> dict[str, Tensor]:
+            set_random_state(self._device, state)
+            return self._outputs(self._pass(given), numbers, counted)
+
+        prove(run, some, others)
+
+    def traced(self, records: Chunk, reads: Reads, kind: str = PLAIN, late: Reads | None = None) -> Graph:
+        """One trace, on made-up records.
+
+        Args:
+            late: what the step reads of other records: this trace is made because private records need it, and must
+                leave nothing behind.
+        """
+        odd = next((leaf for leaf in records.leaves if not isinstance(leaf, Tensor | bool | None)), None)
+        if odd is not None:
+            raise NotTraceable(f"a batch holds a {type(odd).__name__} besides tensors; leave out what is not used")
+
+        zeroing = self.draws
+
+        def run(numbers: Tensor, counted: Tensor, *given: Tensor) -> dict[str, Tensor]:
+            rows, tensors = ((given[0], given[1]), given[2:]) if kind == EXACT else (None, given)
+            gradients = self._pass(records.having([*tensors]))
+            return self._outputs(gradients, numbers, counted, rows, zeroing)
+
+        counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
+        others = [self._clip.numbers((), self._device), counted, *(self.exact_rows(0) if kind == EXACT else [])]
+        with ExitStack() as around:
+            if late is not None:
+                held = [*others, *records.tensors]
+                keep = around.enter_context(undone(self.inputs.module, (late, reads), held, self._device))
+                around.enter_context(reads.variables_noted(keep))
+            around.enter_context(reads.noted())
+            graph = trace(run, self.inputs, [*others, *records.tensors])
+            if graph.draws and not zeroing:
+                zeroing = True
+                graph = trace(run, self.inputs, [*others, *records.tensors])
+        graph.zeroing = zeroing
+        return graph
+
+    def _outputs(
+        self, gradients: Gradients, numbers: Tensor, counted: Tensor, rows: tuple[Tensor, Tensor] | None = None,
+        zeroing: bool = False,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Sums, and what is found of each row."""
+        sums = self._zeros()
+        with torch.no_grad(), full_precision(self._device):  # a trace notes what autocast makes of each operator
+            found = self._clip(gradients, numbers, sums, counted & gradients.in_range, rows, zeroing)
+        outputs = {f"sum:{name}": total for name, total in sums.items()}
+        return outputs | found | {"loss": gradients.losses, "in_range": gradients.in_range}
+
+    def exact_rows(self, row: int) -> list[Tensor]:
+        """That one row's norm is wanted in float64."""
+        here = torch.arange(EXACT_ROWS, device=self._device)
+        return [torch.full_like(here, row), here == 0]
+
+    def run(
+        self, graph: Graph, numbers: Tensor, counted: list[Tensor], records: Chunk, read: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        return graph([*(read or self.inputs.tensors()), numbers, *counted, *records.tensors], self._device)
+
+    def compare(self, graph: Graph, records: Chunk) -> None:
+        """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees."""
+        counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
+        numbers, state = self._clip.numbers((), self._device), random_state(self._device)
+        found = self.run(graph, numbers, [counted], records)
+        set_random_state(self._device, state)
+        with compiling():
+            seen = self._outputs(self._pass(records), numbers, counted)
+        finite = bool(seen["finite"].all())
+        for name, value in seen.items():
+            most = float(value.abs().nan_to_num(0, 0).max()) if value.is_floating_point() else 0
+            same = torch.allclose(value, found[name], rtol=1e-2, atol=1e-2 * most, equal_nan=True)
+            if not same and (finite or not name.startswith("sum:")):
+                raise NotTraceable(f"a record's {name.partition(':')[0]} is another one than without a trace")
+
+    def prove(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int = 0, kind: str = PLAIN) -> None:
+        some, others = (made_up.records(chunk, rows or self._usual, seed) for seed in (0, 1))
+        self.held = check_constants(graph, self._data)
+        read = [*self.inputs.moved()]
+        before = [digest(tensor) for tensor in (*read, *graph.constants.values())]
+        numbers, state = self._clip.numbers((), self._device), random_state(self._device)
+
+        def run(given: Chunk, counted: Tensor) -> dict[str, Tensor]:
+            set_random_state(self._device, state)
+            exact = self.exact_rows(int(counted.nonzero()[0])) if kind == EXACT else []
+            return self.run(graph, numbers, [counted, *exact], given, read)
+
+        prove(run, some, others, graph.zeroing)
+        if before != [digest(tensor) for tensor in (*read, *graph.constants.values())]:
+            raise NotTraceable("it changes what it reads")
+
+    def agree(
+        self, graph: Graph, rows: int, other: Graph, others: int, chunk: Chunk, made_up: MadeUp, kind: str
+    ) -> bool:
+        """Whether two graphs make the same of the rows that both have, from the same random state."""
+        some, few = made_up.records(chunk, max(rows, others), 0), min(rows, others)
+        numbers, found = self._clip.numbers((), self._device), list[dict[str, Tensor]]()
+        state = random_state(self._device)
+        for each, count, exact in ((graph, rows, kind == EXACT), (other, others, False)):
+            index = torch.arange(count, device=self._device)
+            more = self.exact_rows(0) if exact else []
+            set_random_state(self._device, state)
+            found.append(self.run(each, numbers, [index < few, *more], some.rows(index)))
+        for name in found[0].keys() & found[1].keys():
+            if kind == PLAIN or not name.startswith("sum:"):
+                one, two = (each[name] if name.startswith("sum:") else each[name][:few] for each in found)
+                most = float(two.abs().nan_to_num(0, 0).max()) if two.is_floating_point() else 0
+                if not torch.allclose(one, two, rtol=1e-3, atol=1e-3 * most, equal_nan=True):
+                    return False
+        return True
+
+    def template(
+        self, graph: Graph, rows: int, chunk: Chunk, made_up: MadeUp, seed: int, reads: Reads, late: Reads | None = None
+    ) -> Template | None:
+        """By a trace of one row less, or more; None: the step is another one, or operators depend on that number."""
+        found = None
+        for others in (rows - 1, rows + 1):
+            if found is None and others > 1:  # of one row PyTorch makes something else
+                other = self.traced(made_up.records(chunk, others, seed), reads, late=late)
+                found = Template.of(graph, rows, other, others)
+        return found
