@@ -2,7 +2,7 @@
 
     python benchmarks/step.py                          # every model; prints a table
     python benchmarks/step.py logistic lora --rounds 20 --repeat 2
-    python benchmarks/step.py --write                  # the table to step_cpu.md, a figure to step_cpu.png
+    python benchmarks/step.py --write                  # the table to docs/step_cpu.md, a figure to docs/step_cpu.png
 
 A fit is warmed up, and then measured from the end of one round to that of a later one: fetching the batch, the step,
 the optimizer, callbacks and the ledger. On a CPU that is the process's CPU time on one thread, on a GPU time by the
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="rounds before those")
     parser.add_argument("--repeat", type=int, default=REPEAT, help="fits of each candidate")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--write", action="store_true", help="step_<device>.png, and .md up to its first ##")
+    parser.add_argument("--write", action="store_true", help="docs/step_<device>.png, and .md up to its first ##")
     parser.add_argument("--peak-of", choices=WAYS, help="only this candidate's memory, as JSON")
     arguments = parser.parse_args()
     names = arguments.workloads or SHOWN
@@ -294,7 +294,7 @@ def main() -> None:
         lines.append(row(name, everything[name]))
         print(lines[-1], flush=True)
     if arguments.write:
-        page = Path(__file__).with_name(f"step_{DEVICE}.md")
+        page = Path(__file__).parents[1] / "docs" / f"step_{DEVICE}.md"
         remarks = (page.read_text() if page.exists() else "").partition("\n## ")[1:]
         page.write_text("\n".join(lines) + "\n" + "".join(remarks))
         draw(everything, page.with_suffix(".png"))
