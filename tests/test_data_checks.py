@@ -358,3 +358,22 @@ def test_later_checks_take_a_fiftieth_of_the_time(monkeypatch):
         isinstance(data.__getitems__(Request([0] * 20, [1], b"0" * 32, None))[-1], Checked) for _ in range(1000)
     )
     assert checks == pytest.approx(0.02 * (20 * 1000 + 2 * checks) / 2, abs=2)
+
+
+LARGEST = {"value": 1.0}
+
+
+def test_a_data_set_that_sets_what_the_step_reads_is_refused(tmp_path):
+    """A global variable here: the graph would hold what another record has set."""
+
+    class Scaled(Model):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * LARGEST["value"]
+
+    def largest(data, index, x):
+        LARGEST["value"] = float(x.abs().max())
+        return x
+
+    with pytest.raises(StateFound, match="fetching a record changes LARGEST, which training_step reads"):
+        trained(tmp_path, Scaled(), DataLoader(Kept(largest), batch_size=2), steps=3)
+    assert not (tmp_path / "0.jsonl").exists() or len(read_ledger(tmp_path / "0.jsonl")) == 0

@@ -3,6 +3,7 @@
 import enum
 import os
 import warnings
+from collections import OrderedDict
 from unittest import mock
 
 import numpy as np
@@ -489,11 +490,15 @@ def test_a_count_of_the_steps_own_must_change_nothing(begins):
 LENGTHS = {"longest": 1}
 
 
-@pytest.mark.parametrize("kept", ["attribute", "buffer", "list", "global"])
+class Longest:
+    length = 1
+
+
+@pytest.mark.parametrize("kept", ["attribute", "buffer", "list", "ordered", "array", "global", "class"])
 def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
     """The others' step would else depend on which shapes there are."""
     module, _ = classifier()
-    module.longest, module.lengths = 1, [1]
+    module.longest, module.lengths, module.order, module.array = 1, [1], OrderedDict({1: 0}), np.ones(1)
     module.register_buffer("scale", torch.ones(1))
 
     def loss_of(one):
@@ -503,6 +508,12 @@ def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
         elif kept == "list":
             module.lengths.append(length)
             factor = max(module.lengths)
+        elif kept == "ordered":
+            factor = 1 + module.order.setdefault(length, len(module.order))
+        elif kept == "array":
+            factor = module.array[0] = max(module.array[0], length)
+        elif kept == "class":
+            factor = Longest.length = max(Longest.length, length)
         elif kept == "global":
             factor = LENGTHS["longest"] = max(LENGTHS["longest"], length)
         else:
@@ -520,7 +531,7 @@ def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
     assert LENGTHS == {"longest": 1}
 
 
-@pytest.mark.parametrize("into", ["buffer", "parameter", "data", "global"])
+@pytest.mark.parametrize("into", ["buffer", "parameter", "data", "global", "out"])
 def test_a_new_shape_writes_to_nothing(into):
     """Neither to what others read nor to what is saved: its records contribute nothing."""
     module, _ = classifier()
@@ -532,6 +543,8 @@ def test_a_new_shape_writes_to_nothing(into):
             if into == "parameter":
                 with torch.no_grad():
                     module[0].weight.clamp_(-0.01, 0.01)
+            elif into == "out":
+                torch.add(module.count, 1, out=module.count)
             elif into == "data":
                 module.count.data = module.count + 1
             else:

@@ -283,7 +283,7 @@ class Rounds:
         self._seeding.key = b""
 
     def sample(
-        self, device: torch.device, watched: Callable[[], dict[tuple[str, int], int]] = dict
+        self, device: torch.device, watched: Callable[[], dict[tuple[str, int], Any]] = dict
     ) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
         """The chunks of the round under way. What the data set, or a collate_fn, did to this process's random number
         generators reaches no step on the device: they go on from other secret states.

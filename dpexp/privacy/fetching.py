@@ -191,7 +191,7 @@ _STATE = (
 
 WRITES = (
     "data: fetching a record changes {name}, which training_step reads, so that records would change one another; let "
-    "data sets and collate_fn leave the module alone."
+    "data sets and collate_fn leave the module and its variables alone."
 )
 
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,12 +175,12 @@ class Graphs:
     def digest(self) -> str:
         return " ".join(sorted(graph.digest for graph in self._graphs.values()))
 
-    def versions(self) -> dict[tuple[str, int], int]:
+    def versions(self) -> dict[tuple[str, int], Any]:
         """Of what a step reads besides the records: another one as soon as it is written to, or another tensor."""
         held = [*zip(self._tracer.inputs.names(), self._tracer.inputs.tensors(), strict=True)]
         for graph in self._graphs.values():
             held += graph.constants.items()
-        return {(name, id(tensor)): tensor._version for name, tensor in held}
+        return {(name, id(tensor)): tensor._version for name, tensor in held} | self.reads.looks()
 
     def stale(self) -> str | None:
         """What hooks have changed of that which the step reads; None: nothing."""

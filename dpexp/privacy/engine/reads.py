@@ -119,19 +119,22 @@ class Reads:
     @contextmanager
     def counted_on(self) -> Iterator[None]:
         """Numbers that the step changed itself when it was last noted are those of a much later round."""
-        counters = self._counters
-        for owner, name in counters:
-            set_value(owner, name, value_of(owner, name) + _LATER)
+        counters = [(owner, name, value_of(owner, name)) for owner, name in self._counters]
+        for owner, name, value in counters:
+            set_value(owner, name, value + _LATER)
         try:
             yield
         finally:
-            for owner, name in counters:
-                if type(now := value_of(owner, name)) in (int, float):
-                    set_value(owner, name, now - _LATER)
+            for owner, name, value in counters:
+                set_value(owner, name, value)
 
     def variables(self) -> list[tuple[Any, str]]:
         """(where it is, name) of those outside the modules."""
         return [(owner, name) for (_, name), (owner, *_) in self._seen.items() if not isinstance(owner, nn.Module)]
+
+    def looks(self) -> dict[tuple[str, int], Any]:
+        """By name: equal for what is the same."""
+        return {(name, key): _look(value_of(owner, name)) for (key, name), (owner, *_) in self._seen.items()}
 
     def changed(self) -> str | None:
         """The name of an attribute or variable that is not what it was; None: there is none."""
@@ -237,12 +240,12 @@ def _look(value: Any, depth: int = _DEPTH) -> Any:
     return [_look(one, depth - 1) for one in value]
 
 
-def is_of_the_users(value: Any) -> bool:
-    """An object of a class of the user's own, such as a configuration."""
-    kind = type(value)
-    if isinstance(value, nn.Module | type) or kind.__module__ == "builtins":
+def is_of_the_users(value: Any, kind: type | None = None) -> bool:
+    """An object of a class of the user's own, such as a configuration; or whether one of its classes is."""
+    own = kind or type(value)
+    if own.__module__ == "builtins" or (kind is None and isinstance(value, nn.Module | type)):
         return False
-    return _library(value) not in _LIBRARIES and (hasattr(value, "__dict__") or is_dataclass(kind))
+    return own.__module__.partition(".")[0] not in _LIBRARIES and (hasattr(value, "__dict__") or is_dataclass(own))
 
 
 def _library(value: Any) -> str:

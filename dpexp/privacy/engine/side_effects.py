@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,8 +15,8 @@ from dpexp.privacy.engine.random_states import all_random_states, set_all_random
 from dpexp.privacy.engine.reads import Reads, is_of_the_users, set_value, value_of
 from dpexp.privacy.engine.traced import NotTraceable
 
-_DEPTH, _MANY = 4, 100
-_CONTAINERS = (dict, list, set, deque)
+_DEPTH, _MANY = 8, 1000
+_SEQUENCES = (list, set, deque)
 
 
 @contextmanager
@@ -35,15 +36,18 @@ def undone(
     Raises:
         NotTraceable: something is about to be written to another tensor.
     """
-    seen: dict[int, tuple[Any, list[Any]]] = {}
+    seen: dict[int, tuple[Any, Any]] = {}
     variables = []
 
     def keep(owner: Any, name: str) -> None:
         variables.append((owner, name, value_of(owner, name)))
-        _keep(variables[-1][-1], _DEPTH, seen)
+        _keep(variables[-1][-1], seen)
 
-    for layer in module.modules():
-        _keep(vars(layer), _DEPTH, seen)
+    _keep(module, seen)
+    for kind in {kind for layer in module.modules() for kind in type(layer).__mro__ if is_of_the_users(layer, kind)}:
+        for name, value in [*vars(kind).items()]:
+            if name[:2] != "__" and not callable(value) and not hasattr(value, "__get__"):
+                keep(kind, name)
     for owner, name in (variable for one in reads for variable in one.variables()):
         keep(owner, name)
     tensors = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
@@ -57,8 +61,13 @@ def undone(
                 tensor.data = data
         set_all_random_states(device, *state)
         for container, content in seen.values():
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(content)
+            if isinstance(container, np.ndarray):
+                container[...] = content
+            elif isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                (container.extend if isinstance(container, deque) else container.update)(content)
         for owner, name, value in variables:
             set_value(owner, name, value)
         for one in reads:
@@ -75,8 +84,9 @@ class _NoWrites(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {_memory(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else [value]:
                     if isinstance(tensor, Tensor) and _memory(tensor) not in self._made:
                         raise NotTraceable(f"{func} writes to a tensor {list(tensor.shape)} that it did not make")
@@ -90,11 +100,18 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
-def _keep(value: Any, depth: int, seen: dict[int, tuple[Any, list[Any]]]) -> None:
-    if is_of_the_users(value):
-        value = getattr(value, "__dict__", None)
-    if not isinstance(value, _CONTAINERS) or id(value) in seen or not depth:
+def _keep(value: Any, seen: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> None:
+    """Notes what containers and plain objects hold, also inside one another."""
+    if not depth or id(value) in seen:
         return
-    seen[id(value)] = value, [*(value.items() if isinstance(value, dict) else value)]
-    for one in (value.values() if isinstance(value, dict) else value) if len(value) <= _MANY else ():
-        _keep(one, depth - 1, seen)
+    if isinstance(value, np.ndarray) and value.size <= _MANY and value.flags.writeable:
+        seen[id(value)] = value, value.copy()
+    elif isinstance(value, dict):
+        seen[id(value)] = value, dict(value)
+    elif isinstance(value, _SEQUENCES):
+        seen[id(value)] = value, [*value]
+    if isinstance(value, nn.Module) or is_of_the_users(value):
+        _keep(getattr(value, "__dict__", None), seen, depth)
+    if isinstance(value, (dict, tuple, *_SEQUENCES)) and len(value) <= _MANY:
+        for one in value.values() if isinstance(value, dict) else value:
+            _keep(one, seen, depth if isinstance(value, dict) and isinstance(one, nn.Module) else depth - 1)

@@ -189,7 +189,7 @@ class Step:
             self.reason = f"hooks change the step time and again ({odd})"
             self._untraced(chunk)
 
-    def versions(self) -> dict[tuple[str, int], int]:
+    def versions(self) -> dict[tuple[str, int], Any]:
         """See `Graphs.versions`."""
         return self._graphs.versions()
 
