@@ -579,6 +579,26 @@ def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch)
     assert relative_error({name: 2 * total for name, total in half.items()}, found) < 1e-6
 
 
+def test_what_hooks_change_and_the_step_does_not_follow_is_looked_at_three_times(monkeypatch):
+    module, _ = classifier()
+    module.count = 0
+
+    def loss_of(one):
+        return flat_loss(module, one) if module.count >= 0 else None
+
+    engine, traced = engine_of(module), []
+    trace = tracer.Tracer.traced
+    sums_of(engine, loss_of, rows())
+    monkeypatch.setattr(tracer.Tracer, "traced", lambda *args, **more: (traced.append(1), trace(*args, **more))[1])
+    counts = []
+    for t in range(32, 52):
+        module.count += 1
+        engine.step.trace_again(loss_of, t)
+        sums_of(engine, loss_of, longer(), 2)
+        counts.append(len(traced))
+    assert engine.mode == "traced" and counts[-1] == counts[6]
+
+
 class Kind(enum.Enum):
     OTHER = 0
 

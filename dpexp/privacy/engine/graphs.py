@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.graph import Graph, Template, add_sums, differs, rows_of
 from dpexp.privacy.engine.questions import described, why
 from dpexp.privacy.engine.random_states import own_state, random_state, set_random_state
-from dpexp.privacy.engine.reads import Reads
+from dpexp.privacy.engine.reads import Reads, much_later
 from dpexp.privacy.engine.traced import Inputs, NotTraceable, rows_of_graph
 from dpexp.privacy.engine.tracer import EXACT, EXACT_ROWS, PLAIN, Tracer
 
@@ -53,10 +54,8 @@ class Graphs:
         graph = self._tracer.traced(made_up.records(chunk, rows, 0), self.reads)
         self._tracer.draws = graph.draws
         odd: str | None = None
-        for seed, settings_of, counters in (
-            (1, settings, self.reads.counted_on), (2, nullcontext, nullcontext)
-        ):  # fmt: skip
-            with settings_of(), counters():
+        for seed, settings_of, numbers in ((1, settings, self.reads.counters), (2, nullcontext, [])):
+            with settings_of(), much_later(numbers):
                 template = self._tracer.template(graph, rows, chunk, made_up, seed, self.reads)
                 if template is None:
                     again = self._tracer.traced(made_up.records(chunk, rows, seed), self.reads)
@@ -237,7 +236,14 @@ class Graphs:
             if not self._tracer.agree(graph, rows, known, rows, chunk, made_up, kind):
                 raise NotTraceable("what a record gives is another in float64")
             return
-        self._templates[chunk.key] = self._tracer.template(graph, rows, chunk, made_up, 1, reads, self.reads)
+        idle, make = self.reads.idle_numbers(), partial(self._tracer.template, graph, rows, chunk, made_up)
+        with much_later(idle):
+            template = make(1, reads, self.reads)
+        if template is not None:
+            reads.ignore(idle)
+        elif idle:
+            template = make(1, reads, self.reads)
+        self._templates[chunk.key] = template
         if self._templates[chunk.key] is None:
             odd = differs(graph, self._tracer.traced(made_up.records(chunk, rows, 1), reads, kind, self.reads))
             if odd is not None:

@@ -3,7 +3,7 @@
 import os
 import sys
 import sysconfig
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -23,6 +23,7 @@ from dpexp.privacy.engine.chunk import PLAIN
 _NOT_NOTED = {*vars(nn.Module())} - {"training", "_modules", "_forward_hooks", "_forward_pre_hooks"} | {"log"}
 _DEPTH, _MANY = 5, 100
 _LATER = 1_000_000
+_IDLE = 3
 _CHANGEABLE = object()
 _LIBRARIES = {
     "torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers", "logging",
@@ -38,7 +39,9 @@ class Reads:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
-        self._counters: list[tuple[Any, str]] = []
+        self.counters: list[tuple[Any, str]] = []  # numbers that the step changed when it was last noted
+        self._moved: list[tuple[int, str]] = []
+        self._idle: Counter[tuple[int, str]] = Counter()  # how often each has changed and the step has not
 
     @contextmanager
     def variables_noted(self, found: Callable[[Any, str], None] = lambda owner, name: None) -> Iterator[None]:
@@ -98,7 +101,7 @@ class Reads:
         for (_, name), owner in read.items():
             self._note(owner, name)
         self.note_again()
-        self._counters = [
+        self.counters = [
             (owner, name)
             for (_, name), (owner, was) in numbers.items()
             if type(was) in (int, float) and type(now := value_of(owner, name)) in (int, float) and now != was
@@ -116,18 +119,6 @@ class Reads:
         key = id(value if isinstance(owner, _Around) else owner), name
         self._seen[key] = owner, value if is_fixed else _CHANGEABLE, look
 
-    @contextmanager
-    def counted_on(self) -> Iterator[None]:
-        """Numbers that the step changed itself when it was last noted are those of a much later round."""
-        counters = [(owner, name, value_of(owner, name)) for owner, name in self._counters]
-        for owner, name, value in counters:
-            set_value(owner, name, value + _LATER)
-        try:
-            yield
-        finally:
-            for owner, name, value in counters:
-                set_value(owner, name, value)
-
     def variables(self) -> list[tuple[Any, str]]:
         """(where it is, name) of those outside the modules."""
         return [(owner, name) for (_, name), (owner, *_) in self._seen.items() if not isinstance(owner, nn.Module)]
@@ -138,11 +129,38 @@ class Reads:
 
     def changed(self) -> str | None:
         """The name of an attribute or variable that is not what it was; None: there is none."""
-        for (_, name), (owner, constant, before) in self._seen.items():
-            value = value_of(owner, name)
-            if value is not constant and _look(value) != before:
-                return name
-        return None
+        self._moved = []
+        for key, (owner, constant, before) in self._seen.items():
+            value = value_of(owner, key[1])
+            if self._idle[key] < _IDLE and value is not constant and _look(value) != before:
+                self._moved.append(key)
+        return self._moved[0][1] if self._moved else None
+
+    def unaffected(self) -> None:
+        """What has changed has not changed the step: at the third time it is looked at no more."""
+        self._idle.update(self._moved)
+
+    def idle_numbers(self) -> list[tuple[Any, str]]:
+        """(where it is, name) of numbers that are looked at no more."""
+        found = [(self._seen[key][0], key[1]) for key, count in self._idle.items() if count >= _IDLE]
+        return [(owner, name) for owner, name in found if type(value_of(owner, name)) in (int, float)]
+
+    def ignore(self, variables: list[tuple[Any, str]]) -> None:
+        """They are not looked at."""
+        self._idle.update({(id(owner), name): _IDLE for owner, name in variables})
+
+
+@contextmanager
+def much_later(variables: list[tuple[Any, str]]) -> Iterator[None]:
+    """Numbers, such as counters, are meanwhile those of a much later round."""
+    numbers = [(owner, name, value_of(owner, name)) for owner, name in variables]
+    for owner, name, value in numbers:
+        set_value(owner, name, value + _LATER)
+    try:
+        yield
+    finally:
+        for owner, name, value in numbers:
+            set_value(owner, name, value)
 
 
 _FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property)

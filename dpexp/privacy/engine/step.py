@@ -181,6 +181,7 @@ class Step:
         except Exception as error:
             odd = why(error)
         if odd is None:
+            self._graphs.reads.unaffected()
             return
         self._steps_changed += 1
         self._graphs.forget()
