@@ -125,7 +125,10 @@ class Reads:
 
     def looks(self) -> dict[tuple[str, int], Any]:
         """By name: equal for what is the same."""
-        return {(name, key): _look(value_of(owner, name)) for (key, name), (owner, *_) in self._seen.items()}
+        return {
+            (name, key): None if (value := value_of(owner, name)) is constant else _look(value)
+            for (key, name), (owner, constant, _) in self._seen.items()
+        }
 
     def changed(self) -> str | None:
         """The name of an attribute or variable that is not what it was; None: there is none."""
