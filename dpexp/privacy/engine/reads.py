@@ -194,7 +194,7 @@ def _home(value: Any) -> str:
 
 @cache
 def _is_a_librarys(file: str) -> bool:
-    return not file or file.startswith(("<frozen", "<eval_with_key", *_LIBRARY_PATHS))
+    return not file or file.startswith(("<frozen", "<eval_with_key", "<string>", *_LIBRARY_PATHS))
 
 
 def value_of(owner: Any, name: str) -> Any:
