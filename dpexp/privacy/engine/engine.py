@@ -81,17 +81,15 @@ class Engine:
         self._clip = (WholeSums if plan.exact else ClippedSums)(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
         run_pass = VmapPass(module, self._parameters, self._values)
-        usual = usual_rows(plan.sampling, plan.n, at_once)
         tracer = Tracer(
             module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
-            self._device, usual, data or Memory(),
+            self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
         )  # fmt: skip
-        graphs = Graphs(tracer, self._device, usual)
         local = plan.record.local
         training = Training(module, self._parameters, self._values, local) if local else None
         # With discrete noise, what is rounded otherwise among others may be another integer.
         self.step = Step(
-            module, self._parameters, self._values, graphs, run_pass, self._clip, tracer, training, plan.exact,
+            module, self._parameters, self._values, Graphs(tracer), run_pass, self._clip, training, plan.exact,
             self._device,
         )  # fmt: skip
         self._round = 0

@@ -15,7 +15,7 @@ from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.graph import Graph, Template, add_sums, differs, rows_of
 from dpexp.privacy.engine.questions import described, why
 from dpexp.privacy.engine.random_states import own_state, random_state, set_random_state
-from dpexp.privacy.engine.reads import Reads, much_later
+from dpexp.privacy.engine.reads import Reads, as_if_much_later
 from dpexp.privacy.engine.traced import Inputs, NotTraceable, rows_of_graph
 from dpexp.privacy.engine.tracer import EXACT, EXACT_ROWS, PLAIN, Tracer
 
@@ -29,11 +29,11 @@ class Graphs:
         reads: what the step reads besides records, parameters and buffers.
     """
 
-    def __init__(self, tracer: Tracer, device: torch.device, usual: int) -> None:
-        self._tracer, self._device, self._usual = tracer, device, usual
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer, self._device, self._usual = tracer, tracer.device, tracer.usual
         self._graphs: dict[tuple[Hashable, int, str], Graph] = {}
         self._templates: dict[Hashable, Template | None] = {}  # of graphs of other numbers of rows
-        self._refused: dict[tuple[Hashable, int, str], Exception] = {}  # why there is no such graph
+        self._refused: dict[tuple[Hashable, int, str], str] = {}  # why there is no such graph
         self._late: dict[Hashable, Reads] = {}  # what the step reads of records of a shape that was met late
         self._reference: Chunk | None = None  # a usual chunk of made-up records
         self.reads = Reads()
@@ -50,19 +50,19 @@ class Graphs:
             NotTraceable, or what stands in the way.
         """
         rows = self._usual
-        self._tracer.draws = False
-        graph = self._tracer.traced(made_up.records(chunk, rows, 0), self.reads)
-        self._tracer.draws = graph.draws
+        self.tracer.draws = False
+        graph = self.tracer.traced(made_up.records(chunk, rows, 0), self.reads)
+        self.tracer.draws = graph.draws
         odd: str | None = None
         for seed, settings_of, numbers in ((1, settings, self.reads.counters), (2, nullcontext, [])):
-            with settings_of(), much_later(numbers):
-                template = self._tracer.template(graph, rows, chunk, made_up, seed, self.reads)
+            with settings_of(), as_if_much_later(numbers):
+                template = self.tracer.template(graph, rows, chunk, made_up, seed, self.reads)
                 if template is None:
-                    again = self._tracer.traced(made_up.records(chunk, rows, seed), self.reads)
+                    again = self.tracer.traced(made_up.records(chunk, rows, seed), self.reads)
                     odd, graph = differs(graph, again), again
             if template is not None or odd is None:
-                self._tracer.compare(graph, made_up.records(chunk, rows, 0))
-                self._tracer.prove(graph, chunk, made_up)
+                self.tracer.compare(graph, made_up.records(chunk, rows, 0))
+                self.tracer.prove(graph, chunk, made_up)
                 self._graphs[chunk.key, rows, PLAIN], self._templates[chunk.key] = graph, template
                 self._reference = made_up.records(chunk, rows, 3)
                 return None
@@ -92,12 +92,12 @@ class Graphs:
         counted = index < chunk.size
         padded = chunk.rows(torch.where(counted, index, 0)) if rows > chunk.size else chunk
         state = random_state(self._device) if graph.draws else ()
-        found = self._tracer.run(graph, numbers, [counted], padded)
+        found = self.tracer.run(graph, numbers, [counted], padded)
         if not graph.zeroing and not bool((finite := found["finite"]).all()):
             if not bool((finite & counted).any()):
                 return rows_of(found, chunk.size)
             good = (finite & counted).nonzero()[0]
-            again = self._tracer.run(graph, numbers, [counted & finite], padded.rows(torch.where(finite, index, good)))
+            again = self.tracer.run(graph, numbers, [counted & finite], padded.rows(torch.where(finite, index, good)))
             found = again | {name: value for name, value in found.items() if not name.startswith(("sum:", "doubtful"))}
         to_add = [found]
         if "doubtful" in found and found["doubtful"].any():
@@ -117,7 +117,7 @@ class Graphs:
             places = torch.cat([some, some[:1].expand(EXACT_ROWS - len(some))])
             here = torch.arange(EXACT_ROWS, device=self._device) < len(some)
             set_random_state(self._device, state)
-            found.append(self._tracer.run(graph, numbers, [doubtful, places, here], padded))
+            found.append(self.tracer.run(graph, numbers, [doubtful, places, here], padded))
         set_random_state(self._device, after)
         return found
 
@@ -134,37 +134,37 @@ class Graphs:
         template = self._templates.get(key)
         if (
             template is None
-            or template.graph.forms != self._tracer.inputs.forms()
+            or template.graph.forms != self.tracer.inputs.forms()
             or (key, rows, PLAIN) in self._refused
         ):
             return False
         graph = template.of_rows(rows)
         try:
             with own_state(self._device):
-                self._tracer.prove(graph, chunk, made_up, rows)
-                alike = graph.draws or self._tracer.agree(
+                self.tracer.prove(graph, chunk, made_up, rows)
+                alike = graph.draws or self.tracer.agree(
                     graph, rows, template.graph, template.rows, chunk, made_up, PLAIN
                 )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self._refused[key, rows, PLAIN], alike = error.with_traceback(None), False
+            self._refused[key, rows, PLAIN], alike = why(error), False
         if alike:
             self._graphs[key, rows, PLAIN] = graph
         return alike
 
     def changed(self, chunk: Chunk, made_up: MadeUp) -> str | None:
         """In what the step differs from what was traced; None: in nothing."""
-        inputs = Inputs(self._tracer.inputs.module)
-        if inputs.names() != self._tracer.inputs.names():
-            self._tracer.inputs = inputs
+        inputs = Inputs(self.tracer.inputs.module)
+        if inputs.names() != self.tracer.inputs.names():
+            self.tracer.inputs = inputs
             return "it has other parameters or buffers"
         known = self._graphs.get((chunk.key, self._usual, PLAIN))
         if known is None:
             return None
-        if known.forms != self._tracer.inputs.forms():
+        if known.forms != self.tracer.inputs.forms():
             return "a buffer of another shape"
-        return differs(known, self._tracer.traced(made_up.records(chunk, self._usual, 3), self.reads))
+        return differs(known, self.tracer.traced(made_up.records(chunk, self._usual, 3), self.reads))
 
     @property
     def draws(self) -> bool:
@@ -176,16 +176,16 @@ class Graphs:
 
     def versions(self) -> dict[tuple[str, int], Any]:
         """Of what a step reads besides the records: another one as soon as it is written to, or another tensor."""
-        held = [*zip(self._tracer.inputs.names(), self._tracer.inputs.tensors(), strict=True)]
+        held = [*zip(self.tracer.inputs.names(), self.tracer.inputs.tensors(), strict=True)]
         for graph in self._graphs.values():
             held += graph.constants.items()
-        return {(name, id(tensor)): tensor._version for name, tensor in held} | self.reads.looks()
+        return {(name, id(tensor)): tensor._version for name, tensor in held} | self.reads.signatures()
 
     def stale(self) -> str | None:
         """What hooks have changed of that which the step reads; None: nothing."""
         assert self._reference is not None
         usual = self._graphs.get((self._reference.key, self._usual, PLAIN))
-        if usual is not None and usual.forms != self._tracer.inputs.forms():
+        if usual is not None and usual.forms != self.tracer.inputs.forms():
             return "a buffer of another shape"
         return self.reads.changed()
 
@@ -207,22 +207,26 @@ class Graphs:
             StateFound: a usual chunk, or one of this shape, is traced to something else.
         """
         assert self._reference is not None
-        rows = next((rows for key, rows, kind in self._graphs if key == chunk.key and kind == PLAIN), 1)
-        traced = self._templates.get(chunk.key)
-        rows = traced.rows if traced is not None else rows
         usual = replace(self._reference, loss_of=chunk.loss_of)
-        for key, records in ((usual.key, usual), (chunk.key, made_up.records(chunk, rows, 3))):
-            known = self._graphs.get((key, records.size, PLAIN))
-            if known is None or (key == usual.key and records is not usual):
+        for sample in {usual.key: usual, chunk.key: chunk}.values():
+            known = self._traced_graph(sample.key)
+            if known is None:
                 continue
+            rows, graph = known
             try:
-                odd = differs(known, self._tracer.traced(records, Reads(), late=self.reads))
+                odd = differs(graph, self.tracer.traced(made_up.records(sample, rows, 3), Reads(), late=self.reads))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 odd = why(error)
             if odd is not None:
                 raise StateFound(CHANGED.format(what=odd))
+
+    def _traced_graph(self, key: Hashable) -> tuple[int, Graph] | None:
+        """(rows, graph) of one that was traced of records of a shape, rather than made of others."""
+        if (template := self._templates.get(key)) is not None:
+            return template.rows, template.graph
+        return next(((n, graph) for (of, n, kind), graph in self._graphs.items() if of == key and kind == PLAIN), None)
 
     def _check_same(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int, kind: str, reads: Reads) -> None:
         """Shows that a graph of a new shape is traced again to the same but for the number of rows, and that one in
@@ -233,11 +237,11 @@ class Graphs:
         """
         known = self._graphs.get((chunk.key, rows, PLAIN))
         if kind == EXACT and known is not None:
-            if not self._tracer.agree(graph, rows, known, rows, chunk, made_up, kind):
+            if not self.tracer.agree(graph, rows, known, rows, chunk, made_up, kind):
                 raise NotTraceable("what a record gives is another in float64")
             return
-        idle, make = self.reads.idle_numbers(), partial(self._tracer.template, graph, rows, chunk, made_up)
-        with much_later(idle):
+        idle, make = self.reads.idle_numbers(), partial(self.tracer.template, graph, rows, chunk, made_up)
+        with as_if_much_later(idle):
             template = make(1, reads, self.reads)
         if template is not None:
             reads.ignore(idle)
@@ -245,7 +249,7 @@ class Graphs:
             template = make(1, reads, self.reads)
         self._templates[chunk.key] = template
         if self._templates[chunk.key] is None:
-            odd = differs(graph, self._tracer.traced(made_up.records(chunk, rows, 1), reads, kind, self.reads))
+            odd = differs(graph, self.tracer.traced(made_up.records(chunk, rows, 1), reads, kind, self.reads))
             if odd is not None:
                 raise NotTraceable(f"the step is not the same each time it runs ({odd})")
 
@@ -253,24 +257,23 @@ class Graphs:
         if key in self._late and self._late[key].changed() is not None:
             self._forget(lambda other: other != key)
         known = self._graphs.get((key, rows, kind))
-        if known is not None and known.forms == self._tracer.inputs.forms():
+        if known is not None and known.forms == self.tracer.inputs.forms():
             return known
         self._graphs.pop((key, rows, kind), None)
         if (key, rows, kind) in self._refused:
-            raise self._refused[key, rows, kind]
+            raise NotTraceable(self._refused[key, rows, kind])
         reads = self._late.setdefault(key, Reads())
         try:
             with own_state(self._device):
-                graph = self._tracer.traced(made_up.records(chunk, rows, 0), reads, kind, self.reads)
-                self._tracer.prove(graph, chunk, made_up, rows, kind)
+                graph = self.tracer.traced(made_up.records(chunk, rows, 0), reads, kind, self.reads)
+                self.tracer.prove(graph, chunk, made_up, rows, kind)
                 self._check_same(graph, chunk, made_up, rows, kind, reads)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             shapes = described([tensor[0] for tensor in chunk.tensors])
-            refused = NotTraceable(f"training_step cannot be traced for records of {shapes}: {why(error)}")
-            self._refused[key, rows, kind] = refused
-            raise refused from None
+            self._refused[key, rows, kind] = f"training_step cannot be traced for records of {shapes}: {why(error)}"
+            raise NotTraceable(self._refused[key, rows, kind]) from None
         finally:
             self._check_unchanged(chunk, made_up)
         self._graphs[key, rows, kind] = graph

@@ -1,4 +1,4 @@
-"""What a training step reads besides records, parameters and buffers, such as `self.hparams["beta"]` or a global."""
+"""Watches what a training step reads besides records, parameters and buffers: attributes and variables."""
 
 import os
 import sys
@@ -21,9 +21,9 @@ from dpexp.privacy.engine.chunk import PLAIN
 
 # Parameters and buffers are inputs of a graph; most of what else a module holds for PyTorch's purposes changes no loss.
 _NOT_NOTED = {*vars(nn.Module())} - {"training", "_modules", "_forward_hooks", "_forward_pre_hooks"} | {"log"}
-_DEPTH, _MANY = 5, 100
+_DEPTH, _MANY = 5, 100  # of containers: nested how deep, of how many entries
 _LATER = 1_000_000
-_IDLE = 3
+_IDLE = 3  # changes of a value that leave the step as it is, after which it is watched no more
 _CHANGEABLE = object()
 _LIBRARIES = {
     "torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers", "logging",
@@ -35,7 +35,7 @@ _LIBRARY_PATHS = tuple(
 
 
 class Reads:
-    """The attributes and global variables that a step has read, and what they were."""
+    """The attributes and variables outside the modules that a step reads, and their values when it was last traced."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
@@ -58,11 +58,11 @@ class Reads:
             if event != "call" or id(code) in called:
                 return
             called[id(code)] = code
-            if not _is_a_librarys(code.co_filename):
+            if not _is_library_file(code.co_filename):
                 variables = [*_global_variables(frame)]
                 for name in code.co_freevars if id(code) not in inner else ():
                     if not isinstance(value := frame.f_locals.get(name), (Tensor, nn.Module, *PLAIN, *_FIXED)):
-                        variables.append((_Around(value), name))
+                        variables.append((_ClosureVariable(value), name))
                 for owner, name in variables:
                     found(owner, name)
                     self._note(owner, name)
@@ -100,15 +100,15 @@ class Reads:
             yield
         for (_, name), owner in read.items():
             self._note(owner, name)
-        self.note_again()
+        self.note_values()
         self.counters = [
             (owner, name)
             for (_, name), (owner, was) in numbers.items()
             if type(was) in (int, float) and type(now := value_of(owner, name)) in (int, float) and now != was
         ]
 
-    def note_again(self) -> None:
-        """Notes what all that was noted is now."""
+    def note_values(self) -> None:
+        """Notes the present values of all that is watched."""
         for (_, name), (owner, *_) in [*self._seen.items()]:
             self._note(owner, name)
 
@@ -116,15 +116,15 @@ class Reads:
         value = value_of(owner, name)
         look = _look(value)
         is_fixed = _is_constant(value) or isinstance(look, _Same)
-        key = id(value if isinstance(owner, _Around) else owner), name
+        key = id(value if isinstance(owner, _ClosureVariable) else owner), name
         self._seen[key] = owner, value if is_fixed else _CHANGEABLE, look
 
     def variables(self) -> list[tuple[Any, str]]:
         """(where it is, name) of those outside the modules."""
         return [(owner, name) for (_, name), (owner, *_) in self._seen.items() if not isinstance(owner, nn.Module)]
 
-    def looks(self) -> dict[tuple[str, int], Any]:
-        """By name: equal for what is the same."""
+    def signatures(self) -> dict[tuple[str, int], Any]:
+        """Of each value that is watched, by (name, key): equal while the value is the same."""
         return {
             (name, key): None if (value := value_of(owner, name)) is constant else _look(value)
             for (key, name), (owner, constant, _) in self._seen.items()
@@ -139,23 +139,23 @@ class Reads:
                 self._moved.append(key)
         return self._moved[0][1] if self._moved else None
 
-    def unaffected(self) -> None:
-        """What has changed has not changed the step: at the third time it is looked at no more."""
+    def step_unaffected(self) -> None:
+        """What `changed` found has not changed the step; at the third time it is watched no more."""
         self._idle.update(self._moved)
 
     def idle_numbers(self) -> list[tuple[Any, str]]:
-        """(where it is, name) of numbers that are looked at no more."""
+        """(where it is, name) of numbers that are watched no more."""
         found = [(self._seen[key][0], key[1]) for key, count in self._idle.items() if count >= _IDLE]
         return [(owner, name) for owner, name in found if type(value_of(owner, name)) in (int, float)]
 
     def ignore(self, variables: list[tuple[Any, str]]) -> None:
-        """They are not looked at."""
+        """Stops watching some."""
         self._idle.update({(id(owner), name): _IDLE for owner, name in variables})
 
 
 @contextmanager
-def much_later(variables: list[tuple[Any, str]]) -> Iterator[None]:
-    """Numbers, such as counters, are meanwhile those of a much later round."""
+def as_if_much_later(variables: list[tuple[Any, str]]) -> Iterator[None]:
+    """Raises numbers, such as counters, by a million meanwhile."""
     numbers = [(owner, name, value_of(owner, name)) for owner, name in variables]
     for owner, name, value in numbers:
         set_value(owner, name, value + _LATER)
@@ -170,8 +170,8 @@ _FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, classmethod, stat
 
 
 @dataclass
-class _Around:
-    """What a variable of a function around another holds, which may be changed in place."""
+class _ClosureVariable:
+    """The value of a closure's variable, which may be changed in place."""
 
     value: Any
 
@@ -182,24 +182,24 @@ def _global_variables(frame: FrameType) -> Iterator[tuple[Any, str]]:
     for name in names:
         value = variables.get(name, type)
         if isinstance(value, type | ModuleType):
-            if not _is_a_librarys(str(getattr(sys.modules.get(_home(value)), "__file__", ""))):
+            if not _is_library_file(str(getattr(sys.modules.get(_module_name(value)), "__file__", ""))):
                 yield from ((value, of) for of in names if not isinstance(vars(value).get(of, type), _FIXED))
         elif not isinstance(value, _FIXED):
             yield variables, name
 
 
-def _home(value: Any) -> str:
+def _module_name(value: Any) -> str:
     return value.__name__ if isinstance(value, ModuleType) else value.__module__
 
 
 @cache
-def _is_a_librarys(file: str) -> bool:
+def _is_library_file(file: str) -> bool:
     return not file or file.startswith(("<frozen", "<eval_with_key", "<string>", *_LIBRARY_PATHS))
 
 
 def value_of(owner: Any, name: str) -> Any:
     """An attribute or variable; of a parameter or buffer whether there is one, since it is read by its name."""
-    if isinstance(owner, _Around):
+    if isinstance(owner, _ClosureVariable):
         return owner.value
     if not isinstance(owner, nn.Module):
         return (owner if isinstance(owner, dict) else vars(owner)).get(name)
@@ -214,11 +214,12 @@ def value_of(owner: Any, name: str) -> Any:
 
 
 def set_value(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute or variable, unless it is the value already."""
     if value_of(owner, name) is value:
         return
     if isinstance(owner, dict):
         owner[name] = value
-    elif not isinstance(owner, _Around):
+    elif not isinstance(owner, _ClosureVariable):
         setattr(owner, name, value)
 
 
@@ -261,12 +262,15 @@ def _look(value: Any, depth: int = _DEPTH) -> Any:
     return [_look(one, depth - 1) for one in value]
 
 
-def is_of_the_users(value: Any, kind: type | None = None) -> bool:
-    """An object of a class of the user's own, such as a configuration; or whether one of its classes is."""
-    own = kind or type(value)
-    if own.__module__ == "builtins" or (kind is None and isinstance(value, nn.Module | type)):
+def is_of_the_users(value: Any) -> bool:
+    """An object of a class of the user's own, such as a configuration."""
+    if isinstance(value, nn.Module | type) or is_library_class(type(value)):
         return False
-    return own.__module__.partition(".")[0] not in _LIBRARIES and (hasattr(value, "__dict__") or is_dataclass(own))
+    return hasattr(value, "__dict__") or is_dataclass(type(value))
+
+
+def is_library_class(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in {"builtins", *_LIBRARIES}
 
 
 def _library(value: Any) -> str:

@@ -1,4 +1,8 @@
-"""Puts back what a call of the step that no round asked for leaves behind in modules and global variables."""
+"""Undoes the side effects of a trace that dpexp makes in the middle of a round.
+
+Whether there is such a trace depends on private records, so that nothing may tell that there was one. What the step
+does in the rounds is a graph, and has no side effects.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpexp.privacy.engine.random_states import all_random_states, set_all_random_states
-from dpexp.privacy.engine.reads import Reads, is_of_the_users, set_value, value_of
+from dpexp.privacy.engine.reads import Reads, is_library_class, is_of_the_users, set_value, value_of
 from dpexp.privacy.engine.traced import NotTraceable
 
-_DEPTH, _MANY = 8, 1000
+_DEPTH, _MANY = 8, 1000  # of containers: nested how deep, of how many entries these are looked into
 _SEQUENCES = (list, set, deque)
 
 
 @contextmanager
-def undone(
+def side_effects_undone(
     module: nn.Module, reads: Sequence[Reads], own: Sequence[Tensor], device: torch.device
 ) -> Iterator[Callable[[Any, str], None]]:
-    """Attributes of all modules, global variables that the step reads, and what their containers and plain objects
-    hold, are afterwards what they were, as are the states of random generators. Nothing may be written to a tensor
-    that is not made meanwhile.
+    """Restores attributes of all modules, variables that the step reads, the entries of their containers and plain
+    objects, and the states of random generators. Nothing may be written to a tensor that is not made meanwhile.
 
     Args:
         own: tensors that may be written to.
@@ -41,10 +44,11 @@ def undone(
 
     def keep(owner: Any, name: str) -> None:
         variables.append((owner, name, value_of(owner, name)))
-        _keep(variables[-1][-1], seen)
+        _snapshot(variables[-1][-1], seen)
 
-    _keep(module, seen)
-    for kind in {kind for layer in module.modules() for kind in type(layer).__mro__ if is_of_the_users(layer, kind)}:
+    _snapshot(module, seen)
+    classes = {kind for layer in module.modules() for kind in type(layer).__mro__}
+    for kind in (kind for kind in classes if not is_library_class(kind)):
         for name, value in [*vars(kind).items()]:
             if name[:2] != "__" and not callable(value) and not hasattr(value, "__get__"):
                 keep(kind, name)
@@ -71,37 +75,41 @@ def undone(
         for owner, name, value in variables:
             set_value(owner, name, value)
         for one in reads:
-            one.note_again()
+            one.note_values()
 
 
 class _NoWrites(TorchDispatchMode):
-    """Operators write to no memory that was there before, but to some tensors'."""
+    """Refuses operators that write to a tensor which was there before, but for some.
+
+    Raises:
+        NotTraceable: an operator does.
+    """
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         super().__init__()
-        self._made = {_memory(tensor) for tensor in own}
+        self._made = {_storage(tensor) for tensor in own}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {_memory(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(tensor, Tensor) and _memory(tensor) not in self._made:
+                    if isinstance(tensor, Tensor) and _storage(tensor) not in self._made:
                         raise NotTraceable(f"{func} writes to a tensor {list(tensor.shape)} that it did not make")
         found = func(*args, **kwargs)
-        made = {_memory(tensor) for tensor in tree_leaves(found) if isinstance(tensor, Tensor)}
+        made = {_storage(tensor) for tensor in tree_leaves(found) if isinstance(tensor, Tensor)}
         self._made |= made if func is torch.ops.aten.lift_fresh.default else made - given
         return found
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
-def _keep(value: Any, seen: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> None:
-    """Notes what containers and plain objects hold, also inside one another."""
+def _snapshot(value: Any, seen: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> None:
+    """Copies the entries of containers and plain objects, nested ones included, into `seen`."""
     if not depth or id(value) in seen:
         return
     if isinstance(value, np.ndarray) and value.size <= _MANY and value.flags.writeable:
@@ -111,7 +119,7 @@ def _keep(value: Any, seen: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> 
     elif isinstance(value, _SEQUENCES):
         seen[id(value)] = value, [*value]
     if isinstance(value, nn.Module) or is_of_the_users(value):
-        _keep(getattr(value, "__dict__", None), seen, depth)
+        _snapshot(getattr(value, "__dict__", None), seen, depth)
     if isinstance(value, (dict, tuple, *_SEQUENCES)) and len(value) <= _MANY:
         for one in value.values() if isinstance(value, dict) else value:
-            _keep(one, seen, depth if isinstance(value, dict) and isinstance(one, nn.Module) else depth - 1)
+            _snapshot(one, seen, depth if isinstance(value, dict) and isinstance(one, nn.Module) else depth - 1)

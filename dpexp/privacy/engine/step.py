@@ -22,7 +22,6 @@ from dpexp.privacy.engine.questions import described, failing_layer, why
 from dpexp.privacy.engine.random_states import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.traced import Mixes
-from dpexp.privacy.engine.tracer import Tracer
 from dpexp.privacy.engine.uses import Dense
 from dpexp.privacy.values import Values
 
@@ -31,7 +30,7 @@ NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
 _OTHERS = (1, 2, 4)  # made-up records that are processed between one and the same
 _SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
 _TRACING = _CHECKING = 0.02  # of the time
-_STEPS_CHANGED, _READS_CHANGED = 3, 8  # how often, after which a step runs as written
+_STEPS_CHANGED = 3  # how often, after which a step runs as written
 
 _NO_GRADIENT = (
     "model: training_step's loss depends on none of the parameters that are trained; leave out .detach(), "
@@ -65,13 +64,12 @@ class Step:
         graphs: Graphs,
         run_pass: VmapPass,
         clip: ClippedSums,
-        tracer: Tracer,
         training: Training | None,
         alone: bool,
         device: torch.device,
     ) -> None:
         self._module, self._parameters, self._values = module, parameters, values
-        self._graphs, self._pass, self._clip, self._tracer = graphs, run_pass, clip, tracer
+        self._graphs, self._pass, self._clip = graphs, run_pass, clip
         self._training, self._alone, self._device = training, alone, device
         self.mode: str | None = None
         self.reason = ""
@@ -82,14 +80,14 @@ class Step:
         self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
         self._asked = 1
         self._clean = 0  # rounds completed when the step was last traced
-        self._steps_changed = self._reads_changed = 0
+        self._steps_changed = 0
         self._tracing = self._checking = 0.0  # seconds
         self._began = time.perf_counter()
 
     @property
     def held(self) -> list[str]:
         """Shapes of tensors that a traced step reads and that are neither parameters nor buffers."""
-        return self._tracer.held
+        return self._graphs.tracer.held
 
     @property
     def digest(self) -> int:
@@ -139,11 +137,10 @@ class Step:
 
     def trace_again(self, loss_of: LossOf, completed: int, epoch_begins: bool = False) -> None:
         """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when
-        something that the step reads of the modules has changed, and, as far as that takes 2 % of the time, at epochs'
+        something that the step reads has changed, and, as far as that takes 2 % of the time, at epochs'
         starts and in rounds 2, 4, 8, …
 
-        A step that has changed is traced and proved. One that changes time and again, or reads what hooks change so
-        often that most of the time would go into traces, runs as written from then on.
+        A step that has changed is traced and proved. One that changes time and again runs as written from then on.
         """
         if self.mode != TRACED or self._template is None:
             return
@@ -158,15 +155,10 @@ class Step:
         self._clean = completed
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._reads_changed += changed is not None
         with own_state(self._device):
-            if self._reads_changed > _READS_CHANGED and self._tracing > 0.5 * (now - self._began):
-                self.reason = f"training_step reads {changed}, which hooks change"
-                self._untraced(chunk)
-            else:
-                self._trace_if_changed(chunk, settings)
-                if changed is not None:
-                    self._graphs.forget(but=chunk)
+            self._trace_if_changed(chunk, settings)
+            if changed is not None:
+                self._graphs.forget(but=chunk)
             if self.mode != TRACED:
                 self._try_state(chunk)
                 self._say_slowness()
@@ -181,7 +173,7 @@ class Step:
         except Exception as error:
             odd = why(error)
         if odd is None:
-            self._graphs.reads.unaffected()
+            self._graphs.reads.step_unaffected()
             return
         self._steps_changed += 1
         self._graphs.forget()
@@ -301,7 +293,7 @@ class Step:
         assert self.made_up
         self.mode = VMAP
         try:
-            self._tracer.prove_untraced(chunk, self.made_up)
+            self._graphs.tracer.prove_untraced(chunk, self.made_up)
         except ConfigError:
             raise
         except Exception:  # what stands in the way of a graph was said

@@ -14,7 +14,7 @@ from dpexp.privacy.engine.passes import Gradients, VmapPass
 from dpexp.privacy.engine.random_states import random_state, set_random_state
 from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.rounding import full_precision
-from dpexp.privacy.engine.side_effects import undone
+from dpexp.privacy.engine.side_effects import side_effects_undone
 from dpexp.privacy.engine.traced import Inputs, NotTraceable, check_constants, compiling, prove, trace
 from dpexp.privacy.training_data import Memory
 
@@ -32,6 +32,7 @@ class Tracer:
         data: where the training set lies in memory, which no graph may hold.
 
     Attributes:
+        device, usual: as given.
         inputs: parameters and buffers.
         held: shapes of tensors that the step reads and that are neither.
         draws: whether a usual graph draws random numbers.
@@ -43,7 +44,7 @@ class Tracer:
     ) -> None:  # fmt: skip
         self.inputs = Inputs(module)
         self._pass, self._clip, self._zeros = run_pass, clip, zeros
-        self._device, self._usual, self._data = device, usual, data
+        self.device, self.usual, self._data = device, usual, data
         self.held: list[str] = []
         self.draws = False
 
@@ -53,12 +54,12 @@ class Tracer:
         Raises:
             Exception: it is not so, or such records cannot be processed together.
         """
-        rows = max(2, min(self._usual, _PROVED_ROWS))
+        rows = max(2, min(self.usual, _PROVED_ROWS))
         some, others = (made_up.records(chunk, rows, seed) for seed in (0, 1))
-        numbers, state = self._clip.numbers((), self._device), random_state(self._device)
+        numbers, state = self._clip.numbers((), self.device), random_state(self.device)
 
         def run(given: Chunk, counted: Tensor) -> dict[str, Tensor]:
-            set_random_state(self._device, state)
+            set_random_state(self.device, state)
             return self._outputs(self._pass(given), numbers, counted)
 
         prove(run, some, others)
@@ -81,12 +82,12 @@ class Tracer:
             gradients = self._pass(records.having([*tensors]))
             return self._outputs(gradients, numbers, counted, rows, zeroing)
 
-        counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
-        others = [self._clip.numbers((), self._device), counted, *(self.exact_rows(0) if kind == EXACT else [])]
+        counted = torch.ones(records.size, dtype=torch.bool, device=self.device)
+        others = [self._clip.numbers((), self.device), counted, *(self.exact_rows(0) if kind == EXACT else [])]
         with ExitStack() as around:
             if late is not None:
                 held = [*others, *records.tensors]
-                keep = around.enter_context(undone(self.inputs.module, (late, reads), held, self._device))
+                keep = around.enter_context(side_effects_undone(self.inputs.module, (late, reads), held, self.device))
                 around.enter_context(reads.variables_noted(keep))
             around.enter_context(reads.noted())
             graph = trace(run, self.inputs, [*others, *records.tensors])
@@ -102,27 +103,27 @@ class Tracer:
     ) -> dict[str, Tensor]:  # fmt: skip
         """Sums, and what is found of each row."""
         sums = self._zeros()
-        with torch.no_grad(), full_precision(self._device):  # a trace notes what autocast makes of each operator
+        with torch.no_grad(), full_precision(self.device):  # a trace notes what autocast makes of each operator
             found = self._clip(gradients, numbers, sums, counted & gradients.in_range, rows, zeroing)
         outputs = {f"sum:{name}": total for name, total in sums.items()}
         return outputs | found | {"loss": gradients.losses, "in_range": gradients.in_range}
 
     def exact_rows(self, row: int) -> list[Tensor]:
         """That one row's norm is wanted in float64."""
-        here = torch.arange(EXACT_ROWS, device=self._device)
+        here = torch.arange(EXACT_ROWS, device=self.device)
         return [torch.full_like(here, row), here == 0]
 
     def run(
         self, graph: Graph, numbers: Tensor, counted: list[Tensor], records: Chunk, read: list[Tensor] | None = None
     ) -> dict[str, Tensor]:
-        return graph([*(read or self.inputs.tensors()), numbers, *counted, *records.tensors], self._device)
+        return graph([*(read or self.inputs.tensors()), numbers, *counted, *records.tensors], self.device)
 
     def compare(self, graph: Graph, records: Chunk) -> None:
         """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees."""
-        counted = torch.ones(records.size, dtype=torch.bool, device=self._device)
-        numbers, state = self._clip.numbers((), self._device), random_state(self._device)
+        counted = torch.ones(records.size, dtype=torch.bool, device=self.device)
+        numbers, state = self._clip.numbers((), self.device), random_state(self.device)
         found = self.run(graph, numbers, [counted], records)
-        set_random_state(self._device, state)
+        set_random_state(self.device, state)
         with compiling():
             seen = self._outputs(self._pass(records), numbers, counted)
         finite = bool(seen["finite"].all())
@@ -133,14 +134,14 @@ class Tracer:
                 raise NotTraceable(f"a record's {name.partition(':')[0]} is another one than without a trace")
 
     def prove(self, graph: Graph, chunk: Chunk, made_up: MadeUp, rows: int = 0, kind: str = PLAIN) -> None:
-        some, others = (made_up.records(chunk, rows or self._usual, seed) for seed in (0, 1))
+        some, others = (made_up.records(chunk, rows or self.usual, seed) for seed in (0, 1))
         self.held = check_constants(graph, self._data)
         read = [*self.inputs.moved()]
         before = [digest(tensor) for tensor in (*read, *graph.constants.values())]
-        numbers, state = self._clip.numbers((), self._device), random_state(self._device)
+        numbers, state = self._clip.numbers((), self.device), random_state(self.device)
 
         def run(given: Chunk, counted: Tensor) -> dict[str, Tensor]:
-            set_random_state(self._device, state)
+            set_random_state(self.device, state)
             exact = self.exact_rows(int(counted.nonzero()[0])) if kind == EXACT else []
             return self.run(graph, numbers, [counted, *exact], given, read)
 
@@ -153,12 +154,12 @@ class Tracer:
     ) -> bool:
         """Whether two graphs make the same of the rows that both have, from the same random state."""
         some, few = made_up.records(chunk, max(rows, others), 0), min(rows, others)
-        numbers, found = self._clip.numbers((), self._device), list[dict[str, Tensor]]()
-        state = random_state(self._device)
+        numbers, found = self._clip.numbers((), self.device), list[dict[str, Tensor]]()
+        state = random_state(self.device)
         for each, count, exact in ((graph, rows, kind == EXACT), (other, others, False)):
-            index = torch.arange(count, device=self._device)
+            index = torch.arange(count, device=self.device)
             more = self.exact_rows(0) if exact else []
-            set_random_state(self._device, state)
+            set_random_state(self.device, state)
             found.append(self.run(each, numbers, [index < few, *more], some.rows(index)))
         for name in found[0].keys() & found[1].keys():
             if kind == PLAIN or not name.startswith("sum:"):
