@@ -4,6 +4,8 @@ import enum
 import os
 import warnings
 from collections import OrderedDict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -529,6 +531,43 @@ def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
     after = sums_of(engine, loss_of, batch)
     assert longer_ones["0.weight"].any() and all(torch.equal(after[name], before[name]) for name in before)
     assert LENGTHS == {"longest": 1}
+
+
+@dataclass
+class Head:
+    beta: float = 1.0
+
+
+@dataclass
+class Net:
+    head: Head = field(default_factory=Head)
+
+
+NESTED = SimpleNamespace(net=SimpleNamespace(head=SimpleNamespace(beta=Net())))
+
+
+def test_nested_settings_are_the_same_until_they_change():
+    module, _ = classifier()
+    engine = engine_of(module)
+    sums_of(engine, lambda one: flat_loss(module, one) * NESTED.net.head.beta.head.beta, rows())
+    reads = engine.step._graphs.reads
+    assert reads.changed() is None and reads.signatures() == reads.signatures()
+    NESTED.net.head.beta = Net(Head(2.0))
+    assert reads.changed() == "NESTED"
+
+
+def test_attention_is_traced_alike_in_the_middle_of_a_round():
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8)
+
+    def loss_of(one):
+        x = module(one[0])[:, None]
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
+
+    engine = engine_of(module)
+    for length in (3, 5):
+        found = sums_of(engine, loss_of, (torch.randn(4, 1, length, 8),), 4)
+        assert engine.mode == "traced" and found["weight"].any()
 
 
 @pytest.mark.parametrize("into", ["buffer", "parameter", "data", "global", "out"])

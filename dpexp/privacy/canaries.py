@@ -334,7 +334,7 @@ class Contributions:
     def add(self, t: int, g: int, group: Group, released: Array, difference: float, there: NDArray[np.bool_]) -> None:
         """As `Attack.add`."""
         values = math.copysign(1, difference) * released.sum(0) / (group.S * math.sqrt(len(released)))
-        self._round.append((group.name, values, float(values[-_BLANK:].std())))
+        self._round.append((group.name, values, _error(values)))
 
     def end(self, canaries: int, q: float) -> None:
         """Takes what was added since the last round's end, of samples at rate q."""
@@ -343,7 +343,7 @@ class Contributions:
         drawn = together[:canaries] > 0.5
         self._drawn, self._chances = self._drawn + int(drawn.sum()), self._chances + canaries
         self._expected += canaries * q
-        for name, values, error in (*self._round, ("", together, float(together[-_BLANK:].std()))):
+        for name, values, error in (*self._round, ("", together, _error(together))):
             self._found.setdefault(name, []).append(values[:canaries][drawn])
             self._errors.setdefault(name, []).append(np.full(int(drawn.sum()), error))
         self._round.clear()
@@ -361,3 +361,8 @@ class Contributions:
             else:
                 found.append(largest_contribution(values, float(errors.max()), level))
         return found
+
+
+def _error(values: Array) -> float:
+    """The standard deviation of the noise; above 0 also where there is none."""
+    return max(float(values[-_BLANK:].std()), float(np.finfo(float).eps))

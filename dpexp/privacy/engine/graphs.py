@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -209,18 +208,29 @@ class Graphs:
         assert self._reference is not None
         usual = replace(self._reference, loss_of=chunk.loss_of)
         for sample in {usual.key: usual, chunk.key: chunk}.values():
-            known = self._traced_graph(sample.key)
-            if known is None:
-                continue
-            rows, graph = known
-            try:
-                odd = differs(graph, self.tracer.traced(made_up.records(sample, rows, 3), Reads(), late=self.reads))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                odd = why(error)
+            odd = self._differs(sample, sample.key, made_up, Reads())
             if odd is not None:
                 raise StateFound(CHANGED.format(what=odd))
+
+    def _follow(self, chunk: Chunk, key: Hashable, made_up: MadeUp) -> None:
+        """Drops the graphs of a shape if what the step reads of such records has changed, and the step with it."""
+        if self._differs(chunk, key, made_up, self._late[key]) is None:
+            self._late[key].step_unaffected()
+        else:
+            self._forget(lambda other: other != key)
+
+    def _differs(self, sample: Chunk, key: Hashable, made_up: MadeUp, reads: Reads) -> str | None:
+        """In what the graph of records of a shape differs from another trace; None: in nothing, or there is none."""
+        known = self._traced_graph(key)
+        if known is None:
+            return None
+        rows, graph = known
+        try:
+            return differs(graph, self.tracer.traced(made_up.records(sample, rows, 3), reads, late=self.reads))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return why(error)
 
     def _traced_graph(self, key: Hashable) -> tuple[int, Graph] | None:
         """(rows, graph) of one that was traced of records of a shape, rather than made of others."""
@@ -240,14 +250,7 @@ class Graphs:
             if not self.tracer.agree(graph, rows, known, rows, chunk, made_up, kind):
                 raise NotTraceable("what a record gives is another in float64")
             return
-        idle, make = self.reads.idle_numbers(), partial(self.tracer.template, graph, rows, chunk, made_up)
-        with as_if_much_later(idle):
-            template = make(1, reads, self.reads)
-        if template is not None:
-            reads.ignore(idle)
-        elif idle:
-            template = make(1, reads, self.reads)
-        self._templates[chunk.key] = template
+        self._templates[chunk.key] = self.tracer.template(graph, rows, chunk, made_up, 1, reads, self.reads)
         if self._templates[chunk.key] is None:
             odd = differs(graph, self.tracer.traced(made_up.records(chunk, rows, 1), reads, kind, self.reads))
             if odd is not None:
@@ -255,7 +258,7 @@ class Graphs:
 
     def _graph_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp, rows: int, kind: str) -> Graph:
         if key in self._late and self._late[key].changed() is not None:
-            self._forget(lambda other: other != key)
+            self._follow(chunk, key, made_up)
         known = self._graphs.get((key, rows, kind))
         if known is not None and known.forms == self.tracer.inputs.forms():
             return known

@@ -143,15 +143,6 @@ class Reads:
         """What `changed` found has not changed the step; at the third time it is watched no more."""
         self._idle.update(self._moved)
 
-    def idle_numbers(self) -> list[tuple[Any, str]]:
-        """(where it is, name) of numbers that are watched no more."""
-        found = [(self._seen[key][0], key[1]) for key, count in self._idle.items() if count >= _IDLE]
-        return [(owner, name) for owner, name in found if type(value_of(owner, name)) in (int, float)]
-
-    def ignore(self, variables: list[tuple[Any, str]]) -> None:
-        """Stops watching some."""
-        self._idle.update({(id(owner), name): _IDLE for owner, name in variables})
-
 
 @contextmanager
 def as_if_much_later(variables: list[tuple[Any, str]]) -> Iterator[None]:
@@ -249,17 +240,23 @@ def _look(value: Any, depth: int = _DEPTH) -> Any:
         return repr(value)
     if isinstance(value, np.ndarray) and value.size <= _MANY:
         return value.dtype, value.shape, value.tobytes()
+    entries = _entries(value) if depth else None
+    return _Same(value) if entries is None else [(name, _look(one, depth - 1)) for name, one in entries]
+
+
+def _entries(value: Any) -> list[tuple[str, Any]] | None:
+    """(name, entry) of a container or a plain object; None: it is none, or a large one."""
     if isinstance(value, partial):
-        value = [value.func, value.args, value.keywords]
-    is_container = isinstance(value, dict | list | tuple | set | frozenset | deque)
-    if not is_container and is_of_the_users(value):
-        own = [getattr(value, f.name, None) for f in (fields(value) if is_dataclass(type(value)) else ())]
-        value, is_container = [getattr(value, "__dict__", {}), own], True
-    if not (depth and is_container and len(value) <= _MANY):
-        return _Same(value)
-    if isinstance(value, dict):
-        return [(repr(key), _look(one, depth - 1)) for key, one in value.items()]
-    return [_look(one, depth - 1) for one in value]
+        return [("", value.func), ("", value.args), ("", value.keywords)]
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        if len(value) > _MANY:
+            return None
+        return [(repr(key), one) for key, one in value.items()] if isinstance(value, dict) else [("", x) for x in value]
+    if is_of_the_users(value):
+        own = fields(value) if is_dataclass(type(value)) else ()
+        found = getattr(value, "__dict__", {}) | {field.name: getattr(value, field.name, None) for field in own}
+        return [*found.items()] if len(found) <= _MANY else None
+    return None
 
 
 def is_of_the_users(value: Any) -> bool:

@@ -11,13 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from dpexp.privacy.engine.random_states import all_random_states, set_all_random_states
 from dpexp.privacy.engine.reads import Reads, is_library_class, is_of_the_users, set_value, value_of
-from dpexp.privacy.engine.traced import NotTraceable
 
 _DEPTH, _MANY = 8, 1000  # of containers: nested how deep, of how many entries these are looked into
 _SEQUENCES = (list, set, deque)
@@ -25,19 +22,14 @@ _SEQUENCES = (list, set, deque)
 
 @contextmanager
 def side_effects_undone(
-    module: nn.Module, reads: Sequence[Reads], own: Sequence[Tensor], device: torch.device
+    module: nn.Module, reads: Sequence[Reads], device: torch.device
 ) -> Iterator[Callable[[Any, str], None]]:
     """Restores attributes of all modules, variables that the step reads, the entries of their containers and plain
-    objects, and the states of random generators. Nothing may be written to a tensor that is not made meanwhile.
-
-    Args:
-        own: tensors that may be written to.
+    objects, and the states of random generators. What tensors hold is not restored: no trace may write to one that it
+    did not make.
 
     Yields:
         what to call for a variable (where it is, name) that is found meanwhile, before it changes.
-
-    Raises:
-        NotTraceable: something is about to be written to another tensor.
     """
     seen: dict[int, tuple[Any, Any]] = {}
     variables = []
@@ -57,8 +49,7 @@ def side_effects_undone(
     tensors = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
     state = all_random_states(device)
     try:
-        with _NoWrites(own):
-            yield keep
+        yield keep
     finally:
         for tensor, data in tensors:
             if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
@@ -76,36 +67,6 @@ def side_effects_undone(
             set_value(owner, name, value)
         for one in reads:
             one.note_values()
-
-
-class _NoWrites(TorchDispatchMode):
-    """Refuses operators that write to a tensor which was there before, but for some.
-
-    Raises:
-        NotTraceable: an operator does.
-    """
-
-    def __init__(self, own: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._made = {_storage(tensor) for tensor in own}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(tensor, Tensor) and _storage(tensor) not in self._made:
-                        raise NotTraceable(f"{func} writes to a tensor {list(tensor.shape)} that it did not make")
-        found = func(*args, **kwargs)
-        made = {_storage(tensor) for tensor in tree_leaves(found) if isinstance(tensor, Tensor)}
-        self._made |= made if func is torch.ops.aten.lift_fresh.default else made - given
-        return found
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _snapshot(value: Any, seen: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> None:

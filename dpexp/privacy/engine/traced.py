@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk
@@ -91,7 +93,7 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
         outputs[:] = found
         return [*found.values()]
 
-    with compiling():
+    with compiling(), _NoWrites(others):
         graph = proxy_tensor.make_fx(flat)(*held, *others)
     written = _check_writes(graph)
     _check_errors(graph)
@@ -100,6 +102,38 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
     graph.graph.eliminate_dead_code()
     _check_operators(graph)
     return Graph(graph, outputs, inputs.forms())
+
+
+class _NoWrites(TorchDispatchMode):
+    """Refuses operators that write to a tensor which was there before, but for some.
+
+    Raises:
+        NotTraceable: an operator does.
+    """
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._made = {_storage(tensor) for tensor in own}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(tensor, Tensor) and _storage(tensor) not in self._made:
+                        raise NotTraceable(
+                            f"it writes to a tensor {list(tensor.shape)}, which it did not make ({func})"
+                        )
+        found = func(*args, **kwargs)
+        made = {_storage(tensor) for tensor in tree_leaves(found) if isinstance(tensor, Tensor)}
+        self._made |= made if func is torch.ops.aten.lift_fresh.default else made - given
+        return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 @contextlib.contextmanager

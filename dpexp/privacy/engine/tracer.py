@@ -86,8 +86,7 @@ class Tracer:
         others = [self._clip.numbers((), self.device), counted, *(self.exact_rows(0) if kind == EXACT else [])]
         with ExitStack() as around:
             if late is not None:
-                held = [*others, *records.tensors]
-                keep = around.enter_context(side_effects_undone(self.inputs.module, (late, reads), held, self.device))
+                keep = around.enter_context(side_effects_undone(self.inputs.module, (late, reads), self.device))
                 around.enter_context(reads.variables_noted(keep))
             around.enter_context(reads.noted())
             graph = trace(run, self.inputs, [*others, *records.tensors])
