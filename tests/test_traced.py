@@ -556,6 +556,24 @@ def test_nested_settings_are_the_same_until_they_change():
     assert reads.changed() == "NESTED"
 
 
+def test_a_buffer_that_the_step_makes_longer_is_traced_once_a_shape(monkeypatch):
+    module, _ = classifier()
+    module.register_buffer("table", torch.ones(1))
+
+    def loss_of(one):
+        length = one[0].shape[-2]
+        if length > len(module.table):
+            module.table = torch.arange(1.0, length + 1)
+        return flat_loss(module, one) * module.table[:length].sum()
+
+    engine, traced = engine_of(module, bound=100.0), []
+    sums_of(engine, loss_of, rows())
+    found = sums_of(engine, loss_of, longer(), 2)
+    monkeypatch.setattr(tracer.Tracer, "traced", lambda *args, **more: traced.append(1))
+    again = sums_of(engine, loss_of, longer(), 2)
+    assert not traced and found["0.weight"].any() and relative_error(again, found) < 1e-6
+
+
 def test_attention_is_traced_alike_in_the_middle_of_a_round():
     torch.manual_seed(0)
     module = nn.Linear(8, 8)
@@ -576,6 +594,7 @@ def test_a_new_shape_writes_to_nothing(into):
     module, _ = classifier()
     module.register_buffer("count", torch.zeros(1))
     own = torch.zeros(1)
+    held = module.held = {"tensor": own}
 
     def loss_of(one):
         if one[0].dim() > 2:
@@ -585,7 +604,7 @@ def test_a_new_shape_writes_to_nothing(into):
             elif into == "out":
                 torch.add(module.count, 1, out=module.count)
             elif into == "data":
-                module.count.data = module.count + 1
+                module.count.data, held["tensor"].data = module.count + 1, held["tensor"] + 1
             else:
                 (own if into == "global" else module.count).add_(1)
         return flat_loss(module, one) / (1 + module.count + own).sum()
@@ -616,6 +635,35 @@ def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch)
         engine.step.trace_again(loss_of, 2)
     half = sums_of(engine, loss_of, longer(), 2)
     assert relative_error({name: 2 * total for name, total in half.items()}, found) < 1e-6
+
+
+def test_a_doubtful_record_lets_no_other_follow_what_is_watched_no_more():
+    """Its graph in float64 is not of the same step then: the job ends, as not private."""
+    torch.manual_seed(0)
+    module = nn.Linear(256, 256, bias=False)
+    module.count, signs = 0, torch.tensor([1.0, -1.0]).repeat(128)
+
+    def loss_of(one):
+        factor = 2.0 if module.count > 8 else 1.0
+        return factor * (module(one[0]) * one[1]).sum()
+
+    x, g = torch.randn(4, 1, 2, 256), torch.randn(4, 1, 2, 256)
+    cancelling = x.clone(), g.clone()
+    cancelling[0][0, 0, 1], cancelling[1][0, 0, 1] = x[0, 0, 0], -g[0, 0, 0] * (1 + 1e-7 * signs)
+    engine = engine_of(module, bound=1e-3)
+    for t in range(8):
+        sums_of(engine, loss_of, cancelling if t % 2 else (x, g), 4)
+        module.count += 1
+        engine.step.trace_again(loss_of, t)
+    whole = sums_of(engine, loss_of, (x, g), 4)
+    module.count += 1
+    engine.step.trace_again(loss_of, 9)
+    assert engine.mode == "traced"
+    assert relative_error(sums_of(engine, loss_of, (x, g), 4), whole) < 1e-6
+    mixed = sums_of(engine, loss_of, cancelling, 4)
+    alone = sums_of(engine, loss_of, tuple(part[1:] for part in cancelling), 3)
+    others = sums_of(engine, loss_of, tuple(part[1:] for part in (x, g)), 3)
+    assert relative_error(alone, others) < 1e-6 and float((mixed["weight"] - others["weight"]).norm()) <= 1e-3 * 1.0001
 
 
 def test_what_hooks_change_and_the_step_does_not_follow_is_looked_at_three_times(monkeypatch):

@@ -265,7 +265,8 @@ class Graphs:
         self._graphs.pop((key, rows, kind), None)
         if (key, rows, kind) in self._refused:
             raise NotTraceable(self._refused[key, rows, kind])
-        reads = self._late.setdefault(key, Reads())
+        assert self._reference is not None
+        reads = Reads() if key == self._reference.key else self._late.setdefault(key, Reads())
         try:
             with own_state(self._device):
                 graph = self.tracer.traced(made_up.records(chunk, rows, 0), reads, kind, self.reads)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpexp.privacy.engine.random_states import all_random_states, set_all_random_states
 from dpexp.privacy.engine.reads import Reads, is_library_class, is_of_the_users, set_value, value_of
@@ -46,17 +46,16 @@ def side_effects_undone(
                 keep(kind, name)
     for owner, name in (variable for one in reads for variable in one.variables()):
         keep(owner, name)
-    tensors = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
     state = all_random_states(device)
     try:
         yield keep
     finally:
-        for tensor, data in tensors:
-            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
-                tensor.data = data
         set_all_random_states(device, *state)
         for container, content in seen.values():
-            if isinstance(container, np.ndarray):
+            if isinstance(container, Tensor):
+                if container.data_ptr() != content.data_ptr() or container.shape != content.shape:
+                    container.data = content
+            elif isinstance(container, np.ndarray):
                 container[...] = content
             elif isinstance(container, list):
                 container[:] = content
@@ -73,7 +72,9 @@ def _snapshot(value: Any, seen: dict[int, tuple[Any, Any]], depth: int = _DEPTH)
     """Copies the entries of containers and plain objects, nested ones included, into `seen`."""
     if not depth or id(value) in seen:
         return
-    if isinstance(value, np.ndarray) and value.size <= _MANY and value.flags.writeable:
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        seen[id(value)] = value, value.data
+    elif isinstance(value, np.ndarray) and value.size <= _MANY and value.flags.writeable:
         seen[id(value)] = value, value.copy()
     elif isinstance(value, dict):
         seen[id(value)] = value, dict(value)

@@ -85,7 +85,7 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
     Raises:
         Exception: whatever stands in the way.
     """
-    held = inputs.tensors()
+    held, forms = inputs.tensors(), inputs.forms()  # before the step replaces a buffer by a larger one
     outputs: list[str] = []
 
     def flat(*given: Tensor) -> list[Tensor]:
@@ -101,7 +101,7 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
     _initialise(graph.graph)
     graph.graph.eliminate_dead_code()
     _check_operators(graph)
-    return Graph(graph, outputs, inputs.forms())
+    return Graph(graph, outputs, forms)
 
 
 class _NoWrites(TorchDispatchMode):
