@@ -95,6 +95,7 @@ class Trainer:
     accelerator: str = "cpu"
     precision: str = "32-true"
     physical_batch: Any = 512
+    compile: Any = "auto"
     workers: int = 0
     threads: int | None = None
     evaluations: int = 10

@@ -360,6 +360,7 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
         delta=cfg.privacy.delta,
         accountant=accountants(cfg, plan)[0],
         physical_batch=None if cfg.trainer.physical_batch == "auto" else cfg.trainer.physical_batch,
+        compile=None if cfg.trainer.compile == "auto" else cfg.trainer.compile,
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
     )

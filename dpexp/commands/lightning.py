@@ -23,7 +23,7 @@ from dpexp.privacy.preparing import PreparedPlainly
 from dpexp.showing.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
-OWN = ("physical_batch", "workers", "threads", "evaluations")  # keys of `trainer` that are not Lightning's
+OWN = ("physical_batch", "compile", "workers", "threads", "evaluations")  # keys of `trainer` that are not Lightning's
 _ROUNDS = "the plan says how many rounds there are; give sampling.steps or sampling.epochs"
 _SAMPLES = "each round's sample is drawn as sampling says, from all of the training set"
 REFUSED = {

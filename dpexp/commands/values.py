@@ -178,6 +178,8 @@ def _check_trainer(trainer: DictConfig) -> None:
     at_once = trainer.physical_batch
     if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
         raise ConfigError(f"trainer.physical_batch={at_once} must be a whole number of at least 1, or auto.")
+    if trainer.compile not in ("auto", True, False):
+        raise ConfigError(f"trainer.compile={trainer.compile} must be true, false or auto.")
     for name, least in (("threads", 1), ("evaluations", 0), ("workers", 0)):
         if trainer[name] is not None and trainer[name] < least:
             raise ConfigError(f"trainer.{name}={trainer[name]} must be at least {least}.")

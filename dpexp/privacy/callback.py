@@ -61,6 +61,8 @@ class PrivacyCallback(pl.Callback):
             bars show what will be spent at the next of these.
         accountant: which one computes it.
         physical_batch: records processed at once, for memory and speed only. None: on a GPU as many as fit.
+        compile: whether a traced step is compiled (torch's inductor); None: where the plan's rounds save at least three
+            times what that takes.
         noise_seed: makes sampling and noise reproducible, which voids privacy towards whoever knows the seed.
         unsafe_diagnostics: log training loss, norms, clip fractions and sample sizes, which are private.
     """
@@ -73,6 +75,7 @@ class PrivacyCallback(pl.Callback):
         delta: float | None = None,
         accountant: str = "pld",
         physical_batch: int | None = 256,
+        compile: bool | None = None,
         noise_seed: int | None = None,
         unsafe_diagnostics: bool = False,
     ) -> None:
@@ -86,6 +89,7 @@ class PrivacyCallback(pl.Callback):
         self.ledger_path = Path(ledger)
         self.readings = Readings(plan, delta, accountant) if delta is not None else None
         self.physical_batch = physical_batch
+        self.compile = compile
         self.unsafe_diagnostics = unsafe_diagnostics
         self.estimates = Estimates()
         self.signals = Signals()
@@ -122,6 +126,11 @@ class PrivacyCallback(pl.Callback):
         """Whether a ledger was opened."""
         return self._ledger is not None
 
+    @property
+    def compiling(self) -> str:
+        """Why the step is compiled, or is not, once that is known."""
+        return self._engine.step.compiling.reason if self._engine else ""
+
     # Before training
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -152,6 +161,7 @@ class PrivacyCallback(pl.Callback):
             self._engine = Engine(
                 self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes,
                 max(1, at_once // self.plan.record.largest), rounds.training_data.memory,
+                self.compile if self.compile is not None or processes.alone else False,
             )  # fmt: skip
             if resume and self._position is None:
                 raise ConfigError(refusals.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
@@ -283,7 +293,7 @@ class PrivacyCallback(pl.Callback):
         factors = self.bounds.factors if self.bounds else []
         return {
             "completed": self.completed, "prepared": self._prepared, "ledger": position, "bounds": factors,
-            "values": self.estimates.history, "signals": self.signals.history,
+            "values": self.estimates.history, "signals": self.signals.history, "compiled": self._compiled(),
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -298,7 +308,12 @@ class PrivacyCallback(pl.Callback):
                     "the checkpoint holds no bounds that bound=adaptive could go on from; begin a new run."
                 )
             self.bounds.factors = factors
+        if self.compile is None:
+            self.compile = state_dict.get("compiled")
         self._ledger = None
+
+    def _compiled(self) -> bool | None:
+        return self._engine.step.compiling.decided if self._engine else self.compile
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step

@@ -42,7 +42,7 @@ def fitting(
     most = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
     def attempt(size: int) -> None:
-        engine = Engine(plan, module, GaussianNoise(None))  # type: ignore[arg-type]
+        engine = Engine(plan, module, GaussianNoise(None), compiled=False)  # type: ignore[arg-type]
         engine.start()
         copies = [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         records = Records(size, structure.unflatten(copies)).to(module.device)

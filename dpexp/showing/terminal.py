@@ -154,6 +154,8 @@ class RoundBar(pl.callbacks.ProgressBar):
         if self._progress is None:
             return
         task = self._progress.tasks[0]
+        if task.completed == 0 and self._privacy and self._privacy.compiling and self._place is None:
+            console.print(f"The step is {self._privacy.compiling}.", soft_wrap=True)
         readings = self._privacy.readings if self._privacy else None
         spent = f"ε ≤ {up(readings.at_most, 4)}" if readings else "" if self._privacy else "not private"
         self._progress.update(

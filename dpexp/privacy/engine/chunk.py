@@ -75,6 +75,22 @@ class Chunk:
         some = [laid_out(leaf.detach()[index], leaf).requires_grad_(leaf.requires_grad) for leaf in self.tensors]
         return self.having(some)
 
+    def split(self, size: int) -> "list[Chunk]":
+        """In parts of at most so many records, which share memory with it."""
+        each = zip(*(leaf.split(size) for leaf in self.tensors), strict=True)
+        return [self.having([*some]) for some in each]
+
+    def padded(self, rows: int) -> "Chunk":
+        """With copies of the first record behind the others."""
+        more = rows - self.size
+        if not more:
+            return self
+        longer = [torch.cat([leaf.detach(), leaf.detach()[:1].expand(more, *leaf.shape[1:])]) for leaf in self.tensors]
+        return self.having([
+            laid_out(new, leaf).requires_grad_(leaf.requires_grad)
+            for new, leaf in zip(longer, self.tensors, strict=True)
+        ])
+
     def row(self, i: int) -> "Chunk":
         """A copy of one record, as a chunk: a function may look at the memory behind it."""
         return replace(self.having([copied(leaf[i : i + 1]) for leaf in self.tensors]), size=1)

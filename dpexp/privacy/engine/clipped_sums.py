@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.adaptive import within
+from dpexp.privacy.engine.compiled import materialise
 from dpexp.privacy.engine.passes import Gradients
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.groups import value_key
@@ -61,7 +62,11 @@ class ClippedSums:
             `norm:group` [B] for each group, `finite` [B], whether all of them are; `doubtful` [B] if any can be.
         """
         S, _ = self._split(numbers)
+        for use in gradients.of.values():
+            use.change(materialise)
         found, outputs = self._norms(gradients, numbers)
+        for name in outputs.keys() & {"finite", "doubtful"}:
+            outputs[name] = materialise(outputs[name])
         if zeroing:
             counted = counted & outputs["finite"]
             _zero(found, ~outputs["finite"])

@@ -12,11 +12,12 @@ from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import Bounds
 from dpexp.privacy.engine.chunk import Chunk, LossOf
 from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.compiled import Compiling
 from dpexp.privacy.engine.graphs import Graphs
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import VmapPass
 from dpexp.privacy.engine.step import TRACED, Step
-from dpexp.privacy.engine.traced import usual_rows
+from dpexp.privacy.engine.traced import size_of_samples, usual_rows
 from dpexp.privacy.engine.tracer import Tracer
 from dpexp.privacy.engine.whole import WholeNoise, WholeSums
 from dpexp.privacy.groups import trainable
@@ -42,6 +43,7 @@ class Engine:
         processes: those that have a part of each sample.
         at_once: records that are processed together at most; None: a sample.
         data: where the training set lies in memory, which no graph may hold.
+        compiled: whether graphs are compiled; None: where that pays.
 
     Attributes:
         step: how records are processed.
@@ -57,6 +59,7 @@ class Engine:
         processes: Processes | None = None,
         at_once: int | None = None,
         data: Memory | None = None,
+        compiled: bool | None = None,
     ) -> None:
         self.plan = self.now = plan
         self._processes = processes or Processes()
@@ -85,11 +88,12 @@ class Engine:
             module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
             self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
         )  # fmt: skip
+        compiling = Compiling(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
         local = plan.record.local
         training = Training(module, self._parameters, self._values, local) if local else None
         # With discrete noise, what is rounded otherwise among others may be another integer.
         self.step = Step(
-            module, self._parameters, self._values, Graphs(tracer), run_pass, self._clip, training, plan.exact,
+            module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training, plan.exact,
             self._device,
         )  # fmt: skip
         self._round = 0

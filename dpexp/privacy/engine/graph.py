@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpexp.privacy.checks import digest
+from dpexp.privacy.engine.compiled import Compiled
 from dpexp.privacy.engine.rounding import full_precision
 
 _TYPED_IN = 64  # numbers of a tensor, at most, to count as made of what stands in the code
@@ -24,12 +25,14 @@ class Graph:
 
     Attributes:
         outputs: the names of what it returns, in order.
+        compiled: what runs in its place, for inputs that it fits.
     """
 
     run: fx.GraphModule
     outputs: list[str]
     forms: list[tuple]
     zeroing: bool = False  # gradients of rows that are not finite are set to zero
+    compiled: Compiled | None = None
 
     @cached_property
     def _code(self) -> fx.graph.PythonCode:
@@ -49,8 +52,13 @@ class Graph:
         return partial(names["forward"], self.run)
 
     def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
+        run = self.compiled if self.compiled and self.compiled.fits(inputs) else self._run
         with torch.no_grad(), full_precision(device):
-            return dict(zip(self.outputs, self._run(*inputs), strict=True))
+            return dict(zip(self.outputs, run(*inputs), strict=True))
+
+    def compile(self, inputs: Sequence[Tensor], device: torch.device) -> "Graph":
+        with torch.no_grad(), full_precision(device):
+            return replace(self, compiled=Compiled(self.run, inputs))
 
     @cached_property
     def draws(self) -> bool:
@@ -149,7 +157,7 @@ class Template:
                 for i in places:
                     given[i] = given[i] // self.rows * rows
                 node.args, node.kwargs = tree_unflatten(given, form)
-        return replace(self.graph, run=fx.GraphModule(self.graph.run, resized))
+        return replace(self.graph, run=fx.GraphModule(self.graph.run, resized), compiled=None)
 
 
 def _arguments(node: fx.Node) -> tuple[list[Any], Any]:

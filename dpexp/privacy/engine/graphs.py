@@ -1,5 +1,6 @@
 """The graphs of a job: one for each shape that records have and each number of rows, traced when first needed."""
 
+import time
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dpexp.privacy.checks import CHANGED, StateFound
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
+from dpexp.privacy.engine.compiled import Compiling
 from dpexp.privacy.engine.graph import Graph, Template, add_sums, differs, rows_of
 from dpexp.privacy.engine.questions import described, why
 from dpexp.privacy.engine.random_states import own_state, random_state, set_random_state
@@ -26,9 +28,12 @@ class Graphs:
 
     Attributes:
         reads: what the step reads besides records, parameters and buffers.
+        compiling: whether graphs of usual records are compiled.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, compiling: Compiling) -> None:
+        self.compiling = compiling
+        self._compiled_rows: dict[Hashable, int] = {}
         self.tracer, self._device, self._usual = tracer, tracer.device, tracer.usual
         self._graphs: dict[tuple[Hashable, int, str], Graph] = {}
         self._templates: dict[Hashable, Template | None] = {}  # of graphs of other numbers of rows
@@ -64,8 +69,37 @@ class Graphs:
                 self.tracer.prove(graph, chunk, made_up)
                 self._graphs[chunk.key, rows, PLAIN], self._templates[chunk.key] = graph, template
                 self._reference = made_up.records(chunk, rows, 3)
+                self._compile(chunk, made_up)
                 return None
         return odd
+
+    def _compile(self, chunk: Chunk, made_up: MadeUp) -> None:
+        """Compiles the graph of usual records, if that is wanted, or pays: it must then give what the graph gives, and
+        is proved as that was."""
+        key, usual, compiling, tracer = chunk.key, self._usual, self.compiling, self.tracer
+        self._compiled_rows = {}
+        if compiling.decided is False:
+            return
+        graph = self._graphs[key, usual, PLAIN]
+        before = compiling.chunks(usual) * tracer.seconds(graph, made_up.records(chunk, usual, 0))
+        if not compiling.worth_trying(before, len(graph.run.graph.nodes)):
+            return
+        rows = compiling.rows(usual, tracer.flops(graph, made_up.records(chunk, usual, 0)), tracer.parameters)
+        if rows != usual and not self._resized(chunk, key, made_up, rows):
+            rows = usual
+        graph, records, began = self._graphs[key, rows, PLAIN], made_up.records(chunk, rows, 0), time.perf_counter()
+        try:
+            fast = tracer.compiled(graph, records)
+            tracer.prove(fast, chunk, made_up, rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            compiling.failed(why(error))
+            return
+        after = compiling.chunks(rows) * tracer.seconds(fast, records)
+        if compiling.compare(rows, before, after, time.perf_counter() - began):
+            self._graphs[key, rows, PLAIN] = fast
+            self._compiled_rows[key] = rows
 
     def add(self, chunk: Chunk, made_up: MadeUp, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on a chunk's records, adds what they sum up to, and returns what it says of each.
@@ -81,21 +115,20 @@ class Graphs:
         key = chunk.key
         rows = self._rows_for(chunk, key, made_up)
         if rows < chunk.size:
-            parts = [chunk.rows(some) for some in torch.arange(chunk.size, device=self._device).split(rows)]
             total: dict[str, Tensor] = {}
-            each = [self.add(part, made_up, numbers, total) for part in parts]
+            each = [self.add(part, made_up, numbers, total) for part in chunk.split(rows)]
             add_sums({f"sum:{name}": value for name, value in total.items()}, sums)
             return {name: torch.cat([one[name] for one in each]) for name in each[0] if all(name in o for o in each)}
         graph = self._graph_for(chunk, key, made_up, rows, PLAIN)
-        index = torch.arange(rows, device=self._device)
-        counted = index < chunk.size
-        padded = chunk.rows(torch.where(counted, index, 0)) if rows > chunk.size else chunk
+        counted = torch.arange(rows, device=self._device) < chunk.size
+        padded = chunk.padded(rows)
         state = random_state(self._device) if graph.draws else ()
         found = self.tracer.run(graph, numbers, [counted], padded)
         if not graph.zeroing and not bool((finite := found["finite"]).all()):
             if not bool((finite & counted).any()):
                 return rows_of(found, chunk.size)
             good = (finite & counted).nonzero()[0]
+            index = torch.arange(rows, device=self._device)
             again = self.tracer.run(graph, numbers, [counted & finite], padded.rows(torch.where(finite, index, good)))
             found = again | {name: value for name, value in found.items() if not name.startswith(("sum:", "doubtful"))}
         to_add = [found]
@@ -122,6 +155,8 @@ class Graphs:
 
     def _rows_for(self, chunk: Chunk, key: Hashable, made_up: MadeUp) -> int:
         """The rows of a graph that suits the chunk, or else of one that is there."""
+        if key in self._compiled_rows:
+            return self._compiled_rows[key]
         rows = rows_of_graph(chunk.size, self._usual)
         known = [n for of, n, kind in self._graphs if of == key and kind == PLAIN]
         if not known or rows in known or self._resized(chunk, key, made_up, rows):
@@ -194,6 +229,7 @@ class Graphs:
 
     def _forget(self, kept: Callable[[Hashable], bool]) -> None:
         self._graphs = {key: graph for key, graph in self._graphs.items() if kept(key[0])}
+        self._compiled_rows = {key: rows for key, rows in self._compiled_rows.items() if kept(key)}
         self._templates = {key: template for key, template in self._templates.items() if kept(key)}
         self._refused = {key: refused for key, refused in self._refused.items() if kept(key[0])}
         self._late = {key: reads for key, reads in self._late.items() if kept(key)}

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk
+from dpexp.privacy.engine.compiled import take_marks
 from dpexp.privacy.engine.graph import Graph
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.training_data import Memory
@@ -99,6 +100,7 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
     _check_errors(graph)
     _simplify(graph.graph, written)
     _initialise(graph.graph)
+    take_marks(graph.graph)
     graph.graph.eliminate_dead_code()
     _check_operators(graph)
     return Graph(graph, outputs, forms)
@@ -306,10 +308,15 @@ def _with_row(records: Chunk, others: Chunk, row: int, scale: float, shift: int)
 def usual_rows(policy: Policy, n: int, most: int | None = None) -> int:
     """The rows of a usual chunk: those of a sample, of which few are larger, but at most as many as are processed at
     once."""
-    mean = policy.q * n
-    spread = 0 if policy.name in ("fixed_size", "shuffle") else math.sqrt(mean * (1 - policy.q))
+    mean, spread = size_of_samples(policy, n)
     rows = max(1, math.ceil(mean + 2 * spread - 1e-6))
     return rows if most is None else min(rows, most)
+
+
+def size_of_samples(policy: Policy, n: int) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    mean = policy.q * n
+    return mean, 0 if policy.name in ("fixed_size", "shuffle") else math.sqrt(mean * (1 - policy.q))
 
 
 def rows_of_graph(count: int, usual: int) -> int:

@@ -1,5 +1,6 @@
 """Traces the pass of a chunk, runs what it was traced to, and proves it."""
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.compiled import flops_of, seconds
 from dpexp.privacy.engine.graph import Graph, Template
 from dpexp.privacy.engine.passes import Gradients, VmapPass
 from dpexp.privacy.engine.random_states import random_state, set_random_state
@@ -20,6 +22,7 @@ from dpexp.privacy.training_data import Memory
 
 PLAIN, EXACT = "plain", "exact"  # kinds of graphs
 EXACT_ROWS = 8  # of doubtful norms that one graph computes in float64
+_AGREE = 1e-5  # of all sums, by which those of a compiled graph may be off
 _PROVED_ROWS = 16  # of a pass that is not traced
 
 
@@ -116,6 +119,48 @@ class Tracer:
         self, graph: Graph, numbers: Tensor, counted: list[Tensor], records: Chunk, read: list[Tensor] | None = None
     ) -> dict[str, Tensor]:
         return graph([*(read or self.inputs.tensors()), numbers, *counted, *records.tensors], self.device)
+
+    def _inputs(self, records: Chunk, read: list[Tensor] | None = None) -> list[Tensor]:
+        """Of a graph whose rows all count."""
+        counted = torch.ones(records.size, dtype=torch.bool, device=self.device)
+        return [*(read or self.inputs.tensors()), self._clip.numbers((), self.device), counted, *records.tensors]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that are released."""
+        return sum(zeros.numel() for zeros in self._zeros().values())
+
+    def seconds(self, graph: Graph, records: Chunk) -> float:
+        inputs = self._inputs(records)
+        return seconds(lambda: graph(inputs, self.device), self.device)
+
+    def flops(self, graph: Graph, records: Chunk) -> int:
+        return flops_of(lambda: graph(self._inputs(records), self.device))
+
+    def compiled(self, graph: Graph, records: Chunk) -> Graph:
+        """
+        Raises:
+            NotTraceable: what is compiled gives something else.
+        """
+        inputs, state = self._inputs(records), random_state(self.device)
+        fast = graph.compile(inputs, self.device)
+        assert fast.compiled
+        if not fast.compiled.fits(self._inputs(records, self.inputs.moved())):
+            raise NotTraceable("a parameter's memory is laid out in an odd way")
+        found = []
+        for one in (graph, fast):
+            set_random_state(self.device, state)
+            found.append(one(inputs, self.device))
+        off, whole = 0.0, 0.0
+        for name, value in found[0].items():
+            if name.startswith("sum:"):
+                off += float((value - found[1][name]).double().square().sum())
+                whole += float(value.double().square().sum())
+            elif not torch.allclose(value.double(), found[1][name].double(), rtol=1e-3, atol=1e-6, equal_nan=True):
+                raise NotTraceable(f"a record's {name.partition(':')[0]} is another one")
+        if not off <= (_AGREE**2) * whole:
+            raise NotTraceable(f"sums are off by {math.sqrt(off / whole) if whole else math.inf:.0e} of the whole")
+        return fast
 
     def compare(self, graph: Graph, records: Chunk) -> None:
         """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees."""

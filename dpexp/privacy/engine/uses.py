@@ -41,11 +41,15 @@ class Use(ABC):
     def in_float64(self, rows: Tensor) -> "Use":
         """Those of some records, from factors of float64."""
 
-    def zero(self, rows: Tensor) -> None:
-        """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Puts another tensor in the place of each factor of the gradients."""
         for name, factor in vars(self).items():
             if isinstance(factor, Tensor) and factor.is_floating_point():
-                setattr(self, name, torch.where(rows.reshape(-1, *(1,) * (factor.dim() - 1)), 0, factor))
+                setattr(self, name, change(factor))
+
+    def zero(self, rows: Tensor) -> None:
+        """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
+        self.change(lambda factor: torch.where(rows.reshape(-1, *(1,) * (factor.dim() - 1)), 0, factor))
 
 
 class Dense(Use):

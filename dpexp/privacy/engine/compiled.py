@@ -1,0 +1,214 @@
+"""A traced pass, compiled by inductor.
+
+A compiler may compute a number twice, each time rounded otherwise: a gradient once for its norm and once for the sum,
+so that the norm would be too small for what is added. What `materialise` is given is computed once: there the pass is
+cut into stages, each compiled by itself, and what goes from one to the next lies in memory. These are the factors of
+gradients, and which records count. Within a stage, norms are never too small in whatever order they are added up
+(`rounding`).
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import NormalDist, fmean
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@torch.library.custom_op("dpexp::materialise", mutates_args=())
+def materialise(x: Tensor) -> Tensor:
+    """Marks a tensor as one that is computed once. A traced graph has the mark, and no such call."""
+    return x.clone()
+
+
+@materialise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_OPTIONS = {
+    "fallback_random": True,  # numbers are drawn as they are without compiling
+    "emulate_precision_casts": True,  # half precision is rounded to as it is without
+}
+_MARK = torch.ops.dpexp.materialise.default
+
+
+def take_marks(graph: fx.Graph) -> None:
+    """Notes the stage of each operator, and leaves the calls of `materialise` out."""
+    for node in graph.nodes:
+        stages = (of.meta["stage"] + (of.target is _MARK) for of in node.all_input_nodes)
+        node.meta["stage"] = max(stages, default=0)
+    made_of_nothing = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and made_of_nothing.issuperset(node.all_input_nodes):
+            made_of_nothing.add(node)
+    for node in reversed(graph.nodes):  # which may be written to where it is used
+        if node in made_of_nothing:
+            node.meta["stage"] = min((user.meta["stage"] for user in node.users if user.op != "output"), default=0)
+    for node in graph.nodes:
+        if node.target is _MARK:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+class Compiled:
+    """A graph compiled for inputs like these.
+
+    Raises:
+        Exception: it cannot be, as where there is no compiler.
+    """
+
+    def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+        import torch._inductor  # which takes a second
+
+        pure = make_fx(torch.func.functionalize(_marked(run)))(*inputs)
+        take_marks(pure.graph)
+        pure.graph.eliminate_dead_code()
+        self._constants = _constants_as_inputs(pure)
+        self._stages = split_module(pure, pure, lambda node: node.meta.get("stage", 0))
+        _Stages(self._stages).run(*inputs, *self._constants)
+        self._stages.recompile()
+        self._looks = [*map(_look, inputs)]
+
+    def fits(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether inputs are laid out as those were, without which what comes out is nonsense."""
+        return [*map(_look, inputs)] == self._looks
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        return self._stages(*inputs, *self._constants)
+
+
+def _look(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _marked(run: fx.GraphModule) -> fx.GraphModule:
+    marked = copy.deepcopy(run)
+    for node in [*marked.graph.nodes]:
+        later = [user for user in node.users if user.op != "output" and user.meta["stage"] > node.meta["stage"]]
+        if later:
+            with marked.graph.inserting_after(node):
+                mark = marked.graph.call_function(_MARK, (node,))
+            for user in later:
+                user.replace_input_with(node, mark)
+    marked.recompile()
+    return marked
+
+
+def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
+    """What a compiler keeps in its cache must not hold them."""
+    *_, last = (node for node in module.graph.nodes if node.op == "placeholder")
+    constants = []
+    for node in [*module.graph.nodes]:
+        if node.op == "get_attr":
+            constants.append(getattr(module, str(node.target)))
+            with module.graph.inserting_after(last):
+                last = module.graph.placeholder(f"constant_{len(constants)}")
+            node.replace_all_uses_with(last)
+            module.graph.erase_node(node)
+    module.recompile()
+    return constants
+
+
+class _Stages(fx.Interpreter):
+    """Compiles each stage for what the stages before it give."""
+
+    def call_module(self, target: str, args: tuple, kwargs: dict) -> list[Tensor]:
+        stage = torch._inductor.compile(getattr(self.module, target), [*args], options=_OPTIONS)
+        delattr(self.module, target)
+        setattr(self.module, target, stage)
+        return stage(*args)
+
+
+_WORTH = 3  # times what compiling takes, for it to pay
+_SAVED = 0.5  # of a round, at most, as is guessed before
+_FIXED, _PER_PARAMETER = 3e6, 60  # of a chunk beyond its rows, in floating-point operations that take as long
+_PARTS = 16  # of a sample, at most
+
+
+class Compiling:
+    """Whether the graph of a job is compiled, and for how many rows.
+
+    Args:
+        wanted: None: where the rounds to come save at least three times what compiling takes.
+        mean, spread: of a sample's size; rounds: of the job.
+
+    Attributes:
+        decided: whether it is; None: not yet. A resumed job begins with what the checkpoint says.
+        reason: why, in a line.
+    """
+
+    def __init__(self, wanted: bool | None, mean: float, spread: float, rounds: int) -> None:
+        self.decided = wanted
+        self.reason = ""
+        self._rounds = rounds
+        self._sizes = [max(1.0, mean + spread * z) for z in NormalDist().quantiles(100)] if spread else [mean]
+
+    def rows(self, usual: int, flops: float, parameters: int) -> int:
+        """Of the chunks of which a sample is made with the least work: rows of padding cost as much as others.
+
+        Args:
+            flops: of a usual chunk.
+        """
+        fixed = _FIXED + _PER_PARAMETER * parameters
+        candidates = {max(2, math.ceil(usual / k)) for k in range(1, _PARTS + 1)}
+        return min(sorted(candidates, reverse=True), key=lambda rows: self.chunks(rows) * (rows * flops / usual + fixed))
+
+    def chunks(self, rows: int) -> float:
+        """Of how many chunks of so many rows a sample is made, on average."""
+        return fmean(math.ceil(size / rows) for size in self._sizes)
+
+    def worth_trying(self, seconds: float, nodes: int) -> bool:
+        """Before compiling: of a graph of so many operators, of which a round takes so long."""
+        guessed = 5 + nodes / 50
+        if self.decided is None and self._rounds * seconds * _SAVED < _WORTH * guessed:
+            self.decided = False
+            self.reason = (
+                f"not compiled, since {self._rounds} rounds of {_ms(seconds)} would not save {_WORTH} times the "
+                f"{guessed:.0f} s that compiling may take; trainer.compile=true compiles all the same"
+            )
+        return self.decided is not False
+
+    def compare(self, rows: int, before: float, after: float, took: float) -> bool:
+        """After compiling, which took so long: what a round takes without and with."""
+        said = f"a round takes {_ms(after)} in place of {_ms(before)} in chunks of {rows} records; this took {took:.0f} s"
+        if self.decided is None:
+            self.decided = after < before
+        self.reason = f"compiled: {said}" if self.decided else f"not compiled, since {said}"
+        return self.decided
+
+    def failed(self, why: str) -> None:
+        self.reason = f"not compiled: {why}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Least time of a few calls, by the clock."""
+    times = []
+    for _ in range(3):
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def flops_of(run: Callable[[], object]) -> int:
+    """Floating-point operations of products and convolutions."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
