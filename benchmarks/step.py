@@ -99,11 +99,11 @@ def plain(work: Workload, data: TensorDataset, clock: Clock) -> None:
     fit(Module(work.build()), work, data, clock)
 
 
-def ours(work: Workload, data: TensorDataset, clock: Clock) -> None:
+def ours(work: Workload, data: TensorDataset, clock: Clock, compile: bool = False) -> None:
     module = Module(work.build())
     plan = make_plan(module, n=len(data), q=work.batch / len(data), steps=clock.total, noise_multiplier=Z)
     with tempfile.TemporaryDirectory() as folder:
-        privacy = PrivacyCallback(plan, Path(folder) / "ledger.jsonl", physical_batch=2 * work.batch)
+        privacy = PrivacyCallback(plan, Path(folder) / "ledger.jsonl", physical_batch=2 * work.batch, compile=compile)
         fit(module, work, data, clock, privacy)
 
 
@@ -141,9 +141,10 @@ def opacus(work: Workload, data: TensorDataset, clock: Clock, ghost: bool = Fals
             return
 
 
-HOOKS, GHOST = "Opacus hooks", "Opacus ghost"
+COMPILED, HOOKS, GHOST = "dpexp, compiled", "Opacus hooks", "Opacus ghost"
 WAYS: dict[str, Callable[[Workload, TensorDataset, Clock], None]] = {
-    "plain": plain, "dpexp": ours, HOOKS: opacus, GHOST: lambda *a: opacus(*a, ghost=True)
+    "plain": plain, "dpexp": ours, COMPILED: lambda *a: ours(*a, compile=True),
+    HOOKS: opacus, GHOST: lambda *a: opacus(*a, ghost=True),
 }  # fmt: skip
 
 

@@ -127,6 +127,7 @@ BAD = {
     "group=flta": "group has no option 'flta'; did you mean 'flat'",
     "trainer.physcal_batch=3": "trainer has no key 'physcal_batch'; did you mean 'physical_batch'",
     "bound.totl=1": "bound has no key 'totl'; did you mean 'total'",
+    "trainer.compile=maybe": "trainer.compile=maybe must be true, false or auto",
     "trainer.physical_batch=many": "trainer.physical_batch=many must be a whole number of at least 1, or auto",
     "trainer.physical_batch=0": "trainer.physical_batch=0 must be a whole number of at least 1",
     "trainer.accelerator=abacus": "trainer.accelerator=abacus with trainer.precision=32-true cannot be had here",

@@ -293,7 +293,7 @@ class PrivacyCallback(pl.Callback):
         factors = self.bounds.factors if self.bounds else []
         return {
             "completed": self.completed, "prepared": self._prepared, "ledger": position, "bounds": factors,
-            "values": self.estimates.history, "signals": self.signals.history, "compiled": self._compiled(),
+            "values": self.estimates.history, "signals": self.signals.history, "compiled": self.compile,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -311,9 +311,6 @@ class PrivacyCallback(pl.Callback):
         if self.compile is None:
             self.compile = state_dict.get("compiled")
         self._ledger = None
-
-    def _compiled(self) -> bool | None:
-        return self._engine.step.compiling.decided if self._engine else self.compile
 
     def _replace_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training_step = pl_module.training_step
@@ -351,7 +348,7 @@ class PrivacyCallback(pl.Callback):
                         dry_run(engine_step, rounds, loss_of, pl_module, last)
                     refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
                     refusals.refuse_monitors(trainer, pl_module, self._logged, self._validated)
-                    step = engine_step.digest
+                    step, self.compile = engine_step.digest, engine_step.compiling.decided
                 else:
                     engine_step.trace_again(loss_of, self.completed, epoch_begins=bool(args) and args[0] == 0)
                 draws = engine_step.mode != TRACED or engine_step.is_random or not rounds.only_rows

@@ -86,10 +86,12 @@ class Chunk:
         if not more:
             return self
         longer = [torch.cat([leaf.detach(), leaf.detach()[:1].expand(more, *leaf.shape[1:])]) for leaf in self.tensors]
-        return self.having([
-            laid_out(new, leaf).requires_grad_(leaf.requires_grad)
-            for new, leaf in zip(longer, self.tensors, strict=True)
-        ])
+        return self.having(
+            [
+                laid_out(new, leaf).requires_grad_(leaf.requires_grad)
+                for new, leaf in zip(longer, self.tensors, strict=True)
+            ]
+        )
 
     def row(self, i: int) -> "Chunk":
         """A copy of one record, as a chunk: a function may look at the memory behind it."""

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import NormalDist, fmean
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -43,7 +44,7 @@ def take_marks(graph: fx.Graph) -> None:
     for node in graph.nodes:
         stages = (of.meta["stage"] + (of.target is _MARK) for of in node.all_input_nodes)
         node.meta["stage"] = max(stages, default=0)
-    made_of_nothing = set()
+    made_of_nothing = set[fx.Node]()
     for node in graph.nodes:
         if node.op == "call_function" and made_of_nothing.issuperset(node.all_input_nodes):
             made_of_nothing.add(node)
@@ -118,7 +119,7 @@ def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
 class _Stages(fx.Interpreter):
     """Compiles each stage for what the stages before it give."""
 
-    def call_module(self, target: str, args: tuple, kwargs: dict) -> list[Tensor]:
+    def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
         stage = torch._inductor.compile(getattr(self.module, target), [*args], options=_OPTIONS)
         delattr(self.module, target)
         setattr(self.module, target, stage)
@@ -127,8 +128,8 @@ class _Stages(fx.Interpreter):
 
 _WORTH = 3  # times what compiling takes, for it to pay
 _SAVED = 0.5  # of a round, at most, as is guessed before
-_FIXED, _PER_PARAMETER = 3e6, 60  # of a chunk beyond its rows, in floating-point operations that take as long
-_PARTS = 16  # of a sample, at most
+_FIXED, _PER_PARAMETER = 1e7, 200  # of a chunk beyond its rows, in floating-point operations that take as long
+_PARTS = 8  # of a sample, at most
 
 
 class Compiling:
@@ -157,7 +158,9 @@ class Compiling:
         """
         fixed = _FIXED + _PER_PARAMETER * parameters
         candidates = {max(2, math.ceil(usual / k)) for k in range(1, _PARTS + 1)}
-        return min(sorted(candidates, reverse=True), key=lambda rows: self.chunks(rows) * (rows * flops / usual + fixed))
+        return min(
+            sorted(candidates, reverse=True), key=lambda rows: self.chunks(rows) * (rows * flops / usual + fixed)
+        )
 
     def chunks(self, rows: int) -> float:
         """Of how many chunks of so many rows a sample is made, on average."""
@@ -176,14 +179,16 @@ class Compiling:
 
     def compare(self, rows: int, before: float, after: float, took: float) -> bool:
         """After compiling, which took so long: what a round takes without and with."""
-        said = f"a round takes {_ms(after)} in place of {_ms(before)} in chunks of {rows} records; this took {took:.0f} s"
+        said = (
+            f"a round takes {_ms(after)} in place of {_ms(before)} in chunks of {rows} records; this took {took:.0f} s"
+        )
         if self.decided is None:
             self.decided = after < before
         self.reason = f"compiled: {said}" if self.decided else f"not compiled, since {said}"
         return self.decided
 
     def failed(self, why: str) -> None:
-        self.reason = f"not compiled: {why}"
+        self.decided, self.reason = False, f"not compiled: {why}"
 
 
 def _ms(seconds: float) -> str:

@@ -93,8 +93,8 @@ class Engine:
         training = Training(module, self._parameters, self._values, local) if local else None
         # With discrete noise, what is rounded otherwise among others may be another integer.
         self.step = Step(
-            module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training, plan.exact,
-            self._device,
+            module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training,
+            plan.exact, self._device,
         )  # fmt: skip
         self._round = 0
         self._succeeded = False

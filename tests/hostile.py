@@ -1,0 +1,113 @@
+"""Records made to hurt: of each rule's layer they set the input and the output's gradient, and so both factors of the
+gradient."""
+
+import math
+
+import torch
+from test_rounding import awkward
+from torch import nn
+from torch.nn import functional as F
+
+from dpexp.privacy.clipping import Fixed
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.groups import per_layer
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+
+
+class Tied(nn.Module):
+    """Uses a weight twice, and a table as a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(40, 9)
+
+    def forward(self, index):
+        return F.linear(self.table(index), self.table.weight)
+
+
+class LastOutput(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+# A layer, and the shape of its input, or the number of rows that indices are drawn from.
+RULES = {
+    "linear": (lambda: nn.Linear(300, 70), (300,)),
+    "linear, held": (lambda: nn.Linear(24, 20), (40, 24)),
+    "linear, by Gram matrices": (lambda: nn.Linear(300, 200), (8, 300)),
+    "table, held": (lambda: nn.Embedding(5, 7), 5),
+    "table, by positions": (lambda: nn.Embedding(400, 30), 400),
+    "convolution, held": (lambda: nn.Conv2d(3, 5, 3), (3, 9, 9)),
+    "convolution, in pieces": (lambda: nn.Conv2d(20, 30, 3), (20, 6, 6)),
+    "convolution, by Gram matrices": (lambda: nn.Conv2d(64, 80, 3), (64, 4, 4)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(20, 30, 3), (20, 5, 5)),
+    "layer norm": (lambda: nn.LayerNorm(33), (6, 33)),
+    "group norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 5)),
+    "root mean square norm": (lambda: nn.RMSNorm(33), (6, 33)),
+    "recurrent": (lambda: LastOutput(nn.LSTM(12, 9, batch_first=True)), (4, 12)),
+    "tied": (Tied, 40),
+    "attention": (lambda: nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True), (5, 16)),
+}
+POSITIONS = 12  # of indices
+
+
+class Layers(nn.Module):
+    """One of each, side by side: the loss is Σ a·layer(x) for the x and a of the record."""
+
+    def __init__(self, names=tuple(RULES)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.names = names
+        self.layers = nn.ModuleList(RULES[name][0]() for name in names)
+        self.shapes = [RULES[name][1] for name in names]
+        with torch.no_grad():
+            outputs = [layer(self._input(shape)) for layer, shape in zip(self.layers, self.shapes, strict=True)]
+        self.of_outputs = [tuple(y.shape[1:]) for y in outputs]
+
+    def _input(self, shape):
+        return torch.zeros(1, *shape) if isinstance(shape, tuple) else torch.zeros(1, POSITIONS, dtype=torch.long)
+
+    def forward(self, record):
+        return sum((layer(x) * a).sum() for layer, (x, a) in zip(self.layers, record, strict=True))
+
+    def record(self, generator):
+        """A batch of one."""
+        pairs = []
+        for shape, of_output in zip(self.shapes, self.of_outputs, strict=True):
+            a = awkward(generator, 1, *of_output)
+            if not isinstance(shape, tuple):
+                pairs.append((torch.randint(shape, (1, POSITIONS), generator=generator), a))
+                continue
+            x = awkward(generator, 1, *shape)
+            if len(shape) == 2 and torch.rand(1, generator=generator) < 0.3:  # positions that all but cancel
+                half, close = shape[0] // 2, 2.0 ** -float(torch.randint(1, 24, (1,), generator=generator))
+                x[:, half : 2 * half] = x[:, :half] * (1 + close)
+                if len(of_output) == 2:
+                    a[:, half : 2 * half] = -a[:, :half]
+            pairs.append((x, a))
+        return tuple(pairs)
+
+
+def largest_share(records: int, compile: bool, names=tuple(RULES), seed=0) -> dict[str, float]:
+    """What one record at most adds of a group's bound, by rule; its norm in float64, as of the sum."""
+    module = Layers(names)
+    plan = make_plan(module, n=16, q=0.25, steps=1, noise_multiplier=1.0, bound=Fixed(0.3), group=per_layer())
+    engine = Engine(plan, module, GaussianNoise(), compiled=compile, at_once=2)
+    generator = torch.Generator().manual_seed(seed)
+    most = dict.fromkeys(names, 0.0)
+    for _ in range(records):
+        record = module.record(generator)
+        engine.start()
+        engine.accumulate(module, tuple((x[None], a[None]) for x, a in record), 1)
+        for group in plan.groups:
+            names_of = [name for vector in group.vectors for name in vector.parameters if name in engine._sums]
+            parts = [engine._sums[name].double().square().sum() for name in names_of]
+            rule = names[int(group.vectors[0].parameters[0].split(".")[1])]
+            most[rule] = max(most[rule], math.sqrt(math.fsum(map(float, parts))) / group.S)
+    assert engine.mode == "traced" and any(g.compiled for g in engine.step._graphs._graphs.values()) == compile
+    return most

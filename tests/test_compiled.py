@@ -1,0 +1,141 @@
+"""Compiled graphs: the same sums and draws, norms that are never too small, and graphs where compiling does not pay."""
+
+import math
+
+import pytest
+import torch
+from hostile import largest_share
+from reference import clipped_sums
+from test_callback import assert_same, fit
+from test_traced import N, S, classifier, rows, sums_of
+from torch import nn
+
+from dpexp import PrivacyCallback
+from dpexp.privacy.clipping import Fixed
+from dpexp.privacy.engine import compiled
+from dpexp.privacy.engine.compiled import Compiling
+from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.plan import make_plan
+
+
+def engine_of(module, compile=True, rounds=9):
+    plan = make_plan(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, bound=Fixed(S))
+    return Engine(plan, module, GaussianNoise(), observe=True, compiled=compile)
+
+
+def off(found, expected):
+    """Of the norm of all sums."""
+    squares = [((found[name] - e).double().square().sum(), e.double().square().sum()) for name, e in expected.items()]
+    return math.sqrt(sum(a for a, _ in squares) / sum(b for _, b in squares))
+
+
+def compiled_graphs(engine):
+    return [graph for graph in engine.step._graphs._graphs.values() if graph.compiled]
+
+
+def test_sums_of_samples_of_any_size_are_those_of_one_record_at_a_time():
+    """Parts of one size, of which the last is padded. A dropout of 0 makes of the graph one that draws."""
+    module, loss_of = classifier(nn.Dropout(0.0))
+    engine = engine_of(module)
+    for size in (N, 5, 1, 3 * N):
+        found = sums_of(engine, loss_of, rows(size), size)
+        batch = tuple(leaf[:, 0] for leaf in rows(size))
+        assert off(found, clipped_sums(engine.plan, module, loss_of, batch, size)) < 1e-6
+    assert len(compiled_graphs(engine)) == 1 and engine.step.compiling.reason.startswith("compiled: a round takes")
+
+
+def test_inputs_that_are_laid_out_otherwise_go_by_the_graph():
+    """What is compiled would make nonsense of them."""
+    module, loss_of = classifier()
+    engine = engine_of(module)
+    before = sums_of(engine, loss_of, rows())
+    weight = module[0].weight
+    weight.data = weight.data.t().contiguous().t()
+    assert weight.stride() == (1, 16) and off(sums_of(engine, loss_of, rows()), before) < 1e-6
+
+
+def test_dropout_draws_for_each_record_what_it_draws_without_compiling():
+    module, loss_of = classifier(nn.Dropout(0.5))
+    found = []
+    for compile in (True, False):
+        engine = engine_of(module, compile)
+        sums_of(engine, loss_of, rows())
+        engine.step._graphs._compiled_rows = {key[0]: key[1] for key in engine.step._graphs._graphs}
+        torch.manual_seed(7)
+        found.append(sums_of(engine, loss_of, rows()))
+        same = tuple(leaf[:1].expand(N, *leaf.shape[1:]).clone() for leaf in rows())
+        sums_of(engine, loss_of, same)
+        assert len(set(engine.observations[-1]["loss"].tolist())) > N / 2
+    assert off(*found) < 1e-6
+
+
+def test_no_record_adds_more_than_its_bound():
+    names = ("linear", "linear, by Gram matrices", "table, held", "convolution, in pieces")
+    shares = largest_share(100, True, names)
+    assert all(0.99 < share <= 1 for share in shares.values()), shares
+
+
+def test_factors_and_decisions_are_computed_once():
+    """What a later stage reads of an earlier one lies in memory: norms and sums have the same gradients."""
+    module, loss_of = classifier()
+    engine = engine_of(module)
+    sums_of(engine, loss_of, rows())
+    (fast,) = compiled_graphs(engine)
+    products = {str(node.name): node.meta["stage"] for node in fast.run.graph.nodes if "mm" in str(node.target)}
+    assert [*products.values()] == [0, 0, 0, 1, 1], products  # of the loss and gradients; of the sums
+
+
+def test_a_few_rounds_are_not_compiled():
+    module, loss_of = classifier()
+    engine = engine_of(module, None)
+    sums_of(engine, loss_of, rows())
+    assert engine.step.compiling.decided is False and not compiled_graphs(engine)
+    assert "not compiled, since 9 rounds of" in engine.step.compiling.reason
+
+
+def test_a_compiled_fit_ends_where_another_does_and_its_checkpoint_says_how_it_was_made(tmp_path):
+    """A resumed fit decides nothing anew."""
+    (some, _, decided), (others, _, asked) = (
+        fit(tmp_path, ledger=f"{compile}.jsonl", compile=compile) for compile in (None, True)
+    )
+    assert_same(some, others)
+    assert [privacy.state_dict()["compiled"] for privacy in (decided, asked)] == [False, True]
+    for given, found in ((None, True), (False, False)):
+        resumed = PrivacyCallback(asked.plan, tmp_path / "resumed.jsonl", compile=given)
+        resumed.load_state_dict(asked.state_dict())
+        assert resumed.compile is found
+
+
+@pytest.mark.parametrize("after, decided", [(0.9, True), (1.1, False)])
+def test_the_faster_one_is_taken(after, decided):
+    compiling = Compiling(None, 100, 10, 10**6)
+    assert compiling.worth_trying(1.0, 100) and compiling.compare(50, 1.0, after, 9.0) is decided is compiling.decided
+    assert compiling.reason.startswith("compiled: " if decided else "not compiled, since ")
+
+
+def test_rows_of_padding_and_calls_are_both_counted():
+    small, large = (Compiling(True, 256, 16, 1).rows(288, flops, 10_000) for flops in (1e6, 1e11))
+    assert small == 288 and large == 36
+    assert Compiling(True, 256, 0, 1).chunks(100) == 3 and Compiling(True, 250, 15, 1).chunks(10**6) == 1
+
+
+def test_where_compiling_fails_the_graph_is_run(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compiled.Compiled, "__init__", broken)
+    module, loss_of = classifier()
+    engine = engine_of(module)
+    found = sums_of(engine, loss_of, rows())
+    assert "not compiled: " in engine.step.compiling.reason and "no compiler" in engine.step.compiling.reason
+    assert off(found, clipped_sums(engine.plan, module, loss_of, tuple(leaf[:, 0] for leaf in rows()), N)) < 1e-6
+
+
+def test_what_is_compiled_must_agree_with_the_graph(monkeypatch):
+    call = compiled.Compiled.__call__
+    monkeypatch.setattr(compiled.Compiled, "__call__", lambda self, *given: [x * 1.0001 for x in call(self, *given)])
+    module, loss_of = classifier()
+    engine = engine_of(module)
+    sums_of(engine, loss_of, rows())
+    assert "sums are off by 1e-04 of the whole" in engine.step.compiling.reason and not compiled_graphs(engine)
