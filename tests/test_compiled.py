@@ -9,6 +9,7 @@ from reference import clipped_sums
 from test_callback import assert_same, fit
 from test_traced import N, S, classifier, rows, sums_of
 from torch import nn
+from torch.nn import functional as F
 
 from dpexp import PrivacyCallback
 from dpexp.privacy.clipping import Fixed
@@ -53,6 +54,23 @@ def test_inputs_that_are_laid_out_otherwise_go_by_the_graph():
     weight = module[0].weight
     weight.data = weight.data.t().contiguous().t()
     assert weight.stride() == (1, 16) and off(sums_of(engine, loss_of, rows()), before) < 1e-6
+
+
+def test_a_tensor_that_a_hook_writes_to_is_followed():
+    module, _ = classifier()
+    module.scale = torch.ones(8)  # neither parameter nor buffer
+
+    def loss_of(one):
+        return F.cross_entropy(module(one[0] * module.scale + torch.tensor([0.5])), one[1])
+
+    found = []
+    for compile in (True, False):
+        module.scale.fill_(1)
+        engine = engine_of(module, compile)
+        found.append(sums_of(engine, loss_of, rows()))
+        module.scale.fill_(2)
+        found.append(sums_of(engine, loss_of, rows()))
+    assert off(found[0], found[2]) < 1e-6 and off(found[1], found[3]) < 1e-6 and off(found[0], found[1]) > 0.1
 
 
 def test_dropout_draws_for_each_record_what_it_draws_without_compiling():

@@ -67,10 +67,11 @@ class Compiled:
     def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         import torch._inductor  # which takes a second
 
-        pure = make_fx(torch.func.functionalize(_marked(run)))(*inputs)
+        marked = _marked(run)
+        self._constants = _constants_as_inputs(marked)
+        pure = make_fx(torch.func.functionalize(marked))(*inputs, *self._constants)
         take_marks(pure.graph)
         pure.graph.eliminate_dead_code()
-        self._constants = _constants_as_inputs(pure)
         self._stages = split_module(pure, pure, lambda node: node.meta.get("stage", 0))
         _Stages(self._stages).run(*inputs, *self._constants)
         self._stages.recompile()
@@ -89,7 +90,7 @@ def _look(tensor: Tensor) -> tuple:
 
 
 def _marked(run: fx.GraphModule) -> fx.GraphModule:
-    marked = copy.deepcopy(run)
+    marked = fx.GraphModule(run, copy.deepcopy(run.graph))  # with the same constants
     for node in [*marked.graph.nodes]:
         later = [user for user in node.users if user.op != "output" and user.meta["stage"] > node.meta["stage"]]
         if later:
@@ -97,12 +98,11 @@ def _marked(run: fx.GraphModule) -> fx.GraphModule:
                 mark = marked.graph.call_function(_MARK, (node,))
             for user in later:
                 user.replace_input_with(node, mark)
-    marked.recompile()
     return marked
 
 
 def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
-    """What a compiler keeps in its cache must not hold them."""
+    """They may be written to, and what a compiler keeps in its cache must not hold them."""
     *_, last = (node for node in module.graph.nodes if node.op == "placeholder")
     constants = []
     for node in [*module.graph.nodes]:
