@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import multiprocessing
+import re
 import statistics
 import tempfile
 import time
@@ -99,21 +100,40 @@ def plain(work: Workload, data: TensorDataset, clock: Clock) -> None:
     fit(Module(work.build()), work, data, clock)
 
 
-def ours(work: Workload, data: TensorDataset, clock: Clock, compile: bool = False) -> None:
+class AtOnce(TensorDataset):
+    """Of which all rows of a batch are fetched and collated at once, as dpexp does."""
+
+    def __getitems__(self, rows: list[int]) -> list[Tensor]:
+        return [tensor.index_select(0, torch.tensor(rows)) for tensor in self.tensors]
+
+
+def plain_at_once(work: Workload, data: TensorDataset, clock: Clock) -> None:
+    fit(Module(work.build()), work, AtOnce(*data.tensors), clock, collate_fn=list)
+
+
+def plain_compiled(work: Workload, data: TensorDataset, clock: Clock) -> None:
+    fit(Module(torch.compile(work.build())), work, data, clock)  # type: ignore[arg-type]
+
+
+def ours(work: Workload, data: TensorDataset, clock: Clock, compile: bool = False) -> str:
+    """Returns what is said of compiling."""
     module = Module(work.build())
     plan = make_plan(module, n=len(data), q=work.batch / len(data), steps=clock.total, noise_multiplier=Z)
     with tempfile.TemporaryDirectory() as folder:
         privacy = PrivacyCallback(plan, Path(folder) / "ledger.jsonl", physical_batch=2 * work.batch, compile=compile)
         fit(module, work, data, clock, privacy)
+    return privacy.compiling
 
 
-def fit(module: Module, work: Workload, data: TensorDataset, clock: Clock, *privacy: pl.Callback) -> None:
+def fit(
+    module: Module, work: Workload, data: TensorDataset, clock: Clock, *privacy: pl.Callback, **loader: object
+) -> None:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(
         accelerator=DEVICE, devices=1, max_epochs=-1, max_steps=clock.total,
         callbacks=[*privacy, clock], **dict.fromkeys(off, False),
     )  # fmt: skip
-    trainer.fit(module, DataLoader(data, work.batch, shuffle=True))
+    trainer.fit(module, DataLoader(data, work.batch, shuffle=True, **loader))  # type: ignore[arg-type]
 
 
 def opacus(work: Workload, data: TensorDataset, clock: Clock, ghost: bool = False) -> None:
@@ -142,8 +162,10 @@ def opacus(work: Workload, data: TensorDataset, clock: Clock, ghost: bool = Fals
 
 
 COMPILED, HOOKS, GHOST = "dpexp, compiled", "Opacus hooks", "Opacus ghost"
-WAYS: dict[str, Callable[[Workload, TensorDataset, Clock], None]] = {
-    "plain": plain, "dpexp": ours, COMPILED: lambda *a: ours(*a, compile=True),
+AT_ONCE, PLAIN_COMPILED = "plain, rows at once", "plain, compiled"
+WAYS: dict[str, Callable[[Workload, TensorDataset, Clock], str | None]] = {
+    "plain": plain, AT_ONCE: plain_at_once, PLAIN_COMPILED: plain_compiled,
+    "dpexp": ours, COMPILED: lambda *a: ours(*a, compile=True),
     HOOKS: opacus, GHOST: lambda *a: opacus(*a, ghost=True),
 }  # fmt: skip
 
@@ -153,6 +175,7 @@ class Measured:
     round: float  # seconds
     before: float  # seconds that the beginning took beyond as many later rounds
     peak: float  # MiB beyond imports and data
+    said: str  # of compiling
 
 
 def measured(name: str, way: str, warm_up: int, rounds: int | None) -> Measured:
@@ -163,11 +186,11 @@ def measured(name: str, way: str, warm_up: int, rounds: int | None) -> Measured:
     gc.collect()
     gc.freeze()  # what was imported, of which one collection takes 0.3 s, in whichever fit it falls
     base, clock = resident("VmRSS"), Clock(warm_up, rounds or work.rounds)
-    WAYS[way](work, data, clock)
+    said = WAYS[way](work, data, clock) or ""
     start, warm, end = clock.read
     each = (end - warm) / clock.rounds
     peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else resident("VmHWM") - base
-    return Measured(each, warm - start - clock.warm_up * each, peak)
+    return Measured(each, warm - start - clock.warm_up * each, peak, said)
 
 
 def resident(row: str) -> float:
@@ -196,14 +219,26 @@ def mean(results: Results, way: str, of: str = "round") -> float:
     return float("nan") if isinstance(done, str) else statistics.fmean(getattr(one, of) for one in done)
 
 
-def ratio(results: Results, way: str) -> str:
-    """Of means, to plain, and the standard deviation of the turns' ratios; or why there is none."""
-    done, base = results[way], results["plain"]
+def ratio(results: Results, way: str, to: str = "plain") -> str:
+    """Of means, and the standard deviation of the turns' ratios; or why there is none."""
+    done, base = results[way], results[to]
     if isinstance(done, str) or isinstance(base, str):
         return str(done)
     turns = [a.round / b.round for a, b in zip(done, base, strict=True)]
     spread = f" ± {statistics.stdev(turns):.2f}" if len(turns) > 1 else ""
-    return f"{mean(results, way) / mean(results, 'plain'):.2f}{spread}"
+    return f"{mean(results, way) / mean(results, to):.2f}{spread}"
+
+
+def compiling(results: Results) -> tuple[str, str, str]:
+    """The pass alone, in ms, by the graph and compiled; the seconds that compiling took by the clock; after how many
+    rounds it has paid."""
+    done = results[COMPILED]
+    said = [re.findall(r"\d[\d.]*(?:e[+-]?\d+)?", one.said) for one in done if one.said.startswith("compiled")] if done else []
+    if isinstance(done, str) or not said:
+        return (done if isinstance(done, str) else done[0].said), "", ""
+    after, before, _, took = (statistics.fmean(float(turn[k]) for turn in said) for k in range(4))
+    pays = f"{1000 * took / (before - after):.0f}" if after < before else "never"
+    return f"{before:.2f}, {after:.2f}", f"{took:.0f}", pays
 
 
 HEAD = """# Step time and memory
@@ -214,7 +249,11 @@ the same SGD. A round is all of it: fetching the batch, the step, the optimizer,
 time is CPU time on one thread.
 
 Batches are of B records out of 50 B. dpexp's are Poisson samples of B expected records, with `physical_batch` 2 B; in
-brackets its ratio before, and its goal. *Beginning* is the time from `fit` to the end of {warm_up} rounds, beyond that
+brackets its ratio before, and its goal, of the compiled step. "Rows at once" is plain training that fetches a batch's
+rows by `index_select`, as dpexp does; "plain, compiled" has its model under `torch.compile`. The pass alone is the time
+of a round's forward and backward passes, norms and clipped sums, padding included, by the clock; compiling was
+not cached the first time, and has paid after so many rounds; `trainer.compile=auto` compiles where they come three
+times over. *Beginning* is the time from `fit` to the end of {warm_up} rounds, beyond that
 of as many later ones: dpexp traces the step twice, and proves the graph of each of about five sizes that samples
 have; a size that is first met later, in the rounds that are measured. Memory is the peak beyond imports and data.
 Opacus runs in a plain loop over batches of B without Lightning, which favours it; where it takes another model, or
@@ -222,17 +261,22 @@ none, that is said.
 
 torch {torch}, opacus {opacus}, {device}
 """
-COLUMNS = ("", "B", "plain, ms", "dpexp", "(before; goal)", HOOKS, GHOST, "beginning, s: plain, dpexp")
+COLUMNS = (
+    "", "B", "plain, ms", "dpexp", COMPILED, "(before; goal)", HOOKS, GHOST, "compiled to plain, rows at once",
+    "compiled to plain, compiled", "pass alone, ms: graph, compiled", "compiling, s", "pays after rounds",
+    "beginning, s: plain, dpexp, compiled",
+)  # fmt: skip
 
 
 def row(name: str, results: Results) -> str:
     work = WORKLOADS[name]
     theirs = [ratio(results, way) + (f" ({work.differs})" if work.differs else "") for way in (HOOKS, GHOST)]
-    beginning = ", ".join(f"{mean(results, way, 'before'):.2f}" for way in ("plain", "dpexp"))
+    beginning = ", ".join(f"{mean(results, way, 'before'):.2f}" for way in ("plain", "dpexp", COMPILED))
     peaks = ", ".join(f"{mean(results, way, 'peak'):.0f}" for way in WAYS).replace("nan", "–")
     aims = f"({work.was}; {work.goal})" if work.goal else ""
-    own = [f"{1000 * mean(results, 'plain'):.2f}", ratio(results, "dpexp"), aims]
-    return line(work.title, f"{work.batch}", *own, *theirs, beginning, peaks)
+    own = [f"{1000 * mean(results, 'plain'):.2f}", ratio(results, "dpexp"), ratio(results, COMPILED), aims]
+    others = [ratio(results, COMPILED, to).partition(" ±")[0] for to in (AT_ONCE, PLAIN_COMPILED)]
+    return line(work.title, f"{work.batch}", *own, *theirs, *others, *compiling(results), beginning, peaks)
 
 
 def line(*cells: str) -> str:
@@ -244,21 +288,21 @@ def draw(everything: dict[str, Results], path: Path) -> None:
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.add_subplot(ylabel="time of a round / plain Lightning's", yscale="log")
-    for i, way in enumerate(("dpexp", HOOKS, GHOST)):
+    for i, way in enumerate(("dpexp", COMPILED, HOOKS, GHOST)):
         heights = [mean(results, way) / mean(results, "plain") for results in everything.values()]
-        bars = axes.bar([k + (i - 1) / 4 for k in range(len(heights))], heights, 0.23, label=way)
+        bars = axes.bar([k + (i - 1.5) / 5 for k in range(len(heights))], heights, 0.19, label=way)
         axes.bar_label(bars, ["" if math.isnan(h) else f"{h:.1f}" for h in heights], fontsize="x-small")
     goals = [WORKLOADS[name].goal or math.nan for name in everything]
-    left = [k - 0.37 for k in range(len(goals))]
-    axes.hlines(goals, left, [x + 0.24 for x in left], color="black", linewidth=1.5, label="goal of dpexp")
+    left = [k - 0.2 for k in range(len(goals))]
+    axes.hlines(goals, left, [x + 0.2 for x in left], color="black", linewidth=1.5, label="goal of dpexp")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(everything)), list(everything))
-    axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50, 100], map(str, ticks))
+    axes.set_yticks(ticks := [0.5, 1, 2, 5, 10, 20, 50, 100], map(str, ticks))
     axes.minorticks_off()
-    axes.set_ylim(0.8)
+    axes.set_ylim(0.5)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", fontsize="small", ncols=4)
+    figure.legend(loc="outside lower center", fontsize="small", ncols=5)
     figure.savefig(path, dpi=110)
 
 
@@ -270,7 +314,9 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="rounds before those")
     parser.add_argument("--repeat", type=int, default=REPEAT, help="fits of each candidate")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--write", action="store_true", help="docs/step_<device>.png, and .md up to its first ##")
+    parser.add_argument(
+        "--write", action="store_true", help="docs/step_cpu or step_gpu: .png, and .md up to its first ##"
+    )
     parser.add_argument("--peak-of", choices=WAYS, help="only this candidate's memory, as JSON")
     arguments = parser.parse_args()
     names = arguments.workloads or SHOWN
@@ -295,7 +341,7 @@ def main() -> None:
         lines.append(row(name, everything[name]))
         print(lines[-1], flush=True)
     if arguments.write:
-        page = Path(__file__).parents[1] / "docs" / f"step_{DEVICE}.md"
+        page = Path(__file__).parents[1] / "docs" / f"step_{'cpu' if DEVICE == 'cpu' else 'gpu'}.md"
         remarks = (page.read_text() if page.exists() else "").partition("\n## ")[1:]
         page.write_text("\n".join(lines) + "\n" + "".join(remarks))
         draw(everything, page.with_suffix(".png"))

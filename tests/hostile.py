@@ -4,9 +4,11 @@ gradient."""
 import math
 
 import torch
+from reference import clipped_sums
 from test_rounding import awkward
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from dpexp.privacy.clipping import Fixed
 from dpexp.privacy.engine.engine import Engine
@@ -73,7 +75,20 @@ class Layers(nn.Module):
         return torch.zeros(1, *shape) if isinstance(shape, tuple) else torch.zeros(1, POSITIONS, dtype=torch.long)
 
     def forward(self, record):
+        """The loss."""
         return sum((layer(x) * a).sum() for layer, (x, a) in zip(self.layers, record, strict=True))
+
+    def usual(self, generator, count):
+        """A batch of so many that are not made to hurt."""
+        return tuple(
+            (
+                torch.randn(count, *shape, generator=generator)
+                if isinstance(shape, tuple)
+                else torch.randint(shape, (count, POSITIONS), generator=generator),
+                torch.randn(count, *of_output, generator=generator),
+            )
+            for shape, of_output in zip(self.shapes, self.of_outputs, strict=True)
+        )
 
     def record(self, generator):
         """A batch of one."""
@@ -93,21 +108,49 @@ class Layers(nn.Module):
         return tuple(pairs)
 
 
-def largest_share(records: int, compile: bool, names=tuple(RULES), seed=0) -> dict[str, float]:
+def engine_of(names, compile, device="cpu", at_once=2):
+    module = Layers(names).to(device)
+    plan = make_plan(module, n=4 * at_once, q=0.25, steps=1, noise_multiplier=1.0, bound=Fixed(0.3), group=per_layer())
+    return Engine(plan, module, GaussianNoise(), compiled=compile, at_once=at_once)
+
+
+def sums_of(engine, batch, count):
+    device = next(engine._module.parameters()).device
+    engine.start()
+    engine.accumulate(engine._module, tree_map(lambda leaf: leaf[:, None].to(device), batch), count)
+    assert engine.mode == "traced"
+    return {name: total.double().cpu() for name, total in engine._sums.items()}
+
+
+def largest_share(records: int, compile: bool, names=tuple(RULES), seed=0, device="cpu") -> dict[str, float]:
     """What one record at most adds of a group's bound, by rule; its norm in float64, as of the sum."""
-    module = Layers(names)
-    plan = make_plan(module, n=16, q=0.25, steps=1, noise_multiplier=1.0, bound=Fixed(0.3), group=per_layer())
-    engine = Engine(plan, module, GaussianNoise(), compiled=compile, at_once=2)
-    generator = torch.Generator().manual_seed(seed)
+    engine, generator = engine_of(names, compile, device), torch.Generator().manual_seed(seed)
     most = dict.fromkeys(names, 0.0)
     for _ in range(records):
-        record = module.record(generator)
-        engine.start()
-        engine.accumulate(module, tuple((x[None], a[None]) for x, a in record), 1)
-        for group in plan.groups:
-            names_of = [name for vector in group.vectors for name in vector.parameters if name in engine._sums]
-            parts = [engine._sums[name].double().square().sum() for name in names_of]
+        sums = sums_of(engine, engine._module.record(generator), 1)
+        for group in engine.plan.groups:
+            parts = [sums[name].square().sum() for v in group.vectors for name in v.parameters if name in sums]
             rule = names[int(group.vectors[0].parameters[0].split(".")[1])]
             most[rule] = max(most[rule], math.sqrt(math.fsum(map(float, parts))) / group.S)
-    assert engine.mode == "traced" and any(g.compiled for g in engine.step._graphs._graphs.values()) == compile
+    assert any(graph.compiled for graph in engine.step._graphs._graphs.values()) == compile
     return most
+
+
+def largest_error(compile: bool, names=tuple(RULES), device="cpu", count=6) -> dict[str, float]:
+    """Of the sums of usual records against one record at a time in float64, of their norm, by rule."""
+    engine = engine_of(names, compile, device, count)
+    batch = engine._module.usual(torch.Generator().manual_seed(0), count)
+    found = sums_of(engine, batch, count)
+    exact = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
+    module = Layers(names)
+    module.load_state_dict(engine._module.state_dict())
+    expected = clipped_sums(engine.plan, module.double(), module, exact, count)
+    errors = {}
+    for i, rule in enumerate(names):
+        own = [name for name in expected if name.startswith(f"layers.{i}.")]
+        off, whole = (
+            math.sqrt(sum(float(t.square().sum()) for t in some))
+            for some in ([found[name] - expected[name] for name in own], [expected[name] for name in own])
+        )
+        errors[rule] = off / whole
+    return errors

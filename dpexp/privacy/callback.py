@@ -90,6 +90,7 @@ class PrivacyCallback(pl.Callback):
         self.readings = Readings(plan, delta, accountant) if delta is not None else None
         self.physical_batch = physical_batch
         self.compile = compile
+        self.compiling = ""
         self.unsafe_diagnostics = unsafe_diagnostics
         self.estimates = Estimates()
         self.signals = Signals()
@@ -125,11 +126,6 @@ class PrivacyCallback(pl.Callback):
     def begun(self) -> bool:
         """Whether a ledger was opened."""
         return self._ledger is not None
-
-    @property
-    def compiling(self) -> str:
-        """Why the step is compiled, or is not, once that is known."""
-        return self._engine.step.compiling.reason if self._engine else ""
 
     # Before training
 
@@ -348,7 +344,8 @@ class PrivacyCallback(pl.Callback):
                         dry_run(engine_step, rounds, loss_of, pl_module, last)
                     refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
                     refusals.refuse_monitors(trainer, pl_module, self._logged, self._validated)
-                    step, self.compile = engine_step.digest, engine_step.compiling.decided
+                    step = engine_step.digest
+                    self.compile, self.compiling = engine_step.compiling.decided, engine_step.compiling.reason
                 else:
                     engine_step.trace_again(loss_of, self.completed, epoch_begins=bool(args) and args[0] == 0)
                 draws = engine_step.mode != TRACED or engine_step.is_random or not rounds.only_rows

@@ -10,6 +10,7 @@ gradients, and which records count. Within a stage, norms are never too small in
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from statistics import NormalDist, fmean
 from typing import Any
@@ -69,11 +70,13 @@ class Compiled:
 
         marked = _marked(run)
         self._constants = _constants_as_inputs(marked)
-        pure = make_fx(torch.func.functionalize(marked))(*inputs, *self._constants)
-        take_marks(pure.graph)
-        pure.graph.eliminate_dead_code()
-        self._stages = split_module(pure, pure, lambda node: node.meta.get("stage", 0))
-        _Stages(self._stages).run(*inputs, *self._constants)
+        with torch._C.DisableTorchFunction(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what inductor does
+            pure = make_fx(torch.func.functionalize(marked))(*inputs, *self._constants)
+            take_marks(pure.graph)
+            pure.graph.eliminate_dead_code()
+            self._stages = split_module(pure, pure, lambda node: node.meta.get("stage", 0))
+            _Stages(self._stages).run(*inputs, *self._constants)
         self._stages.recompile()
         self._looks = [*map(_look, inputs)]
 

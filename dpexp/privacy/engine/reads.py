@@ -224,6 +224,11 @@ class _Same:
         return isinstance(other, _Same) and other.value is self.value
 
 
+def _is_itself(value: Any) -> bool:
+    """Equal to nothing else, and looked at no further."""
+    return isinstance(value, nn.Module | FunctionType) and type(value).__eq__ is object.__eq__
+
+
 def _is_constant(value: Any) -> bool:
     """Of a type that cannot be changed in place."""
     return isinstance(value, PLAIN) or (type(value) is tuple and all(map(_is_constant, value)))
@@ -236,6 +241,8 @@ def _is_plain(value: Any) -> bool:
 def _look(value: Any, depth: int = _DEPTH) -> Any:
     """Equal for what is the same: plain numbers and texts by value, also in containers and plain objects; else the very
     same object."""
+    if isinstance(value, dict) and all(map(_is_itself, value.values())):  # layers and hooks
+        return tuple(value.items())
     if isinstance(value, PLAIN) or _library(value) == "omegaconf":  # of which not every value can be asked for
         return repr(value)
     if isinstance(value, np.ndarray) and value.size <= _MANY:
