@@ -11,6 +11,7 @@ import numpy as np
 from dp_accounting import rdp
 from scipy.optimize import brentq
 
+from dpexp._accounting_compat import repeated_and_selected
 from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.moments import moments_of
@@ -95,5 +96,5 @@ def selection_epsilon(curve: Array, delta: float, mean: float, shape: float) -> 
             that trial.
     """
     check_repetitions(mean, shape)
-    repeated = rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select(ORDERS, curve, mean, shape)  # of any curve
+    repeated = repeated_and_selected(ORDERS, curve, mean, shape)
     return max(0.0, float(rdp.compute_epsilon(ORDERS, repeated, delta)[0]))

@@ -12,14 +12,12 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from dpexp._hydra_compat import BasicSweeper
 from dpexp.commands import sweep, trial
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpexp.accounting.ledger import Ledger
-
-Plugins.instance()  # loads Hydra's own plugins anew; a class imported before would not be theirs
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 
 class Grid(BasicSweeper):

@@ -9,17 +9,16 @@ from collections import UserDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import default_collate
 
+from dpexp._torch_compat import TreeSpec, register_pytree_node, tree_children, tree_flatten, tree_map, tree_unflatten
 from dpexp.errors import ConfigError, is_own, words_of
 
 
@@ -202,12 +201,9 @@ def _equal(known: TreeSpec, structure: TreeSpec) -> bool:
     return (
         known.type is structure.type
         and _is_same(known.context, structure.context)
-        and len(_children(known)) == len(_children(structure))
-        and all(map(_equal, _children(known), _children(structure)))
+        and len(tree_children(known)) == len(tree_children(structure))
+        and all(map(_equal, tree_children(known), tree_children(structure)))
     )
-
-
-_children = getattr(TreeSpec, "children", attrgetter("children_specs"))  # the name that older PyTorch has for them
 
 
 def _is_same(some: Any, other: Any) -> bool:

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrizations import _SpectralNorm
 
+from dpexp._torch_compat import BatchNorm, SpectralNorm
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan import PrivacyPlan
 from dpexp.privacy.values import BATCHNORM, release
@@ -38,7 +37,7 @@ class RunningNorm(nn.Module):
         rate: by which part of what was found they move in the first round; by 1/t of it in round t.
     """
 
-    def __init__(self, layer: _BatchNorm, given_as: str | None = None, rate: float = 1.0) -> None:
+    def __init__(self, layer: BatchNorm, given_as: str | None = None, rate: float = 1.0) -> None:
         super().__init__()
         self.given_as = given_as
         self.rate = rate
@@ -121,7 +120,7 @@ class Groups:
     groups: int = 32
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        def grouped(name: str, layer: _BatchNorm) -> nn.Module:
+        def grouped(name: str, layer: BatchNorm) -> nn.Module:
             groups = max(k for k in range(1, self.groups + 1) if layer.num_features % k == 0)
             new = nn.GroupNorm(groups, layer.num_features, layer.eps, layer.affine)
             new.weight, new.bias = layer.weight, layer.bias
@@ -148,10 +147,10 @@ def refuse_unreleased(module: nn.Module, plan: PrivacyPlan) -> None:
 def _replaced(module: nn.Module, new: Any) -> nn.Module:
     """The module with another layer in the place of each batch normalization."""
     made: dict[int, nn.Module] = {}
-    if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+    if not any(isinstance(layer, BatchNorm) for layer in module.modules()):
         raise ConfigError("batchnorm: the model has no batch normalization that could be replaced; set batchnorm=null.")
     for name, layer in [*module.named_modules(remove_duplicate=False)]:
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNorm):
             if isinstance(layer, nn.SyncBatchNorm | nn.modules.lazy.LazyModuleMixin):
                 raise ConfigError(f"batchnorm: {name} is a {type(layer).__name__}, which cannot be replaced.")
             made.setdefault(id(layer), new(name, layer))
@@ -162,18 +161,18 @@ def _replaced(module: nn.Module, new: Any) -> nn.Module:
     return module
 
 
-def spectral_norms(module: nn.Module) -> list[tuple[_SpectralNorm, Tensor]]:
+def spectral_norms(module: nn.Module) -> list[tuple[SpectralNorm, Tensor]]:
     """The module's spectral normalizations, and the weights that they are of."""
     return [
         (parametrization, original.original)
         for layer in module.modules()
         for original in getattr(layer, "parametrizations", {}).values()
         for parametrization in original
-        if isinstance(parametrization, _SpectralNorm)
+        if isinstance(parametrization, SpectralNorm)
     ]
 
 
-def iterate(spectral: list[tuple[_SpectralNorm, Tensor]]) -> None:
+def iterate(spectral: list[tuple[SpectralNorm, Tensor]]) -> None:
     """One power iteration a round, from the weights alone; within a step there are none."""
     for parametrization, weight in spectral:
         if parametrization.training:

@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
+from dpexp._lightning_compat import replace_training_loader, training_loader
 from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, whole
@@ -140,8 +141,6 @@ class PrivacyCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._processes = processes = Processes.of(trainer)
         sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
-        # Lightning asks its data source for the loader after this hook; there is no public way to replace it.
-        source = trainer.fit_loop._data_source
         resume = trainer.ckpt_path is not None
         at_once = self.physical_batch or first_batch(pl_module.device)
         self._fitted = self.physical_batch is not None or pl_module.device.type != "cuda"
@@ -152,7 +151,7 @@ class PrivacyCallback(pl.Callback):
             refuse_unreleased(pl_module, self.plan)
             refusals.refuse_other_sizes(pl_module, self.plan)
             self._normalizing, self._spectral = [*layers_that_give(pl_module)], spectral_norms(pl_module)
-            loader = source.dataloader()
+            loader = training_loader(trainer)
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
             self._engine = Engine(
                 self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes,
@@ -182,7 +181,7 @@ class PrivacyCallback(pl.Callback):
                 pl_module, self.plan, loader, at_once, self._ledger, noise, randomness, self._prepared, processes
             )
         self._rounds, rounds.sampler.completed = rounds, self.completed
-        source.instance, source.name = rounds, ""
+        replace_training_loader(trainer, rounds)
 
     def _exposed(self) -> str | None:
         if self._noise_seed is not None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_unflatten
 
+from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.batches import Failed
 from dpexp.privacy.batchnorm import spectral_norms_fixed

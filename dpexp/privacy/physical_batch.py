@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dpexp._lightning_compat import validation_loader
 from dpexp.privacy.batches import Records, flattened
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.noise import GaussianNoise
@@ -77,9 +78,8 @@ def doubled(attempt: Callable[[int], None], most: int) -> int:
 
 def public_record(trainer: pl.Trainer) -> Any:
     """The first record of the validation set, as a batch of one; None: there is none to be had."""
-    source = trainer.fit_loop.epoch_loop.val_loop._data_source
     try:
-        loader = source.dataloader() if source.is_defined() else None
+        loader = validation_loader(trainer)
         if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is None:
             return None
         return loader.collate_fn([loader.dataset[0]])

@@ -9,8 +9,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from dpexp._lightning_compat import training_loader
+from dpexp._torch_compat import tree_map
 from dpexp.accounting.ledger import LedgerWriter, SamplingEvent
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import Failed, Records
@@ -92,7 +93,7 @@ class PreparedPlainly(pl.Callback):
         found = preparations_of(pl_module)
         if not found or trainer.ckpt_path is not None:
             return
-        loader = trainer.fit_loop._data_source.dataloader()
+        loader = training_loader(trainer)
         for k, (name, preparation) in enumerate(found.items()):
             before = [*found.values()][:k]
             total = _total(name, preparation, before, loader, self._physical_batch, KeyStream())

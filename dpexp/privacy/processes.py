@@ -23,9 +23,10 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from dpexp._lightning_compat import has_comm_hook, start_method, syncs_batch_norm
+from dpexp._torch_compat import tree_leaves
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError, is_own
@@ -260,14 +261,14 @@ def take_over(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     name = type(strategy).__name__
     if type(strategy) is not DDPStrategy:
         raise ConfigError(f"trainer.strategy={name} cannot be honoured: {REASONS.get(name, OTHERS)}.")
-    if strategy._start_method != "popen":
+    if start_method(strategy) != "popen":
         raise ConfigError(
-            f"trainer.strategy=ddp_{strategy._start_method} trains in processes of which the one that began it learns "
+            f"trainer.strategy=ddp_{start_method(strategy)} trains in processes of which the one that began it learns "
             "nothing, ε included; choose ddp."
         )
-    if strategy._layer_sync is not None:
+    if syncs_batch_norm(strategy):
         raise ConfigError("trainer.sync_batchnorm=true mixes the records of all processes; leave it out.")
-    if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
+    if has_comm_hook(strategy):
         raise ConfigError(
             "trainer.strategy: a DDPStrategy with a ddp_comm_hook changes how gradients are averaged, and here clipped "
             "sums are added up instead; leave it out."

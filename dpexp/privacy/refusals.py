@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from dpexp._lightning_compat import NoOptimizer
+from dpexp._torch_compat import (
+    BatchNorm,
+    InstanceNorm,
+    forward_pre_hooks,
+    has_backward_hooks,
+    has_gradient_hooks,
+    is_wrapped,
+    tree_leaves,
+)
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.questions import Unreadable
 
@@ -33,23 +41,23 @@ def refuse_mixing_layers(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         where = f"model: the layer {name or '(root)'} ({type(layer).__name__})"
         learns = layer.training or getattr(layer, "running_mean", None) is None
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and learns:
+        if isinstance(layer, BatchNorm) and learns:
             raise ConfigError(
                 f"{where} mixes the records of a batch, which no clipping of single records can bound; choose "
                 "batchnorm=groupnorm, batchnorm=private or batchnorm=freeze, or use GroupNorm, LayerNorm or eval()."
             )
-        if isinstance(layer, nn.modules.instancenorm._InstanceNorm) and learns and layer.track_running_stats:
+        if isinstance(layer, InstanceNorm) and learns and layer.track_running_stats:
             raise ConfigError(f"{where} stores statistics of the data without noise; set track_running_stats=False.")
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
             raise ConfigError(f"{where} has no sizes yet; run the model once on an example before training.")
-        if any(type(hook).__name__ == "SpectralNorm" for hook in layer._forward_pre_hooks.values()):
+        if any(type(hook).__name__ == "SpectralNorm" for hook in forward_pre_hooks(layer)):
             raise ConfigError(f"{where} has the old spectral_norm; use torch.nn.utils.parametrizations.spectral_norm.")
 
 
 def refuse_hooks(module: nn.Module) -> None:
     """Refuses backward hooks: a gradient of the whole batch, which they are for, never exists."""
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(parameter):
             raise ConfigError(
                 f"model: the parameter {name} has a gradient hook, which would not be called, since records' gradients "
                 "are clipped; change p.grad in on_before_optimizer_step, where it is the noisy average."
@@ -58,7 +66,7 @@ def refuse_hooks(module: nn.Module) -> None:
         where = f"model: the module {name or '(root)'}"
         if isinstance(layer, torch.jit.ScriptModule):
             raise ConfigError(f"{where} is one of TorchScript, which may keep what it sees; use what it was made from.")
-        if layer._backward_hooks or layer._backward_pre_hooks:
+        if has_backward_hooks(layer):
             raise ConfigError(
                 f"{where} has a backward hook, which would not be called, as records are clipped; drop it."
             )
@@ -217,7 +225,7 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
 
 def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     """Refuses optimizers that would need another release, or that train what none releases."""
-    if isinstance(trainer.optimizers[0], _MockOptimizer):
+    if isinstance(trainer.optimizers[0], NoOptimizer):
         raise ConfigError(
             "optimizer: configure_optimizers returns None, so that rounds would be released and nothing learnt from "
             "them; let it return an optimizer of self.parameters()."
@@ -247,7 +255,7 @@ def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bo
         if not isinstance(value, _COLLECTIONS):
             continue
         values = tree_leaves([*value] if isinstance(value, set) else value)
-        kept = any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and _is_wrapped(v)) for v in values)
+        kept = any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and is_wrapped(v)) for v in values)
         if isinstance(value, list) and not kept:  # of a step that runs as written
             added = value[before.get(where, 0) :]
             kept = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
@@ -283,7 +291,3 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in vars(layer).items():
             if not key.startswith("_"):
                 yield f"{name}.{key}" if name else key, value
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

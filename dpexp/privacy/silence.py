@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers.logger import DummyLogger
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
+from dpexp._lightning_compat import results_dropped
+from dpexp._torch_compat import alone
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import STATE, StateFound
 from dpexp.privacy.engine.engine import Engine
@@ -26,14 +26,13 @@ from dpexp.privacy.values import release
 @contextmanager
 def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
     """Meanwhile whatever is logged by way of the module or the Trainer is lost."""
-    loggers, loop = trainer.loggers, trainer.fit_loop.epoch_loop
-    results = loop._results
+    loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
-    loop._results = _ResultCollection(training=True)
     try:
-        yield
+        with results_dropped(trainer):
+            yield
     finally:
-        trainer.loggers, loop._results = loggers, results
+        trainer.loggers = loggers
 
 
 def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
@@ -205,10 +204,5 @@ def nothing_collected() -> Iterator[None]:
     def refuse() -> NoReturn:
         raise ConfigError(EXCHANGES.format(name="a collective"))
 
-    world = dist.distributed_c10d._world
-    before, world.default_pg = world.default_pg, None
-    try:
-        with patch.object(dist.distributed_c10d, "_get_default_group", refuse):
-            yield
-    finally:
-        world.default_pg = before
+    with alone(refuse):
+        yield

@@ -15,11 +15,11 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
+from dpexp._torch_compat import is_wrapped, no_subclasses
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.torch_functions import leaves_of
 
@@ -50,7 +50,7 @@ class Memory:
 def _place(one: Tensor | np.ndarray, whole: bool = False) -> tuple[int, int] | None:
     """The first byte of a tensor or array, and the one after its last, or of all of a tensor's storage; None: it has no
     memory of its own."""
-    with contextlib.suppress(Exception), torch._C.DisableTorchFunctionSubclass():
+    with contextlib.suppress(Exception), no_subclasses():
         if isinstance(one, np.ndarray):
             steps = [(n - 1) * stride for n, stride in zip(one.shape, one.strides, strict=True)]
             start: int = one.__array_interface__["data"][0] + sum(step for step in steps if step < 0)
@@ -168,7 +168,7 @@ class DataUnread(TorchFunctionMode):
         if func is Tensor.__deepcopy__:  # of what a batch holds besides tensors
             return func(*args, **(kwargs or {}))
         given = [leaf for leaf in leaves_of((args, kwargs or {})) if issubclass(type(leaf), Tensor | np.ndarray)]
-        plain = [one for one in given if isinstance(one, np.ndarray) or not is_functorch_wrapped_tensor(one)]
+        plain = [one for one in given if isinstance(one, np.ndarray) or not is_wrapped(one)]
         self._data.memory.refuse(("an argument of " + getattr(func, "__name__", "a function"), one) for one in plain)
         place = _WEIGHTS.get(func)
         if (

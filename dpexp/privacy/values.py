@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
+from dpexp._torch_compat import current_level
 from dpexp.errors import ConfigError, positive, whole
 from dpexp.privacy.bands import spread, ties
 from dpexp.privacy.clipping import Clipping, at_most_root
@@ -125,7 +125,7 @@ def release(name: str, value: Any) -> None:
     given, level = _given.get()
     if value_key(name) not in given:
         return
-    if _functorch.maybe_current_level() != level:  # else it would be taken for a value of every record
+    if current_level() != level:  # else it would be taken for a value of every record
         raise RuntimeError(f"{name} is given for release where it is not a value of training_step's one record.")
     given[value_key(name)].append(value)
 
@@ -144,7 +144,7 @@ def weigh(weight: Any) -> None:
     given, level = _given.get()
     if WEIGHT not in given:
         return
-    if _functorch.maybe_current_level() != level:
+    if current_level() != level:
         raise RuntimeError("dpexp.weigh is given what is not a weight of training_step's one record.")
     if not isinstance(given[WEIGHT], list):
         raise ConfigError(
@@ -168,7 +168,7 @@ class Values:
         is to have one; afterwards, in the same vmap, the function gives them as [d], by key, or raises ValueError: one
         has not as many numbers as the plan says."""
         given: dict[str, Any] = {key: [] for key in self.sizes} | {WEIGHT: [] if weighed else ()}
-        token = _given.set((given, _functorch.maybe_current_level()))
+        token = _given.set((given, current_level()))
         try:
             yield lambda: {key: self._one(key, values) for key, values in given.items() if values}
         finally:

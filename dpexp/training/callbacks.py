@@ -18,6 +18,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dpexp._lightning_compat import checkpoint_of
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import Classifier
 
@@ -64,7 +65,7 @@ def save(trainer: pl.Trainer, path: Path) -> None:
         if trainer.world_size == 1:
             trainer.save_checkpoint(beside)
         elif trainer.is_global_zero:  # without waiting for the others, of which one may be interrupted elsewhere
-            trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), beside)
+            trainer.strategy.save_checkpoint(checkpoint_of(trainer), beside)
         else:
             return
         os.replace(beside, path)

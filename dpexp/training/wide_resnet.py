@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
 
@@ -69,7 +70,7 @@ class StandardisedConv2d(nn.Conv2d):
         nn.init.normal_(self.weight, std=self.weight[0].numel() ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.standardised(), self.bias)
+        return F.conv2d(x, self.standardised(), self.bias, self.stride, self.padding)
 
     def standardised(self) -> Tensor:
         """[p, d, size, size]."""

@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.nn import functional as F
+
+from dpexp._torch_compat import is_batched, unbatched
 
 
 def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] | None:
     """A call whose indices are all in range, and whether they were (0-d, of each record under vmap); None: the function
     takes no indices of a record's."""
     found = _wrong(func, args, kwargs)
-    if found is None or not _functorch.is_batchedtensor(found[2]):
+    if found is None or not is_batched(found[2]):
         return None
     key, name, index, wrong = found
     safe = torch.where(wrong, 0, index)
@@ -28,8 +29,8 @@ def refuse_wrong(func: Any, args: tuple, kwargs: dict) -> None:
     """Raises IndexError: indices are out of range, of which some functions read what lies beside their tables."""
     found = _wrong(func, args, kwargs) if func in INDEXED else None
     wrong = found[3] if found is not None else None
-    while wrong is not None and _functorch.is_batchedtensor(wrong):  # of a vmap inside the step
-        wrong = _functorch.get_unwrapped(wrong)
+    while wrong is not None and is_batched(wrong):  # of a vmap inside the step
+        wrong = unbatched(wrong)
     if wrong is not None and bool(wrong.any()):
         raise IndexError(f"an index that {func.__name__} was given is out of range.")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction, _functorch
 from torch.nn import functional as F
 
+from dpexp._torch_compat import EMBEDDING_BAGS, PACK_PADDED_SEQUENCE, is_batched, no_torch_functions, version_of
 from dpexp.privacy.engine.by_value import INDEXED, clamped
 from dpexp.privacy.engine.captured import Captured, Copied, Record, Stepped, attention, detached
 from dpexp.privacy.engine.derived import Derived, inner
@@ -74,7 +74,7 @@ class Capture(Refusing):
         if func in _OF_AUTOGRAD:
             found = func(inner(args[0]))
             return Node() if func == _GRAD_FN and found is not None else found
-        if func in _TEXTS and _functorch.is_batchedtensor(args[0]):
+        if func in _TEXTS and is_batched(args[0]):
             raise RuntimeError("a tensor's text would show those of all records.")
         if func in QUESTIONS:
             return answer(func, args[0], self.anchor)
@@ -136,11 +136,11 @@ class Capture(Refusing):
         """Notes tensors that PyTorch might have kept for the backward pass, and the engine has not."""
         for leaf in leaves_of(value):
             if isinstance(leaf, Tensor):
-                self._met.append((inner(leaf), inner(leaf)._version))
+                self._met.append((inner(leaf), version_of(inner(leaf))))
 
     def refuse_changes(self) -> None:
         """Raises RuntimeError: such a tensor was modified in place afterwards, which PyTorch might refuse."""
-        if any(tensor._version != version for tensor, version in self._met):
+        if any(version_of(tensor) != version for tensor, version in self._met):
             raise RuntimeError("what a function was given is modified in place after it was used.")
 
     def _fits(self, call: Call) -> bool:
@@ -148,8 +148,7 @@ class Capture(Refusing):
         data."""
         given = [p for p in call.parameters.values() if p is not None]
         fits = any(map(self._derived.holds, given)) and not any(
-            _functorch.is_batchedtensor(p) or p.is_complex() or (p.requires_grad and not self._derived.holds(p))
-            for p in given
+            is_batched(p) or p.is_complex() or (p.requires_grad and not self._derived.holds(p)) for p in given
         )
         if fits:
             for p in given:
@@ -161,7 +160,7 @@ class Capture(Refusing):
         """Not one that is frozen and the same for all records, nor an index."""
         if not isinstance(table, Tensor) or not table.is_floating_point():
             return False
-        return table.requires_grad or not table.is_leaf or _functorch.is_batchedtensor(table)
+        return table.requires_grad or not table.is_leaf or is_batched(table)
 
     def _steps_through(self, args: tuple) -> bool:
         """Not packed sequences, nor weights that are not the same for all records."""
@@ -170,9 +169,7 @@ class Capture(Refusing):
             return False
         has_biases, layers, sides = args[3], args[4], 1 + bool(args[7])
         per = 4 if has_biases else 2
-        return len(weights) in (layers * sides * per, layers * sides * (per + 1)) and not any(
-            map(_functorch.is_batchedtensor, weights)
-        )
+        return len(weights) in (layers * sides * per, layers * sides * (per + 1)) and not any(map(is_batched, weights))
 
     def _steps(
         self, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool
@@ -188,7 +185,7 @@ class Capture(Refusing):
         h, c = self.with_copies((h, c))
         self._derived.use(weight)
         self._derived.use(bias)
-        with DisableTorchFunction():
+        with no_torch_functions():
             return Stepped.apply(self.anchor, p, h, c, weight.detach(), detached(bias), cell, reverse, on_gradient)
 
     def with_copies(self, value: Any) -> Any:
@@ -230,9 +227,7 @@ _EXPORTED: dict[Any, Any] = {
             torch.mm, torch.addmm,
         )
     },
-    torch.ops.aten._embedding_bag: torch.embedding_bag,
-    torch.ops.aten._embedding_bag_forward_only: torch.embedding_bag,
-}  # fmt: skip
+} | dict.fromkeys(EMBEDDING_BAGS, torch.embedding_bag)  # fmt: skip
 
 
 def _known(func: Any) -> Any:
@@ -258,7 +253,7 @@ _MISTAKEN_OF_ALL = {torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedi
 _CHUNKED = getattr(F, "linear_cross_entropy", None)  # asks inside whether a gradient is wanted, which vmap hides
 
 # vmap finds out afterwards, and only if they differ.
-_SHAPED = {torch.repeat_interleave, Tensor.repeat_interleave, torch._VF._pack_padded_sequence}
+_SHAPED = {torch.repeat_interleave, Tensor.repeat_interleave, PACK_PADDED_SEQUENCE}
 
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 _PADDING = {"padding_idx", "scale_grad_by_freq"}
@@ -278,7 +273,7 @@ _is_ordinary = _Ordinary()
 def _is_data(leaf: Any) -> bool:
     """Whether an argument is a record's, or the same for all and no gradient flows through it."""
     if type(leaf) is Tensor:
-        return _functorch.is_batchedtensor(leaf) or not leaf.requires_grad
+        return is_batched(leaf) or not leaf.requires_grad
     return type(leaf) in _NO_TENSORS
 
 
@@ -292,12 +287,12 @@ def _counts(args: tuple, kwargs: dict) -> bool:
     """Whether a record says how often its rows are repeated, or how long it is: the first argument if there is but one,
     else one of the others."""
     others = (*args[1:], *kwargs.values()) or args
-    return any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in others)
+    return any(isinstance(value, Tensor) and is_batched(value) for value in others)
 
 
 def _takes_gradients(tensor: Tensor) -> bool:
     """Of each record."""
-    return _functorch.is_batchedtensor(tensor) and inner(tensor).requires_grad and tensor.dim() > 0
+    return is_batched(tensor) and inner(tensor).requires_grad and tensor.dim() > 0
 
 
 def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:

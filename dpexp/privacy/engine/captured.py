@@ -6,10 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction, _functorch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn import functional as F
 
+from dpexp._torch_compat import (
+    base_of,
+    batch_dim,
+    batched,
+    current_level,
+    is_batched,
+    level_of,
+    no_torch_functions,
+    outside_vmap,
+    unbatched,
+    version_of,
+)
 from dpexp.privacy.engine.recurrent import Steps
 from dpexp.privacy.engine.rules import Call
 from dpexp.privacy.engine.uses import Dense, Use
@@ -33,31 +43,28 @@ class OnRecords(ABC):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        level: Any = _functorch.maybe_current_level()
+        level: Any = current_level()
         inner: list[Any] = list(args)
         in_dims: list[Any] = [None] * len(args)
         B = None
         for k, arg in enumerate(args):
-            batched = isinstance(arg, Tensor) and _functorch.is_batchedtensor(arg)
-            if batched and _functorch.maybe_get_level(arg) == level:
-                inner[k], in_dims[k] = _functorch.get_unwrapped(arg), _functorch.maybe_get_bdim(arg)
+            if isinstance(arg, Tensor) and is_batched(arg) and level_of(arg) == level:
+                inner[k], in_dims[k] = unbatched(arg), batch_dim(arg)
                 B = inner[k].shape[in_dims[k]]
         if B is None:
             raise RuntimeError("a transform of torch.func inside the model is not supported by the fast path.")
-        with temporarily_pop_interpreter_stack():
+        with outside_vmap():
             outputs, out_dims = cls.vmap(B, in_dims, *inner)
         if isinstance(outputs, Tensor):
-            return _functorch._add_batch_dim(outputs, out_dims, level)
-        return tuple(
-            _functorch._add_batch_dim(output, dim, level) for output, dim in zip(outputs, out_dims, strict=True)
-        )
+            return batched(outputs, out_dims, level)
+        return tuple(batched(output, dim, level) for output, dim in zip(outputs, out_dims, strict=True))
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kw: Any
 ) -> Tensor:
     """vmap's own rule would go record by record."""
-    if not any(isinstance(t, Tensor) and _functorch.is_batchedtensor(t) for t in (query, key, value, attn_mask)):
+    if not any(isinstance(t, Tensor) and is_batched(t) for t in (query, key, value, attn_mask)):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kw)
     causal = kw.get("is_causal", len(args) > 1 and args[1])
     if attn_mask is not None and (causal or attn_mask.dim() < 2):
@@ -78,15 +85,15 @@ class Captured(OnRecords):
             return y, 0
         roles = {role: p for role, p in call.parameters.items() if p is not None and p.requires_grad}
         dtype = torch.promote_types(torch.float32, next(iter(roles.values())).dtype)
-        held, version = [x.detach()], x._version
+        held, version = [x.detach()], version_of(x)
         if x.is_floating_point():
             held = [held[0].to(y.dtype)]  # under autocast, what autograd would have kept
 
         def on_gradient(g: Tensor) -> None:
             saved = held.pop()
-            if saved._version != version:
+            if version_of(saved) != version:
                 raise RuntimeError("an input of a layer was modified in place after the layer had used it.")
-            with DisableTorchFunction(), torch.autocast(g.device.type, enabled=False), torch.no_grad():
+            with no_torch_functions(), torch.autocast(g.device.type, enabled=False), torch.no_grad():
                 saved = saved.to(dtype) if saved.is_floating_point() else saved
                 for role, use in call.uses(saved, g.reshape(y_shape).to(dtype)).items():
                     if role in roles:
@@ -95,7 +102,7 @@ class Captured(OnRecords):
         if not y.requires_grad:
             y = _Anchored.apply(anchor, y.detach())
         y_shape = y.shape
-        base = y._base if y._is_view() else None
+        base = base_of(y)
         if base is not None and not (y.is_contiguous() and base.is_contiguous() and y.numel() == base.numel()):
             y, base = y.clone(), None
         # A hook on a view would be lost if the view were written to, as nn.ReLU(inplace=True) does.

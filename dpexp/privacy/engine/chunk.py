@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_unflatten
 
+from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError
 from dpexp.privacy.batches import flattened
 from dpexp.privacy.engine.by_value import sizes_met

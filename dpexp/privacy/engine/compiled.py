@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 from torch.utils.flop_counter import FlopCounterMode
 
+from dpexp._torch_compat import compile_graph, no_torch_functions
+
 
 @torch.library.custom_op("dpexp::materialise", mutates_args=())
 def materialise(x: Tensor) -> Tensor:
@@ -66,11 +68,9 @@ class Compiled:
     """
 
     def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-        import torch._inductor  # which takes a second
-
         marked = _marked(run)
         self._constants = _constants_as_inputs(marked)
-        with torch._C.DisableTorchFunction(), warnings.catch_warnings():
+        with no_torch_functions(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what inductor does
             pure = make_fx(torch.func.functionalize(marked))(*inputs, *self._constants)
             take_marks(pure.graph)
@@ -123,7 +123,7 @@ class _Stages(fx.Interpreter):
     """Compiles each stage for what the stages before it give."""
 
     def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        stage = torch._inductor.compile(getattr(self.module, target), [*args], options=_OPTIONS)
+        stage = compile_graph(getattr(self.module, target), [*args], _OPTIONS)
         delattr(self.module, target)
         setattr(self.module, target, stage)
         return stage(*args)

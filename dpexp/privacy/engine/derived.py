@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
+from dpexp._torch_compat import base_of, is_batched, is_wrapped, unbatched, version_of
 from dpexp.privacy.engine.torch_functions import is_torchs
 from dpexp.privacy.engine.uses import Dense, OuterProducts, Use, merged
 
@@ -37,14 +37,12 @@ class Derived:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is a parameter, or computed from parameters alone."""
-        return self.trains(tensor) or (
-            not _functorch.is_functorch_wrapped_tensor(tensor) and tensor.requires_grad and not tensor.is_leaf
-        )
+        return self.trains(tensor) or (not is_wrapped(tensor) and tensor.requires_grad and not tensor.is_leaf)
 
     def use(self, tensor: Tensor | None) -> None:
         """Notes that records meet a tensor, which must stay as it is from now on."""
         if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
-            self._used.setdefault(id(tensor), (tensor, tensor._version))
+            self._used.setdefault(id(tensor), (tensor, version_of(tensor)))
 
     def once(self, run: Callable[..., Any], func: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any] | None:
         """What a function of parameters alone returns, in a tuple; None where data enters it, or randomness does.
@@ -55,7 +53,7 @@ class Derived:
         tensors = list(_tensors((args, kwargs)))
         if not torch.is_grad_enabled() or not any(map(self.holds, tensors)) or not is_torchs(func):
             return None  # a backward pass of one's own may not be linear, or count
-        if any(map(_functorch.is_functorch_wrapped_tensor, tensors)):
+        if any(map(is_wrapped, tensors)):
             return None
         result = run(_PLAIN.get(func, func), args, kwargs)
         return None if any(map(_of_records, _tensors(result))) else (result,)
@@ -68,7 +66,7 @@ class Derived:
         """
         parts: dict[int, dict[Part, list[Use]]] = {}
         for tensor, version in self._used.values():
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise RuntimeError("what is computed from parameters is changed in place after data has met it.")
             if id(tensor) not in uses:
                 continue
@@ -119,13 +117,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _of_records(tensor: Tensor) -> bool:
     """Whether it differs between records, and gradients flow through it."""
-    return _functorch.is_batchedtensor(tensor) and inner(tensor).requires_grad
+    return is_batched(tensor) and inner(tensor).requires_grad
 
 
 def inner(tensor: Tensor) -> Tensor:
     """The tensor of all records, of which vmap shows one."""
-    while _functorch.is_batchedtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while is_batched(tensor):
+        tensor = unbatched(tensor)
     return tensor
 
 
@@ -182,7 +180,7 @@ class Parts(Use):
 
 def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:
     """The tensor and the places of it that another shows, if gradients flow from there to here as they are."""
-    whole, node = tensor._base, tensor.grad_fn
+    whole, node = base_of(tensor), tensor.grad_fn
     if whole is None or not (whole.is_leaf and whole.is_contiguous()) or whole.dtype != tensor.dtype:
         return None
     while node is not None and _VIEW.fullmatch(node.name()):

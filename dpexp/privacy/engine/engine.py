@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp._torch_compat import has_gradient_hooks
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import Bounds
@@ -130,7 +131,7 @@ class Engine:
                 f"model: {', '.join(sorted(changed))} became trainable, ceased to be, or was replaced during training, "
                 "but the plan was made before; train in two jobs, the second from the first one's weights."
             )
-        hooked = [name for name, p in self._parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+        hooked = [name for name, p in self._parameters.items() if has_gradient_hooks(p)]
         if hooked:
             raise ConfigError(
                 f"model: {', '.join(hooked)} has hooks on its gradient, which here is never that of a batch; change "

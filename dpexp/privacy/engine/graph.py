@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpexp._torch_compat import direct, tree_flatten, tree_unflatten
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.compiled import Compiled
 from dpexp.privacy.engine.rounding import full_precision
@@ -43,12 +43,12 @@ class Graph:
         """Its code, in which operators are called without looking their names up."""
         names = dict(self._code.globals)
 
-        def direct(found: re.Match) -> str:
+        def named(found: re.Match) -> str:
             name = "_".join(found.groups())
-            names[name] = reduce(getattr, found.groups(), torch.ops)._op
+            names[name] = direct(reduce(getattr, found.groups(), torch.ops))  # type: ignore[arg-type]
             return name
 
-        exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", direct, self._code.src), names)
+        exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", named, self._code.src), names)
         return partial(names["forward"], self.run)
 
     def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:

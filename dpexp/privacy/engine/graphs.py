@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpexp._torch_compat import version_of
 from dpexp.privacy.checks import CHANGED, StateFound
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.compiled import Compiling
@@ -213,7 +214,7 @@ class Graphs:
         held = [*zip(self.tracer.inputs.names(), self.tracer.inputs.tensors(), strict=True)]
         for graph in self._graphs.values():
             held += graph.constants.items()
-        return {(name, id(tensor)): tensor._version for name, tensor in held} | self.reads.signatures()
+        return {(name, id(tensor)): version_of(tensor) for name, tensor in held} | self.reads.signatures()
 
     def stale(self) -> str | None:
         """What hooks have changed of that which the step reads; None: nothing."""

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_unflatten
 
+from dpexp._torch_compat import having_parameters, tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.engine.chunk import Chunk, copied
 from dpexp.privacy.engine.passes import ONE_LOSS, backward, no_seeds
@@ -80,7 +79,7 @@ class Training:
 
     @contextmanager
     def _having(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        with _reparametrize_module(self._module, weights, tie_weights=True):
+        with having_parameters(self._module, weights):
             yield
 
     def _batches(self, chunk: Chunk, leaves: list[Any]) -> Iterator[Any]:

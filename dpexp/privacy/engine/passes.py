@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
-from torch.utils._pytree import tree_unflatten
 
+from dpexp._torch_compat import activations_kept, tree_unflatten
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.engine.capture import Capture
@@ -97,7 +95,7 @@ class VmapPass:
             )
             with (
                 self._values.given() as values,
-                kept(capture.met),
+                activations_kept(capture.met),
                 hooks,
                 no_vmap_of_its_own(),
                 no_seeds(),
@@ -209,27 +207,3 @@ def _refuse_seed(*_: Any, **__: Any) -> NoReturn:
 def _refuse_seeds(seed: int) -> None:
     if torch.default_generator.initial_seed() != seed:
         _refuse_seed()
-
-
-@contextmanager
-def kept(met: Callable[[Any], None]) -> Iterator[None]:
-    """Meanwhile torch.utils.checkpoint.checkpoint keeps what a function computes, unless it is reentrant, which makes
-    another thing of gradients.
-
-    Args:
-        met: is told what such a function is given.
-    """
-
-    def nothing(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Before and after the function is called."""
-        if preserve and context_fn is checkpoint.noop_context_fn:
-            yield
-            met((args, kwargs))
-        else:
-            yield from _generator(function, preserve, context_fn, *args, **kwargs)
-
-    with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing):
-        yield
-
-
-_generator = checkpoint._checkpoint_without_reentrant_generator

@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C import _disabled_torch_dispatch_impl, _functorch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
 import dpexp
+from dpexp._torch_compat import has_own_dispatch, level_of, tree_leaves
 from dpexp.errors import words_of
 
 
@@ -72,7 +71,7 @@ def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor) -> Any:
     Raises:
         DataDependent: it may be another answer for each record.
     """
-    if _functorch.maybe_get_level(tensor) != _functorch.maybe_get_level(anchor):
+    if level_of(tensor) != level_of(anchor):
         return question(tensor)  # of a vmap inside the model; or the same for all records
     if question in _PASSED_ON:
         return Unreadable(tensor)
@@ -88,7 +87,7 @@ class Node:
 
 def sees_behind(value: Any) -> bool:
     """Whether a tensor is of a class that has code of its own for what operators do."""
-    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _disabled_torch_dispatch_impl
+    return has_own_dispatch(value)
 
 
 def described(value: Any) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpexp._torch_compat import version_of
 from dpexp.privacy.engine.rewritten import lstm_step
 
 _sigmoid_backward = torch.ops.aten.sigmoid_backward
@@ -188,7 +189,7 @@ class Steps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         outputs, kept = torch.ops.dpexp.steps(p, h, c, weight, bias, cell.__name__, reverse)
         ctx.given, ctx.kept = (h, c, weight), kept
-        ctx.versions = h._version, c._version
+        ctx.versions = version_of(h), version_of(c)
         ctx.cell, ctx.reverse, ctx.on_gradient = cell, reverse, on_gradient
         last = kept[-(len(kept) // len(p)) :]
         return outputs, last[0].clone(), last[1].clone()
@@ -196,7 +197,7 @@ class Steps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_outputs: Tensor, dh: Tensor, dc: Tensor) -> tuple:  # type: ignore[override]
         h, c, weight = ctx.given
-        if ctx.versions != (h._version, c._version):
+        if ctx.versions != (version_of(h), version_of(c)):
             raise RuntimeError(
                 "the first state of a recurrent layer was modified in place after the layer had used it."
             )

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._functorch import autograd_function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dpexp._torch_compat import OpOverload, OpOverloadPacket, qualified_name, vmap_rules_refused
 from dpexp.errors import ConfigError
 from dpexp.privacy.engine.by_value import refuse_wrong
 
@@ -20,7 +19,7 @@ EXCHANGES = (
     "model: training_step exchanges something with other processes ({name}), which would mix their records with its "
     "own; compute a record's loss from that record alone."
 )
-OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+OPERATORS = (OpOverload, OpOverloadPacket)
 
 # The place of running_mean; that of training is 5.
 BATCH_NORMS: dict[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3} | {
@@ -62,7 +61,7 @@ class Refusing(TorchFunctionMode):
 def refuse_mixing(func: Any, args: tuple, kwargs: dict) -> None:
     """Raises ConfigError: the call mixes records, of a batch or of processes."""
     operator = packet(func)
-    if isinstance(operator, torch._ops.OpOverloadPacket) and operator._qualified_op_name.startswith(_COLLECTIVES):
+    if isinstance(operator, OpOverloadPacket) and qualified_name(operator).startswith(_COLLECTIVES):
         raise ConfigError(EXCHANGES.format(name=operator))
     place = BATCH_NORMS.get(operator)
     if place is None:
@@ -78,7 +77,7 @@ def refuse_mixing(func: Any, args: tuple, kwargs: dict) -> None:
 
 def packet(func: Any) -> Any:
     """An operator whatever its overload, as in torch.ops.aten; other functions as they are."""
-    return func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+    return func.overloadpacket if isinstance(func, OpOverload) else func
 
 
 def is_torchs(func: Any) -> bool:
@@ -111,5 +110,5 @@ def no_vmap_of_its_own() -> Iterator[None]:
     def refuse(interpreter: Any, rule: Any, function: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"the vmap rule of {getattr(function, '__name__', function)} would see all records.")
 
-    with patch.object(autograd_function, "custom_function_call_vmap_helper", refuse):
+    with vmap_rules_refused(refuse):
         yield

@@ -7,20 +7,25 @@ fresh randomness alone; what is left to show is that it treats each record by it
 graph.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx import _lazy_graph_module
-from torch.fx.experimental import proxy_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from dpexp._torch_compat import (
+    CHECKS_ERRORS,
+    OpOverload,
+    TorchDispatchMode,
+    arguments_of,
+    proxy_tensor,
+    quick_tracing,
+    storage_of,
+    tensors_held,
+    tree_leaves,
+)
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.compiled import take_marks
@@ -52,7 +57,7 @@ class Inputs:
     def __post_init__(self) -> None:
         places: dict[int, tuple[dict, str, str]] = {}
         for prefix, layer in self.module.named_modules():
-            for held in (layer._parameters, layer._buffers):
+            for held in tensors_held(layer):
                 for key, tensor in held.items():
                     if tensor is not None:
                         places.setdefault(id(tensor), (held, key, f"{prefix}.{key}" if prefix else key))
@@ -94,7 +99,7 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
         outputs[:] = found
         return [*found.values()]
 
-    with compiling(), _NoWrites(others):
+    with quick_tracing(), _NoWrites(others):
         graph = proxy_tensor.make_fx(flat)(*held, *others)
     written = _check_writes(graph)
     _check_errors(graph)
@@ -115,41 +120,23 @@ class _NoWrites(TorchDispatchMode):
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         super().__init__()
-        self._made = {_storage(tensor) for tensor in own}
+        self._made = {storage_of(tensor) for tensor in own}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        for position, argument in enumerate(func._schema.arguments):
+        given = {storage_of(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        for position, argument in enumerate(arguments_of(func)):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(tensor, Tensor) and _storage(tensor) not in self._made:
+                    if isinstance(tensor, Tensor) and storage_of(tensor) not in self._made:
                         raise NotTraceable(
                             f"it writes to a tensor {list(tensor.shape)}, which it did not make ({func})"
                         )
         found = func(*args, **kwargs)
-        made = {_storage(tensor) for tensor in tree_leaves(found) if isinstance(tensor, Tensor)}
+        made = {storage_of(tensor) for tensor in tree_leaves(found) if isinstance(tensor, Tensor)}
         self._made |= made if func is torch.ops.aten.lift_fresh.default else made - given
         return found
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` is true meanwhile: libraries then ask their data nothing, and go their general
-    way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out, and
-    code is made when the graph is done.
-    """
-    with (
-        patch.object(torch.compiler, "_is_compiling_flag", True),
-        patch.object(proxy_tensor, "extract_val", lambda *args, **kwargs: None),
-        patch.object(_lazy_graph_module, "_use_lazy_graph_module_flag", True),
-    ):
-        yield
 
 
 def _simplify(graph: fx.Graph, written: set[fx.Node]) -> None:
@@ -209,7 +196,7 @@ def _check_operators(graph: fx.GraphModule) -> None:
 def _check_errors(graph: fx.GraphModule) -> None:
     """Raises NotTraceable: it raises an error for some records, which would be dropped with whatever has no result."""
     for node in graph.graph.nodes:
-        if node.target is torch.ops.aten._linalg_check_errors.default:
+        if node.target is CHECKS_ERRORS:
             raise NotTraceable(
                 f"{node.args[1]} has an error for some records; {node.args[1]}_ex, if there is one, has none"
             )
@@ -223,12 +210,12 @@ def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
         origin[node] = node
         if node.op != "call_function":
             continue
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:  # getitem
+        arguments = arguments_of(node.target)
+        if not arguments and not isinstance(node.target, OpOverload):  # getitem
             if node.args and isinstance(node.args[0], fx.Node):
                 origin[node] = origin[node.args[0]]
             continue
-        for position, argument in enumerate(schema.arguments):
+        for position, argument in enumerate(arguments):
             if argument.alias_info is None:
                 continue
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)

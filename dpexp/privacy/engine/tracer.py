@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from dpexp._torch_compat import quick_tracing
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.clipped_sums import ClippedSums
@@ -17,7 +18,7 @@ from dpexp.privacy.engine.random_states import random_state, set_random_state
 from dpexp.privacy.engine.reads import Reads
 from dpexp.privacy.engine.rounding import full_precision
 from dpexp.privacy.engine.side_effects import side_effects_undone
-from dpexp.privacy.engine.traced import Inputs, NotTraceable, check_constants, compiling, prove, trace
+from dpexp.privacy.engine.traced import Inputs, NotTraceable, check_constants, prove, trace
 from dpexp.privacy.training_data import Memory
 
 PLAIN, EXACT = "plain", "exact"  # kinds of graphs
@@ -168,7 +169,7 @@ class Tracer:
         numbers, state = self._clip.numbers((), self.device), random_state(self.device)
         found = self.run(graph, numbers, [counted], records)
         set_random_state(self.device, state)
-        with compiling():
+        with quick_tracing():
             seen = self._outputs(self._pass(records), numbers, counted)
         finite = bool(seen["finite"].all())
         for name, value in seen.items():
