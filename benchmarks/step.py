@@ -233,7 +233,11 @@ def compiling(results: Results) -> tuple[str, str, str]:
     """The pass alone, in ms, by the graph and compiled; the seconds that compiling took by the clock; after how many
     rounds it has paid."""
     done = results[COMPILED]
-    said = [re.findall(r"\d[\d.]*(?:e[+-]?\d+)?", one.said) for one in done if one.said.startswith("compiled")] if done else []
+    said = (
+        [re.findall(r"\d[\d.]*(?:e[+-]?\d+)?", one.said) for one in done if one.said.startswith("compiled")]
+        if done
+        else []
+    )
     if isinstance(done, str) or not said:
         return (done if isinstance(done, str) else done[0].said), "", ""
     after, before, _, took = (statistics.fmean(float(turn[k]) for turn in said) for k in range(4))
