@@ -81,3 +81,41 @@ def test_every_room_has_walls():
 def test_only_tracking_knows_mlflow():
     knowing = {path.parent.name for path in PACKAGE.rglob("*.py") if any(n.startswith("mlflow") for n in imports(path))}
     assert knowing == {"tracking"}
+
+
+def _private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _foreign(tree, own):
+    """Private names of other packages that a file imports or reads; ours are defined somewhere in the package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not f"{node.module}.".startswith("dpexp."):
+            parts = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            parts = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute):
+            parts = [] if node.attr in own else [node.attr]
+        else:
+            continue
+        yield from filter(_private, parts)
+
+
+def _defined(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def test_private_names_of_other_packages_are_in_the_compat_files():
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if "_compat" not in path.name}
+    own = {name for tree in trees.values() for name in _defined(tree)} | {"_target_", "_convert_", "_exit"}
+    found = {str(path.relative_to(PACKAGE)): [*_foreign(tree, own)] for path, tree in trees.items()}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_private_name_is_found():
+    tree = ast.parse("from torch._C import _functorch\nimport hydra._internal\nx._base.own, self._mine\n")
+    assert sorted(_foreign(tree, {"_mine"})) == ["_C", "_base", "_functorch", "_internal"]

@@ -26,7 +26,7 @@ from dpexp._torch_compat import compile_graph, no_torch_functions
 
 @torch.library.custom_op("dpexp::materialise", mutates_args=())
 def materialise(x: Tensor) -> Tensor:
-    """Marks a tensor as one that is computed once. A traced graph has the mark, and no such call."""
+    """Marks a tensor as one that is computed once. Where a graph is not compiled, it is the tensor itself."""
     return x.clone()
 
 
@@ -35,29 +35,11 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+MARK = torch.ops.dpexp.materialise.default
 _OPTIONS = {
     "fallback_random": True,  # numbers are drawn as they are without compiling
     "emulate_precision_casts": True,  # half precision is rounded to as it is without
 }
-_MARK = torch.ops.dpexp.materialise.default
-
-
-def take_marks(graph: fx.Graph) -> None:
-    """Notes the stage of each operator, and leaves the calls of `materialise` out."""
-    for node in graph.nodes:
-        stages = (of.meta["stage"] + (of.target is _MARK) for of in node.all_input_nodes)
-        node.meta["stage"] = max(stages, default=0)
-    made_of_nothing = set[fx.Node]()
-    for node in graph.nodes:
-        if node.op == "call_function" and made_of_nothing.issuperset(node.all_input_nodes):
-            made_of_nothing.add(node)
-    for node in reversed(graph.nodes):  # which may be written to where it is used
-        if node in made_of_nothing:
-            node.meta["stage"] = min((user.meta["stage"] for user in node.users if user.op != "output"), default=0)
-    for node in graph.nodes:
-        if node.target is _MARK:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
 
 
 class Compiled:
@@ -68,15 +50,19 @@ class Compiled:
     """
 
     def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-        marked = _marked(run)
-        self._constants = _constants_as_inputs(marked)
+        run = fx.GraphModule(run, copy.deepcopy(run.graph))  # with the same constants
+        self._constants = _constants_as_inputs(run)
         with no_torch_functions(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what inductor does
-            pure = make_fx(torch.func.functionalize(marked))(*inputs, *self._constants)
-            take_marks(pure.graph)
+            pure = make_fx(torch.func.functionalize(run))(*inputs, *self._constants)
             pure.graph.eliminate_dead_code()
-            self._stages = split_module(pure, pure, lambda node: node.meta.get("stage", 0))
-            _Stages(self._stages).run(*inputs, *self._constants)
+            stages = _stages(pure.graph)
+            for node in pure.graph.nodes:
+                if node.target is MARK:
+                    node.replace_all_uses_with(node.args[0])
+                    pure.graph.erase_node(node)
+            self._stages = split_module(pure, pure, stages.__getitem__)
+            _Compiling(self._stages).run(*inputs, *self._constants)
         self._stages.recompile()
         self._looks = [*map(_look, inputs)]
 
@@ -92,16 +78,15 @@ def _look(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _marked(run: fx.GraphModule) -> fx.GraphModule:
-    marked = fx.GraphModule(run, copy.deepcopy(run.graph))  # with the same constants
-    for node in [*marked.graph.nodes]:
-        later = [user for user in node.users if user.op != "output" and user.meta["stage"] > node.meta["stage"]]
-        if later:
-            with marked.graph.inserting_after(node):
-                mark = marked.graph.call_function(_MARK, (node,))
-            for user in later:
-                user.replace_input_with(node, mark)
-    return marked
+def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The stage of each operator of a graph without writes: a mark and what is computed from it are one further."""
+    stages: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        stages[node] = max((stages[of] + (of.target is MARK) for of in node.all_input_nodes), default=0)
+    for node in graph.nodes:
+        if node.op == "call_function" and not node.all_input_nodes:  # such as zeros
+            stages[node] = min((stages[user] for user in node.users if user.op != "output"), default=0)
+    return stages
 
 
 def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
@@ -119,7 +104,7 @@ def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
     return constants
 
 
-class _Stages(fx.Interpreter):
+class _Compiling(fx.Interpreter):
     """Compiles each stage for what the stages before it give."""
 
     def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from dpexp._torch_compat import direct, tree_flatten, tree_unflatten
 from dpexp.privacy.checks import digest
-from dpexp.privacy.engine.compiled import Compiled
+from dpexp.privacy.engine.compiled import MARK, Compiled
 from dpexp.privacy.engine.rounding import full_precision
 
 _TYPED_IN = 64  # numbers of a tensor, at most, to count as made of what stands in the code
@@ -45,7 +45,8 @@ class Graph:
 
         def named(found: re.Match) -> str:
             name = "_".join(found.groups())
-            names[name] = direct(reduce(getattr, found.groups(), torch.ops))  # type: ignore[arg-type]
+            operator: Any = reduce(getattr, found.groups(), torch.ops)
+            names[name] = _itself if operator is MARK else direct(operator)
             return name
 
         exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", named, self._code.src), names)
@@ -88,6 +89,10 @@ class Graph:
         lifted = [node.args[0] for node in self.run.graph.nodes if "lift_fresh" in str(node.target)]
         names = {str(node.target) for node in lifted if isinstance(node, fx.Node)}
         return {name for name in names if name in self.constants and self.constants[name].numel() <= _TYPED_IN}
+
+
+def _itself(marked: Tensor) -> Tensor:
+    return marked
 
 
 def differs(some: Graph, other: Graph) -> str | None:

@@ -28,7 +28,6 @@ from dpexp._torch_compat import (
 )
 from dpexp.privacy.checks import digest
 from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.compiled import take_marks
 from dpexp.privacy.engine.graph import Graph
 from dpexp.privacy.sampling import Policy
 from dpexp.privacy.training_data import Memory
@@ -105,7 +104,6 @@ def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequenc
     _check_errors(graph)
     _simplify(graph.graph, written)
     _initialise(graph.graph)
-    take_marks(graph.graph)
     graph.graph.eliminate_dead_code()
     _check_operators(graph)
     return Graph(graph, outputs, forms)
