@@ -16,8 +16,11 @@ from dpexp import PrivacyCallback
 from dpexp.privacy.clipping import Fixed
 from dpexp.privacy.engine import compiled
 from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.compiled import Compiling, _stages
+from dpexp.privacy.engine.clipped_sums import ClippedSums
+from dpexp.privacy.engine.compiled import MARK, Compiling, _stages
 from dpexp.privacy.engine.engine import Engine
+from dpexp.privacy.engine.passes import Gradients
+from dpexp.privacy.engine.uses import OuterProducts
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
 
@@ -108,6 +111,75 @@ def test_factors_and_decisions_are_computed_once():
     products = [stage for node, stage in _stages(pure.graph).items() if "mm" in str(node.target)]
     assert products == [0, 0, 0, 1, 1]  # of the loss and gradients; of the sums
     assert len([*fast.compiled._stages.graph.nodes]) > 5
+
+
+@pytest.mark.parametrize("function", [torch.sin, torch.cos, torch.special.i1e])
+def test_functions_that_are_computed_for_several_records_at_once_are_not_compiled(function):
+    """In float32 the last bits of a sine change where another record's number is large."""
+    module, loss = classifier()
+    engine = engine_of(module)
+    sums_of(engine, lambda one: loss((function(one[0]), one[1])), rows())
+    assert "would depend on another record" in engine.step.compiling.reason and not compiled_graphs(engine)
+
+
+def test_a_sine_of_positions_is_compiled():
+    module, loss = classifier()
+    engine = engine_of(module)
+    sums_of(engine, lambda one: loss((one[0] + torch.arange(8.0).sin(), one[1])), rows())
+    assert compiled_graphs(engine)
+
+
+def test_where_a_record_may_end_in_an_error_the_graph_is_run():
+    """Compiled code ends the process where an index is out of range, or takes another one."""
+    module, loss = classifier()
+    engine, (x, y) = engine_of(module), rows()
+    index = torch.zeros(N, 1, dtype=torch.long)
+
+    def loss_of(one):
+        return loss(one[:2]) * module[0].weight.detach()[0, one[2]].sum()
+
+    before = sums_of(engine, loss_of, (x, y, index))
+    assert "some records end in an error" in engine.step.compiling.reason
+    index[3] = 99
+    found = sums_of(engine, loss_of, (x, y, index))
+    assert 0 < (found["0.weight"] - before["0.weight"]).norm() <= S * (1 + 1e-6)
+
+
+def test_all_that_norms_are_computed_from_lies_in_memory():
+    """Indices that are computed, and parts of a parameter, too: computed again, their norms may be another's."""
+
+    class Computed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.bias = nn.Embedding(400, 30), nn.Parameter(torch.ones(9))
+
+        def forward(self, x):
+            index = torch.where(x.exp() > 1.1, 3, 5)
+            return self.table(index).square().sum() + (F.relu((x[:, :3] + self.bias[:3]).exp() - 1) * 9).sum()
+
+    module = Computed()
+    engine = engine_of(module)
+    sums_of(engine, module, torch.randn(N, 1, 12))
+    (fast,) = compiled_graphs(engine)
+    inputs = engine.step._graphs.tracer._inputs(Chunk.of(module, torch.randn(18, 1, 12), 18))
+    pure = make_fx(torch.func.functionalize(fast.run))(*inputs)
+    marked = [node.args[0].meta["val"] for node in pure.graph.nodes if node.target is MARK]
+    assert {value.dtype for value in marked} == {torch.float32, torch.int64, torch.bool}
+    assert (3,) in {tuple(value.shape[1:]) for value in marked}
+
+
+def test_a_norm_that_is_not_finite_in_float64_alone_adds_nothing():
+    module = nn.Linear(3, 1)
+    plan = make_plan(module, n=48, q=0.25, steps=1, noise_multiplier=1.0, bound=Fixed(S))
+    clip = ClippedSums(plan.groups, False, torch.float32)
+    x, g = torch.ones(2, 2, 3), torch.ones(2, 2, 1)
+    g[:, 1] = -1 + 1e-6
+    g[1] = torch.inf
+    gradients = Gradients({"weight": OuterProducts(x, g)}, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    sums = {"weight": torch.zeros(1, 3)}
+    both = torch.arange(2), torch.ones(2, dtype=torch.bool)
+    clip(gradients, clip.numbers((), torch.device("cpu")), sums, both[1], both)
+    assert sums["weight"].isfinite().all() and sums["weight"].any()
 
 
 def test_a_few_rounds_are_not_compiled():

@@ -23,6 +23,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.clipping import Fixed
 from dpexp.privacy.engine import capture, graphs, tracer
+from dpexp.privacy.engine.chunk import Chunk, MadeUp
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.step import LOOP
 from dpexp.privacy.noise import GaussianNoise
@@ -1010,3 +1011,12 @@ def test_a_pass_that_mixes_records_never_takes_them_together(monkeypatch):
         sums.append(engine._sums)
     assert engine.mode == "one at a time" and "depends on another record" in engine.reason
     assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+
+
+def test_records_are_copied_whatever_their_batch_looks_like_in_memory():
+    batch = torch.arange(96.0).view(8, 12).t()  # records lie across one another
+    chunk = Chunk.of(lambda one: one, (batch,), 12)
+    assert torch.equal(chunk.padded(15).tensors[0], torch.cat([batch, batch[:1].expand(3, 8)]))
+    assert torch.equal(chunk.rows(torch.tensor([3, 1])).tensors[0], batch[[3, 1]])
+    records = MadeUp().records(chunk, 12, 0).tensors[0]
+    assert len(records.unique()) == records.numel()

@@ -111,7 +111,8 @@ def _look(leaf: Any) -> Hashable:
 
 def laid_out(made: Tensor, like: Tensor) -> Tensor:
     """Records [B, ...], each in memory as those of another tensor are, where that is possible."""
-    if made.stride()[1:] == like.stride()[1:]:
+    reach = sum((n - 1) * step for n, step in zip(like.shape[1:], like.stride()[1:], strict=True))
+    if made.stride()[1:] == like.stride()[1:] or reach >= like[:1].numel():  # one record's numbers are among others'
         return made
     try:
         laid = made.new_empty_strided(made.shape, (max(made[0].numel(), 1), *like.stride()[1:]))

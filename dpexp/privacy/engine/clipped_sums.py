@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.adaptive import within
-from dpexp.privacy.engine.compiled import materialise
+from dpexp.privacy.engine.compiled import computed_once
 from dpexp.privacy.engine.passes import Gradients
 from dpexp.privacy.engine.uses import Dense, Use
 from dpexp.privacy.groups import value_key
@@ -63,16 +63,19 @@ class ClippedSums:
         """
         S, _ = self._split(numbers)
         for use in gradients.of.values():
-            use.change(materialise)
+            use.change(computed_once)
         found, outputs = self._norms(gradients, numbers)
         for name in outputs.keys() & {"finite", "doubtful"}:
-            outputs[name] = materialise(outputs[name])
+            outputs[name] = computed_once(outputs[name])
         if zeroing:
             counted = counted & outputs["finite"]
             _zero(found, ~outputs["finite"])
         doubtful = outputs.get("doubtful")
         if rows is not None:
-            self._add(self._exact(found, S, gradients, rows[0]), S, sums, rows[1])
+            exact = self._exact(found, S, gradients, rows[0])
+            finite = torch.stack([one.norms for one in exact if one is not None]).sum(0) < torch.inf
+            _zero(exact, ~finite)
+            self._add(exact, S, sums, rows[1] & finite)
         elif doubtful is None:
             self._add(found, S, sums, counted)
         else:

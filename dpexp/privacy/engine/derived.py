@@ -170,9 +170,9 @@ class Parts(Use):
             part.of_each(gradients).copy_(gradient)
         return gradients
 
-    def zero(self, rows: Tensor) -> None:
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
         for _, use in self._parts:
-            use.zero(rows)
+            use.change(change)
 
     def in_float64(self, rows: Tensor) -> "Parts":
         return Parts([(part, use.in_float64(rows)) for part, use in self._parts], self._shape)

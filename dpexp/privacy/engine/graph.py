@@ -59,7 +59,7 @@ class Graph:
 
     def compile(self, inputs: Sequence[Tensor], device: torch.device) -> "Graph":
         with torch.no_grad(), full_precision(device):
-            return replace(self, compiled=Compiled(self.run, inputs))
+            return replace(self, compiled=Compiled(self.run, inputs, len(self.forms)))
 
     @cached_property
     def draws(self) -> bool:

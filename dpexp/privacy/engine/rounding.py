@@ -65,7 +65,7 @@ def norms(x: Tensor) -> Tensor:
         whole = d // RUN * RUN
         runs = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, RUN)), dim=2)
         rest = torch.linalg.vector_norm(flat[:, whole:], dim=1)
-        found = torch.hypot(torch.linalg.vector_norm(runs.double(), dim=1), rest.double())
+        found = (torch.linalg.vector_norm(runs.double(), dim=1).square() + rest.double().square()).sqrt()
         found, lost = found * (1 + (RUN + 1) / 2 * UNIT[dtype] + d * 2.0**-53), _LOST[dtype]
     found = found + d**0.5 * lost if lost else found
     return torch.where(found <= LARGEST[dtype], found, torch.inf)

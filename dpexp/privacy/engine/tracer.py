@@ -144,6 +144,7 @@ class Tracer:
             NotTraceable: what is compiled gives something else.
         """
         inputs, state = self._inputs(records), random_state(self.device)
+        self._check_takes_all(graph, records)
         fast = graph.compile(inputs, self.device)
         assert fast.compiled
         if not fast.compiled.fits(self._inputs(records, self.inputs.moved())):
@@ -162,6 +163,22 @@ class Tracer:
         if not off <= (_AGREE**2) * whole:
             raise NotTraceable(f"sums are off by {math.sqrt(off / whole) if whole else math.inf:.0e} of the whole")
         return fast
+
+    def _check_takes_all(self, graph: Graph, records: Chunk) -> None:
+        """Raises NotTraceable: an operator refuses some records, as indices out of range, where a compiled one may end
+        the process, or take another index."""
+        for number in (1e30, -1e30, math.nan):
+            odd = [leaf.detach().clone() for leaf in records.tensors]
+            for leaf in odd:
+                if leaf.is_floating_point() or leaf.is_complex():
+                    leaf[0] = number
+                elif leaf.dtype != torch.bool:
+                    bounds = torch.iinfo(leaf.dtype)
+                    leaf[0] = bounds.min // 2 if number < 0 else bounds.max // 2
+            try:
+                graph(self._inputs(records.having(odd)), self.device)
+            except Exception as error:
+                raise NotTraceable("some records end in an error, as where an index is out of range") from error
 
     def compare(self, graph: Graph, records: Chunk) -> None:
         """With what the same pass gives untraced, from the same random state: an operator may do what no trace sees."""

@@ -42,14 +42,20 @@ class Use(ABC):
         """Those of some records, from factors of float64."""
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Puts another tensor in the place of each factor of the gradients."""
+        """Puts another tensor in the place of each factor of the gradients, of indices too."""
         for name, factor in vars(self).items():
-            if isinstance(factor, Tensor) and factor.is_floating_point():
+            if isinstance(factor, Tensor):
                 setattr(self, name, change(factor))
 
     def zero(self, rows: Tensor) -> None:
         """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
-        self.change(lambda factor: torch.where(rows.reshape(-1, *(1,) * (factor.dim() - 1)), 0, factor))
+
+        def zeroed(factor: Tensor) -> Tensor:
+            if not factor.is_floating_point():
+                return factor
+            return torch.where(rows.reshape(-1, *(1,) * (factor.dim() - 1)), 0, factor)
+
+        self.change(zeroed)
 
 
 class Dense(Use):
