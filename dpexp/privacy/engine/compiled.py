@@ -104,8 +104,8 @@ def _check_functions(graph: fx.Graph, held: int, inputs: int) -> None:
     for node in graph.nodes:
         if not of_records.isdisjoint(node.all_input_nodes):
             of_records.add(node)
-            name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
-            if name in _BY_LANES or name.startswith("special_"):
+            name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].removeprefix("_foreach_")
+            if name in _BY_LANES or name.startswith(("special_", "bessel_")):
                 raise ValueError(f"{name} of a record's numbers would depend on another record's")
 
 
@@ -138,7 +138,8 @@ class _Compiling(fx.Interpreter):
 # neighbours (found); the others are not known to be free of that, as exp, log, tanh, erf and those made of these are.
 _BY_LANES = {
     "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "sinc", "erfinv",
-    "lgamma", "digamma", "polygamma", "igamma", "igammac", "i0", "hypot", "polar", "angle",
+    "erf_inv", "zeta", "ndtri", "lgamma", "mvlgamma", "digamma", "polygamma", "igamma", "igammac", "i0",
+    "hypot", "polar", "angle",
 }  # fmt: skip
 _WORTH = 3  # times what compiling takes, for it to pay
 _SAVED = 0.5  # of a round, at most, as is guessed before
