@@ -275,6 +275,8 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
         metrics = {}
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    if released and released[0].compiling:
+        result["step"] = released[0].compiling
     if released and released[0].estimates.history:
         result["released"] = _released(released[0].estimates, output)
     if released and released[0].signals.history:

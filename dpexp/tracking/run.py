@@ -185,6 +185,8 @@ class Tracked:
         told = result.get("prepared", {})
         others |= {f"{_plain(name)}/{k}": number for name, told_ in told.items() for k, number in enumerate(told_)}
         self._outbox.metrics(others, result["rounds"])
+        if "step" in result:
+            self._outbox.tags({"dpexp.step": result["step"]})
         figures = ["audit.png", "released.png", "signal.png", *(f"{name}.png" for name in told)]
         for name in ("result.json", *figures):
             if (self._output / name).exists():
