@@ -1,6 +1,7 @@
 """Compiled graphs: the same sums and draws, norms that are never too small, and graphs where compiling does not pay."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ from dpexp.privacy.engine.uses import OuterProducts
 from dpexp.privacy.noise import GaussianNoise
 from dpexp.privacy.plan import make_plan
 
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="PyTorch's compiler needs a C++ compiler"
+)
+
 
 def engine_of(module, compile=True, rounds=9):
     plan = make_plan(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, bound=Fixed(S))
@@ -40,6 +45,7 @@ def compiled_graphs(engine):
     return [graph for graph in engine.step._graphs._graphs.values() if graph.compiled]
 
 
+@needs_compiler
 def test_sums_of_samples_of_any_size_are_those_of_one_record_at_a_time():
     """Parts of one size, of which the last is padded. A dropout of 0 makes of the graph one that draws."""
     module, loss_of = classifier(nn.Dropout(0.0))
@@ -51,6 +57,7 @@ def test_sums_of_samples_of_any_size_are_those_of_one_record_at_a_time():
     assert len(compiled_graphs(engine)) == 1 and engine.step.compiling.reason.startswith("compiled: a round takes")
 
 
+@needs_compiler
 def test_inputs_that_are_laid_out_otherwise_go_by_the_graph():
     """What is compiled would make nonsense of them."""
     module, loss_of = classifier()
@@ -61,6 +68,7 @@ def test_inputs_that_are_laid_out_otherwise_go_by_the_graph():
     assert weight.stride() == (1, 16) and off(sums_of(engine, loss_of, rows()), before) < 1e-6
 
 
+@needs_compiler
 def test_a_tensor_that_a_hook_writes_to_is_followed():
     module, _ = classifier()
     module.scale = torch.ones(8)  # neither parameter nor buffer
@@ -78,6 +86,7 @@ def test_a_tensor_that_a_hook_writes_to_is_followed():
     assert off(found[0], found[2]) < 1e-6 and off(found[1], found[3]) < 1e-6 and off(found[0], found[1]) > 0.1
 
 
+@needs_compiler
 def test_dropout_draws_for_each_record_what_it_draws_without_compiling():
     module, loss_of = classifier(nn.Dropout(0.5))
     found = []
@@ -93,12 +102,14 @@ def test_dropout_draws_for_each_record_what_it_draws_without_compiling():
     assert off(*found) < 1e-6
 
 
+@needs_compiler
 def test_no_record_adds_more_than_its_bound():
     names = ("linear", "linear, by Gram matrices", "table, held", "convolution, in pieces")
     shares = largest_share(100, True, names)
     assert all(0.99 < share <= 1 for share in shares.values()), shares
 
 
+@needs_compiler
 def test_factors_and_decisions_are_computed_once():
     """What a later stage reads of an earlier one lies in memory: norms and sums have the same gradients."""
     module, loss_of = classifier()
@@ -122,6 +133,7 @@ def test_functions_that_are_computed_for_several_records_at_once_are_not_compile
     assert "would depend on another record" in engine.step.compiling.reason and not compiled_graphs(engine)
 
 
+@needs_compiler
 def test_a_sine_of_positions_is_compiled():
     module, loss = classifier()
     engine = engine_of(module)
@@ -145,6 +157,7 @@ def test_where_a_record_may_end_in_an_error_the_graph_is_run():
     assert 0 < (found["0.weight"] - before["0.weight"]).norm() <= S * (1 + 1e-6)
 
 
+@needs_compiler
 def test_all_that_norms_are_computed_from_lies_in_memory():
     """Indices that are computed, and parts of a parameter, too: computed again, their norms may be another's."""
 
@@ -190,6 +203,7 @@ def test_a_few_rounds_are_not_compiled():
     assert "not compiled, since 9 rounds of" in engine.step.compiling.reason
 
 
+@needs_compiler
 def test_a_compiled_fit_ends_where_another_does_and_its_checkpoint_says_how_it_was_made(tmp_path):
     """A resumed fit decides nothing anew."""
     (some, _, decided), (others, _, asked) = (
@@ -228,6 +242,7 @@ def test_where_compiling_fails_the_graph_is_run(monkeypatch):
     assert off(found, clipped_sums(engine.plan, module, loss_of, tuple(leaf[:, 0] for leaf in rows()), N)) < 1e-6
 
 
+@needs_compiler
 def test_what_is_compiled_must_agree_with_the_graph(monkeypatch):
     call = compiled.Compiled.__call__
     monkeypatch.setattr(compiled.Compiled, "__call__", lambda self, *given: [x * 1.0001 for x in call(self, *given)])
