@@ -203,7 +203,7 @@ class Compiling:
         return self.decided
 
     def failed(self, why: str) -> None:
-        self.decided, self.reason = False, f"not compiled: {why}"
+        self.decided, self.reason = False, f"not compiled: {why.rstrip('.')}"
 
 
 def _ms(seconds: float) -> str:
