@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rules", nargs="*", help=f"of {', '.join(RULES)}")
     parser.add_argument("--records", type=int, default=10_000)
+    parser.add_argument("--rows", type=int, default=2, help="of the chunk in which a record is, with copies of itself")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tf32", action="store_true", help="allow products in TF32, which norms and sums must not use")
@@ -37,7 +38,8 @@ def main() -> None:
         torch.backends.cudnn.allow_tf32 = True
     warnings.simplefilter("ignore")
     ways = {"compiled": True, "graph": False}
-    shares = [largest_share(arguments.records, compile, names, arguments.seed, device) for compile in ways.values()]
+    given = arguments.records, names, arguments.seed, device, arguments.rows
+    shares = [largest_share(given[0], compile, *given[1:]) for compile in ways.values()]
     errors = [largest_error(compile, names, device) for compile in ways.values()]
     print("| rule | " + " | ".join([*(f"error, {w}" for w in ways), *(f"1 - share, {w}" for w in ways)]) + " |")
     print("| --- " * (1 + 2 * len(ways)) + "|")

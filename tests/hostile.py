@@ -122,9 +122,9 @@ def sums_of(engine, batch, count):
     return {name: total.double().cpu() for name, total in engine._sums.items()}
 
 
-def largest_share(records: int, compile: bool, names=tuple(RULES), seed=0, device="cpu") -> dict[str, float]:
+def largest_share(records: int, compile: bool, names=tuple(RULES), seed=0, device="cpu", at_once=2) -> dict[str, float]:
     """What one record at most adds of a group's bound, by rule; its norm in float64, as of the sum."""
-    engine, generator = engine_of(names, compile, device), torch.Generator().manual_seed(seed)
+    engine, generator = engine_of(names, compile, device, at_once), torch.Generator().manual_seed(seed)
     most = dict.fromkeys(names, 0.0)
     for _ in range(records):
         sums = sums_of(engine, engine._module.record(generator), 1)
