@@ -22,8 +22,8 @@ if [ "$small" ]; then
 fi
 
 echo "== Every rule, by graph and compiled: bounds and sums, in full precision, also where TF32 is allowed"
-$python benchmarks/hostile.py "${rules[@]}" --records $records --device $device
-$python benchmarks/hostile.py "${rules[@]}" --records $records --device $device --tf32
+$python benchmarks/adversarial.py "${rules[@]}" --records $records --device $device
+$python benchmarks/adversarial.py "${rules[@]}" --records $records --device $device --tf32
 
 echo "== Noise: speed and distribution"
 $python benchmarks/noise.py --device $device --numbers $numbers

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from hostile import largest_share
+from adversarial import largest_share
 from reference import clipped_sums
 from test_callback import assert_same, fit
 from test_traced import N, S, classifier, rows, sums_of
@@ -18,7 +18,7 @@ from dpexp.privacy.clipping import Fixed
 from dpexp.privacy.engine import compiled
 from dpexp.privacy.engine.chunk import Chunk
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.compiled import MARK, Compiling, _stages
+from dpexp.privacy.engine.compiled import MARK, CompileDecision, _stages
 from dpexp.privacy.engine.engine import Engine
 from dpexp.privacy.engine.passes import Gradients
 from dpexp.privacy.engine.uses import OuterProducts
@@ -219,15 +219,15 @@ def test_a_compiled_fit_ends_where_another_does_and_its_checkpoint_says_how_it_w
 
 @pytest.mark.parametrize("after, decided", [(0.9, True), (1.1, False)])
 def test_the_faster_one_is_taken(after, decided):
-    compiling = Compiling(None, 100, 10, 10**6)
+    compiling = CompileDecision(None, 100, 10, 10**6)
     assert compiling.worth_trying(1.0, 100) and compiling.compare(50, 1.0, after, 9.0) is decided is compiling.decided
     assert compiling.reason.startswith("compiled: " if decided else "not compiled, since ")
 
 
 def test_rows_of_padding_and_calls_are_both_counted():
-    small, large = (Compiling(True, 256, 16, 1).rows(288, flops, 10_000) for flops in (1e6, 1e11))
+    small, large = (CompileDecision(True, 256, 16, 1).rows(288, flops, 10_000) for flops in (1e6, 1e11))
     assert small == 288 and large == 36
-    assert Compiling(True, 256, 0, 1).chunks(100) == 3 and Compiling(True, 250, 15, 1).chunks(10**6) == 1
+    assert CompileDecision(True, 256, 0, 1).chunks(100) == 3 and CompileDecision(True, 250, 15, 1).chunks(10**6) == 1
 
 
 def test_where_compiling_fails_the_graph_is_run(monkeypatch):

@@ -105,6 +105,16 @@ class Bounds:
         self._following, self.joint = following, following.joint
         self.factors = [1.0] * len(following.members)
 
+    def restore(self, factors: Sequence[float]) -> None:
+        """Goes on from those of a checkpoint.
+
+        Raises:
+            ConfigError: they are of another plan, or there are none.
+        """
+        if len(factors) != len(self.factors):
+            raise ConfigError("the checkpoint holds no bounds that bound=adaptive could go on from; begin a new run.")
+        self.factors = [*factors]
+
     def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the bounds as they are."""
         by = dict(zip(self._following.members, self.factors, strict=True))

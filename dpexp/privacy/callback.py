@@ -90,8 +90,7 @@ class PrivacyCallback(pl.Callback):
         self.ledger_path = Path(ledger)
         self.readings = Readings(plan, delta, accountant) if delta is not None else None
         self.physical_batch = physical_batch
-        self.compile = compile
-        self.compiling = ""
+        self.compile, self.compiling = compile, ""  # whether; and why, once that is known
         self.unsafe_diagnostics = unsafe_diagnostics
         self.estimates = Estimates()
         self.signals = Signals()
@@ -297,12 +296,7 @@ class PrivacyCallback(pl.Callback):
         self.estimates = Estimates(state_dict.get("values"))
         self.signals = Signals(state_dict.get("signals"))
         if self.bounds:
-            factors = state_dict.get("bounds", [])
-            if len(factors) != len(self.bounds.factors):
-                raise ConfigError(
-                    "the checkpoint holds no bounds that bound=adaptive could go on from; begin a new run."
-                )
-            self.bounds.factors = factors
+            self.bounds.restore(state_dict.get("bounds", []))
         if self.compile is None:
             self.compile = state_dict.get("compiled")
         self._ledger = None

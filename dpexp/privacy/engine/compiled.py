@@ -1,10 +1,9 @@
-"""A traced pass, compiled by inductor.
+"""Compiles a traced pass by PyTorch's inductor.
 
-A compiler may compute a number twice, each time rounded otherwise: a gradient once for its norm and once for the sum,
-so that the norm would be too small for what is added. What `materialise` is given is computed once: there the pass is
-cut into stages, each compiled by itself, and what goes from one to the next lies in memory. These are the factors of
-gradients, and which records count. Within a stage, norms are never too small in whatever order they are added up
-(`rounding`).
+A compiler may compute a number twice and round it differently each time: a gradient once for its norm and once for the
+sum, so that the norm is too small for what is added. Therefore the pass is cut into stages at the tensors that
+`computed_once` marks: the factors of gradients, and which records count. Each stage is compiled by itself, and reads
+what an earlier one wrote to memory. Within a stage norms allow for rounding in any order of summation (`rounding`).
 """
 
 import copy
@@ -36,7 +35,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def computed_once(x: Tensor) -> Tensor:
-    """The tensor, marked; a copy of one whose numbers do not lie side by side, which a trace would lay out anew."""
+    """Marks a tensor; one with gaps between its numbers is made contiguous first, as its copy in a trace would be."""
     marked = materialise(x)
     return marked if marked.stride() == x.stride() else materialise(x.contiguous())
 
@@ -49,7 +48,10 @@ _OPTIONS = {
 
 
 class Compiled:
-    """A graph compiled for inputs like these, of which the first are so many parameters and buffers.
+    """A graph, compiled for inputs of these shapes, strides and types.
+
+    Args:
+        held: how many of the inputs are parameters and buffers, which come first.
 
     Raises:
         Exception: it cannot be, as where there is no compiler.
@@ -69,19 +71,19 @@ class Compiled:
                     node.replace_all_uses_with(node.args[0])
                     pure.graph.erase_node(node)
             self._stages = split_module(pure, pure, stages.__getitem__)
-            _Compiling(self._stages).run(*inputs, *self._constants)
+            _StageCompiler(self._stages).run(*inputs, *self._constants)
         self._stages.recompile()
-        self._looks = [*map(_look, inputs)]
+        self._layouts = [*map(_layout, inputs)]
 
     def fits(self, inputs: Sequence[Tensor]) -> bool:
         """Whether inputs are laid out as those were, without which what comes out is nonsense."""
-        return [*map(_look, inputs)] == self._looks
+        return [*map(_layout, inputs)] == self._layouts
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         return self._stages(*inputs, *self._constants)
 
 
-def _look(tensor: Tensor) -> tuple:
+def _layout(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg(), tensor.is_conj()
 
 
@@ -97,20 +99,20 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _check_functions(graph: fx.Graph, held: int, inputs: int) -> None:
-    """Raises ValueError: a function of a record's numbers is computed for several at once in a way that depends on all
-    of them, as a sine is where one of them is large."""
+    """Raises ValueError: a function of records is compiled in such a way that one record changes the last bits of
+    another, as a sine is where one argument is large."""
     given = [node for node in graph.nodes if node.op == "placeholder"]
     of_records = {*given[held:inputs]}
     for node in graph.nodes:
         if not of_records.isdisjoint(node.all_input_nodes):
             of_records.add(node)
             name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].removeprefix("_foreach_")
-            if name in _BY_LANES or name.startswith(("special_", "bessel_")):
+            if name in _NOT_ROW_BY_ROW or name.startswith(("special_", "bessel_")):
                 raise ValueError(f"{name} of a record's numbers would depend on another record's")
 
 
 def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
-    """They may be written to, and what a compiler keeps in its cache must not hold them."""
+    """Makes inputs of the constants, which may be written to, and must not enter the compiler's cache."""
     *_, last = (node for node in module.graph.nodes if node.op == "placeholder")
     constants = []
     for node in [*module.graph.nodes]:
@@ -124,7 +126,7 @@ def _constants_as_inputs(module: fx.GraphModule) -> list[Tensor]:
     return constants
 
 
-class _Compiling(fx.Interpreter):
+class _StageCompiler(fx.Interpreter):
     """Compiles each stage for what the stages before it give."""
 
     def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -134,9 +136,9 @@ class _Compiling(fx.Interpreter):
         return stage(*args)
 
 
-# Of the compiler's vector functions, sin, cos (in float32) and tan (in float64) change their last bits with their
-# neighbours (found); the others are not known to be free of that, as exp, log, tanh, erf and those made of these are.
-_BY_LANES = {
+# Compiled, sin and cos (float32) and tan (float64) were found to change the last bits of one row with another row. The
+# others were not all tried. exp, log, tanh, erf and what is made of them were, and do not.
+_NOT_ROW_BY_ROW = {
     "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "sinc", "erfinv",
     "erf_inv", "zeta", "ndtri", "lgamma", "mvlgamma", "digamma", "polygamma", "igamma", "igammac", "i0",
     "hypot", "polar", "angle",
@@ -147,8 +149,8 @@ _FIXED, _PER_PARAMETER = 1e7, 200  # of a chunk beyond its rows, in floating-poi
 _PARTS = 8  # of a sample, at most
 
 
-class Compiling:
-    """Whether the graph of a job is compiled, and for how many rows.
+class CompileDecision:
+    """Decides whether a job's graph is compiled, and for how many rows.
 
     Args:
         wanted: None: where the rounds to come save at least three times what compiling takes.
@@ -166,7 +168,7 @@ class Compiling:
         self._sizes = [max(1.0, mean + spread * z) for z in NormalDist().quantiles(100)] if spread else [mean]
 
     def rows(self, usual: int, flops: float, parameters: int) -> int:
-        """Of the chunks of which a sample is made with the least work: rows of padding cost as much as others.
+        """The rows of a chunk for which a sample takes the least work, padding included.
 
         Args:
             flops: of a usual chunk.
@@ -178,11 +180,11 @@ class Compiling:
         )
 
     def chunks(self, rows: int) -> float:
-        """Of how many chunks of so many rows a sample is made, on average."""
+        """The mean number of chunks in a sample."""
         return fmean(math.ceil(size / rows) for size in self._sizes)
 
     def worth_trying(self, seconds: float, nodes: int) -> bool:
-        """Before compiling: of a graph of so many operators, of which a round takes so long."""
+        """Whether compiling may pay, judged by the seconds of a round and the number of operators."""
         guessed = 5 + nodes / 50
         if self.decided is None and self._rounds * seconds * _SAVED < _WORTH * guessed:
             self.decided = False
@@ -193,7 +195,7 @@ class Compiling:
         return self.decided is not False
 
     def compare(self, rows: int, before: float, after: float, took: float) -> bool:
-        """After compiling, which took so long: what a round takes without and with."""
+        """Whether the compiled graph is used, given the seconds of a round before and after, and of compiling."""
         said = (
             f"a round takes {_ms(after)} in place of {_ms(before)} in chunks of {rows} records; this took {took:.0f} s"
         )
@@ -211,7 +213,7 @@ def _ms(seconds: float) -> str:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Least time of a few calls, by the clock."""
+    """The least wall-clock time of three calls."""
     times = []
     for _ in range(3):
         _wait(device)

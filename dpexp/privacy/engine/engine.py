@@ -13,7 +13,7 @@ from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.adaptive import Bounds
 from dpexp.privacy.engine.chunk import Chunk, LossOf
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.compiled import Compiling
+from dpexp.privacy.engine.compiled import CompileDecision
 from dpexp.privacy.engine.graphs import Graphs
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import VmapPass
@@ -89,7 +89,7 @@ class Engine:
             module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
             self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
         )  # fmt: skip
-        compiling = Compiling(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
+        compiling = CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
         local = plan.record.local
         training = Training(module, self._parameters, self._values, local) if local else None
         # With discrete noise, what is rounded otherwise among others may be another integer.

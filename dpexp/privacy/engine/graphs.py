@@ -13,7 +13,7 @@ from torch import Tensor
 from dpexp._torch_compat import version_of
 from dpexp.privacy.checks import CHANGED, StateFound
 from dpexp.privacy.engine.chunk import Chunk, MadeUp
-from dpexp.privacy.engine.compiled import Compiling
+from dpexp.privacy.engine.compiled import CompileDecision
 from dpexp.privacy.engine.graph import Graph, Template, add_sums, differs, rows_of
 from dpexp.privacy.engine.questions import described, why
 from dpexp.privacy.engine.random_states import own_state, random_state, set_random_state
@@ -29,10 +29,10 @@ class Graphs:
 
     Attributes:
         reads: what the step reads besides records, parameters and buffers.
-        compiling: whether graphs of usual records are compiled.
+        compiling: decides whether graphs of usual records are compiled.
     """
 
-    def __init__(self, tracer: Tracer, compiling: Compiling) -> None:
+    def __init__(self, tracer: Tracer, compiling: CompileDecision) -> None:
         self.compiling = compiling
         self._compiled_rows: dict[Hashable, int] = {}
         self.tracer, self._device, self._usual = tracer, tracer.device, tracer.usual
@@ -75,8 +75,7 @@ class Graphs:
         return odd
 
     def _compile(self, chunk: Chunk, made_up: MadeUp) -> None:
-        """Compiles the graph of usual records, if that is wanted, or pays: it must then give what the graph gives, and
-        is proved as that was."""
+        """Compiles the graph of usual records, if that is wanted or pays, compares it with the graph, and proves it."""
         key, usual, compiling, tracer = chunk.key, self._usual, self.compiling, self.tracer
         self._compiled_rows = {}
         if compiling.decided is False:
@@ -92,8 +91,6 @@ class Graphs:
         try:
             fast = tracer.compiled(graph, records)
             tracer.prove(fast, chunk, made_up, rows)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
             compiling.failed(why(error))
             return

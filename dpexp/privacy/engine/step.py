@@ -15,7 +15,7 @@ from dpexp.privacy.batchnorm import spectral_norms_fixed
 from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest, digests_of_training, number_of
 from dpexp.privacy.engine.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, public_leaves, smallest_table, tries
 from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.compiled import Compiling
+from dpexp.privacy.engine.compiled import CompileDecision
 from dpexp.privacy.engine.graphs import Graphs
 from dpexp.privacy.engine.local import Training
 from dpexp.privacy.engine.passes import Gradients, VmapPass, gradients_of_one, no_seeds
@@ -86,7 +86,7 @@ class Step:
         self._began = time.perf_counter()
 
     @property
-    def compiling(self) -> Compiling:
+    def compiling(self) -> CompileDecision:
         """Whether a traced step is compiled."""
         return self._graphs.compiling
 

@@ -139,9 +139,10 @@ class Tracer:
         return flops_of(lambda: graph(self._inputs(records), self.device))
 
     def compiled(self, graph: Graph, records: Chunk) -> Graph:
-        """
+        """The graph, compiled, and compared with itself uncompiled.
+
         Raises:
-            NotTraceable: what is compiled gives something else.
+            NotTraceable: they differ, or some records end in an error.
         """
         inputs, state = self._inputs(records), random_state(self.device)
         self._check_takes_all(graph, records)

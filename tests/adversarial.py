@@ -1,4 +1,4 @@
-"""Records made to hurt: of each rule's layer they set the input and the output's gradient, and so both factors of the
+"""Adversarial records: of each rule's layer they set the input and the output's gradient, and so both factors of the
 gradient."""
 
 import math

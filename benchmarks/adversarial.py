@@ -1,11 +1,11 @@
 """Every rule on a device, by the graph and compiled: sums against one record at a time in float64, and what a record
 that is made to hurt at most adds of its bound.
 
-    python benchmarks/hostile.py                               # 10 000 records
-    python benchmarks/hostile.py --device cuda --tf32 --records 1000
+    python benchmarks/adversarial.py                               # 10 000 records
+    python benchmarks/adversarial.py --device cuda --tf32 --records 1000
 
 Such records set both factors of each layer's gradient: equal numbers, powers of 2 and their neighbours, positions that
-all but cancel, 2^-60 to 2^60 times as large (tests/hostile.py).
+all but cancel, 2^-60 to 2^60 times as large (tests/adversarial.py).
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hostile import RULES, largest_error, largest_share
+from adversarial import RULES, largest_error, largest_share
 
 ERROR = 2e-4  # beyond what norms are enlarged by for rounding
 
