@@ -65,8 +65,9 @@ class ClippedSums:
         for use in gradients.of.values():
             use.change(computed_once)
         found, outputs = self._norms(gradients, numbers)
-        for name in outputs.keys() & {"finite", "doubtful"}:
-            outputs[name] = computed_once(outputs[name])
+        for name in ("finite", "doubtful"):  # in this order in every process
+            if name in outputs:
+                outputs[name] = computed_once(outputs[name])
         if zeroing:
             counted = counted & outputs["finite"]
             _zero(found, ~outputs["finite"])
