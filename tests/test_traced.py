@@ -2,6 +2,8 @@
 
 import enum
 import os
+import subprocess
+import sys
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -1020,3 +1022,24 @@ def test_records_are_copied_whatever_their_batch_looks_like_in_memory():
     assert torch.equal(chunk.rows(torch.tensor([3, 1])).tensors[0], batch[[3, 1]])
     records = MadeUp().records(chunk, 12, 0).tensors[0]
     assert len(records.unique()) == records.numel()
+
+
+def test_processes_trace_the_same_graph():
+    """Whatever order their sets have; of norms from Gram matrices, which may be doubtful."""
+    code = (
+        "import torch; from torch import nn; import test_traced as t; torch.manual_seed(0)\n"
+        "m = nn.Linear(300, 200); e = t.engine_of(m)\n"
+        "t.sums_of(e, lambda x: m(x).square().sum(), torch.randn(12, 1, 8, 300))\n"
+        "assert e.mode == 'traced'; print(e.step.digest)"
+    )
+    folder = os.path.dirname(__file__)
+    path = os.pathsep.join([folder, os.path.dirname(folder), os.environ.get("PYTHONPATH", "")])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for seed in ("1", "2", "3")
+    ]  # fmt: skip
+    digests = [process.communicate()[0].split()[-1] for process in started]
+    assert len(set(digests)) == 1 and digests[0].isdigit()
