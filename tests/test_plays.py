@@ -57,10 +57,10 @@ def script():
 
 
 def test_a_speech_is_of_the_play_that_has_begun():
-    found = plays.speeches(script())
+    found = plays.speeches_of_plays(script())
     assert [play for _, play in found] == [k for k in range(9) for _ in range(5)]
     assert all(len(said) >= 40 and "KING" not in said and "\n" not in said for said, _ in found)
-    assert plays.speeches(script(), least=1)[1] == ("Speak.", 0)
+    assert plays.speeches_of_plays(script(), least=1)[1] == ("Speak.", 0)
 
 
 def test_every_fifth_speech_is_in_the_test_set(tiny, monkeypatch):

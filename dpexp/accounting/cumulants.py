@@ -12,7 +12,7 @@ from dpexp.accounting.pairs import Pair
 from dpexp.accounting.renyi import Array
 
 _NEXT_TO_NOTHING = -750.0  # logarithm of a δ
-_FEW = 64  # kinds of rounds of which losses may be looked at closely
+_MOST_PAIRS = 64  # kinds of rounds of which losses may be looked at closely
 _WIDE = 600.0  # e^600 is still a number
 _RESOLVED = 2.0**-30  # of a loss
 _BEYOND = 25  # e^-25 of a tilted law is next to nothing
@@ -151,7 +151,7 @@ class Cumulants:
 
 
 def cumulants_of(pairs: Sequence[Pair], counts: Array) -> Cumulants:
-    step = 0.1 if len(pairs) <= _FEW else 0.7
+    step = 0.1 if len(pairs) <= _MOST_PAIRS else 0.7
     points = [pair.points(step) for pair in pairs]
     shape = len(points), max(len(losses) for losses, _ in points)
     losses, log_mass = np.zeros(shape), np.full(shape, -np.inf)

@@ -11,7 +11,7 @@ from dpexp.accounting.renyi import Array
 
 _ULP, _LONG_ULP = 2.0**-53, float(np.finfo(np.longdouble).eps) / 2
 _GONE = -46.0  # logarithm of a characteristic function that is as good as 0
-_FEW = 1 / 64  # of all frequencies
+_SPARSE = 1 / 64  # of all frequencies
 _TURNS = 2**24  # that may be summed over
 _TERMS = 512  # at a time
 
@@ -52,7 +52,7 @@ class Convolution:
         """
         width = max(start + len(mass) for start, mass in zip(starts, masses, strict=True)) - min(starts)
         for r, (start, mass) in enumerate(zip(starts, masses, strict=True)):
-            if len(self._live) < min(_FEW * self._size, _TURNS / width):
+            if len(self._live) < min(_SPARSE * self._size, _TURNS / width):
                 self._sum(starts[r:], masses[r:], counts[r:])
                 return
             self._transform(start, mass, float(counts[r]))

@@ -20,7 +20,6 @@ from scipy.stats import binom
 
 from dpexp.accounting.renyi import Array, log_mixed
 
-_ULP = 2.0**-53
 _FAR = 38.0  # standard deviations, beyond which normal mass is below 1e-300
 
 

@@ -32,7 +32,6 @@ from dpexp.errors import ConfigError
 from dpexp.showing.rounding import up
 from dpexp.showing.words import in_words
 
-console = Console()
 
 
 @dataclass

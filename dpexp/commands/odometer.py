@@ -28,6 +28,8 @@ from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.showing.rounding import up
 
+
+
 console = Console()
 
 
@@ -37,7 +39,7 @@ class OfData:
 
 
 @dataclass
-class Options:
+class DataOptions:
     data: OfData = field(default_factory=OfData)
     uri: str | None = None
     budget: Any = None
@@ -168,9 +170,9 @@ def _against(kept: Budget, charges: Sequence[Any], data_id: str) -> dict[str, fl
     return {"spent": taken.spent, "limit": kept.limit}
 
 
-def _options(given: list[str]) -> Options:
-    cfg = OmegaConf.to_object(OmegaConf.merge(Options, OmegaConf.from_dotlist(given)))
-    assert isinstance(cfg, Options)
+def _options(given: list[str]) -> DataOptions:
+    cfg = OmegaConf.to_object(OmegaConf.merge(DataOptions, OmegaConf.from_dotlist(given)))
+    assert isinstance(cfg, DataOptions)
     check_names([cfg.accountant])
     if cfg.accountant in APPROXIMATIONS:
         raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")

@@ -12,7 +12,6 @@ from dpexp.showing.configurations import ceilings, configurations, trained
 from dpexp.showing.panels import NotDrawn, arrange, caption, grid, legend, look, parts, percent, scale
 from dpexp.showing.settings import EPSILON, Z, held, labels
 
-_MOST_ROWS = 60
 
 
 def frontier(trials: DataFrame) -> Figure:

@@ -9,7 +9,6 @@ from dpexp.accounting.membership import Membership
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.showing.rounding import up
 
-_LEAST = 1e-3  # of the rates drawn on a logarithmic scale
 
 
 def membership_figure(found: Membership, ledger: Ledger | None, accountant: str = "pld") -> Figure:

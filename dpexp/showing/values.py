@@ -4,7 +4,6 @@ from matplotlib.figure import Figure
 
 from dpexp.privacy.values import Estimates
 
-_MOST = 8
 
 
 def values_over_rounds(estimates: Estimates) -> Figure:

@@ -38,12 +38,12 @@ class Plays(TensorData):
         Raises:
             ConfigError: the package with MiniLM's vocabulary is not there.
         """
-        said, plays = zip(*speeches(standard_file(root, URL, MD5).read_text()), strict=True)
+        said, plays = zip(*speeches_of_plays(standard_file(root, URL, MD5).read_text()), strict=True)
         x, y, tested = tokens(list(said), length), torch.tensor(plays), torch.arange(len(said)) % _FIFTH == 0
         super().__init__((x[~tested], y[~tested]), (x[tested], y[tested]), batch_size, workers)
 
 
-def speeches(text: str, least: int = 40) -> list[tuple[str, int]]:
+def speeches_of_plays(text: str, least: int = 40) -> list[tuple[str, int]]:
     """What is said in each speech of at least so many characters, without the speaker's name, and the play's number.
 
     Args:
