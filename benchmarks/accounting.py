@@ -17,7 +17,7 @@ from dp_accounting import pld, rdp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger, write_ledger
-from dpexp.accounting.targets import Epsilon
+from dpexp.accounting.risk import Epsilon
 
 DELTA = 1e-5
 

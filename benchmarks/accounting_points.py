@@ -23,8 +23,8 @@ from scipy.stats import norm
 from truncated_grid import theirs as truncated
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.claims import ACCOUNTANTS, CLAIMS
 from dpexp.accounting.ledger import Ledger, QueryEvent, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.releases import ACCOUNTANTS, CLAIMS
 
 POINTS, WITHIN = 300, 0.01
 RELATIONS = {

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dpexp
-from dpexp.privacy.clipping import Fixed
+from dpexp.privacy.plan.clipping import Fixed
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import cnn

@@ -25,8 +25,8 @@ from torch import nn
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy.bands import Banded, candidates, error
-from dpexp.privacy.clipping import Fixed
+from dpexp.privacy.noise.correlated import Banded, candidates, error
+from dpexp.privacy.plan.clipping import Fixed
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Mnist
 from dpexp.training.models import cnn

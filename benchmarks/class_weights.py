@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp.privacy.clipping import Fixed
+from dpexp.privacy.plan.clipping import Fixed
 from dpexp.training.classifier import Classifier
 
 N, D, RARE, APART = 20_000, 10, 0.05, 1.4

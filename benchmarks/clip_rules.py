@@ -18,7 +18,7 @@ import torch
 
 import dpexp
 from dpexp.accounting.ledger import Ledger, read_ledger
-from dpexp.privacy.clipping import Abadi, Automatic, Clip, Global, Psac, in_words
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Clip, Global, Psac, in_words
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import cnn

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.exact import SIGMA2, DiscreteGaussian
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.round import Engine
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import mlp

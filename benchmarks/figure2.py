@@ -8,9 +8,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.claims import APPROXIMATIONS, NAMES
 from dpexp.accounting.composition import as_printed
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.releases import APPROXIMATIONS, NAMES
 
 Q, SIGMA, DELTA, N = 0.01, 4.0, 1e-5, 60_000
 

@@ -27,8 +27,8 @@ from torch.func import functional_call, jvp
 from torch.nn import functional as F
 
 import dpexp
-from dpexp.privacy.engine import engine
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy import round
+from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.training.models import cnn, mlp
 
 N, Q, ROUNDS, EPSILON, DELTA = 1437, 512 / 1437, 113, 3.0, 1e-4
@@ -80,7 +80,7 @@ def milliseconds(work: Callable[..., object], *arguments: object) -> float:
 
 def times(name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
     plan = dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
-    private = engine.Engine(plan, module, GaussianNoise())
+    private = round.Engine(plan, module, GaussianNoise())
     parameters = dict(module.named_parameters())
     clipping: list[float] = []
 
@@ -101,8 +101,8 @@ def times(name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
     def timed(*arguments: Any) -> None:
         clipping.append(milliseconds(add_clipped, *arguments))
 
-    add_clipped = engine.add_clipped
-    with mock.patch.object(engine, "add_clipped", timed):
+    add_clipped = round.add_clipped
+    with mock.patch.object(round, "add_clipped", timed):
         turns = [[milliseconds(work) for work in (plain, exact, projected)] for _ in range(TURNS)]
     gradient, whole, projection = (min(column) for column in zip(*turns, strict=True))
     print(

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.errors import ConfigError
-from dpexp.privacy.preparations import Prepared, Standardise
+from dpexp.privacy.preprocessing_methods import Prepared, Standardise
 
 N, ROUNDS, CHECKPOINT_EVERY = 40, 30, 4
 LONGEST = 0.5  # seconds until a kill from outside

@@ -108,7 +108,7 @@ def measured(size: str, tuning: str, physical_batch: int) -> int:
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpexp.privacy.callback import PrivacyCallback
-    from dpexp.privacy.plan import make_plan
+    from dpexp.privacy.plan.plan import make_plan
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

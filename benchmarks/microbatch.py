@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import dpexp
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.records import Microbatch
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.round import Engine
+from dpexp.privacy.sampling.privacy_unit import Microbatch
 from dpexp.training.models import cnn
 
 B, TURNS = 512, 15

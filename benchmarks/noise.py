@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from scipy.stats import binomtest, chi2, norm
 
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
 
 TURNS = 25
 SIZES = (1_000, 30_000, 300_000, 3_500_000, 30_000_000)

@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.processes import Processes, SharedLedger
+from dpexp.privacy.distributed import Processes, SharedLedger
+from dpexp.privacy.round import Engine
 
 N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 1.5, 30.0
 

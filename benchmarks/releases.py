@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 import dpexp
-from dpexp.privacy.adaptive import Adaptive
-from dpexp.privacy.batchnorm import Freeze, Groups, Private
-from dpexp.privacy.clipping import Dimension, Fixed, Joint, Separate, Uniform
-from dpexp.privacy.groups import per_layer
+from dpexp.privacy.normalization import Freeze, Groups, Private
+from dpexp.privacy.plan.adaptive_clipping import Adaptive
+from dpexp.privacy.plan.clipping import Dimension, Fixed, Joint, Separate, Uniform
+from dpexp.privacy.plan.groups import per_layer
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import cnn, mlp, resnet

@@ -60,7 +60,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpexp
-from dpexp.privacy.records import Local, Microbatch, Record, User
+from dpexp.privacy.sampling.privacy_unit import Local, Microbatch, Record, User
 
 WIDTH, EXAMPLES, CLASSES = 6, 24, 3
 S = 1.0  # of every plan

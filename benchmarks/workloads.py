@@ -17,8 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from dpexp.training.models import cnn
-from dpexp.training.wide_resnet import StandardisedConv2d, wrn
+from dpexp.training.models import StandardisedConv2d, cnn, wrn
 
 WORDS = 512
 

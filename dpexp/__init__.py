@@ -11,17 +11,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "make_plan": "dpexp.privacy.plan",
-    "PrivacyPlan": "dpexp.privacy.plan",
+    "make_plan": "dpexp.privacy.plan.plan",
+    "PrivacyPlan": "dpexp.privacy.plan.plan",
     "PrivacyCallback": "dpexp.privacy.callback",
-    "release": "dpexp.privacy.values",
-    "weigh": "dpexp.privacy.values",
-    "views": "dpexp.training.augment",
+    "release": "dpexp.privacy.private_metrics",
+    "weigh": "dpexp.privacy.private_metrics",
+    "views": "dpexp.training.classifier",
     "read_ledger": "dpexp.accounting.ledger",
     "epsilon": "dpexp.accounting.accountants",
     "compose": "dpexp.commands.notebook",
     "plan": "dpexp.commands.notebook",
-    "load": "dpexp.commands.saved",
+    "load": "dpexp.commands.saved_jobs",
     "ConfigError": "dpexp.errors",
 }
 __all__ = list(_HOMES)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dpexp import config
-from dpexp.commands import sweep, sweepers, trial, values
+from dpexp.commands import sweep, sweepers, trial, validate
 from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError, RecordError
 
@@ -41,7 +41,7 @@ def job(cfg: DictConfig) -> float | None:
     try:
         return _run(cfg)
     except Exception as error:
-        from dpexp.showing.terminal import trial_failed
+        from dpexp.reporting.terminal import trial_failed
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
@@ -54,7 +54,7 @@ def job(cfg: DictConfig) -> float | None:
 
 
 def _run(cfg: DictConfig) -> float | None:
-    values.check(cfg)
+    validate.check(cfg)
     from dpexp.commands.train import run
 
     return run(cfg)
@@ -79,17 +79,17 @@ def main() -> None:
             account(sys.argv[2:])
             return
         if sys.argv[1:2] == ["evaluate"]:
-            from dpexp.commands.evaluate import evaluate
+            from dpexp.commands.use_model import evaluate
 
             evaluate(sys.argv[2:])
             return
         if sys.argv[1:2] == ["predict"]:
-            from dpexp.commands.predict import predict
+            from dpexp.commands.use_model import predict
 
             predict(sys.argv[2:])
             return
         if sys.argv[1:2] == ["resume"]:
-            from dpexp.commands.resume import resume
+            from dpexp.commands.saved_jobs import resume
 
             resume(sys.argv[2:], _job)
             return

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from dpexp.privacy.clipping import Fixed
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.groups import per_layer
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.groups import per_layer
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 
 class Tied(nn.Module):

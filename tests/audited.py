@@ -11,17 +11,18 @@ from torch import nn
 import dpexp
 from dpexp.accounting.auditing import audit, level_of_checks
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
-from dpexp.privacy import adaptive, allocation, clipping, groups, mechanism, sampling
-from dpexp.privacy.asked import Banded
-from dpexp.privacy.canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
-from dpexp.privacy.clipping import Abadi, Automatic, Global, Psac, asked
-from dpexp.privacy.engine import engine
-from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise
-from dpexp.privacy.sampling import CyclicPoisson
+from dpexp.privacy import mechanism, round
+from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
+from dpexp.privacy.gradients.clipped_sums import ClippedSums
+from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, asked
+from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.sampling import policies
+from dpexp.privacy.sampling.policies import CyclicPoisson
 from dpexp.training.classifier import Classifier
-from dpexp.training.data.synthetic import Synthetic
+from dpexp.training.data.tabular import Synthetic
 
 DELTAS = (1e-5, 1e-2, 1e-1)
 CONFIDENCE = 0.999
@@ -43,8 +44,8 @@ RELEASED = {
     "metrics": {
         "release": {"train_loss": {"S": 0.5, "share": 0.3}, "train_accuracy": {"S": 1, "share": 0.1, "every": 2}}
     },
-    "adaptive": {"bound": adaptive.Adaptive(initial=0.1, rate=1.0, share=0.2)},
-    "adaptive, joint": {"bound": adaptive.Adaptive(rate=1.0, share=0.2), "mechanism": clipping.Joint()},
+    "adaptive": {"bound": adaptive_clipping.Adaptive(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive, joint": {"bound": adaptive_clipping.Adaptive(rate=1.0, share=0.2), "mechanism": clipping.Joint()},
 }
 ALLOCATIONS = {
     "proportional": allocation.Proportional(),
@@ -248,8 +249,8 @@ def alpha_forgotten_in_the_noise(patch):
 
 
 def a_larger_rate(patch, factor=1.1):
-    independent = sampling._independent
-    patch.setattr(sampling, "_independent", lambda q, *rest: independent(min(1.0, factor * q), *rest))
+    independent = policies._independent
+    patch.setattr(policies, "_independent", lambda q, *rest: independent(min(1.0, factor * q), *rest))
 
 
 def twice_the_rate(patch):
@@ -258,13 +259,13 @@ def twice_the_rate(patch):
 
 def some_records_twice(patch):
     """One of a sample, in every round."""
-    independent = sampling._independent
+    independent = policies._independent
 
     def drawn(q, size, stream):
         found = independent(q, size, stream)
         return found + found[-1:]
 
-    patch.setattr(sampling, "_independent", drawn)
+    patch.setattr(policies, "_independent", drawn)
 
 
 def all_records_in_each_part(patch):
@@ -299,7 +300,7 @@ def a_round_that_no_ledger_tells_of(patch):
 
 
 def the_true_size_as_divisor(patch):
-    accumulate, add_to, start = engine.Engine.accumulate, GaussianNoise.add_to, engine.Engine.start
+    accumulate, add_to, start = round.Engine.accumulate, GaussianNoise.add_to, round.Engine.start
 
     def counting(self, loss_of, batch, size):
         self._correlated._gaussian.size += size
@@ -309,8 +310,8 @@ def the_true_size_as_divisor(patch):
         self._correlated._gaussian.size = 0
         start(self, t)
 
-    patch.setattr(engine.Engine, "accumulate", counting)
-    patch.setattr(engine.Engine, "start", from_zero)
+    patch.setattr(round.Engine, "accumulate", counting)
+    patch.setattr(round.Engine, "start", from_zero)
     patch.setattr(GaussianNoise, "add_to", lambda self, sums, divisor=1.0: add_to(self, sums, max(1, self.size)))
 
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch.utils._pytree import tree_map
 
-from dpexp.privacy.clipping import Abadi, Automatic, Global, Psac
 from dpexp.privacy.mechanism import MARGIN
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac
 
 
 def record(batch, i):

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.privacy import batchnorm
-from dpexp.privacy.adaptive import Adaptive
-from dpexp.privacy.asked import Banded
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.preparations import Prepared, Standardise
+from dpexp.privacy import normalization
+from dpexp.privacy.plan.adaptive_clipping import Adaptive
+from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.preprocessing_methods import Prepared, Standardise
+from dpexp.privacy.round import Engine
 
 N, ROUNDS = 23, 9
 
@@ -86,7 +86,7 @@ class Empty:
 
 def _module_and_options(what):
     if what == "batchnorm":
-        private = batchnorm.Private()
+        private = normalization.Private()
         net = private(with_batchnorm())
         return Net(net), {"release": private.release(net)}
     if what == "prepared":
@@ -127,7 +127,7 @@ def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, se
     loader = DataLoader(data() if dataset is None else dataset, batch_size=4, shuffle=True)
     with warnings.catch_warnings(), Empty() as empty:
         warnings.simplefilter("ignore")
-        with mock.patch("dpexp.accounting.ledger.writing.os.urandom", lambda n: bytes(n)):  # the run's number
+        with mock.patch("dpexp.accounting.ledger.writer.os.urandom", lambda n: bytes(n)):  # the run's number
             trainer.fit(module, loader, ckpt_path=resume, weights_only=False if resume else None)
     trainer.save_checkpoint(folder / f"{what}.ckpt")
     return {

@@ -13,12 +13,12 @@ from scipy.stats import norm
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
-from dpexp.accounting.ledger.end import end_of
+from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.showing.rounding import up
-from dpexp.showing.spending import epsilon_over_rounds, trade_off
+from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
+from dpexp.reporting.wording import up
 from tests.test_accountants import ledger, of
 
 

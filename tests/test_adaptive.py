@@ -12,15 +12,15 @@ from torch.nn import functional as F
 
 import dpexp
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
-from dpexp.privacy.adaptive import Adaptive, Bounds, within
-from dpexp.privacy.allocation import Measured
-from dpexp.privacy.clipping import Joint
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.groups import Groups, Match, per_layer, value_key
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.accounting.releases import releases
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.adaptive_clipping import Adaptive, Bounds, within
+from dpexp.privacy.plan.allocation import Measured
+from dpexp.privacy.plan.clipping import Joint
+from dpexp.privacy.plan.groups import Groups, Match, per_layer, value_key
+from dpexp.privacy.round import Engine
 
 Q, N, B = 0.1, 100, 9
 SAMPLING = SamplingEvent("poisson", Q, N)

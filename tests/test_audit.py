@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.help import help
-from dpexp.privacy import groups
-from dpexp.privacy.canaries import Contributions, nearly_noiseless
+from dpexp.privacy.audit_canaries import Contributions, nearly_noiseless
+from dpexp.privacy.plan import groups
 from dpexp.training.classifier import Classifier
-from dpexp.training.data.synthetic import Synthetic
+from dpexp.training.data.tabular import Synthetic
 from tests import audited, test_callback
 from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, check, trained
 

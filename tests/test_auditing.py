@@ -9,16 +9,20 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
 from dpexp.accounting import auditing
-from dpexp.accounting.auditing import epsilon_bound, inverse_of, mu_bound, p_value, refuted
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
-from dpexp.accounting.measured import (
+from dpexp.accounting.auditing import (
     POWER,
     contribution,
+    epsilon_bound,
+    inverse_of,
     largest_contribution,
+    mu_bound,
     noise_reuse,
     noise_scale,
+    p_value,
     rate_of_inclusion,
+    refuted,
 )  # fmt: skip
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
 
 
 def gaussian(mu, rounds=1, policy="all", q=1.0):

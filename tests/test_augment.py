@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy import clipping
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
-from dpexp.training.augment import FlipCrop, views
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
+from dpexp.training.classifier import FlipCrop, views
 
 B, K = 6, 5
 BORING = "pytorch_lightning.demos.boring_classes.BoringModel"

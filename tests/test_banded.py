@@ -10,12 +10,12 @@ import pytest
 import torch
 from scipy.stats import binomtest, chi2, chisquare
 
-from dpexp.privacy import bands
-from dpexp.privacy.asked import Banded
-from dpexp.privacy.delivery import RoundSampler
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise, Noisy
-from dpexp.privacy.sampling import CyclicPoisson, make_policy
+from dpexp.privacy.noise import correlated
+from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.sampling.loader import RoundSampler
+from dpexp.privacy.sampling.policies import CyclicPoisson, make_policy
 
 CYCLIC = {"sampling": "cyclic_poisson"}
 
@@ -35,27 +35,27 @@ def toeplitz(c, rounds):
 @pytest.mark.parametrize("b, rounds", [(1, 5), (4, 30), (8, 8)])
 def test_the_error_is_that_of_the_matrices(kind, b, rounds, momentum):
     """By numpy's inverse, of the workload as a matrix: momentum's recursion, summed."""
-    c = bands.coefficients(Banded(b, kind, momentum), b, rounds)
+    c = correlated.coefficients(Banded(b, kind, momentum), b, rounds)
     assert len(c) == b and 1 - 1e-12 < math.hypot(*c) <= 1
     C, momenta = toeplitz(c, rounds), toeplitz(momentum ** np.arange(rounds), rounds)
     A = np.tril(np.ones((rounds, rounds))) @ momenta
     expected = np.linalg.norm(A @ np.linalg.inv(C)) / math.sqrt(rounds)
-    assert bands.error(c, rounds, momentum) == pytest.approx(expected, rel=1e-10)
-    assert bands.inverse(c, rounds) == pytest.approx(np.linalg.inv(C)[:, 0], abs=1e-12)
+    assert correlated.error(c, rounds, momentum) == pytest.approx(expected, rel=1e-10)
+    assert correlated.inverse(c, rounds) == pytest.approx(np.linalg.inv(C)[:, 0], abs=1e-12)
 
 
 def test_the_gradient_is_that_of_finite_differences():
     u, h = np.array([0.6, 0.3, 0.3]), 1e-6
-    _, gradient = bands._log_error(u, 40, 0.7)
+    _, gradient = correlated._log_error(u, 40, 0.7)
     for j in range(3):
-        up, down = (bands._log_error(u + sign * h * np.eye(3)[j], 40, 0.7)[0] for sign in (1, -1))
+        up, down = (correlated._log_error(u + sign * h * np.eye(3)[j], 40, 0.7)[0] for sign in (1, -1))
         assert gradient[j] == pytest.approx((up - down) / (2 * h), rel=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_a_cut_the_square_root_is_one(momentum):
     """C² = A up to scale (Kalinin & Lampert 2024, theorem 1)."""
-    c = toeplitz(bands.square_root(12, momentum), 12)
+    c = toeplitz(correlated.square_root(12, momentum), 12)
     A = np.tril(np.ones((12, 12))) @ toeplitz(momentum ** np.arange(12), 12)
     assert c @ c / c[0, 0] ** 2 == pytest.approx(A, abs=1e-12)
 
@@ -63,33 +63,33 @@ def test_without_a_cut_the_square_root_is_one(momentum):
 def test_the_square_roots_norms_are_landaus_constants():
     """Σ_k (binom(2k, k)/4^k)²: 1, 5/4, 89/64, 381/256 (OEIS A056982 below the line)."""
     for b, landau in enumerate([1, 5 / 4, 89 / 64, 381 / 256], 1):
-        assert bands.square_root(b)[0] == pytest.approx(landau**-0.5, rel=1e-12)
+        assert correlated.square_root(b)[0] == pytest.approx(landau**-0.5, rel=1e-12)
 
 
 @pytest.mark.parametrize("rounds", [50, 977, 20_000])
 @pytest.mark.parametrize("b", [2, 4, 32])
 def test_the_optimum_is_one(b, rounds):
     """Its gradient is next to 0, however many rounds there are, for which steps may overflow on the way."""
-    c = np.array(bands.optimal(b, rounds, 0.9))
-    _, at_the_end = bands._log_error(c[1:] / c[0], rounds, 0.9)
-    root = np.array(bands.square_root(b, 0.9))
-    _, at_the_beginning = bands._log_error(root[1:] / root[0], rounds, 0.9)
+    c = np.array(correlated.optimal(b, rounds, 0.9))
+    _, at_the_end = correlated._log_error(c[1:] / c[0], rounds, 0.9)
+    root = np.array(correlated.square_root(b, 0.9))
+    _, at_the_beginning = correlated._log_error(root[1:] / root[0], rounds, 0.9)
     assert np.abs(at_the_end).max() < 1e-5 < 1e-3 < np.abs(at_the_beginning).max()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_optimal_bands_are_better_and_more_of_them_too(momentum):
-    found = [bands.error(bands.optimal(b, 200, momentum), 200, momentum) for b in (1, 2, 4, 8, 16)]
+    found = [correlated.error(correlated.optimal(b, 200, momentum), 200, momentum) for b in (1, 2, 4, 8, 16)]
     assert found == sorted(found, reverse=True)
     for b, error in zip((2, 4, 8, 16), found[1:], strict=True):
-        assert error < bands.error(bands.square_root(b, momentum), 200, momentum)
+        assert error < correlated.error(correlated.square_root(b, momentum), 200, momentum)
 
 
 @pytest.mark.parametrize("rounds", [50, 977])
 def test_the_least_error_is_that_of_a_search(rounds):
     """Two bands: no c_1 does better."""
-    best = bands.error(bands.optimal(2, rounds), rounds)
-    tried = [math.hypot(1, t) * bands.error((1.0, t), rounds) for t in np.linspace(-0.9, 0.999, 400)]
+    best = correlated.error(correlated.optimal(2, rounds), rounds)
+    tried = [math.hypot(1, t) * correlated.error((1.0, t), rounds) for t in np.linspace(-0.9, 0.999, 400)]
     assert min(tried) >= best * (1 - 1e-9) and min(tried) < best * 1.001
 
 
@@ -153,7 +153,7 @@ def test_one_part_samples_as_poisson_does():
 
 def test_the_noise_has_the_law_of_the_inverse():
     """Covariance C⁻¹C⁻ᵀ over rounds, of large tensors and of small ones, which are drawn otherwise."""
-    c, rounds, d = bands.optimal(4, 12), 12, 40_000
+    c, rounds, d = correlated.optimal(4, 12), 12, 40_000
     noise = CorrelatedNoise(GaussianNoise(KeyStream.known(3, "noise", 0)))
     large, small = torch.zeros(rounds, d, dtype=torch.float64), torch.zeros(rounds, 2000)
     for t in range(rounds):
@@ -170,7 +170,7 @@ def test_the_noise_has_the_law_of_the_inverse():
 
 
 def test_groups_have_noise_of_their_own_and_values_independent_noise():
-    c, n = bands.square_root(3), 20_000
+    c, n = correlated.square_root(3), 20_000
     noise = CorrelatedNoise(GaussianNoise(KeyStream.known(4, "noise", 0)))
     drawn_ = {name: torch.zeros(4, n, dtype=torch.float64) for name in "abv"}
     for t in range(4):

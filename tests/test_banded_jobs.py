@@ -6,10 +6,10 @@ import pytest
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
-from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.values import noise_of
-from dpexp.privacy.asked import Banded
+from dpexp.accounting.releases import releases
+from dpexp.commands.validate import noise_of
+from dpexp.privacy.plan.options import Banded
 
 SMALL = ("model=logistic", "trainer.evaluations=0", "sampling.expected_batch_size=64")
 

@@ -16,17 +16,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import Ledger, joined, read_ledger
+from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
-from dpexp.privacy import adaptive, allocation, bands, clipping, groups
-from dpexp.privacy.asked import Banded
+from dpexp.privacy.noise import correlated
+from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
+from dpexp.privacy.plan.options import Banded
 from tests.test_accountants import exact_gaussian
 from tests.test_banded import toeplitz
 from tests.test_callback import Data, Model, fit, plan_for, trainer
 
-C = bands.square_root(3)
+C = correlated.square_root(3)
 CHOICES = {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")}
 
 
@@ -93,7 +94,7 @@ class Still(Model):
     [
         {},
         {"group": groups.per_layer(), "mechanism": clipping.Joint(alpha=2.0)},
-        {"bound": adaptive.Adaptive(initial=0.5, rate=1.0, share=0.1)},
+        {"bound": adaptive_clipping.Adaptive(initial=0.5, rate=1.0, share=0.1)},
     ],
     ids=["flat", "joint", "adaptive"],
 )
@@ -141,7 +142,7 @@ def test_a_small_case_in_closed_form():
     plan = dpexp.make_plan(
         Model(), n=10, q=0.5, steps=3, noise_multiplier=z, sampling="cyclic_poisson", noise=Banded(2, "sqrt")
     )
-    inverse = np.linalg.inv(toeplitz(bands.square_root(2), 3))
+    inverse = np.linalg.inv(toeplitz(correlated.square_root(2), 3))
     covariance = z**2 * inverse @ inverse.T
     worst = max(
         math.sqrt(mu @ np.linalg.solve(covariance, mu))
@@ -154,7 +155,7 @@ def test_a_small_case_in_closed_form():
     assert worst == pytest.approx(math.sqrt((1 + C_CUT) / z**2), rel=1e-9), "the last round's column is cut off"
 
 
-C_CUT = bands.square_root(2)[0] ** 2
+C_CUT = correlated.square_root(2)[0] ** 2
 
 
 @pytest.mark.parametrize("target", [{"epsilon": 3.0, "delta": 1e-5}, {"advantage": 0.2}])
@@ -282,7 +283,7 @@ def test_one_record_more_moves_every_release_by_at_most_s(tmp_path):
 
 
 def error(plan, noise):
-    return plan.noise_multiplier * bands.error(plan.bands, plan.rounds, noise.momentum)
+    return plan.noise_multiplier * correlated.error(plan.bands, plan.rounds, noise.momentum)
 
 
 @pytest.mark.parametrize("epsilon, expected", [(3, 0.81), (8, 0.64)])
@@ -323,7 +324,7 @@ def test_values_have_independent_noise_and_their_share():
 
 def test_measured_shares_leave_z_as_it_is(tmp_path):
     choices = {
-        "bound": adaptive.Adaptive(initial=0.5, rate=1.0, share=0.1), "group": groups.per_layer(),
+        "bound": adaptive_clipping.Adaptive(initial=0.5, rate=1.0, share=0.1), "group": groups.per_layer(),
         "allocation": allocation.Measured(),
     }  # fmt: skip
     trained(tmp_path, **choices)

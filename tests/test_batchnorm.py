@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.privacy.batchnorm import Freeze, Groups, Private, RunningNorm
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.groups import value_key
-from dpexp.privacy.noise import GaussianNoise
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.normalization import Freeze, Groups, Private, RunningNorm
+from dpexp.privacy.plan.groups import value_key
+from dpexp.privacy.round import Engine
 from dpexp.training.models import resnet
 
 Q, N = 0.1, 100

@@ -8,11 +8,20 @@ import pytest
 from scipy import stats
 
 from dpexp.commands import sweep
-from dpexp.showing.best import best
-from dpexp.showing.configurations import ceilings, configurations, finished, trained
-from dpexp.showing.page import Documents, write_page
-from dpexp.showing.settings import apart, held, labels, settings, shared
-from dpexp.showing.swept import numbers_swept
+from dpexp.reporting.comparisons import (
+    apart,
+    best,
+    ceilings,
+    configurations,
+    finished,
+    held,
+    labels,
+    settings,
+    shared,
+    trained,
+)
+from dpexp.reporting.report_page import Documents, write_page
+from dpexp.reporting.sweep_figures import numbers_swept
 from tests.trials import TWIN, trials
 
 

@@ -1,4 +1,4 @@
-"""What rounds of correlated noise cost: blocks of cyclic samples (`dpexp.accounting.blocks`)."""
+"""What rounds of correlated noise cost: blocks of cyclic samples (`dpexp.accounting.releases`)."""
 
 import math
 
@@ -9,8 +9,6 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.claims import Release, releases
-from dpexp.accounting.filter import rho
 from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
@@ -21,6 +19,8 @@ from dpexp.accounting.ledger import (
     read_ledger,
     write_ledger,
 )
+from dpexp.accounting.multiple_runs import rho
+from dpexp.accounting.releases import Release, releases
 from dpexp.errors import ConfigError
 from tests.test_accountants import exact_gaussian
 

@@ -20,15 +20,15 @@ from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
 from dpexp.__main__ import main
-from dpexp.accounting.filter import budget, rho
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.tracking.budget import _lock, _percent, tally
-from dpexp.tracking.charges import BUDGET, charges_in, once, promise
-from dpexp.tracking.origin import HOST
-from dpexp.tracking.store import open_store
-from dpexp.tracking.underway import BEGUN, RUN, under_way
+from dpexp.tracking.client import open_store
+from dpexp.tracking.data_budget import _lock, _percent, tally
+from dpexp.tracking.job_folder import BEGUN, RUN, under_way
+from dpexp.tracking.provenance import HOST
+from dpexp.tracking.run_costs import BUDGET, charges_in, once, promise
 
 FORK = multiprocessing.get_context("fork")
 KEPT = "privacy.budget={epsilon: 4, delta: 1e-5}"
@@ -453,7 +453,7 @@ def test_another_job_in_a_folder_that_was_half_cleared_is_another_job(dpexp_job,
         (output / name).unlink()
     with pytest.raises(SystemExit, match="already holds a run, of which it has mlflow_run_id"):
         job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
-    monkeypatch.setattr("dpexp.commands.values.OF_A_RUN", ())
+    monkeypatch.setattr("dpexp.commands.validate.OF_A_RUN", ())
     with pytest.raises(SystemExit, match=r"8[0-9]* % is spent or promised by 1 run"):
         job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
 

@@ -9,7 +9,7 @@ from dp_accounting import pld
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.targets import Epsilon
+from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 from tests.test_accountants import directly, ledger
 

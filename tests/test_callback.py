@@ -22,13 +22,13 @@ from torch.utils.data import (
 )
 
 import dpexp
-from dpexp.accounting.claims import releases
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
+from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping, groups
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.sampling import Poisson
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import clipping, groups
+from dpexp.privacy.sampling.policies import Poisson
 from tests.test_ledger_file import edited
 
 N, Q, T, SEED = 40, 0.15, 12, 5

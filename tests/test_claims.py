@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.claims import ACCOUNTANTS, NAMES, check_claim, releases, unamplified
 from dpexp.accounting.ledger import (
     ADJACENCIES,
     POLICIES,
@@ -16,6 +15,7 @@ from dpexp.accounting.ledger import (
     SamplingEvent,
     write_ledger,
 )
+from dpexp.accounting.releases import ACCOUNTANTS, NAMES, check_claim, releases, unamplified
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, default_collate
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
-from dpexp.privacy.clipping import Fixed
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.step import LOOP, TRACED, VMAP
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.preparations import ClassCounts
+from dpexp.privacy.gradients.step import LOOP, TRACED, VMAP
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.preprocessing_methods import ClassCounts
+from dpexp.privacy.round import Engine
 from dpexp.training.classifier import Classifier
 
 B, N, S = 6, 100, 0.5
@@ -108,10 +108,10 @@ def test_a_record_more_moves_the_sum_by_at_most_S_whatever_its_weight(mode, tmp_
 
 def test_exact_noise_takes_weights(tmp_path, recwarn):
     """No noise multiplier is small there: what differs between two jobs is noise; so clipping is looked at."""
-    from dpexp.privacy.engine.passes import Gradients
-    from dpexp.privacy.engine.uses import Dense
-    from dpexp.privacy.engine.whole import WholeSums
-    from dpexp.privacy.values import WEIGHT
+    from dpexp.privacy.discrete_sums import WholeSums
+    from dpexp.privacy.gradients.layer_gradients import Dense
+    from dpexp.privacy.gradients.per_example import Gradients
+    from dpexp.privacy.private_metrics import WEIGHT
 
     plan = dpexp.make_plan(net(), n=N, q=0.1, steps=1, bound=Fixed(S), noise_multiplier=1.0, noise="exact")
     clip = WholeSums(plan.groups, False, torch.float64)

@@ -89,7 +89,7 @@ def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my" / "group").mkdir(parents=True)
     (tmp_path / "my" / "group" / "early_late.yaml").write_text(
-        "_target_: dpexp.privacy.groups.Groups\ngroups:\n  early: {parameters: ['*.1.*']}\n  late: {rest: true}\n"
+        "_target_: dpexp.privacy.plan.groups.Groups\ngroups:\n  early: {parameters: ['*.1.*']}\n  late: {rest: true}\n"
     )
     own = ("--config-dir", "my", *QUICK, "group=early_late", "+model.width=7", "~model.shape", "~model.classes")
     scheduler = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 0.9}"
@@ -165,7 +165,7 @@ BAD = {
     "group=custom group.groups={fc:{layers:[Linear]}}":
         "group: parameter model.0.weight falls in no group",
     "group._target_=nowhere.f": "group: nowhere.f cannot be made",
-    "bound=adaptive +bound.value=0.1": "bound.value=0.1 is no option of dpexp.privacy.adaptive.Adaptive",
+    "bound=adaptive +bound.value=0.1": "bound.value=0.1 is no option of dpexp.privacy.plan.adaptive_clipping.Adaptive",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",
@@ -500,7 +500,7 @@ def test_every_configuration_file_says_first_what_it_is(path):
 
 def test_cfg_shows_the_resolved_configuration(said):
     shown = said("--cfg", "job", "mechanism=joint")
-    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.clipping.Joint" in shown and "${" not in shown
+    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.plan.clipping.Joint" in shown and "${" not in shown
 
 
 COMPLETE = """

@@ -17,17 +17,17 @@ from test_engine import KINDS, MECHANISMS, B, case, cross_entropy, relative_erro
 from torch import nn
 
 import dpexp
-from dpexp.accounting.claims import releases
+from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping, groups
-from dpexp.privacy.clipping import Abadi, Automatic, Global, Psac, asked, check_clip
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.rounding import LARGEST, UNIT, norms
-from dpexp.privacy.engine.uses import Dense, OuterProducts
-from dpexp.privacy.exact import lattice
+from dpexp.privacy.gradients.layer_gradients import Dense, OuterProducts
+from dpexp.privacy.gradients.norms import LARGEST, UNIT, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.discrete_gaussian import lattice
+from dpexp.privacy.plan import clipping, groups
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, asked, check_clip
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.engine.chunk import Chunk, NoLoss
-from dpexp.privacy.engine.step import LOOP
+from dpexp.privacy.gradients.chunk import Chunk, NoLoss
+from dpexp.privacy.gradients.step import LOOP
 from tests.test_engine import engine_of
 
 N = 12

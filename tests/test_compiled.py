@@ -14,16 +14,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from dpexp import PrivacyCallback
-from dpexp.privacy.clipping import Fixed
-from dpexp.privacy.engine import compiled
-from dpexp.privacy.engine.chunk import Chunk
-from dpexp.privacy.engine.clipped_sums import ClippedSums
-from dpexp.privacy.engine.compiled import MARK, CompileDecision, _stages
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.passes import Gradients
-from dpexp.privacy.engine.uses import OuterProducts
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.gradients import compiled
+from dpexp.privacy.gradients.chunk import Chunk
+from dpexp.privacy.gradients.clipped_sums import ClippedSums
+from dpexp.privacy.gradients.compiled import MARK, CompileDecision, _stages
+from dpexp.privacy.gradients.layer_gradients import OuterProducts
+from dpexp.privacy.gradients.per_example import Gradients
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="PyTorch's compiler needs a C++ compiler"

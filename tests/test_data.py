@@ -12,10 +12,9 @@ import torch
 
 from dpexp.errors import ConfigError
 from dpexp.training.data import Cifar10, Digits, Mnist, Synthetic
-from dpexp.training.data.adult import COLUMNS, FEATURES, read_adult
-from dpexp.training.data.files import standard_file
-from dpexp.training.data.idx import read_idx
-from dpexp.training.data.tensors import dealt_out
+from dpexp.training.data.base import dealt_out, standard_file
+from dpexp.training.data.images import read_idx
+from dpexp.training.data.tabular import COLUMNS, FEATURES, read_adult
 
 
 def idx(values):
@@ -85,7 +84,7 @@ def test_cifar10s_archive_is_checked_and_unpacked(tmp_path, monkeypatch):
             info.size = 3073
             archive.addfile(info, io.BytesIO(bytes(3073)))
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(packed.getvalue())
-    monkeypatch.setattr("dpexp.training.data.cifar10._MD5", hashlib.md5(packed.getvalue()).hexdigest())
+    monkeypatch.setattr("dpexp.training.data.images._MD5", hashlib.md5(packed.getvalue()).hexdigest())
     assert len(Cifar10(str(tmp_path)).train) == 5
 
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy import delivery, fetching
-from dpexp.privacy.fetching import Checked, EachAlone, Request, StateFound, WithChecks
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.records import Microbatch
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.sampling import fetching, loader
+from dpexp.privacy.sampling.fetching import Checked, EachAlone, Request, StateFound, WithChecks
+from dpexp.privacy.sampling.privacy_unit import Microbatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WAY_OUT = "draw random numbers from torch's, NumPy's or Python's global generator; keep no state between records"
@@ -129,7 +129,7 @@ def test_records_of_several_examples_are_checked():
     plan = dpexp.make_plan(Model(), n=6, sampling="all", q=1.0, steps=2, noise_multiplier=1.0, record=Microbatch(2))
 
     def rounds(change):
-        return delivery.Rounds(DataLoader(Kept(change)), plan, 4, KeyStream(), KeyStream())
+        return loader.Rounds(DataLoader(Kept(change)), plan, 4, KeyStream(), KeyStream())
 
     with pytest.raises(StateFound, match="data set Kept"):
         rounds(running_mean)

@@ -8,7 +8,7 @@ import torch
 from test_isolation import Items, Model, S, rows, trained
 from torch.utils.data import DataLoader, Dataset
 
-from dpexp.privacy.batches import Alone, Failed
+from dpexp.privacy.sampling.batches import Alone, Failed
 
 
 class Speechless(Exception):

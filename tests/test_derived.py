@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from dpexp.privacy import clipping
-from dpexp.privacy.engine import derived
-from dpexp.privacy.engine.derived import Derived, part_of
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.uses import OuterProducts
-from dpexp.privacy.groups import flat, owners
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.gradients import derived_parameters
+from dpexp.privacy.gradients.derived_parameters import Derived, part_of
+from dpexp.privacy.gradients.layer_gradients import OuterProducts
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.groups import flat, owners
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 B = 5
 
@@ -183,7 +183,7 @@ def test_a_number_of_a_weight_is_asked_for_in_every_round():
 
 @pytest.mark.parametrize("name", ["standardised convolution", "scaled", "twice"])
 def test_some_records_after_others(name, monkeypatch):
-    monkeypatch.setattr(derived, "_SLICE", 1)
+    monkeypatch.setattr(derived_parameters, "_SLICE", 1)
     assert_call_equals_reference(name)
 
 

@@ -13,7 +13,6 @@ from scipy.integrate import quad
 from scipy.special import logsumexp
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.claims import NAMES
 from dpexp.accounting.ledger import (
     DiscreteSumQueryEvent,
     Ledger,
@@ -25,7 +24,8 @@ from dpexp.accounting.ledger import (
     read_ledger,
 )
 from dpexp.accounting.ledger.events import SMOOTHING
-from dpexp.accounting.renyi import log_moments
+from dpexp.accounting.rdp import log_moments
+from dpexp.accounting.releases import NAMES
 from dpexp.errors import ConfigError
 
 SIGMA2 = 2**48

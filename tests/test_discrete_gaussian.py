@@ -11,8 +11,8 @@ from scipy.stats import chisquare
 from test_noise import OneWord
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpexp.privacy.exact import SIGMA2, DiscreteGaussian, cumulative, exp_digits, powers
-from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian, cumulative, exp_digits, powers
+from dpexp.privacy.noise.randomness import KeyStream
 
 mpmath.mp.prec = 600
 SIGMAS = [Fraction(1, 2), 1, 3, 30, 1000, 10_000, 2**24]

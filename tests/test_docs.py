@@ -13,7 +13,7 @@ from dpexp import config
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.overrides import as_audit, check
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.rules import RULES
+from dpexp.privacy.gradients.layer_rules import RULES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

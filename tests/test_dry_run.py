@@ -18,8 +18,8 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.engine import graphs
-from dpexp.privacy.engine.step import LOOP, TRACED, VMAP
+from dpexp.privacy.gradients import graphs
+from dpexp.privacy.gradients.step import LOOP, TRACED, VMAP
 
 
 class Modes(pl.Callback):

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping, groups
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping, groups
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 B = 6
 

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.accounting.ledger import DiscreteSumQueryEvent, LedgerWriter, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping, groups
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.exact import SIGMA, SIGMA2, DiscreteGaussian, Lattice, lattice, squares
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
-from dpexp.privacy.sampling import Poisson
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.discrete_gaussian import SIGMA, SIGMA2, DiscreteGaussian, Lattice, lattice, squares
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import clipping, groups
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
+from dpexp.privacy.sampling.policies import Poisson
 
 FLOATS = st.floats(width=64) | st.floats(-10, 10) | st.sampled_from([0.0, 5e-324, 1e308, -1e160, 2.0**-30])
 

@@ -9,7 +9,7 @@ from dpexp.errors import ConfigError
 from dpexp.training.data import Backbone, Features, Joined, RandomFeatures, Scattering, TensorData
 from dpexp.training.data.features import made
 from dpexp.training.models import scattering_cnn, scattering_linear
-from dpexp.training.weights import save_weights
+from dpexp.training.pretrained import save_weights
 
 SQUARES, MADE_UP, LOOKED_AT = 3, 4, 64
 

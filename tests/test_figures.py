@@ -12,16 +12,30 @@ from pandas import DataFrame
 import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import joined
-from dpexp.privacy.clipping import Dimension, Joint
-from dpexp.privacy.groups import conv_fc
-from dpexp.showing.frontier import compared, frontier
-from dpexp.showing.page import Documents, by_accountant, write_page
-from dpexp.showing.panels import NotDrawn, arrange, scale
-from dpexp.showing.plans import budget_shares, groups_of, noise_and_signal
-from dpexp.showing.settings import apart, settings
-from dpexp.showing.spending import alike_in_cost, epsilon_by_accountant, epsilon_of_runs, epsilon_over_rounds, trade_off
-from dpexp.showing.swept import against, needed, numbers_swept, progress
-from dpexp.showing.terminal import plan_json
+from dpexp.privacy.plan.clipping import Dimension, Joint
+from dpexp.privacy.plan.groups import conv_fc
+from dpexp.reporting.comparisons import apart, settings
+from dpexp.reporting.panels import NotDrawn, arrange, scale
+from dpexp.reporting.report_page import Documents, by_accountant, write_page
+from dpexp.reporting.run_figures import (
+    alike_in_cost,
+    epsilon_by_accountant,
+    epsilon_of_runs,
+    epsilon_over_rounds,
+    trade_off,
+)
+from dpexp.reporting.sweep_figures import (
+    against,
+    budget_shares,
+    compared,
+    frontier,
+    groups_of,
+    needed,
+    noise_and_signal,
+    numbers_swept,
+    progress,
+)
+from dpexp.reporting.terminal import plan_json
 from dpexp.training.models import cnn
 from tests.test_accountants import ledger
 from tests.trials import TWIN, trials

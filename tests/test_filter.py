@@ -12,8 +12,8 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.filter import Budget, budget, rho
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, joined
+from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.errors import ConfigError
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping
-from dpexp.privacy.batches import Alone
 from dpexp.privacy.checks import StateFound
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.sampling.batches import Alone
 
 S, CLASSES = 0.5, 3
 SILENT = 1e-8  # a noise multiplier of next to no noise
@@ -486,7 +486,7 @@ def contents(thing, path=""):
 
 @pytest.mark.parametrize("physical", [1, 3])
 def test_checkpoints_hold_no_count_of_records(tmp_path, physical, monkeypatch):
-    monkeypatch.setattr("dpexp.accounting.ledger.writing.os.urandom", bytes)  # the number that tells ledgers apart
+    monkeypatch.setattr("dpexp.accounting.ledger.writer.os.urandom", bytes)  # the number that tells ledgers apart
 
     def checkpoint(count):
         _, run = trained(tmp_path, Model(), rows(count), 3, z=1.0, callback={"physical_batch": physical})

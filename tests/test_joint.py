@@ -3,7 +3,7 @@
 import pytest
 
 import dpexp
-from dpexp.commands.building import told_of_joint
+from dpexp.commands.build import told_of_joint
 
 QUICK = ("privacy.epsilon=null", "privacy.noise_multiplier=2", "sampling.steps=5")
 

@@ -15,7 +15,7 @@ from dpexp.accounting.ledger import (
     read_ledger,
     write_ledger,
 )
-from dpexp.accounting.ledger.end import end_of
+from dpexp.accounting.ledger.integrity import end_of
 from dpexp.errors import ConfigError
 
 SAMPLING = SamplingEvent("poisson", 0.01, 60_000)

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from dpexp.accounting.ledger import LedgerWriter, SamplingEvent, SumQueryEvent, ledger_so_far, read_ledger
-from dpexp.accounting.ledger import end as ending
-from dpexp.accounting.ledger.end import end_of, read_end
+from dpexp.accounting.ledger import integrity as ending
+from dpexp.accounting.ledger.integrity import end_of, read_end
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.tracking.charges import charge_at, charge_from, promise
+from dpexp.tracking.run_costs import charge_at, charge_from, promise
 
 EVENT, QUERY = SamplingEvent("poisson", 0.01, 1000), SumQueryEvent("all", 1.0, 4.0)
 
@@ -98,7 +98,7 @@ def test_a_kill_between_the_ledger_and_its_end_loses_nothing(tmp_path, monkeypat
     writer.sync()
     before = end_of(path).read_bytes()
     rounds(writer, 2)
-    monkeypatch.setattr("dpexp.accounting.ledger.writing.write_end", lambda *_: None)
+    monkeypatch.setattr("dpexp.accounting.ledger.writer.write_end", lambda *_: None)
     writer.close()
     assert end_of(path).read_bytes() == before
     ledger = read_ledger(path)

@@ -128,7 +128,7 @@ def test_a_lost_ledger_stops_the_run_and_is_rescued(writer, lose, act):
 @pytest.mark.parametrize("act", ["sync", "close"])
 def test_an_edit_that_no_time_tells_of_is_found_by_the_next_checkpoint_and_the_end(writer, monkeypatch, act):
     """One within a tick of the file system's clock, say."""
-    monkeypatch.setattr("dpexp.accounting.ledger.writing._times", lambda found: (0, 0))
+    monkeypatch.setattr("dpexp.accounting.ledger.writer._times", lambda found: (0, 0))
     one_round(writer)
     edited(writer.path)
     one_round(writer)

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, ledger_so_far, read_ledger
-from dpexp.accounting.ledger.end import end_of
+from dpexp.accounting.ledger.integrity import end_of
 from dpexp.errors import ConfigError
 from tests.test_ledger import ALL, SAMPLING, closed
 
@@ -102,7 +102,7 @@ def test_lines_lost_repeated_or_moved_are_said(tmp_path):
 def test_every_edit_is_said(tmp_path, monkeypatch):
     """Each byte of a closed ledger in turn: none is redundant, none goes unread. (Links have 16 bits: of an edit in a
     ledger with another run's number, the next line may be the first to tell.)"""
-    monkeypatch.setattr("dpexp.accounting.ledger.writing.os.urandom", bytes)
+    monkeypatch.setattr("dpexp.accounting.ledger.writer.os.urandom", bytes)
     path = tmp_path / "l.jsonl"
     lines = closed(path)
     whole = b"".join(lines)

@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 import dpexp
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.lightning import OWN, REFUSED
-from dpexp.training import schedulers
+from dpexp.commands.trainer import OWN, REFUSED
+from dpexp.training import callbacks
 
 QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
 HONOURED = {
@@ -122,10 +122,10 @@ def test_something_else_than_a_callback_is_refused(dpexp_job):
 @pytest.mark.parametrize(
     "name, rates",
     [
-        ({"scheduler": schedulers.cosine}, [1, 0.853553, 0.5, 0.146447]),
-        ({"scheduler": schedulers.cosine, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 0.5]),
-        ({"scheduler": schedulers.linear_warmup, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 1]),
-        ({"scheduler": schedulers.step, "at": [0.5, 0.75], "factor": 0.1}, [1, 1, 0.1, 0.01]),
+        ({"scheduler": callbacks.cosine}, [1, 0.853553, 0.5, 0.146447]),
+        ({"scheduler": callbacks.cosine, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 0.5]),
+        ({"scheduler": callbacks.linear_warmup, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 1]),
+        ({"scheduler": callbacks.step, "at": [0.5, 0.75], "factor": 0.1}, [1, 1, 0.1, 0.01]),
     ],
 )
 def test_learning_rates_by_round(name, rates):
@@ -236,7 +236,7 @@ def test_a_job_stopped_after_its_last_round_keeps_its_model_when_resumed(
 def test_a_job_with_options_of_ones_own_is_resumed(stopped_before_it_kept_its_model, dpexp_job, tmp_path):
     (tmp_path / "my" / "group").mkdir(parents=True)
     (tmp_path / "my" / "group" / "own.yaml").write_text(
-        "_target_: dpexp.privacy.groups.Groups\ngroups:\n  mine: {rest: true}\n"
+        "_target_: dpexp.privacy.plan.groups.Groups\ngroups:\n  mine: {rest: true}\n"
     )
     folder = stopped_before_it_kept_its_model("--config-dir", "my", "group=own", "tracking=none")
     dpexp_job("resume", str(folder))

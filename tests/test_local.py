@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import adaptive, clipping, groups
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.clipping import Automatic
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.records import Local, User
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import adaptive_clipping, clipping, groups
+from dpexp.privacy.plan.clipping import Automatic
+from dpexp.privacy.sampling.privacy_unit import Local, User
 from tests.audited import attacked
 from tests.test_records import (
     MEMBERS,
@@ -294,7 +294,7 @@ class Telling(Model):
 
 
 OTHERS = {
-    "adaptive": {"bound": adaptive.Adaptive(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive": {"bound": adaptive_clipping.Adaptive(initial=0.1, rate=1.0, share=0.2)},
     "joint": {"mechanism": clipping.Joint()},
     "automatic": {"clip": Automatic()},
     "exact": {"noise": "exact", "noise_multiplier": 1.0, "n": 11},
@@ -331,13 +331,13 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
                     p -= local.lr * p.grad
         return sum(losses) / 2
 
-    add = dpexp.privacy.values.Estimates.add
+    add = dpexp.privacy.private_metrics.Estimates.add
 
     def watched(self, plan, t, found):
         told.update({key: value.clone() for key, value in found.items() if "train_loss" in key})
         return add(self, plan, t, found)
 
-    monkeypatch.setattr(dpexp.privacy.values.Estimates, "add", watched)
+    monkeypatch.setattr(dpexp.privacy.private_metrics.Estimates, "add", watched)
     released(
         tmp_path, dataset, User(8, "user_of", local), Telling(), users=4,
         release={"train_loss": {"S": 100.0, "share": 0.1}},

@@ -17,15 +17,15 @@ import dpexp
 from dpexp.__main__ import main
 from dpexp.accounting.auditing import inverse_of
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger
-from dpexp.accounting.membership import likelihood_ratios, log_odds, membership
+from dpexp.accounting.membership_inference import likelihood_ratios, log_odds, membership
 from dpexp.errors import ConfigError
-from dpexp.privacy.mislabelled import mislabelled, put_into
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.showing import terminal
-from dpexp.tracking.charges import charge_at, charges_in
+from dpexp.privacy.mislabelled_canaries import mislabelled, put_into
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.reporting import terminal
+from dpexp.tracking.run_costs import charge_at, charges_in
 from dpexp.training.classifier import Classifier
-from dpexp.training.data.digits import Digits
-from dpexp.training.data.synthetic import Synthetic
+from dpexp.training.data.images import Digits
+from dpexp.training.data.tabular import Synthetic
 
 
 def gaussian(mu):

@@ -23,10 +23,10 @@ from test_engine import relative_error
 from torch.utils._pytree import tree_map
 
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping, groups
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping, groups
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 FAMILIES = {
     "written": "By hand: images, rows, sets",

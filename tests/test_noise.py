@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.keystream import BLOCK, KeyStream
-from dpexp.privacy.noise import PAIRS, BoxMuller, GaussianNoise, whole_blocks
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import PAIRS, BoxMuller, GaussianNoise, whole_blocks
+from dpexp.privacy.noise.randomness import BLOCK, KeyStream
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 RFC_KEY = bytes(range(32))
 RFC_NONCE = bytes.fromhex("000000090000004a00000000")
@@ -45,12 +45,12 @@ def test_the_kernel_for_cuda_is_the_same_stream_and_the_same_noise():
     """In Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
     script = f"""
 import torch, triton, triton.language as tl
-from dpexp.privacy import noise, noise_cuda
-from dpexp.privacy.keystream import KeyStream
+from dpexp.privacy.noise import continuous, gaussian_cuda
+from dpexp.privacy.noise.randomness import KeyStream
 
 @triton.jit
 def words(out, state):
-    block = noise_cuda.chacha20(state, tl.arange(0, 2).to(tl.uint32))
+    block = gaussian_cuda.chacha20(state, tl.arange(0, 2).to(tl.uint32))
     for k in tl.static_range(16):
         tl.store(out + tl.arange(0, 2) * 16 + k, block[k].to(tl.int32, bitcast=True))
 
@@ -59,12 +59,12 @@ state = torch.frombuffer(bytearray({RFC_KEY!r} + {RFC_NONCE!r}), dtype=torch.int
 words[(1,)](out, state)
 assert out[16:].numpy().tobytes() == {RFC_BLOCK!r}
 
-noise.PAIRS = 64  # several parts, the last one not whole
+continuous.PAIRS = 64  # several parts, the last one not whole
 for n in (1, 16, 200):
     for dtype in (torch.float64, torch.float32):
         on_cpu, by_kernel = torch.ones(n, dtype=dtype), torch.ones(n, dtype=dtype)
-        noise.GaussianNoise(KeyStream({RFC_KEY!r}))._add_on_cpu(on_cpu, 3.0, 7.0)
-        noise_cuda.add_normals(by_kernel, 3.0, 7.0, KeyStream({RFC_KEY!r}), 64)
+        continuous.GaussianNoise(KeyStream({RFC_KEY!r}))._add_on_cpu(on_cpu, 3.0, 7.0)
+        gaussian_cuda.add_normals(by_kernel, 3.0, 7.0, KeyStream({RFC_KEY!r}), 64)
         assert torch.allclose(on_cpu, by_kernel, rtol=1e-6 if dtype == torch.float32 else 1e-14), (n, dtype)
         assert (on_cpu != 1 / 7).all()
 """

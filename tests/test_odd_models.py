@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.step import Step
+from dpexp.privacy.gradients.step import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

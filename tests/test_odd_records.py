@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.keystream import KeyStream, seed_everything
+from dpexp.privacy.noise.randomness import KeyStream, seed_everything
 
 # Records that fail
 

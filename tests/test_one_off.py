@@ -13,10 +13,8 @@ from scipy.integrate import quad
 from dpexp.accounting import composition
 from dpexp.accounting.accountants import Renyi, delta, epsilon, guarantee
 from dpexp.accounting.auditing import inverse_of
-from dpexp.accounting.claims import NAMES, claimable, composing
-from dpexp.accounting.filter import rho
-from dpexp.accounting.gaussian import Gaussian
-from dpexp.accounting.laplace import Laplace, gaussian_above, laplace_moments
+from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.dominating_pairs import Laplace, gaussian_above
 from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
@@ -30,8 +28,10 @@ from dpexp.accounting.ledger import (
     read_ledger,
     write_ledger,
 )
+from dpexp.accounting.multiple_runs import ORDERS, rho, trial_curve
+from dpexp.accounting.rdp import laplace_moments
+from dpexp.accounting.releases import NAMES, claimable, composing
 from dpexp.accounting.risk import largest_advantage, risk
-from dpexp.accounting.selection import ORDERS, trial_curve
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.errors import ConfigError
 

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 
 from dpexp import config
 from dpexp.commands import train
-from dpexp.tracking import origin as module
+from dpexp.tracking import provenance as module
 from dpexp.tracking import run
-from dpexp.tracking.origin import origin, write_patch
-from dpexp.tracking.views import address
+from dpexp.tracking.client import address
+from dpexp.tracking.provenance import origin, write_patch
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
 

@@ -8,8 +8,7 @@ import warnings
 import pytest
 from mlflow import MlflowClient
 
-from dpexp.tracking.outbox import BATCH, Outbox, send_unsent
-from dpexp.tracking.store import open_store
+from dpexp.tracking.client import BATCH, Outbox, open_store, send_unsent
 
 
 class Away:
@@ -112,8 +111,8 @@ WRITER = """
 import sys
 from pathlib import Path
 import dpexp.tracking
-from dpexp.tracking.outbox import Outbox
-from dpexp.tracking.store import open_store
+from dpexp.tracking.client import Outbox
+from dpexp.tracking.client import open_store
 uri, folder = sys.argv[1:]
 client, experiment = open_store(uri, "dpexp", folder)
 run_id = client.create_run(experiment).info.run_id

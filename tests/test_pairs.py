@@ -16,8 +16,8 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.dominating_pairs import Sampled, Truncated, WithoutReplacement
 from dpexp.accounting.ledger import Ledger, joined
-from dpexp.accounting.pairs import Sampled, Truncated, WithoutReplacement
 from tests.test_accountants import ledger, of
 from tests.test_privacy_loss import analytic_gaussian
 

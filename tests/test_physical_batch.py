@@ -7,9 +7,9 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from dpexp.privacy import physical_batch
-from dpexp.privacy.physical_batch import FIRST, doubled, fitting
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.gradients import physical_batch
+from dpexp.privacy.gradients.physical_batch import FIRST, doubled, fitting
+from dpexp.privacy.plan.plan import make_plan
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 

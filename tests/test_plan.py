@@ -11,11 +11,11 @@ from torch import nn
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.errors import ConfigError
-from dpexp.privacy.allocation import DimensionAdjusted, Explicit, MinVariance, Proportional, Weighted
-from dpexp.privacy.clipping import Clipping, Dimension, Fixed, Joint, Separate, Uniform
-from dpexp.privacy.groups import Groups, Match, Vector, conv_fc, flat, per_layer
-from dpexp.privacy.plan import make_plan
-from dpexp.privacy.sampling import Poisson
+from dpexp.privacy.plan.allocation import DimensionAdjusted, Explicit, MinVariance, Proportional, Weighted
+from dpexp.privacy.plan.clipping import Clipping, Dimension, Fixed, Joint, Separate, Uniform
+from dpexp.privacy.plan.groups import Groups, Match, Vector, conv_fc, flat, per_layer
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.sampling.policies import Poisson
 
 
 def cnn():

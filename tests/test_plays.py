@@ -17,13 +17,13 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import dpexp
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
-from dpexp.training import minilm as text
-from dpexp.training.data import plays
-from dpexp.training.tuning import Lora
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
+from dpexp.training import text_model as text
+from dpexp.training.data import text as plays
+from dpexp.training.pretrained import Lora
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "king", "o", ",", "is", "here", "now", "speak", "##s"]
 WIDTH = 8

@@ -17,21 +17,20 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.gaussian import Gaussian
-from dpexp.accounting.laplace import gaussian_above
+from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.dominating_pairs import gaussian_above
 from dpexp.accounting.ledger import LedgerWriter, PartsEvent, read_ledger, write_ledger
-from dpexp.accounting.risk import largest_advantage, largest_tpr
-from dpexp.accounting.targets import Advantage, Epsilon, Tpr
+from dpexp.accounting.risk import Advantage, Epsilon, Tpr, largest_advantage, largest_tpr
 from dpexp.commands.account import account
-from dpexp.commands.predict import predict
+from dpexp.commands.use_model import predict
 from dpexp.errors import ConfigError
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import add_laplace
-from dpexp.privacy.plan import PrivacyPlan, make_plan
-from dpexp.privacy.preparations import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten, queries
-from dpexp.privacy.preparing import _total, prepare
-from dpexp.showing.spending import epsilon_over_rounds
-from dpexp.tracking.failure import keep_error
+from dpexp.privacy.noise.continuous import add_laplace
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.plan import PrivacyPlan, make_plan
+from dpexp.privacy.preprocessing import _total, prepare
+from dpexp.privacy.preprocessing_methods import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten, queries
+from dpexp.reporting.run_figures import epsilon_over_rounds
+from dpexp.tracking.client import keep_error
 from dpexp.training.classifier import Classifier
 
 N, SHAPE = 60, [3, 2, 2]

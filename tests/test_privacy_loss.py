@@ -9,11 +9,11 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from dpexp.accounting import accountants, fourier, privacy_loss
+from dpexp.accounting import accountants, pld, pld_numerics
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.fourier import Convolution
+from dpexp.accounting.dominating_pairs import Sampled
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.pairs import Sampled
+from dpexp.accounting.pld_numerics import Convolution
 from tests.extended import extended, poisson
 from tests.test_accountants import ledger
 
@@ -65,8 +65,8 @@ def test_the_gaussian_mechanism_at_every_delta(mu, d):
         return
     exact = analytic_gaussian(mu, d)
     for rounds in (1, 1000):
-        composed = privacy_loss.ComposedLoss(
-            [Sampled(math.sqrt(rounds) / mu, 1.0, 0.5)], np.array([float(rounds)]), privacy_loss.Gaussian(1e3)
+        composed = pld.ComposedLoss(
+            [Sampled(math.sqrt(rounds) / mu, 1.0, 0.5)], np.array([float(rounds)]), pld.Gaussian(1e3)
         )
         assert exact * (1 - 1e-9) <= composed.epsilon(d) <= exact * (1 + 3e-4)
         assert d * (1 - 1e-6) <= composed.delta(exact) <= d * (1 + 3e-3 * max(1, math.log(1 / d)))
@@ -82,12 +82,12 @@ def test_delta_down_to_next_to_nothing():
 def test_any_tilt_gives_a_bound():
     """And a good one a tight bound: here δ(ε) by tilts from next to none to twice the best."""
     pairs, counts = [Sampled(1.0, 0.01)], np.array([1000.0])
-    law = privacy_loss.cumulants_of(pairs, counts)
+    law = pld.cumulants_of(pairs, counts)
     lost = math.log(delta(ledger(1.0, 0.01, 1000), 2.0)) - 20
     best = law.tilt_for_mean(2.0)
     found = []
     for theta in (best / 50, best / 4, best, 2 * best):
-        loss = privacy_loss.compose(pairs, counts, law, law.window(theta, lost), 1e-4, lost)
+        loss = pld.compose(pairs, counts, law, law.window(theta, lost), 1e-4, lost)
         found.append(loss.delta(2.0))
     assert found[:3] == pytest.approx([found[2]] * 3, rel=1e-6)
     assert found[3] >= found[2]
@@ -105,7 +105,7 @@ def test_the_error_that_a_convolution_states_holds():
     for few in (0.0, 1.0):  # by transforms, and by sums
         convolution = Convolution(1024)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fourier, "_FEW", few)
+            patch.setattr(pld_numerics, "_FEW", few)
             convolution.add([3], [(weights / sum(weights)).astype(float)], np.array([40.0]))
         mass, error = convolution.masses(120)
         off = float(np.linalg.norm(mass[: len(exact)] - exact))
@@ -115,10 +115,10 @@ def test_the_error_that_a_convolution_states_holds():
 def test_many_kinds_of_rounds_by_sums_and_by_transforms(monkeypatch):
     run = many(zip(np.linspace(0.9, 3, 60).tolist(), np.linspace(0.005, 0.06, 60).tolist(), strict=True))
     by_sums = epsilon(run, 1e-6)
-    monkeypatch.setattr(fourier, "_FEW", 0.0)
+    monkeypatch.setattr(pld_numerics, "_FEW", 0.0)
     z_and_q = [(r.noise_multiplier, r.sampling.q) for r in run.rounds]
     pairs, counts = [Sampled(z, q) for z, q in z_and_q], np.ones(60)
-    by_transforms = privacy_loss.ComposedLoss(pairs, counts, privacy_loss.Gaussian(1e3)).epsilon(1e-6)
+    by_transforms = pld.ComposedLoss(pairs, counts, pld.Gaussian(1e3)).epsilon(1e-6)
     assert by_sums == pytest.approx(by_transforms, rel=1e-6)
 
 
@@ -133,9 +133,9 @@ def test_thousands_of_kinds_are_quick():
 def test_a_coarser_grid_for_many_kinds_costs_little(monkeypatch):
     run = many(zip(np.linspace(4, 1, 200).tolist(), np.linspace(0.01, 0.02, 200).tolist(), strict=True))
     fine = epsilon(run, 1e-6)
-    monkeypatch.setattr(privacy_loss, "_MANY", 100)
+    monkeypatch.setattr(pld, "_MANY", 100)
     pairs = [Sampled(r.noise_multiplier, r.sampling.q) for r in run.rounds]
-    coarse = privacy_loss.ComposedLoss(pairs, np.ones(200), privacy_loss.Gaussian(1e3)).epsilon(1e-6)
+    coarse = pld.ComposedLoss(pairs, np.ones(200), pld.Gaussian(1e3)).epsilon(1e-6)
     assert fine < coarse < fine * (1 + 6e-4)
 
 
@@ -147,8 +147,8 @@ def test_sampling_never_costs_more_than_none():
 
 
 def test_readings_of_one_ledger_share_their_work(monkeypatch):
-    compositions, compose = [], privacy_loss.compose
-    monkeypatch.setattr(privacy_loss, "compose", lambda *args, **kw: compositions.append(1) or compose(*args, **kw))
+    compositions, compose = [], pld.compose
+    monkeypatch.setattr(pld, "compose", lambda *args, **kw: compositions.append(1) or compose(*args, **kw))
     run = ledger(1.3, 0.011, 900)
     numbers = []
     for share in (False, True):

@@ -15,15 +15,15 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.adaptive import Adaptive
 from dpexp.privacy.checks import digest_of_weights
-from dpexp.privacy.clipping import Global
-from dpexp.privacy.delivery import RoundSampler
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.processes import Processes, digest_of_plan, digest_of_records
-from dpexp.privacy.records import User
-from dpexp.privacy.sampling import All
-from dpexp.privacy.silence import nothing_collected
+from dpexp.privacy.distributed import Processes, digest_of_plan, digest_of_records
+from dpexp.privacy.muted_logging import nothing_collected
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.adaptive_clipping import Adaptive
+from dpexp.privacy.plan.clipping import Global
+from dpexp.privacy.sampling.loader import RoundSampler
+from dpexp.privacy.sampling.policies import All
+from dpexp.privacy.sampling.privacy_unit import User
 
 KINDS = ("plain", "adaptive", "metrics", "exact", "banded", "shuffled", "batchnorm", "prepared")
 

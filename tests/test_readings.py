@@ -9,10 +9,11 @@ from test_callback import Data, Model, N, fit, plan_for, trainer
 import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far
-from dpexp.privacy import clipping, readings
-from dpexp.privacy.adaptive import Adaptive
-from dpexp.privacy.allocation import Measured
-from dpexp.privacy.asked import Banded
+from dpexp.privacy import running_epsilon
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.adaptive_clipping import Adaptive
+from dpexp.privacy.plan.allocation import Measured
+from dpexp.privacy.plan.options import Banded
 
 DELTA, ROUNDS = 1e-5, 20
 CHOICES = {
@@ -29,7 +30,7 @@ CHOICES = {
 @pytest.mark.parametrize("spent", [0.0, 0.0004, 0.0523, 0.9994, 1.97308, 9.999, 12.3456, 123.4, 1234.5, math.inf])
 def test_progress_bars_show_no_less(spent):
     """tqdm shows three digits, and rich three decimals."""
-    bar = readings.Readings(plan_for(Model()), DELTA, "moments")
+    bar = running_epsilon.Readings(plan_for(Model()), DELTA, "moments")
     bar.at_most = spent
     assert spent <= float(f"{bar.shown:.3g}") and spent <= float(f"{bar.shown:.3f}")
     assert bar.shown <= 1.01 * spent + 1e-3
@@ -78,7 +79,7 @@ def test_what_is_shown_is_never_below_what_is_spent(choices, tmp_path):
 
 def test_it_is_no_more_than_the_plan_at_the_end_and_takes_few_readings(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(readings, "epsilon", lambda ledger, *a: asked.append(len(ledger)) or epsilon(ledger, *a))
+    monkeypatch.setattr(running_epsilon, "epsilon", lambda ledger, *a: asked.append(len(ledger)) or epsilon(ledger, *a))
     module = Model()
     plan = plan_for(module, steps=60)
     _, _, privacy = fit(tmp_path, module, plan=plan, delta=DELTA, accountant="moments")

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import Ledger, joined, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy import groups
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.keystream import KeyStream
 from dpexp.privacy.mechanism import MARGIN
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.records import Microbatch, User, make_record
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import groups
+from dpexp.privacy.round import Engine
+from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_record
 from tests import audited
 from tests.audited import attacked
 
@@ -158,7 +158,11 @@ def close(found, expected):
 def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, quiet):
     x, y = rows(11)
     found, plan = released(
-        tmp_path, kind(x.double(), y), Microbatch(k), bound=dpexp.privacy.clipping.Fixed(0.3), group=groups.per_layer()
+        tmp_path,
+        kind(x.double(), y),
+        Microbatch(k),
+        bound=dpexp.privacy.plan.clipping.Fixed(0.3),
+        group=groups.per_layer(),
     )
     assert plan.n == math.ceil(11 / k)
     units = [[*range(i, min(i + k, 11))] for i in range(0, 11, k)]

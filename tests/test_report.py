@@ -15,7 +15,7 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.report import report
 from dpexp.errors import ConfigError
-from dpexp.showing.rounding import up
+from dpexp.reporting.wording import up
 from dpexp.tracking import read
 
 QUICK = ("model=logistic", "sampling.steps=4", "trainer.evaluations=0", "privacy.noise_multiplier=2")

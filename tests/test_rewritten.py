@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.uses import OuterProducts
-from dpexp.privacy.groups import flat
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.gradients.layer_gradients import OuterProducts
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan.groups import flat
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 
 class Stepped(nn.Module):

@@ -11,21 +11,19 @@ from mlflow import MlflowClient
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from dpexp.accounting import privacy_loss
+from dpexp.accounting import pld as own_pld
 from dpexp.accounting.accountants import guarantee
 from dpexp.accounting.calibration import solve
-from dpexp.accounting.gaussian import Gaussian
+from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.dominating_pairs import Sampled
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger
-from dpexp.accounting.pairs import Sampled
-from dpexp.accounting.privacy_loss import ComposedLoss
-from dpexp.accounting.risk import FIGURES, largest_advantage, largest_tpr, risk
-from dpexp.accounting.targets import Advantage, Epsilon, Tpr
+from dpexp.accounting.pld import ComposedLoss
+from dpexp.accounting.risk import FIGURES, Advantage, Epsilon, Tpr, largest_advantage, largest_tpr, risk
 from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives, type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.privacy.asked import check_noise
-from dpexp.showing.rounding import up
-from dpexp.showing.words import in_words
+from dpexp.privacy.plan.options import check_noise
+from dpexp.reporting.wording import in_words, up
 from tests.test_accountants import ledger, of
 
 # riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =
@@ -218,8 +216,8 @@ def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy, seed):
 
 def test_a_million_rounds_take_few_compositions(monkeypatch):
     """About a second: each composition takes 0.06 s. In the limit of many rounds μ = √T q √(e^(1/z²) - 1)."""
-    taken, compose = [], privacy_loss.compose
-    monkeypatch.setattr(privacy_loss, "compose", lambda *args: taken.append(args) or compose(*args))
+    taken, compose = [], own_pld.compose
+    monkeypatch.setattr(own_pld, "compose", lambda *args: taken.append(args) or compose(*args))
     found, mu = risk(ledger(8.0, 0.001, 10**6)), math.sqrt(math.expm1(1 / 64))
     assert len(taken) <= 18
     assert found.advantage == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-3)

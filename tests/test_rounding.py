@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from dpexp.privacy import clipping
-from dpexp.privacy.clipping import Abadi
-from dpexp.privacy.engine.derived import Part, Parts
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.rounding import gram_norms, norms
-from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, outer_products
+from dpexp.privacy.gradients.derived_parameters import Part, Parts
+from dpexp.privacy.gradients.layer_gradients import Convolved, Dense, OuterProducts, Rows, outer_products
+from dpexp.privacy.gradients.norms import gram_norms, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.clipping import Abadi
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 S = 0.3
 TINY, HUGE = 2.0**-149, 3e38

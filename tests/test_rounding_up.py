@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dpexp.showing.rounding import up
+from dpexp.reporting.wording import up
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
-from dpexp.privacy import clipping
-from dpexp.privacy.engine import uses
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.rounding import gram_norms
-from dpexp.privacy.engine.uses import Convolved, Dense, OuterProducts, Rows, merged, outer_products
-from dpexp.privacy.groups import per_layer
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.gradients import layer_gradients
+from dpexp.privacy.gradients.layer_gradients import Convolved, Dense, OuterProducts, Rows, merged, outer_products
+from dpexp.privacy.gradients.norms import gram_norms
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.groups import per_layer
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 SMALL = st.integers(1, 4)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -106,7 +106,7 @@ def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
     """Gram matrices; the gradients of a few records at a time; all gradients at once."""
     torch.manual_seed(0)
     taken = []
-    monkeypatch.setattr(uses, "_HELD", 1000)
+    monkeypatch.setattr(layer_gradients, "_HELD", 1000)
     for kind in (Convolved, Dense):
         make = kind.__init__
 
@@ -347,7 +347,7 @@ def test_attention_as_it_is_called(dtype, lead, options):
 @DTYPES
 def test_a_users_own_rule(dtype):
     """A scale as a torch function of its own, registered in a few lines."""
-    from dpexp.privacy.engine.rules import RULES, Call, rule
+    from dpexp.privacy.gradients.layer_rules import RULES, Call, rule
 
     @rule(torch.ops.aten.prelu.default, torch.prelu)
     def prelu(input, weight):

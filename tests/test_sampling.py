@@ -8,10 +8,10 @@ import torch
 from scipy.stats import binom, binomtest, chisquare
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.delivery import RoundSampler
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.sampling import All, FixedSize, Poisson, Shuffle, TruncatedPoisson, make_policy
-from dpexp.privacy.schedules import schedule
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.schedules import schedule
+from dpexp.privacy.sampling.loader import RoundSampler
+from dpexp.privacy.sampling.policies import All, FixedSize, Poisson, Shuffle, TruncatedPoisson, make_policy
 
 
 def sampler(size=100, q=0.1, rounds=50, physical=7, seed=0):

@@ -19,12 +19,11 @@ from safetensors.torch import load_file
 
 import dpexp
 from dpexp.__main__ import main
-from dpexp.commands.evaluate import evaluate
-from dpexp.commands.predict import predict
+from dpexp.commands.use_model import evaluate, predict
 from dpexp.errors import ConfigError
-from dpexp.tracking.model import description
+from dpexp.tracking.registered_model import description
 from dpexp.training.data import Digits
-from dpexp.training.weights import about, save_weights
+from dpexp.training.pretrained import about, save_weights
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
 
@@ -316,7 +315,7 @@ def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job)
 
 
 def test_inputs_are_read_before_a_model_is_made(job, dpexp_job, monkeypatch):
-    monkeypatch.setattr("dpexp.commands.saved.module_of", lambda cfg: pytest.fail("code of the configuration ran"))
+    monkeypatch.setattr("dpexp.commands.saved_jobs.module_of", lambda cfg: pytest.fail("code of the configuration ran"))
     with pytest.raises(SystemExit, match="cannot be read"):
         dpexp_job("predict", str(job), "data=missing.npy")
     (job / "config.yaml").write_text("- 1\n")
@@ -333,8 +332,8 @@ def test_a_model_that_cannot_be_kept_is_written_elsewhere(dpexp_job, monkeypatch
             raise OSError("disk full")
         save_weights(module, path, said)
 
-    monkeypatch.setattr("dpexp.commands.saved.save_weights", fails)
-    monkeypatch.setattr("dpexp.training.weights.save_weights", fails)
+    monkeypatch.setattr("dpexp.commands.saved_jobs.save_weights", fails)
+    monkeypatch.setattr("dpexp.training.pretrained.save_weights", fails)
     with pytest.warns(UserWarning, match="could not be kept.*disk full"), pytest.raises(SystemExit) as end:
         dpexp_job(*QUICK, "hydra.run.dir=job")
     path = Path(str(end.value).rpartition("the trained weights are in ")[2])

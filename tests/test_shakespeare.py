@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpexp.training.data.shakespeare import CHARACTERS, IGNORED, Shakespeare, speeches, windows
+from dpexp.training.data.text import CHARACTERS, IGNORED, Shakespeare, speeches, windows
 from dpexp.training.models import Lstm
 
 TEXT = """First Citizen:
@@ -44,7 +44,7 @@ def test_windows_hold_all_that_is_said_and_each_next_character(length):
 def test_every_tenth_speaker_is_held_out(tmp_path, monkeypatch):
     spoken = {f"S{k}": "ab\n" * (k + 1) for k in range(20)}
     (tmp_path / "input.txt").write_text("\n\n".join(f"{name}:\n{said.strip()}" for name, said in spoken.items()))
-    monkeypatch.setattr("dpexp.training.data.shakespeare.standard_file", lambda root, *_: tmp_path / "input.txt")
+    monkeypatch.setattr("dpexp.training.data.text.standard_file", lambda root, *_: tmp_path / "input.txt")
     data = Shakespeare(str(tmp_path), length=4)
     assert set(data.train.user_of) == set(range(18)) and set(data.test.user_of) == {1}, "S0 fills no window"
     assert len(data.train.user_of) == len(data.train) and (data.test.tensors[1] != IGNORED).all()

@@ -10,12 +10,12 @@ from mlflow import MlflowClient
 from torch import nn
 
 import dpexp
-from dpexp.privacy.asked import Banded
-from dpexp.privacy.clipping import Joint
-from dpexp.privacy.keystream import KeyStream
-from dpexp.privacy.noise import CorrelatedNoise, GaussianNoise, Noisy
-from dpexp.privacy.values import Signals, course
-from dpexp.showing.signal import signal_and_noise
+from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.clipping import Joint
+from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.private_metrics import Signals, course
+from dpexp.reporting.run_figures import signal_and_noise
 from tests.test_banded import toeplitz
 
 LENGTH = 3.0

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpexp.privacy import clipping
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
 
 
 def repeated(module, x):

@@ -17,8 +17,8 @@ from scipy.stats import chisquare
 
 import dpexp
 from dpexp.accounting.ledger import joined, ledger_so_far, read_ledger
-from dpexp.accounting.renyi import log_moments
-from dpexp.accounting.selection import ORDERS, dearest_curve, draw_repetitions, selection_epsilon, trial_curve
+from dpexp.accounting.multiple_runs import ORDERS, dearest_curve, draw_repetitions, selection_epsilon, trial_curve
+from dpexp.accounting.rdp import log_moments
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger
 
@@ -327,7 +327,7 @@ def test_a_sweep_whose_parent_cannot_begin_does_not_train(dpexp_job, monkeypatch
     def breaking(*args):
         raise OSError("database is locked")
 
-    monkeypatch.setattr("dpexp.tracking.parent.Parent.__init__", breaking)
+    monkeypatch.setattr("dpexp.tracking.sweep_run.Parent.__init__", breaking)
     with pytest.raises(SystemExit, match="dpexp: database is locked"):
         dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4")
     assert not list(tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl"))
@@ -337,7 +337,7 @@ def test_a_sweep_whose_parent_cannot_begin_does_not_train(dpexp_job, monkeypatch
 
 
 def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, monkeypatch):
-    monkeypatch.setattr("dpexp.accounting.selection.draw_repetitions", lambda mean, shape, random: 3)
+    monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", lambda mean, shape, random: 3)
     sweep = ("-m", "hydra/sweeper=private_select", "hydra.sweeper.mean=4", *QUICK, "privacy.noise_multiplier=8",
              "optimizer.lr=0.1,0.2,0.4")  # fmt: skip
     dpexp_job(*sweep)
@@ -356,7 +356,7 @@ def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, 
     def again(*arguments):
         raise AssertionError("a sweep that is resumed must not draw again")
 
-    monkeypatch.setattr("dpexp.accounting.selection.draw_repetitions", again)
+    monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", again)
     dpexp_job(*sweep)
     assert len(store.parents()) == 1 and len(store.trials()) == 3
 
@@ -397,7 +397,7 @@ def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(d
     def planned(cfg):
         raise AssertionError("a sweep that is resumed keeps its price")
 
-    monkeypatch.setattr("dpexp.commands.building.planned", planned)
+    monkeypatch.setattr("dpexp.commands.build.planned", planned)
     dpexp_job(*sweep)
     (parent,) = store.parents()
     assert parent.data.metrics["selection/private"] == price and len(store.trials()) == 1

@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
-from dpexp.privacy.clipping import Fixed
-from dpexp.privacy.engine import capture, graphs, tracer
-from dpexp.privacy.engine.chunk import Chunk, MadeUp
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.step import LOOP
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
-from dpexp.privacy.training_data import Memory
+from dpexp.privacy.gradients import graphs, interception, tracer
+from dpexp.privacy.gradients.chunk import Chunk, MadeUp
+from dpexp.privacy.gradients.step import LOOP
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
+from dpexp.privacy.sampling.training_data import Memory
 
 N, S = 12, 0.1
 
@@ -915,7 +915,7 @@ def without_full_rank(x):
 def test_an_operator_that_vmap_gets_wrong_never_takes_records_together(odd, known, monkeypatch):
     """By its name; and were it not known, by the proof."""
     if not known:
-        monkeypatch.setattr(capture, "_MISTAKEN", set())
+        monkeypatch.setattr(interception, "_MISTAKEN", set())
     module, loss_of = classifier()
     x, y = rows()
     x[0] *= 50
@@ -948,7 +948,7 @@ def test_what_is_hidden_by_weights_of_zero_is_found():
         return F.cross_entropy(module[1](one[0].float() + gate * module[0](kept.dequantize())), one[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "_MISTAKEN", set())
+        patch.setattr(interception, "_MISTAKEN", set())
         engine = engine_of(module)
         sums_of(engine, loss_of, (x, y))
     assert engine.mode == "one at a time" and "depends on another record" in engine.reason
@@ -998,7 +998,7 @@ def test_padded_labels_of_ctc_are_no_wrong_ones(padding):
 
 def test_a_pass_that_mixes_records_never_takes_them_together(monkeypatch):
     """As `index_fill` does below zero, were it not known: the proof finds it, and vmap of one record is left."""
-    monkeypatch.setattr(capture, "_MISTAKEN", capture._MISTAKEN - {torch.index_fill})
+    monkeypatch.setattr(interception, "_MISTAKEN", interception._MISTAKEN - {torch.index_fill})
     module, loss_of = classifier()
     x, y = rows()
     index = torch.full((N, 1, 1), 2)

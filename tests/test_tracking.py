@@ -25,7 +25,7 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError, RecordError
-from dpexp.showing import terminal
+from dpexp.reporting import terminal
 from dpexp.tracking.run import keep_error
 from dpexp.training.classifier import Classifier
 
@@ -51,7 +51,9 @@ def test_a_finished_run(dpexp_job, tmp_path):
     run = only_run(tmp_path)
     assert run.info.status == "FINISHED"
     params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
-    assert params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.privacy.groups.conv_fc"
+    assert (
+        params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.privacy.plan.groups.conv_fc"
+    )
     assert {"epsilon", "test_accuracy", "test_loss", "noise_multiplier"} <= set(metrics)
     assert {"plan.S.conv", "plan.sigma.conv", "plan.share.fc"} <= set(params)
     result = json.loads((output / "result.json").read_text())
@@ -98,7 +100,7 @@ def test_the_non_private_twin_is_tagged(dpexp_job, tmp_path):
 
 
 def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch):
-    from dpexp.privacy.engine.engine import Engine
+    from dpexp.privacy.round import Engine
 
     release = Engine.release
     rounds = []

@@ -19,11 +19,11 @@ from zoo.text import classified, of
 
 import dpexp
 from dpexp.errors import RecordError
-from dpexp.privacy import clipping
-from dpexp.privacy.batches import Alone
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.plan import make_plan
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.plan.plan import make_plan
+from dpexp.privacy.round import Engine
+from dpexp.privacy.sampling.batches import Alone
 from dpexp.training.classifier import Classifier
 
 

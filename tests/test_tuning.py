@@ -11,8 +11,7 @@ from torch import nn
 import dpexp
 from dpexp.errors import ConfigError
 from dpexp.training.models import mlp
-from dpexp.training.tuning import All, Bias, Head, Lora, head_of
-from dpexp.training.weights import about, begin_from, save_weights
+from dpexp.training.pretrained import All, Bias, Head, Lora, about, begin_from, head_of, save_weights
 
 
 def body():

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.values import Estimates
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.private_metrics import Estimates
+from dpexp.privacy.round import Engine
 
 B, Q, N = 7, 0.1, 100
 RELEASE = {
@@ -350,8 +350,8 @@ def test_mistakes_are_sentences(release, said):
 
 def test_shares_leave_the_rest_to_gradients():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    from dpexp.privacy.allocation import DimensionAdjusted, Explicit
-    from dpexp.privacy.groups import per_layer
+    from dpexp.privacy.plan.allocation import DimensionAdjusted, Explicit
+    from dpexp.privacy.plan.groups import per_layer
 
     plan = plan_of(model, group=per_layer(), allocation=DimensionAdjusted())
     shares = {group.name: group.share for group in plan.groups}

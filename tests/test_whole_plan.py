@@ -12,14 +12,14 @@ from mlflow import MlflowClient
 from omegaconf import OmegaConf
 
 from dpexp.accounting.calibration import solve
-from dpexp.accounting.filter import budget, rho
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, joined, read_ledger
-from dpexp.accounting.ledger.end import end_of
-from dpexp.accounting.targets import Epsilon
+from dpexp.accounting.ledger.integrity import end_of
+from dpexp.accounting.multiple_runs import budget, rho
+from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
-from dpexp.tracking.budget import reserved, tally
-from dpexp.tracking.charges import charges_in
-from dpexp.tracking.underway import PROMISED
+from dpexp.tracking.data_budget import reserved, tally
+from dpexp.tracking.job_folder import PROMISED
+from dpexp.tracking.run_costs import charges_in
 from tests.test_budget import EVENT, FORK, QUICK, held, job, killed_in_round, racing, rounds, run_on, store
 
 __all__ = ["run_on", "store"]  # fixtures

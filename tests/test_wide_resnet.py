@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpexp.errors import ConfigError
-from dpexp.training.wide_resnet import StandardisedConv2d, wrn
+from dpexp.training.models import StandardisedConv2d, wrn
 
 
 def numbers(model):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from torch_work import FOLDER, accuracy, data, model
 
 import dpexp
-from dpexp.privacy.clipping import Fixed
+from dpexp.privacy.plan.clipping import Fixed
 from dpexp.training.classifier import Classifier
 
 module = Classifier(model(), lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM))

@@ -11,7 +11,7 @@ Each round is collapsed to one Gaussian sum query first (paper, equation 1), and
 | `basic` | sequential composition |
 | `gdp` | Gaussian DP's central limit: an approximation, which may lie below the true ε |
 
-What each is stated for, and whether it is a bound, is in `dpexp.accounting.claims`; it refuses everything else.
+What each is stated for, and whether it is a bound, is in `dpexp.accounting.releases`; it refuses everything else.
 
 Queries of all records that are answered once are composed with the rounds: Gaussian ones as full batches, Laplace
 ones by their own losses and moments, or as what is ε-DP.
@@ -27,15 +27,19 @@ import numpy as np
 from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
-from dpexp.accounting.claims import CERTAIN, Release, check_delta, check_names, releases
-from dpexp.accounting.composition import Basic, Strong
-from dpexp.accounting.gaussian import Gaussian, central_limit, composed
-from dpexp.accounting.laplace import Laplace, gaussian_above, laplace_moments
+from dpexp.accounting.composition import Basic, Gaussian, Strong, central_limit, composed
+from dpexp.accounting.dominating_pairs import (
+    Laplace,
+    Pair,
+    Sampled,
+    Truncated,
+    WithoutReplacement,
+    gaussian_above,
+)
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.moments import Mask, moments_of
-from dpexp.accounting.pairs import Pair, Sampled, Truncated, WithoutReplacement
-from dpexp.accounting.privacy_loss import ComposedLoss
-from dpexp.accounting.renyi import Array, best_order
+from dpexp.accounting.pld import ComposedLoss
+from dpexp.accounting.rdp import Array, Mask, best_order, laplace_moments, moments_of
+from dpexp.accounting.releases import CERTAIN, Release, check_delta, check_names, releases
 from dpexp.errors import ConfigError
 
 MOMENTS = range(1, 33)  # λ

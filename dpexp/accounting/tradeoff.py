@@ -17,10 +17,10 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.accountants import Guarantee, guarantee
-from dpexp.accounting.gaussian import Gaussian
+from dpexp.accounting.composition import Gaussian
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.privacy_loss import ComposedLoss
-from dpexp.accounting.renyi import Array
+from dpexp.accounting.pld import ComposedLoss
+from dpexp.accounting.rdp import Array
 
 POINTS = 200
 TAIL = 1e-10  # a δ, below which curves need not be told apart

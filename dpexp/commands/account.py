@@ -13,25 +13,197 @@ see `account data.id=NAME --help`.
     uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.claims import APPROXIMATIONS, check_delta, check_names, claimable, unamplified
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, early, joined, ledger_so_far
+from dpexp.accounting.multiple_runs import Budget, budget
+from dpexp.accounting.releases import APPROXIMATIONS, check_delta, check_names, claimable, unamplified
 from dpexp.accounting.risk import risk
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
-from dpexp.showing.rounding import up
-from dpexp.showing.words import in_words
+from dpexp.reporting.wording import in_words, up
 
+console = Console()
+
+
+@dataclass
+class OfData:
+    id: str = MISSING
+
+
+@dataclass
+class DataOptions:
+    data: OfData = field(default_factory=OfData)
+    uri: str | None = None
+    budget: Any = None
+    delta: float | None = None
+    accountant: str = "pld"
+
+
+def spent(arguments: Sequence[str]) -> dict[str, float]:
+    """Prints what has been spent on a data set.
+
+    Args:
+        arguments: sources and options, as on the command line.
+
+    Returns:
+        `composed`: ε of the plain composition; where there is a budget, `spent` and `limit`: ρ and B of its filter; and
+        `whole`: ε by pld of the whole plan that keeps it, if one does.
+        Where a run is unknown these are of the others alone, and `unknown` says how many are.
+
+    Raises:
+        ConfigError: a store that cannot be read, or runs that cannot be composed.
+    """
+    from dpexp.tracking.run_costs import adjacencies, charge_at, charge_from, charges_in, kept_in, once
+
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return {}
+    cfg = _options([argument for argument in arguments if "=" in argument])
+    stores = (cfg.uri or tracking_uri()).split(",")
+    charges = [charge for uri in stores for charge in charges_in(uri, cfg.data.id)]
+    for name in (argument for argument in arguments if "=" not in argument):
+        charges.append(charge_at(Path(name)) if Path(name).is_dir() else charge_from(Path(name)))
+    charges = once(charges)
+    if not charges:
+        raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
+    given = OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget
+    before = {one for uri in stores for one in kept_in(uri, cfg.data.id)}
+    kept = budget(given) if given is not None else _kept([*before])
+    delta = cfg.delta if cfg.delta is not None else kept.delta if kept else _common([c.delta for c in charges])
+    check_delta(delta)
+    known = [charge.ledger for charge in charges if charge.ledger is not None and charge.ledger.rounds]
+    runs = f"{len(charges)} run{'s' * (len(charges) != 1)}"
+    console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(delta, 4)}")
+    for charge in charges:
+        if charge.ledger is None:
+            rounds, cost = "?", "unknown"
+        else:
+            rounds = str(charge.ledger.trained)
+            cost = up(epsilon(charge.ledger, delta, cfg.accountant), 4) if charge.ledger.rounds else "0"
+            cost = f"unknown, at most {cost}" if charge.lost else cost
+        matter = [f"({charge.note})"] if charge.note else []
+        facts = [
+            charge.run_id,
+            charge.user,
+            charge.status.lower(),
+            f"{rounds} rounds",
+            f"ε = {cost}",
+            charge.name,
+            *matter,
+        ]
+        console.print(escape("  ".join(fact for fact in facts if fact)), soft_wrap=True, highlight=False)
+    for charge in charges:
+        if charge.lost:
+            console.print(
+                f"[bold red]What {escape(charge.name)} spent is unknown[/]: {escape(charge.note)}.", soft_wrap=True
+            )
+        if charge.exposed:
+            console.print(
+                f"[bold red]No ε covers what {escape(charge.name)} shows[/]: {escape(charge.exposed)}.", soft_wrap=True
+            )
+    stated = list(adjacencies(charges))
+    if len(stated) > 1:
+        raise ConfigError(
+            f"data.id={cfg.data.id}: no theorem composes runs that are stated for different adjacencies: "
+            + ", ".join(f"{name} for {adjacency}" for adjacency, name in stated)
+            + "."
+        )
+    unknown = sum(charge.ledger is None or charge.exposed is not None for charge in charges)
+    composed = epsilon(joined(known), delta, cfg.accountant) if known else 0.0
+    found = {"composed": composed, "unknown": float(unknown)}
+    lost = any(charge.lost for charge in charges)
+    more = f"at most {up(composed, 4)}" if lost else up(composed, 4)
+    if unknown:
+        more = f"more than {up(composed, 4)}, by an amount that nobody knows"
+    console.print(
+        f"Plain composition by {cfg.accountant}: ε = {more}. It holds if what each run was to do had been fixed before "
+        "the first was looked at.",
+        soft_wrap=True,
+    )
+    if kept is None:
+        console.print(
+            "No budget was kept: budget='{epsilon: 8, delta: 1e-5}' says what one would leave.", soft_wrap=True
+        )
+        return found
+    for other in (one for one in map(_budget, sorted(before)) if one != kept):
+        console.print(
+            f"[bold red]Not the budget that the jobs kept[/], which is {other}, and holds only if it stays as it was "
+            "fixed before the first run:",
+            soft_wrap=True,
+        )
+        _against(other, charges, cfg.data.id)
+    return found | _against(kept, charges, cfg.data.id)
+
+
+def _against(kept: Budget, charges: Sequence[Any], data_id: str) -> dict[str, float]:
+    from dpexp.tracking.data_budget import tally
+
+    counted = [charge for charge in charges if charge.ledger is not None and charge.exposed is None]
+    taken = tally(counted, kept, data_id)
+    if len(counted) < len(charges):
+        console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.", soft_wrap=True)
+    if taken.whole is not None:
+        console.print(
+            f"Budget of {kept}: {taken.said}. That holds because all of its rounds were fixed before the first result "
+            "on these data, if all runs on them are counted here.",
+            soft_wrap=True,
+        )
+        return {"spent": taken.spent, "limit": kept.limit, "whole": taken.whole}
+    console.print(
+        f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {taken.said}. "
+        + (
+            "[bold red]It is overdrawn[/], so that it holds for nothing."
+            if not kept.holds(taken.spent)
+            else "The budget holds also where runs were planned by looking at those before, if it was fixed before the "
+            "first, and all of them are counted here."
+        ),
+        soft_wrap=True,
+    )
+    return {"spent": taken.spent, "limit": kept.limit}
+
+
+def _options(given: list[str]) -> DataOptions:
+    cfg = OmegaConf.to_object(OmegaConf.merge(DataOptions, OmegaConf.from_dotlist(given)))
+    assert isinstance(cfg, DataOptions)
+    check_names([cfg.accountant])
+    if cfg.accountant in APPROXIMATIONS:
+        raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
+    return cfg
+
+
+def _kept(found: Sequence[str]) -> Budget | None:
+    """The budget that the runs kept.
+
+    Raises:
+        ConfigError: they kept different ones.
+    """
+    budgets = [*map(_budget, sorted(set(found)))]
+    if len(budgets) > 1:
+        raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
+    return budgets[0] if budgets else None
+
+
+def _budget(kept: str) -> Budget:
+    return Budget(**json.loads(kept))
+
+
+def _common(deltas: Sequence[float | None]) -> float:
+    told = {delta for delta in deltas if delta is not None}
+    if len(told) != 1:
+        raise ConfigError("delta must be given: " + ("the runs differ in it." if told else "no run tells it."))
+    return told.pop()
 
 
 @dataclass
@@ -65,9 +237,9 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
         ConfigError: a source that cannot be read, or a claim that cannot be made.
     """
     if any(argument.startswith("data.id=") for argument in arguments):
-        from dpexp.commands import odometer
+        from dpexp.commands import account
 
-        return odometer.spent(arguments)
+        return account.spent(arguments)
     if "--help" in arguments or "-h" in arguments:
         print(__doc__)
         return {}
@@ -87,7 +259,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     names = _accountants(cfg, ledger)
     costs = {name: epsilon(ledger, at, name) for name in names}
     if cfg.figure is not None:
-        from dpexp.showing.spending import trade_off
+        from dpexp.reporting.run_figures import trade_off
 
         figure = trade_off(ledger, at, names)
         try:

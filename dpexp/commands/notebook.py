@@ -14,7 +14,7 @@ from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:  # it needs torch, and composing does not
-    from dpexp.privacy.plan import PrivacyPlan
+    from dpexp.privacy.plan.plan import PrivacyPlan
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
@@ -44,9 +44,9 @@ def plan(cfg: DictConfig) -> "PrivacyPlan":
     Raises:
         ConfigError: for any choice that cannot be honoured, or a job without privacy.
     """
-    from dpexp.commands import building, values
+    from dpexp.commands import build, validate
 
-    values.check(cfg)
+    validate.check(cfg)
     if not cfg.privacy.enabled:
         raise ConfigError("privacy.enabled=false has no privacy plan.")
-    return building.plan_for(cfg, building.module_of(cfg))
+    return build.plan_for(cfg, build.module_of(cfg))

@@ -8,10 +8,10 @@ from omegaconf import DictConfig
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.risk import risk
-from dpexp.commands.building import accountants, is_private
-from dpexp.commands.values import reported
+from dpexp.commands.build import accountants, is_private
+from dpexp.commands.validate import reported
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan import PrivacyPlan
+from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.training.callbacks import LastWeights
 from dpexp.training.classifier import Classifier
 
@@ -56,7 +56,7 @@ def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any])
 
 def objective_of(metrics: dict[str, float], name: str) -> float | None:
     """The same of a run that MLflow remembers."""
-    from dpexp.tracking.store import SAME
+    from dpexp.tracking.client import SAME
 
     if name == "epsilon":
         return metrics.get("epsilon", metrics.get("epsilon_planned"))

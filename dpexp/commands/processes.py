@@ -26,7 +26,7 @@ from torch import distributed, multiprocessing
 
 from dpexp import config
 from dpexp.errors import ConfigError
-from dpexp.privacy.processes import LOST, OTHERS, REASONS
+from dpexp.privacy.distributed import LOST, OTHERS, REASONS
 
 _WORDS = 10_000  # of an error
 _SECONDS = 5.0  # that processes have for ending by themselves after one of them has

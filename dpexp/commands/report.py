@@ -17,13 +17,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pandas import DataFrame
 
-from dpexp.accounting.claims import check_delta, claimable
 from dpexp.accounting.ledger import ledger_so_far
+from dpexp.accounting.releases import check_delta, claimable
 from dpexp.commands.overrides import sentence
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
-from dpexp.showing.page import Documents, documented, write_page
-from dpexp.showing.plans import groups_of
+from dpexp.reporting.report_page import Documents, documented, write_page
+from dpexp.reporting.sweep_figures import groups_of
 
 _MOST = 60  # configurations whose plans and ledgers are fetched
 

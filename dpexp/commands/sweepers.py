@@ -69,7 +69,7 @@ class PrivateSelect(Grid):
     """
 
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None, mean: float, shape: float) -> None:
-        from dpexp.accounting.selection import check_repetitions
+        from dpexp.accounting.multiple_runs import check_repetitions
 
         super().__init__(max_batch_size, params)
         check_repetitions(mean, shape)
@@ -82,7 +82,7 @@ class PrivateSelect(Grid):
         if batch is None:
             from numpy.random import default_rng
 
-            from dpexp.accounting.selection import dearest_curve, draw_repetitions
+            from dpexp.accounting.multiple_runs import dearest_curve, draw_repetitions
 
             (grid,) = BasicSweeper.split_arguments(overrides, None)
             dearest = dearest_curve([self._planned(member) for member in grid])
@@ -99,7 +99,7 @@ class PrivateSelect(Grid):
         Raises:
             ConfigError: it is not private, or cannot be planned.
         """
-        from dpexp.commands.building import planned
+        from dpexp.commands.build import planned
 
         try:
             return planned(self._composed(member)).ledger()

@@ -18,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
 from dpexp.commands import processes, trial
-from dpexp.commands.ancestry import heading
-from dpexp.commands.building import (
+from dpexp.commands.build import (
     accountants,
     add_scheduler,
     callback_for,
@@ -34,27 +33,26 @@ from dpexp.commands.building import (
     told_of_joint,
     unsolved,
 )
-from dpexp.commands.lightning import AVERAGING, CHECKPOINT, sentence, trainer_for
 from dpexp.commands.objective import check_objective, objective, objective_of, result_of
-from dpexp.commands.resume import check_resumable, completed
-from dpexp.commands.saved import CARD, RESERVED, NotKept, bare, keep
-from dpexp.commands.values import check, refuse_taken, reported, taken
+from dpexp.commands.saved_jobs import CARD, RESERVED, NotKept, bare, check_resumable, completed, heading, keep
+from dpexp.commands.trainer import AVERAGING, CHECKPOINT, sentence, trainer_for
+from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.config import audit_trainings
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.preparations import preparations_of
-from dpexp.privacy.values import Estimates, Signals
-from dpexp.showing import terminal
-from dpexp.showing.counts import counts
-from dpexp.tracking.origin import without_passwords
-from dpexp.tracking.underway import begun
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.preprocessing_methods import preparations_of
+from dpexp.privacy.private_metrics import Estimates, Signals
+from dpexp.reporting import terminal
+from dpexp.reporting.run_figures import counts
+from dpexp.tracking.job_folder import begun
+from dpexp.tracking.provenance import without_passwords
 from dpexp.training.callbacks import LastWeights, Stop
-from dpexp.training.weights import room_for
+from dpexp.training.pretrained import room_for
 
 if TYPE_CHECKING:
     from dpexp.accounting.auditing import Audit
-    from dpexp.accounting.membership import Membership
+    from dpexp.accounting.membership_inference import Membership
 
     # MLflow is imported where it is used: a job without tracking does not wait for it
     from dpexp.tracking.run import Tracked
@@ -174,7 +172,7 @@ def _job(
     if cfg.debug:
         make_small(cfg)
     if audit_trainings(cfg):
-        from dpexp.commands.membership import canaries_of
+        from dpexp.commands.audit import canaries_of
 
         canaries_of(cfg)  # or a sentence that says why there are none
     pl.seed_everything(cfg.seed, verbose=False)
@@ -302,7 +300,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]:
     """The values that were released at last, and their figure."""
-    from dpexp.showing.values import values_over_rounds
+    from dpexp.reporting.run_figures import values_over_rounds
 
     _save(values_over_rounds(estimates), output / "released.png")
     smoothed = {name: estimates.smoothed(name) for name in estimates.history}
@@ -310,7 +308,7 @@ def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]
 
 
 def _draw_signals(signals: Signals, output: Path) -> None:
-    from dpexp.showing.signal import signal_and_noise
+    from dpexp.reporting.run_figures import signal_and_noise
 
     _save(signal_and_noise(signals), output / "signal.png")
 
@@ -321,7 +319,7 @@ def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[d
         return {}, ""
     found: Audit | Membership
     if audit_trainings(cfg):
-        from dpexp.commands.membership import attacked, attacked_before, keep_summary
+        from dpexp.commands.audit import attacked, attacked_before, keep_summary
 
         before = attacked_before(cfg, plan, output)
         if before is not None:

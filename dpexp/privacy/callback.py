@@ -13,35 +13,28 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
 from dpexp._lightning_compat import replace_training_loader, training_loader
-from dpexp.accounting.claims import check_claim, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
+from dpexp.accounting.releases import check_claim, check_delta, check_names
 from dpexp.errors import ConfigError, whole
-from dpexp.privacy import refusals, silence
-from dpexp.privacy.adaptive import Bounds
-from dpexp.privacy.batches import Failed
-from dpexp.privacy.batchnorm import RunningNorm, iterate, layers_that_give, refuse_unreleased, spectral_norms
+from dpexp.privacy import muted_logging, unsupported
 from dpexp.privacy.checks import StateFound, digest_of_weights
-from dpexp.privacy.delivery import Rounds, Sample
+from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan, give_back, ledger_of, take_over
 from dpexp.privacy.dry_run import dry_run
-from dpexp.privacy.engine.engine import Engine
-from dpexp.privacy.engine.passes import loss_in
-from dpexp.privacy.engine.step import TRACED
-from dpexp.privacy.groups import value_key
-from dpexp.privacy.keystream import KeyStream, own_randomness
-from dpexp.privacy.noise import GaussianNoise
-from dpexp.privacy.physical_batch import first_batch, fitting, public_record
-from dpexp.privacy.plan import PrivacyPlan
-from dpexp.privacy.preparing import prepare
-from dpexp.privacy.processes import (
-    Processes,
-    SharedLedger,
-    digest_of_plan,
-    give_back,
-    ledger_of,
-    take_over,
-)
-from dpexp.privacy.readings import Readings
-from dpexp.privacy.values import UNCLIPPED, Estimates, Signals
+from dpexp.privacy.gradients.per_example import loss_in
+from dpexp.privacy.gradients.physical_batch import first_batch, fitting, public_record
+from dpexp.privacy.gradients.step import TRACED
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream, own_randomness
+from dpexp.privacy.normalization import RunningNorm, iterate, layers_that_give, refuse_unreleased, spectral_norms
+from dpexp.privacy.plan.adaptive_clipping import Bounds
+from dpexp.privacy.plan.groups import value_key
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.preprocessing import prepare
+from dpexp.privacy.private_metrics import UNCLIPPED, Estimates, Signals
+from dpexp.privacy.round import Engine
+from dpexp.privacy.running_epsilon import Readings
+from dpexp.privacy.sampling.batches import Failed
+from dpexp.privacy.sampling.loader import Rounds, Sample
 
 
 class PrivacyCallback(pl.Callback):
@@ -131,8 +124,8 @@ class PrivacyCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            refusals.refuse_callbacks(trainer)
-            steps = refusals.check_length(trainer, self.plan)
+            unsupported.refuse_callbacks(trainer)
+            steps = unsupported.check_length(trainer, self.plan)
             self._until_closed.enter_context(patch.object(type(trainer), "estimated_stepping_batches", steps))
             take_over(trainer, pl_module)
             self._replace_step(trainer, pl_module)
@@ -144,11 +137,11 @@ class PrivacyCallback(pl.Callback):
         at_once = self.physical_batch or first_batch(pl_module.device)
         self._fitted = self.physical_batch is not None or pl_module.device.type != "cuda"
         with processes.together():
-            refusals.refuse_settings(trainer, pl_module, self.plan.rounds)
+            unsupported.refuse_settings(trainer, pl_module, self.plan.rounds)
             if self.unsafe_diagnostics:
                 processes.refuse_company("diagnostics=unsafe shows one process's records")
             refuse_unreleased(pl_module, self.plan)
-            refusals.refuse_other_sizes(pl_module, self.plan)
+            unsupported.refuse_other_sizes(pl_module, self.plan)
             self._normalizing, self._spectral = [*layers_that_give(pl_module)], spectral_norms(pl_module)
             loader = training_loader(trainer)
             rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
@@ -158,7 +151,7 @@ class PrivacyCallback(pl.Callback):
                 self.compile if self.compile is not None or processes.alone else False,
             )  # fmt: skip
             if resume and self._position is None:
-                raise ConfigError(refusals.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
+                raise ConfigError(unsupported.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
         processes.same(plan=digest_of_plan(self.plan), records=rounds.digest)
         about = (
             self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed(),
@@ -192,10 +185,10 @@ class PrivacyCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.together():
-            refusals.refuse_optimizers(trainer, pl_module)
+            unsupported.refuse_optimizers(trainer, pl_module)
         for _ in self._preparing:
             self._prepared += 1
-        silence.mute(pl_module, self._logged)
+        muted_logging.mute(pl_module, self._logged)
         trainer.should_stop = trainer.should_stop or self.completed >= self.plan.rounds
 
     # One round
@@ -246,24 +239,24 @@ class PrivacyCallback(pl.Callback):
         done = self.completed >= self.plan.rounds
         if self.readings and self.readings.due(self.completed):
             self._read_epsilon(trainer)
-            silence.log_although_mute(pl_module, "epsilon", self.readings.shown, prog_bar=True, logger=False)
+            muted_logging.log_although_mute(pl_module, "epsilon", self.readings.shown, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
             logger.log_metrics(self._metrics, step=self.completed)
         for name, value in self._metrics.items():
             if name.endswith("_smooth"):
-                silence.log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
+                muted_logging.log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
-            silence.log_diagnostics(pl_module, self._engine)
+            muted_logging.log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        silence.unmute(pl_module)
+        muted_logging.unmute(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """ε is logged at the same steps as validation metrics, so that a chart can have it as its x axis."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        silence.mute(pl_module, self._logged)
+        muted_logging.mute(pl_module, self._logged)
         if self.readings and self.completed != self.readings.read_at:
             self._read_epsilon(trainer)
 
@@ -318,8 +311,8 @@ class PrivacyCallback(pl.Callback):
             with (
                 self._noting_state(),
                 self._processes.together(),
-                silence.nothing_collected(),
-                silence.nothing_logged(trainer),
+                muted_logging.nothing_collected(),
+                muted_logging.nothing_logged(trainer),
             ):
                 converted, given = trainer.precision_plugin.convert_input, [*args]
 
@@ -330,13 +323,13 @@ class PrivacyCallback(pl.Callback):
                     rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
                 if engine_step.mode is None:
-                    kept, engine_step.public = refusals.kept_numbers(pl_module), public_record(trainer)
-                    refusals.refuse_hooks(pl_module)
-                    last = silence.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last_place(), given)
-                    with silence.signals_wait(trainer):
+                    kept, engine_step.public = unsupported.kept_numbers(pl_module), public_record(trainer)
+                    unsupported.refuse_hooks(pl_module)
+                    last = muted_logging.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last_place(), given)
+                    with muted_logging.signals_wait(trainer):
                         dry_run(engine_step, rounds, loss_of, pl_module, last)
-                    refusals.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
-                    refusals.refuse_monitors(trainer, pl_module, self._logged, self._validated)
+                    unsupported.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
+                    unsupported.refuse_monitors(trainer, pl_module, self._logged, self._validated)
                     step = engine_step.digest
                     self.compile, self.compiling = engine_step.compiling.decided, engine_step.compiling.reason
                 else:
@@ -383,13 +376,13 @@ class PrivacyCallback(pl.Callback):
                 except Exception as error:
                     engine.fail(records.size, error)
                 else:
-                    with silence.signals_wait(pl_module.trainer):
+                    with muted_logging.signals_wait(pl_module.trainer):
                         engine.accumulate(loss_of, records.batch, records.size)
         return chunk.digest
 
     def _close(self, pl_module: pl.LightningModule) -> None:
         self._until_closed.close()
-        silence.unmute(pl_module)
+        muted_logging.unmute(pl_module)
         if self._ledger is not None:
             self._ledger.close()
         if self._rounds is not None:

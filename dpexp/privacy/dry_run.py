@@ -12,16 +12,16 @@ from torch import nn
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.batches import Failed
-from dpexp.privacy.batchnorm import spectral_norms_fixed
-from dpexp.privacy.delivery import Rounds
-from dpexp.privacy.engine.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, copied
-from dpexp.privacy.engine.passes import python_randomness
-from dpexp.privacy.engine.questions import why
-from dpexp.privacy.engine.step import Step
-from dpexp.privacy.keystream import KeyStream, own_randomness
-from dpexp.privacy.training_data import DataUnread
-from dpexp.privacy.values import WEIGHT
+from dpexp.privacy.gradients.branches import why
+from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, copied
+from dpexp.privacy.gradients.per_example import python_randomness
+from dpexp.privacy.gradients.step import Step
+from dpexp.privacy.noise.randomness import KeyStream, own_randomness
+from dpexp.privacy.normalization import spectral_norms_fixed
+from dpexp.privacy.private_metrics import WEIGHT
+from dpexp.privacy.sampling.batches import Failed
+from dpexp.privacy.sampling.loader import Rounds
+from dpexp.privacy.sampling.training_data import DataUnread
 
 Later = Callable[[], AbstractContextManager]
 

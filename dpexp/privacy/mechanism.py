@@ -14,14 +14,14 @@ rule say. Adding or removing a record, or replacing it by one that contributes n
 replacing it by another by at most 2 S: `GroupMechanism.sensitivity`, by which the accountant divides sigma.
 
 *In which arithmetic.* As computed: norms are in float64 and never smaller than the true norm of what is added in
-float32 (`dpexp.privacy.engine.rounding` has the proof), and S is reduced by what the multiplication by c rounds
+float32 (`dpexp.privacy.gradients.norms` has the proof), and S is reduced by what the multiplication by c rounds
 (`MARGIN`). The sum over records is itself rounded at each addition by up to one unit in the last place of what it has
 come to; that is not bounded by one record.
 
 *Under which assumption.* A record's vectors depend on that record, the weights and fresh randomness alone. That is
-what a traced pass proves (`dpexp.privacy.engine.traced`) and what `dpexp.privacy.checks` looks for in a job that runs
-as written. The noise is Gaussian in float64 from a secret key stream, added once a round after the sum query event is
-in the ledger, and sampling is the one accounted.
+what a traced pass proves (`dpexp.privacy.gradients.traced`) and what `dpexp.privacy.checks` looks for in a job that
+runs as written. The noise is Gaussian in float64 from a secret key stream, added once a round after the sum query event
+is in the ledger, and sampling is the one accounted.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,12 +30,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpexp.accounting.claims import SENSITIVITY
-from dpexp.privacy.clipping import Clip, asked
-from dpexp.privacy.engine.rounding import LARGEST, LOOSE, UNIT
-from dpexp.privacy.engine.uses import Dense, Use
-from dpexp.privacy.noise import CorrelatedNoise, Noisy
-from dpexp.privacy.plan import Group
+from dpexp.accounting.releases import SENSITIVITY
+from dpexp.privacy.gradients.layer_gradients import Dense, Use
+from dpexp.privacy.gradients.norms import LARGEST, LOOSE, UNIT
+from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
+from dpexp.privacy.plan.clipping import Clip, asked
+from dpexp.privacy.plan.plan import Group
 
 MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}  # rounding S, c, c·g, c·g·x adds
 _SMALLEST, _LARGEST = ({torch.float32: a, torch.float64: b} for a, b in ((2.0**-100, 2.0**-900), (2.0**30, 2.0**100)))

@@ -15,8 +15,8 @@ from pandas import DataFrame
 
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
-from dpexp.tracking.origin import without_passwords
-from dpexp.tracking.store import ERROR, OUTPUT, SAME, TRIED
+from dpexp.tracking.client import ERROR, OUTPUT, SAME, TRIED
+from dpexp.tracking.provenance import without_passwords
 
 
 @contextmanager

@@ -21,20 +21,28 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, ledger_so_far, write_ledger
 from dpexp.config import COMMAND, exposed
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan import PrivacyPlan
-from dpexp.showing.spending import epsilon_over_rounds
-from dpexp.showing.terminal import kept_for_later, plan_json
-from dpexp.tracking.budget import reserved, tags_of
-from dpexp.tracking.charges import RELEASED
-from dpexp.tracking.failure import keep_error
-from dpexp.tracking.model import check_name, description
-from dpexp.tracking.origin import HOST, PATCH_RESUMED, origin, without_passwords, write_patch
-from dpexp.tracking.outbox import Outbox, send_unsent
-from dpexp.tracking.reopening import reopened
-from dpexp.tracking.store import ERROR, OUTPUT, SAME, TRIED, end_dead_runs, open_store
-from dpexp.tracking.underway import BEGUN, PROMISED, RUN, alone
-from dpexp.tracking.unswept import swept_keys
-from dpexp.tracking.views import address, show_columns
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.reporting.run_figures import epsilon_over_rounds
+from dpexp.reporting.terminal import kept_for_later, plan_json
+from dpexp.tracking.client import (
+    ERROR,
+    OUTPUT,
+    SAME,
+    TRIED,
+    Outbox,
+    address,
+    end_dead_runs,
+    keep_error,
+    open_store,
+    send_unsent,
+    show_columns,
+)
+from dpexp.tracking.data_budget import reserved, tags_of
+from dpexp.tracking.job_folder import BEGUN, PROMISED, RUN, alone, reopened
+from dpexp.tracking.provenance import HOST, PATCH_RESUMED, origin, without_passwords, write_patch
+from dpexp.tracking.registered_model import check_name, description
+from dpexp.tracking.run_costs import RELEASED
+from dpexp.tracking.sweep_keys import swept_keys
 
 _PARAM_LIMIT = 6000
 NAME = 250  # characters of a run's name

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from dpexp.training.wide_resnet import wrn
+from dpexp.training.models import wrn
 from zoo import CLASSES, B, classes, images, of, plain
 
 

@@ -26,7 +26,8 @@ the run was killed or is still writing it, or lines were lost at the end, which 
 A half-written last line is a round that was never released, and does not count.
 
 Beside it, ledger.end.json has how many bytes were on disk at the last checkpoint or at the end, and their SHA-256: a
-ledger with fewer has lost lines, also where it was cut at an earlier closing line. See `dpexp.accounting.ledger.end`.
+ledger with fewer has lost lines, also where it was cut at an earlier closing line. See
+`dpexp.accounting.ledger.integrity`.
 
 *Resumption.* A resumed run goes on behind the last complete line: behind a closing line, which then stands in the
 middle, or behind a round, where a half-written line is cut off first. Rounds are counted from the beginning of the
@@ -42,7 +43,7 @@ most S2, and discrete Gaussians of parameter sigma2 were added.
 *Correlated noise.* A query with "bands": [0.86, 0.43, …] had noise that depends on that of the rounds before, in the
 same block: the rounds since the one, counted from 0, that "block" of their sampling names, in which a job began or was
 resumed. Their sampling is {"policy": "cyclic_poisson", "q": 0.01, "n": 60000, "parts": 8, "block": 0}. What such rounds
-cost is said in `dpexp.accounting.blocks`.
+cost is said in `dpexp.accounting.releases`.
 
 *Before training.* A query of all records that is answered once is a round of its own, on a sample of all, with one
 query: {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": 1.4142135623730951, "scale": 16.0}; or one of each
@@ -86,8 +87,8 @@ from dpexp.accounting.ledger.events import (
     joined,
     rate_in_part,
 )
-from dpexp.accounting.ledger.reading import early, holds, ledger_so_far, read_ledger
-from dpexp.accounting.ledger.writing import LedgerWriter, write_ledger
+from dpexp.accounting.ledger.reader import early, holds, ledger_so_far, read_ledger
+from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
 
 __all__ = [
     "ADJACENCIES",

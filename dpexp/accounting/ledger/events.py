@@ -6,8 +6,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from dpexp.accounting.ledger.units import LARGEST_Z, is_number, is_whole, unit
 from dpexp.errors import ConfigError
+
+LARGEST_Z = 1e8
+
+
+def is_number(value: object) -> bool:
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+_COUNTS = {"microbatch": "k", "user": "most"}
+
+
+def checked(record: Any) -> dict[str, Any] | None:
+    """What a header says.
+
+    Raises:
+        ConfigError: it is not understood.
+    """
+    if record is None:
+        return None
+    kind = record.get("kind") if isinstance(record, dict) else None
+    count = record.get(_COUNTS[kind]) if isinstance(kind, str) and kind in _COUNTS else None
+    if count is None or not is_whole(count) or count < 1:
+        raise ConfigError(f"the header's record {record!r} is not understood.")
+    return dict(record)
+
+
+def unit(record: Mapping[str, Any] | None) -> str:
+    """In words. Only ledgers of the same unit may be composed: what a user's data may change is more than what an
+    example may, and units of 8 are others than units of 4."""
+    if record is None:
+        return "record"
+    if record["kind"] == "user":
+        by = record.get("by")
+        return "user" if by in (None, "user_of") else f"user ({by})"
+    return f"unit of {record['k']} examples"
+
 
 POLICIES = ("poisson", "truncated_poisson", "fixed_size", "shuffle", "all", "cyclic_poisson")
 ADJACENCIES = ("add_remove", "replace_one", "replace_null")
@@ -127,7 +166,7 @@ class SumQueryEvent:
 
     @property
     def squared_ratio(self) -> float:
-        """(S/σ̃)² ‖c‖²: of what a record adds to Z (see `dpexp.accounting.blocks`)."""
+        """(S/σ̃)² ‖c‖²: of what a record adds to Z (see `dpexp.accounting.releases`)."""
         return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
 
 

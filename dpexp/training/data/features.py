@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpexp.errors import ConfigError
-from dpexp.training.data.tensors import TensorData
-from dpexp.training.weights import load_weights
+from dpexp.training.data.base import TensorData
+from dpexp.training.pretrained import load_weights
 
 _MADE_UP = 4
 _LOOKED_AT = 64

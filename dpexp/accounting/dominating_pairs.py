@@ -1,0 +1,357 @@
+"""Dominating pairs: for each kind of round, two distributions P and Q that are at least as easy to tell apart as a
+round's outputs on any two neighbouring data sets.
+
+The divergence E_P[(1 - α e^-L)⁺] of P and Q, with the privacy loss L = log P/Q, bounds that of the round for every
+α > 0, those below 1 too. Only then does the sum of the rounds' losses bound any adaptive composition (Zhu, Dong & Wang
+2022, arXiv 2106.08567, theorem 10; Lebeda, Regehr, Kamath & Steinke 2025, arXiv 2405.20769, show what goes wrong else).
+
+A loss is put on a grid of step h such that the mass which P, and the mass which Q, has in a cell stay what they are
+("connect the dots": Doroshenko et al. 2022, arXiv 2207.04380), which can only raise δ(ε). What rounding errors may
+have taken from a mass is added to it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from scipy.special import log_ndtr, ndtr, ndtri_exp
+from scipy.stats import binom
+
+from dpexp.accounting.rdp import Array, log_mixed
+
+_ULP = 2.0**-53
+_FINE = 2**14  # points, at most, for estimates
+
+
+class Cells(NamedTuple):
+    """P's mass between the edges h·(first + 0, 1, …).
+
+    Attributes:
+        mass: of each cell; excess: how much more it is than if the whole cell had the loss of its lower edge.
+        below, beyond: mass outside of the edges.
+    """
+
+    first: int
+    mass: Array
+    excess: Array
+    below: float
+    beyond: float
+
+    def spread(self, h: float) -> Array:
+        """The masses of the edges."""
+        up = np.clip(self.excess / -math.expm1(-h), 0, self.mass)
+        edges = np.append(self.mass - up, 0.0)
+        edges[1:] += up
+        edges[0] += self.below
+        return edges
+
+
+@dataclass(frozen=True)
+class Laplace:
+    """P against Q. The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and L with density e^((L-ε₀)/2)/4 between."""
+
+    pure: float  # ε₀
+
+    @property
+    def reverse(self) -> "Laplace":
+        return self
+
+    @property
+    def most(self) -> float:
+        return self.pure
+
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = np.inf) -> tuple[int, Array, float]:
+        cells = self.cells(h, lowest)
+        return cells.first, cells.spread(h), 0.0
+
+    def cells(self, h: float, lowest: float) -> Cells:
+        e = self.pure
+        last = int(np.floor(e / h)) + 1
+        first = min(int(np.floor(max(-e, lowest) / h)), last - 1)
+        edges = h * np.arange(first, last + 1, dtype=np.float64)
+        low, high = np.clip(edges[:-1], -e, e), np.clip(edges[1:], -e, e)
+        lower = edges[:-1]
+        mass = np.exp((low - e) / 2) * np.expm1((high - low) / 2) / 2
+        grown = np.exp(lower - (low + e) / 2) * -np.expm1((low - high) / 2) / 2  # e^lower times Q's mass
+        excess = mass - grown
+        excess += 8 * (1 + np.abs(lower)) * _ULP * (mass + grown)
+        mass[-1] += 0.5
+        excess[-1] += -np.expm1(lower[-1] - e) / 2
+        below = 0.0
+        if lower[0] <= -e:
+            mass[0] += np.exp(-e) / 2
+            excess[0] += -np.exp(-e) * np.expm1(lower[0] + e) / 2
+        else:
+            below = float(np.exp((lower[0] - e) / 2) / 2)
+        slack = 1 + 8 * (1 + e) * _ULP
+        return Cells(first, mass * slack, excess * slack, below * slack, 0.0)
+
+    def points(self, step: float) -> tuple[Array, Array]:
+        e = self.pure
+        edges = np.linspace(-e, e, min(_FINE, 8 + int(min(e, 1e9) / step)))
+        mass = np.exp((edges[:-1] - e) / 2) * np.expm1(np.diff(edges) / 2) / 2
+        with np.errstate(divide="ignore"):
+            inner = np.log(mass)
+        return (
+            np.concatenate([[-e], (edges[1:] + edges[:-1]) / 2, [e]]),
+            np.concatenate([[-e - np.log(2)], inner, [-np.log(2)]]),
+        )
+
+
+def gaussian_above(pure: Array) -> Array:
+    """The μ of Gaussian DP that whatever is ε-DP has: that curve lies below the lines of ε-DP, since it is convex and
+    meets them where both errors are 1/(1 + e^ε) (Dong, Roth & Su 2022, proposition 2.12)."""
+    return -2 * ndtri_exp(-np.logaddexp(0, pure))
+
+
+def pure_below(mu: float) -> float:
+    """The ε for which ε-DP is μ-Gaussian DP by that bound."""
+    return float(log_ndtr(mu / 2) - log_ndtr(-mu / 2))
+
+
+_FAR = 38.0  # standard deviations, beyond which normal mass is below 1e-300
+
+
+class Pair(Protocol):
+    """P against Q."""
+
+    @property
+    def reverse(self) -> "Pair":
+        """Q against P."""
+
+    @property
+    def most(self) -> float:
+        """No loss is larger; infinite if there is no such bound."""
+
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        """The loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss.
+
+        Args:
+            lowest: a loss below which losses need not be told apart; log_tail: logarithm of the mass at each end for
+                which that is so too; top: a loss above which they count as infinite.
+        """
+
+    def points(self, step: float) -> tuple[Array, Array]:
+        """Losses a step of `step` standard deviations of the noise apart, and the logarithms of their masses, by the
+        trapezoidal rule: for estimates, not for bounds."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """P = (1-q) N(0, z²) + q N(a, z²) against Q = (1-q) N(0, z²) + q N(a-1, z²), in units of the sensitivity.
+
+    a = 1: a record of a Poisson sample is removed, or replaced with null; a = 0: it is added (Zhu, Dong & Wang 2022,
+    theorem 11). a = 1/2: it is replaced by another, the sensitivity being 2S; with q = 1, the Gaussian mechanism.
+
+    No other contributions x and y of the record are easier to tell apart. Given the rest of the sample, the divergence
+    is sup_A (1-q)(1-α) N₀(A) + q (N_x(A) - α N_y(A)). Of all A with N₀(A) = c, a half-space orthogonal to x has the
+    largest N_x(A), which rises with ‖x‖, and one orthogonal to y the smallest N_y(A), which falls with ‖y‖ (Neyman and
+    Pearson). With x = -y as long as may be, one half-space has both: for every c, hence for every α > 0.
+    """
+
+    z: float
+    q: float
+    a: float = 1.0
+
+    @property
+    def reverse(self) -> "Sampled":
+        return Sampled(self.z, self.q, 1 - self.a)
+
+    @property
+    def most(self) -> float:
+        return -math.log1p(-self.q) if self.a == 0 else math.inf
+
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        cells = self.cells(h, lowest, log_tail, top)
+        return cells.first, cells.spread(h), cells.beyond
+
+    def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
+        z, q, a = self.z, self.q, self.a
+        far, further = (-z * float(ndtri_exp(min(t, -1.0))) for t in (log_tail, log_tail - math.log(q)))
+        least, most = self._loss(np.array([min(-far, a - 1 - further), max(far, a + further)]) / z)
+        first = math.floor(max(least, lowest) / h)
+        edges = h * np.arange(first, max(math.ceil(min(most, top) / h), first + 1) + 1, dtype=np.float64)
+        x = self._where(edges)
+        off = self._off(edges, x) / z
+        normal = {mean: _between((x - mean) / z, off) for mean in {0.0, a, a - 1}}
+        (both, both_lost), (p, p_lost), (other, other_lost) = normal[0.0], normal[a], normal[a - 1]
+        below = (1 - q) * (ndtr(x[0] / z) + both_lost[0]) + q * (ndtr((x[0] - a) / z) + p_lost[0])
+        beyond = (1 - q) * (ndtr(-x[-1] / z) + both_lost[-1]) + q * (ndtr((a - x[-1]) / z) + p_lost[-1])
+        both_lost, p_lost, other_lost = (lost[:-1] + lost[1:] for lost in (both_lost, p_lost, other_lost))
+        lower = edges[:-1]
+        gained, grown = _growth(lower, (1 - q) * both), _grown(lower, other)
+        excess = q * (p - grown) - gained
+        excess += q * (p_lost + _grown(lower, other_lost)) + np.abs(_growth(lower, (1 - q) * both_lost))
+        excess += 8 * (1 + np.abs(lower)) * _ULP * (q * (p + grown) + np.abs(gained))
+        mass = ((1 - q) * (both + both_lost) + q * (p + p_lost)) * (1 + 8 * _ULP)
+        return Cells(first, mass, excess, float(below), float(beyond))
+
+    def points(self, step: float) -> tuple[Array, Array]:
+        u = np.arange((self.a - 1) / self.z - _FAR, self.a / self.z + _FAR, step)
+        p, q = self._mixed(u, self.a), self._mixed(u, self.a - 1)
+        return p - q, p - u**2 / 2 + math.log(step / math.sqrt(2 * math.pi))
+
+    def _loss(self, u: Array) -> Array:
+        """L at x = z u."""
+        return self._mixed(u, self.a) - self._mixed(u, self.a - 1)
+
+    def _mixed(self, u: Array, mean: float) -> Array:
+        """log of (1-q) N(0, z²) + q N(mean, z²) over N(0, z²)."""
+        return log_mixed(self.q, (mean * u - mean**2 / (2 * self.z)) / self.z) if mean else np.zeros_like(u)
+
+    def _where(self, losses: Array) -> Array:
+        """The x at which the loss has these values; ±∞ where it never does."""
+        z, q = self.z, self.q
+        if self.a == 0.5:  # sinh(x/2z² - L/2) = sinh(L/2) e^(1/8z²) (1-q)/q
+            with np.errstate(divide="ignore"):
+                log_sinh = np.abs(losses) / 2 + np.log(-np.expm1(-np.abs(losses)) / 2)
+                log_sinh += 1 / (8 * z**2) + np.log1p(-q) - math.log(q)
+            arsinh = np.where(log_sinh < 300, np.arcsinh(np.exp(np.minimum(log_sinh, 300))), log_sinh + math.log(2))
+            return 2 * z**2 * (losses / 2 + np.copysign(arsinh, losses))
+        sign = 1 if self.a == 1 else -1
+        losses = sign * losses
+        with np.errstate(divide="ignore"):
+            log_ratio = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30)) / q, -1))
+        if losses.max() >= 30:
+            large = losses + np.log1p(-(1 - q) * np.exp(-np.maximum(losses, 30))) - math.log(q)
+            log_ratio = np.where(losses < 30, log_ratio, large)
+        return sign * (z**2 * log_ratio + 0.5)
+
+    def _off(self, losses: Array, x: Array) -> Array:
+        """How far rounding may have moved these x, when each operation errs by less than two units in the last place:
+        the errors of sums and products, times what the logarithm or the arsinh makes of them."""
+        z, q = self.z, self.q
+        size = np.where(np.isfinite(x), np.abs(x), 0)
+        if q == 1:
+            return 8 * _ULP * size
+        if self.a == 0.5:
+            with np.errstate(divide="ignore"):
+                terms = np.abs(losses) + np.abs(np.log(-np.expm1(-np.abs(losses))))
+            terms = np.minimum(terms, 750) + 1 / (8 * z**2) - math.log1p(-q) - math.log(q)
+            return 4 * (4 + terms) * _ULP * size
+        sign = 1 if self.a == 1 else -1
+        steep = np.abs(np.expm1(np.minimum((0.5 - sign * x) / z**2, 36)))
+        return 8 * _ULP * (size + 1 + z**2 * (1 + np.abs(losses)) * steep)
+
+
+@dataclass(frozen=True)
+class WithoutReplacement:
+    """A record of a sample of fixed size is replaced, the sensitivity being 2S.
+
+    For α >= 1 the divergence is that of (1-q)Q + qP against Q, with P = N(1, z²) and Q = N(0, z²) (Balle, Barthe &
+    Gaboardi 2018, arXiv 1807.01647, theorem 9). Neighbours are so both ways, hence D_α = 1 - α + α D_1/α below 1 (Zhu,
+    Dong & Wang 2022, proposition 30). Losses above 0 are thus those of a removed record, losses below 0 those of an
+    added one, and what mass is left has the loss 0.
+    """
+
+    z: float
+    q: float
+
+    @property
+    def reverse(self) -> "WithoutReplacement":
+        return self
+
+    @property
+    def most(self) -> float:
+        return math.inf
+
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        removed = Sampled(self.z, self.q, 1.0).cells(h, -h, log_tail, max(top, h))
+        added = Sampled(self.z, self.q, 0.0).cells(h, min(lowest, -h), log_tail, max(top, h))
+        above, below = slice(-removed.first, None), slice(None, -added.first)
+        masses = Cells(
+            added.first,
+            np.concatenate([added.mass[below], removed.mass[above]]),
+            np.concatenate([added.excess[below], removed.excess[above]]),
+            added.below,
+            removed.beyond,
+        ).spread(h)
+        masses[-added.first] += (1 - self.q) * (2 * ndtr(0.5 / self.z) - 1) + 4 * _ULP
+        return added.first, masses, removed.beyond
+
+    def points(self, step: float) -> tuple[Array, Array]:
+        (removed, log_p), (added, log_q) = (Sampled(self.z, self.q, a).points(step) for a in (1.0, 0.0))
+        losses = np.concatenate([removed[removed > 0], added[added < 0], [0.0]])
+        log_mass = np.concatenate([log_p[removed > 0], log_q[added < 0]])
+        return losses, np.append(log_mass, math.log(1 - np.exp(log_mass).sum()))
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """A record of a Poisson sample of at most `maximum` of n is replaced with null.
+
+    With probability p the other records already fill the sample. Then nulling one may let another in, which is at
+    worst a replacement at the rate at which records get into full samples; else it is as without truncation (Ganesh
+    2025, arXiv 2508.15089, in the form that dp-accounting gives it, which counts a replacement as one by the opposite
+    of what the record had moved the sum by: 4S).
+    """
+
+    z: float
+    q: float
+    n: int
+    maximum: int
+    a: float = 1.0
+
+    @property
+    def reverse(self) -> "Truncated":
+        return Truncated(self.z, self.q, self.n, self.maximum, 1 - self.a)
+
+    @property
+    def most(self) -> float:
+        return max(pair.most for _, pair in self._parts())
+
+    def _parts(self) -> list[tuple[float, Sampled]]:
+        others = binom(self.n - 1, self.q)
+        parts = [(float(others.cdf(self.maximum - 1)), Sampled(self.z, self.q, self.a))]
+        full = float(others.sf(self.maximum - 1))
+        if full > 0:
+            rate = float(binom.sf(self.maximum, self.n, self.q)) * self.maximum / full / self.n
+            parts.append((full, Sampled(self.z / 4, rate, 0.5)))
+        return [part for part in parts if part[0] > 0]
+
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        parts = [(p, *pair.discretized(h, lowest, log_tail, top)) for p, pair in self._parts()]
+        first = min(start for _, start, _, _ in parts)
+        masses = np.zeros(max(start + len(mass) for _, start, mass, _ in parts) - first)
+        for p, start, mass, _ in parts:
+            masses[start - first : start - first + len(mass)] += p * mass
+        return first, masses, sum(p * infinite for p, _, _, infinite in parts)
+
+    def points(self, step: float) -> tuple[Array, Array]:
+        parts = [(p, *pair.points(step)) for p, pair in self._parts()]
+        return (
+            np.concatenate([losses for _, losses, _ in parts]),
+            np.concatenate([math.log(p) + log_mass for p, _, log_mass in parts]),
+        )
+
+
+def _between(u: Array, off: Array) -> tuple[Array, Array]:
+    """Standard normal mass between neighbouring u, and what rounding may have moved across each of them: `ndtr` was
+    measured to err by less than 8 + 4u² units in the last place, and a tail grows by at most e^(d(|u|+1)) when u moves
+    by d."""
+    size = np.minimum(np.abs(u), _FAR + 2)
+    tail = ndtr(-np.abs(u))
+    moved = off * (size + 1)
+    grown = moved * (1 + moved) if moved.max() < 1 else np.expm1(np.minimum(moved, 40))
+    lost = tail * ((8 + 4 * size**2) * _ULP + grown)
+    mass = np.abs(np.diff(tail))
+    first = int(np.searchsorted(u, 0))
+    if 0 < first < len(u):
+        mass[first - 1] = 1 - tail[first - 1] - tail[first]
+    return mass, lost
+
+
+def _grown(losses: Array, mass: Array) -> Array:
+    """e^losses · mass, also where e^losses overflows."""
+    return np.exp(losses) * mass if losses[-1] < 300 else _each(losses, np.exp, mass)
+
+
+def _growth(losses: Array, mass: Array) -> Array:
+    """(e^losses - 1) · mass."""
+    return np.expm1(losses) * mass if losses[-1] < 300 else _each(losses, np.expm1, mass)
+
+
+def _each(losses: Array, power: np.ufunc, mass: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.where(losses < 300, power(np.minimum(losses, 300)) * mass, np.exp(losses + np.log(mass)))

@@ -1,0 +1,147 @@
+"""How far a ledger had come when it was last put where a power cut does not reach it: ledger.end.json beside it.
+
+{"bytes": 4567, "sha256": "…"} is replaced as a whole after the ledger is on disk, so that the ledger may have gone on
+since, and never lacks what it says. A ledger that is shorter, or begins otherwise, has lost lines or is another's.
+Where both were put back together to an earlier state, nothing here shows it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dpexp.accounting.ledger.events import Query, Round, SumQueryEvent, is_whole
+
+VERSION = 2
+FORMAT = (
+    "JSON Lines. In this line, run is a random number that only this run has, and not_private, if there, why what the "
+    "run shows is not covered by what its rounds cost. A record is an example, or what record says. An object "
+    "with a spec describes one kind of round: how its "
+    "sample was drawn, and the L2 bound S and the noise's standard deviation sigma of each sum that was released from "
+    "it; or, where sums are of whole multiples of grid and noise is a discrete Gaussian, S2 and sigma2, the squares "
+    "of both in units of grid squared; or a query of all records that is answered once, as before training, with its "
+    "noise, that noise's scale, and how far a record more or less (S) or another in its place (S_replaced) moves the "
+    "answer; or under parts_by one such query of each of several disjoint parts. Where noise was correlated from round "
+    "to round, bands are c: sigma y_t was added, with y_t = (Z_t - c_1 y_{t-1} - c_2 y_{t-2} - ...)/c_0 and "
+    "independent Z_t of standard deviation 1, y being 0 before the round whose number, from 0, is block. [line, spec, "
+    "link] is one round of that kind, written before its result was used. An object with rounds closes the ledger: "
+    "that many rounds were written in all, and sha256 is that of all lines before it; a ledger whose last line is "
+    "another ends early. An object with not_private says what was found later: why, and since which round, what the "
+    "run shows is not covered. line counts from 1. link is the first 4 hex digits of the SHA-256 of all bytes of the "
+    "file before the link; it has no key, so it shows accidents, not forgery."
+)
+
+
+@dataclass(slots=True)
+class Chain:
+    """Makes the lines of a ledger, one after the other: every method appends one, and returns its bytes.
+
+    Attributes:
+        lines, specs, rounds: how many there are so far; size: of them all, in bytes.
+    """
+
+    lines: int = 0
+    size: int = 0
+    specs: int = 0
+    rounds: int = 0
+    _sha: Any = field(default_factory=hashlib.sha256)
+
+    def header(self, facts: Mapping[str, object]) -> bytes:
+        return self._object({"dpexp_ledger": VERSION, **facts, "format": FORMAT})
+
+    def spec(self, round_: Round) -> bytes:
+        sampling = {key: value for key, value in asdict(round_.sampling).items() if value is not None}
+        queries = [_facts(query) for query in round_.queries]
+        line = self._object({"spec": self.specs, "sampling": sampling, "queries": queries})
+        self.specs += 1
+        return line
+
+    def round(self, spec: int) -> bytes:
+        self.rounds += 1
+        return self._linked(b'[%d,%d,"' % (self.lines + 1, spec), b'"]\n')
+
+    def not_private(self, reason: str) -> bytes:
+        return self._object({"not_private": reason})
+
+    def closing(self) -> bytes:
+        return self._object({"rounds": self.rounds, "sha256": self.sha256()})
+
+    def add(self, line: bytes) -> bytes:
+        """Appends a line that somebody else made, and returns the link that it ought to have."""
+        self._sha.update(line[:-7])
+        link = self._sha.hexdigest()[:4].encode()
+        self._sha.update(line[-7:])
+        self.lines += 1
+        self.size += len(line)
+        return link
+
+    def sha256(self) -> str:
+        """Of all lines so far, in hex digits."""
+        return self._sha.hexdigest()
+
+    def copy(self) -> "Chain":
+        return replace(self, _sha=self._sha.copy())
+
+    def _object(self, content: dict[str, object]) -> bytes:
+        return self._linked(json.dumps({"line": self.lines + 1, **content})[:-1].encode() + b', "link": "', b'"}\n')
+
+    def _linked(self, before: bytes, after: bytes) -> bytes:
+        self._sha.update(before)
+        after = self._sha.hexdigest()[:4].encode() + after
+        self._sha.update(after)
+        self.lines += 1
+        self.size += len(before) + len(after)
+        return before + after
+
+
+def _facts(query: Query) -> dict[str, Any]:
+    facts = asdict(query)
+    if isinstance(query, SumQueryEvent) and query.bands is None:
+        del facts["bands"]
+    return facts
+
+
+def end_of(ledger: Path) -> Path:
+    """The file beside it."""
+    return ledger.with_suffix(".end.json")
+
+
+def write_end(ledger: Path, position: Mapping[str, Any]) -> None:
+    """Where there is no room for it, the one before stays, which is true too."""
+    path = end_of(ledger)
+    beside = path.with_suffix(".part")
+    with suppress(OSError):
+        with beside.open("w") as file:
+            file.write(json.dumps(position) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+
+
+def read_end(ledger: Path) -> dict[str, Any] | None:
+    """What it says; None if there is none, or it is damaged. To be read before the ledger, which may be growing."""
+    try:
+        said = json.loads(end_of(ledger).read_bytes())
+    except (OSError, ValueError):
+        return None
+    made = isinstance(said, dict) and said.keys() == {"bytes", "sha256"} and isinstance(said["sha256"], str)
+    return said if made and is_whole(said["bytes"]) and said["bytes"] >= 0 else None
+
+
+def missing(ledger: Path, end: Mapping[str, Any]) -> str | None:
+    """What the ledger lacks of what its end file says; None if nothing.
+
+    Raises:
+        OSError: the ledger cannot be read.
+    """
+    with ledger.open("rb") as file:
+        begins = file.read(end["bytes"])
+    if hashlib.sha256(begins).hexdigest() == end["sha256"]:
+        return None
+    if len(begins) < end["bytes"]:
+        return f"{end['bytes']} bytes of it were on disk, as {end_of(ledger).name} says, and {len(begins)} are left"
+    return f"it does not begin with the {end['bytes']} bytes that were on disk, as {end_of(ledger).name} says"

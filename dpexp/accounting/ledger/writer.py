@@ -1,0 +1,383 @@
+"""From what happens to a ledger file. What its lines mean is said in this package's docstring."""
+
+import errno
+import hashlib
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
+from dpexp.accounting.ledger.integrity import Chain, end_of, write_end
+from dpexp.accounting.ledger.reader import contents, holds
+from dpexp.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class LedgerWriter:
+    """Appends rounds to the file at `path` as they happen.
+
+    The sampler reports `sample`, the mechanisms report `query`, and `commit` puts the round into the file. Whatever
+    stops the process, the file then holds every round whose `commit` has returned, and at most one more; for what
+    stops the machine there is `sync`.
+
+    Only one process writes a ledger, which it locks; a forked child neither writes nor holds the lock.
+
+    Args:
+        planned: the sampling events that the run may report, but for their epochs; they go into the header.
+        resume: continue the ledger already at `path`. Without it an existing file is an error, so that two
+            runs never share one, unless it is of a run that ended before its first round.
+        position: of the run to resume, when its checkpoint was made. The ledger must begin with what it had then, and
+            may have gone on since.
+        exposed: why the run is not private, if it is not; it goes into the header, and cannot be unsaid by a resume.
+        record: what is added, removed or replaced, for the header; None: one example.
+
+    Raises:
+        ConfigError: the file exists (or, with `resume`, does not, is damaged, lacks rounds that the run rescued, or
+            belongs to another plan or run), is being written by another process, or cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        adjacency: str = "add_remove",
+        planned: Iterable[SamplingEvent] = (),
+        resume: bool = False,
+        position: Mapping[str, Any] | None = None,
+        exposed: str | None = None,
+        record: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = Path(path).absolute()
+        self._adjacency = adjacency
+        self._exposed = exposed
+        self._record = record
+        self._header = {"run": os.urandom(16).hex(), "adjacency": adjacency} | _of(record) | _planned(planned)
+        if exposed is not None:
+            self._header["not_private"] = exposed
+        self._chain = Chain()  # what is in the file
+        self._written = bytearray()  # the same, byte by byte, to be rescued
+        self._closed = False  # the last line in it is a closing one
+        self._times: tuple[int, int] | None = None  # of the file after the last write, unless it has to be read again
+        self._specs: dict[Round, int] = {}
+        self._counts: Counter[Round] = Counter()
+        self._sampling: SamplingEvent | None = None
+        self._queries: list[Query] = []
+        self._open(resume)
+        try:
+            self._lock()
+            self._continue(position) if resume else self._begin()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _open(self, resume: bool) -> None:
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags & ~os.O_CREAT if exists else flags | os.O_EXCL, 0o666)
+
+        if resume and not self.path.exists():
+            raise ConfigError(f"ledger={self.path} does not exist, so the run it belongs to cannot be resumed.")
+        exists = self.path.exists()
+        if not resume and exists:
+            self._refuse_used()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(self.path, "ab+", opener=opener)
+        except OSError as error:
+            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+        _OPEN.add(self)
+
+    def _refuse_used(self) -> None:
+        """A run that was refused before its first round leaves a ledger that the next may take."""
+        before = contents(self.path).ledger
+        if before.rounds or before.truncated:
+            raise ConfigError(
+                f"ledger={self.path} already holds another run's rounds; name a new file."
+                if before.rounds
+                else f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
+            )
+
+    def _lock(self) -> None:
+        """Two processes that continue the same ledger would each know half of it."""
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"ledger={self.path} is being written by another process.") from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _begin(self) -> None:
+        chain = Chain()
+        if self._content():
+            self._refuse_used()  # once more, now that nobody else writes it
+            os.ftruncate(self._file.fileno(), 0)
+        end_of(self.path).unlink(missing_ok=True)  # of a ledger that was moved away
+        try:
+            self._write(chain.header(self._header), chain)
+        except BaseException:
+            if not self._file.closed:
+                self.path.unlink(missing_ok=True)
+            raise
+
+    def _continue(self, position: Mapping[str, Any] | None) -> None:
+        before = contents(self.path)
+        if before.chain is None:
+            raise ConfigError(
+                f"ledger={self.path} is of version 1, which is read but not continued; resume with the dpexp that "
+                "began it, or begin a new run and account for both."
+            )
+        if before.ledger.lost is not None:
+            raise ConfigError(
+                f"ledger={self.path} has lost lines ({before.ledger.lost}); put a copy in its place that has them all, "
+                "such as its run's artifact in MLflow."
+            )
+        found, planned = before.header.get("sampling"), self._header.get("sampling")
+        if before.ledger.adjacency != self._adjacency or (planned and found != planned):
+            raise ConfigError(
+                f"ledger={self.path} was begun for adjacency {before.ledger.adjacency} and sampling {found}, "
+                f"but the run that would continue it plans {self._adjacency} and {planned}."
+            )
+        if before.ledger.record != self._record:
+            raise ConfigError(
+                f"ledger={self.path} was begun with record={before.ledger.record or 'example'}, but the run that would "
+                f"continue it plans {self._record or 'example'}."
+            )
+        if self._exposed is not None and before.ledger.exposed is None:
+            raise ConfigError(
+                f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
+                f"({self._exposed}), of which no reader would learn; begin a new run."
+            )
+        written = self._content()[: before.chain.size]
+        if position is not None and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
+            raise ConfigError(
+                f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written when it was "
+                "made, so it is another run's or was changed since; resume with the ledger of the run that made it."
+            )
+        for rescued in sorted(self.path.parent.glob(f"{self.path.stem}.rescued*{self.path.suffix}")):
+            if not holds(written, rescued.read_bytes()):
+                raise ConfigError(
+                    f"ledger={self.path} lacks rounds that {rescued} holds, which the same run released; put that one "
+                    "in its place."
+                )
+        self._specs = {round_: spec for spec, round_ in before.specs.items()}
+        self._counts = Counter(before.ledger.rounds)
+        self._chain, self._written = before.chain, bytearray(written)
+        self._exposed, self._closed = before.ledger.exposed, not before.ledger.truncated
+        os.ftruncate(self._file.fileno(), self._chain.size)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What has been committed so far."""
+        return Ledger(self._adjacency, dict(self._counts), exposed=self._exposed, record=self._record)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """How many bytes were written so far, and their SHA-256: which run this is, and where it stands."""
+        return {"bytes": self._chain.size, "sha256": self._chain.sha256()}
+
+    def sample(self, event: SamplingEvent) -> None:
+        """Opens a round. A sample that was drawn but whose sums were never released costs nothing."""
+        self._sampling = event
+        self._queries = []
+
+    def query(self, event: Query) -> None:
+        """Adds a query to the open round."""
+        self._queries.append(event)
+
+    def commit(self) -> None:
+        """Closes the open round and puts it into the file. Only then may its sums be released.
+
+        Raises:
+            ConfigError: the round is not in the file, which is full, or is no longer the one that was written so far;
+                then what was is rescued into a new file.
+        """
+        if self._sampling is None or not self._queries:
+            raise RuntimeError("a round needs a sampling event and at least one sum query event.")
+        round_ = Round(self._sampling, tuple(self._queries))
+        chain = self._chain.copy()
+        spec = self._specs.get(round_)
+        lines = b""
+        if spec is None:
+            spec = chain.specs
+            lines = chain.spec(round_)
+        self._write(lines + chain.round(spec), chain)
+        self._closed = False
+        self._specs[round_] = spec
+        self._counts[round_] += 1
+        self._sampling = None
+
+    def not_private(self, reason: str) -> None:
+        """Notes that the rounds so far do not cover what the run shows, which no resume can unsay.
+
+        Raises:
+            ConfigError: as `commit`.
+        """
+        chain = self._chain.copy()
+        self._write(chain.not_private(reason), chain)
+        self._exposed, self._closed = self._exposed or reason, False
+
+    def _write(self, lines: bytes, chain: Chain) -> None:
+        try:
+            self._append(lines, chain)
+        except OSError as error:
+            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+
+    def _append(self, lines: bytes, chain: Chain) -> None:
+        """Appends lines, which take the file to `chain`: all of them or, if anything goes wrong, none."""
+        self._check_file()
+        try:
+            left = lines
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+            self._times = _times(os.fstat(self._file.fileno()))
+            self._written[self._chain.size :] = lines
+            self._chain = chain
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._chain.size)
+            raise
+
+    def _check_file(self) -> None:
+        """A file that somebody deleted, replaced or changed is no record of what is released next.
+
+        It is read again only where its times tell that somebody touched it."""
+        if self._file.closed:
+            raise RuntimeError(
+                f"the ledger {self.path} is closed, or belongs to the process that this one was forked from."
+            )
+        try:
+            found = os.stat(self.path)
+            if not os.path.samestat(found, os.fstat(self._file.fileno())):
+                what = "was replaced by another file"
+            elif found.st_size != self._chain.size:
+                what = f"was changed from {self._chain.size} bytes to {found.st_size}"
+            elif _times(found) != self._times and hashlib.sha256(self._content()).hexdigest() != self._chain.sha256():
+                what = "was edited"
+            else:
+                self._times = _times(found)
+                return
+        except OSError as error:
+            gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
+            what = "was deleted or moved" if gone else f"cannot be reached ({error.strerror})"
+        self._file.close()
+        raise ConfigError(
+            f"ledger={self.path} {what} while its run was writing it, so training stops; {self._rescued()}."
+        )
+
+    def _content(self) -> bytes:
+        self._file.seek(0)
+        return self._file.readall()
+
+    def _rescued(self) -> str:
+        """Writes what was committed, byte by byte, into a new file beside the lost one, and says where."""
+        number, rounds = 1, self._chain.rounds
+        while (path := self.path.with_name(f"{self.path.stem}.rescued{number}{self.path.suffix}")).exists():
+            number += 1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                file.write(self._written[: self._chain.size] + self._chain.copy().closing())
+        except OSError as error:
+            return f"its {rounds} rounds could not be saved in {path} ({error.strerror})"
+        return f"its {rounds} rounds are in {path}"
+
+    def sync(self) -> None:
+        """Puts the rounds so far, of which every byte is looked at, where a power cut does not reach them.
+
+        Raises:
+            ConfigError: as `commit`.
+        """
+        if self._file.closed:
+            return
+        self._times = None
+        self._check_file()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+        write_end(self.path, self.position)
+
+    def close(self) -> None:
+        """Writes the closing line, unless nothing came after the last one, and lets go of the file.
+
+        Where there is no room for the line, a warning says so.
+
+        Raises:
+            ConfigError: the file is no longer the one that was written so far, as for `commit`.
+        """
+        if self._file.closed:
+            return
+        chain = self._chain.copy()
+        self._times = None
+        try:
+            try:
+                if not self._closed:
+                    self._append(chain.closing(), chain)
+            except OSError as error:
+                warnings.warn(
+                    f"the ledger {self.path} could not be closed ({error.strerror}): it holds all of its rounds, but "
+                    "reads as one that ends early."
+                )
+            self.sync()
+        finally:
+            self._file.close()
+
+
+_OPEN: WeakSet[LedgerWriter] = WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child, such as a loader's worker: it would hold the lock for as long as it lives."""
+    for writer in _OPEN:
+        writer._file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def write_ledger(path: Path, ledger: Ledger) -> None:
+    """Writes a whole ledger, such as a plan's, as the file that carrying it out would leave."""
+    chain = Chain()
+    with path.open("wb") as file:
+        file.write(
+            chain.header(
+                {"adjacency": ledger.adjacency}
+                | _of(ledger.record)
+                | _planned(round_.sampling for round_ in ledger.rounds if round_.one_off is None)
+            )
+        )
+        for spec, (round_, count) in enumerate(ledger.rounds.items()):
+            file.write(chain.spec(round_))
+            file.writelines(chain.round(spec) for _ in range(count))
+        if not ledger.truncated:
+            file.write(chain.closing())
+
+
+def _times(found: os.stat_result) -> tuple[int, int]:
+    """When a file was changed; whoever sets back the first of them changes the second."""
+    return found.st_mtime_ns, found.st_ctime_ns
+
+
+def _of(record: Mapping[str, Any] | None) -> dict[str, object]:
+    return {} if record is None else {"record": record}
+
+
+def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:
+    """What the header says of the sampling, if that is the same in all rounds but for its rate."""
+    events = list(events)
+    facts = {(event.policy, event.n) for event in events}
+    if len(facts) != 1:
+        return {}
+    ((policy, n),) = facts
+    return {"sampling": {"policy": policy, "n": n, "q": sorted({event.q for event in events})}}

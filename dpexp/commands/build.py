@@ -1,0 +1,393 @@
+"""What a composed configuration asks for, made: module, plan, callback, Trainer."""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.releases import CLAIMS, claimable, releases
+from dpexp.commands.saved_jobs import ITS_OWN, refuse_telling, weights_of
+from dpexp.commands.validate import check, noise_of, record_of, reported
+from dpexp.config import exposed
+from dpexp.errors import ConfigError
+from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.normalization import Private
+from dpexp.privacy.plan.allocation import Explicit
+from dpexp.privacy.plan.clipping import Joint, same_as_separate
+from dpexp.privacy.plan.options import AUTO, Banded
+from dpexp.privacy.plan.plan import PrivacyPlan, make_plan
+from dpexp.privacy.preprocessing_methods import ClassCounts, Prepared, preparations_of
+from dpexp.privacy.private_metrics import BATCHNORM
+from dpexp.privacy.sampling.policies import Policy, make_policy
+from dpexp.privacy.unsupported import refuse_mixing_layers
+from dpexp.training.classifier import Classifier
+from dpexp.training.pretrained import All, begin_from, head_of
+
+
+def planned(cfg: DictConfig) -> PrivacyPlan:
+    """The plan of a private job, which is not trained.
+
+    Raises:
+        ConfigError: for any choice that cannot be honoured, or a job that is not private.
+    """
+    check(cfg)
+    if not is_private(cfg):
+        raise ConfigError(
+            f"it is not private with privacy.enabled={cfg.privacy.enabled}, "
+            f"privacy.noise_seed={cfg.privacy.noise_seed} and diagnostics={cfg.diagnostics}."
+        )
+    return plan_for(cfg, module_of(cfg))
+
+
+def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
+    """The privacy plan that a configuration asks for."""
+    privacy = cfg.privacy
+    targets = {"epsilon": privacy.epsilon, "advantage": privacy.advantage}
+    targets["tpr"] = None if privacy.tpr is None else {**privacy.tpr}
+    return _plan(cfg, module, cfg.calibrate, noise_of(cfg), noise_multiplier=privacy.noise_multiplier, **targets)
+
+
+def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
+    """The same at some noise or other, which takes no time: whether all but the noise makes sense."""
+    explicit = cfg.allocation._target_.endswith(".Explicit")
+    for preparation in preparations_of(module).values():
+        preparation.share, preparation.noise_multiplier = None, 1.0
+    kind = noise_of(cfg)
+    if isinstance(kind, Banded) and kind.bands == AUTO:
+        kind = replace(kind, bands=1)
+    return _plan(cfg, module, "noise", kind, noise_multiplier=None if explicit else 1.0)
+
+
+def _plan(
+    cfg: DictConfig, module: pl.LightningModule, calibrate: str, kind: str | Banded, **noise: Any
+) -> PrivacyPlan:  # fmt: skip
+    sampling = cfg.sampling
+    group, bound, mechanism, clip, allocation = (
+        make(section, cfg[section]) for section in ("group", "bound", "mechanism", "clip", "allocation")
+    )
+    return make_plan(
+        module,
+        n=cfg.data.n,
+        sampling=sampling.policy,
+        q=sampling.q,
+        expected_batch_size=sampling.expected_batch_size,
+        maximum=sampling.maximum,
+        parts=sampling.get("parts"),
+        steps=sampling.steps,
+        epochs=sampling.epochs,
+        **noise,
+        delta=cfg.privacy.delta,
+        adjacency=cfg.privacy.adjacency,
+        group=group,
+        vectors_by=cfg.vectors,
+        bound=bound,
+        mechanism=mechanism,
+        clip=clip,
+        allocation=allocation,
+        schedules=_contained(cfg.schedule),
+        accountant=reported(cfg),
+        calibrate=calibrate,
+        noise=kind,
+        release=_released(cfg, module),
+        record=record_of(cfg),
+        users=OmegaConf.select(cfg, "data.users"),
+    )
+
+
+def told_of_joint(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
+    """That `mechanism=joint` makes no difference, and which options would; empty if it makes one."""
+    if plan is None:
+        return ""
+    mechanism, bound, allocation = (make(section, cfg[section]) for section in ("mechanism", "bound", "allocation"))
+    if not isinstance(mechanism, Joint) or not same_as_separate(plan, bound, isinstance(allocation, Explicit)):
+        return ""
+    same = "mechanism=joint is mechanism=separate here"
+    groups = [group.vectors for group in plan.groups if not group.is_of_values]
+    if all(len(vectors) == 1 for vectors in groups):
+        return f"{same}, since each group is one vector; in larger ones bound=dimension or bound=adaptive differ."
+    options = ["bound=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
+    options = [*options, "bound=adaptive"] if mechanism.alpha is None else ["scales of their own in mechanism.alpha"]
+    return f"{same}, since the scales α of a group are equal; {' or '.join(options)} would make a difference."
+
+
+def _batchnorm(cfg: DictConfig) -> Any:
+    chosen = OmegaConf.select(cfg, "batchnorm")  # which older configurations have not, as metrics
+    return make("batchnorm", chosen) if chosen else None
+
+
+def _released(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
+    """What is released besides gradients."""
+    asked = _contained(OmegaConf.select(cfg, "metrics.release")) or {}
+    normalise = _batchnorm(cfg)
+    if not isinstance(normalise, Private):
+        return asked
+    if BATCHNORM in asked:
+        raise ConfigError(f"metrics.release: batchnorm=private releases under the name {BATCHNORM}; choose another.")
+    return asked | normalise.release(module)
+
+
+def _contained(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
+    """Those asked for, the reported one first; `all` stands for every one that has a bound for the plan's claim.
+
+    Raises:
+        ConfigError: one that is asked for does not compose a preparation.
+    """
+    before = Ledger(plan.adjacency, {round_: 1 for round_ in plan.ledger().rounds if round_.one_off is not None})
+    if "all" not in cfg.accountant.names:
+        for name in cfg.accountant.names:
+            releases(before, name)
+        return list(cfg.accountant.names)
+    composing = claimable(before)
+    return [name for name in CLAIMS[plan.sampling.name][plan.adjacency] if name in composing or not before.rounds]
+
+
+def is_private(cfg: DictConfig) -> bool:
+    """Whether everything that the run shows is covered by its (ε, δ)."""
+    return exposed(cfg) is None
+
+
+def make(section: str, node: Any, **arguments: Any) -> Any:
+    """Instantiates a `_target_` section; a mistake in it becomes a sentence."""
+    try:
+        return instantiate(node, _convert_="all", **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        cause = error.__cause__ or str(error).splitlines()[0]
+        target = node.get("_target_") if node else None
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
+        if unknown and unknown[1] in node:
+            key = f"{section}.{unknown[1]}"
+            raise ConfigError(
+                f"{key}={node[unknown[1]]} is no option of {target}; if an experiment gives it, take it out "
+                f"with ~{key}."
+            ) from error
+        raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
+
+
+def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
+    """
+    Args:
+        begun: with the weights that the configuration begins from; False where others are loaded anyway.
+    """
+    weights = weights_of(cfg)
+    model = make("model", cfg.model if weights is ITS_OWN else _without(cfg, "model", "weights"))
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"model: {cfg.model._target_} gives an object of type {type(model).__name__}, not a torch.nn.Module."
+        )
+    normalise = _batchnorm(cfg)
+    if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, Private)):
+        model = normalise(model)
+    tuning = make("tuning", cfg.tuning) if OmegaConf.select(cfg, "tuning") else All()  # older ones have none
+    if begun and isinstance(weights, Path):
+        begin_from(model, weights, head_of(model, getattr(tuning, "head", None)))
+    if begun and cfg.privacy.enabled:
+        refuse_telling(cfg)
+    model = tuning(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"tuning={type(tuning).__name__}: no parameter of the model is left to be trained.")
+    if cfg.privacy.enabled:
+        refuse_mixing_layers(model)
+    asked = OmegaConf.select(cfg, "prepare")  # older configurations have none
+    if isinstance(model, pl.LightningModule):
+        if asked:
+            raise ConfigError(
+                f"prepare={list(asked)} changes the inputs of a plain model, and model={cfg.model._target_} is a "
+                "LightningModule; let it hold a dpexp.privacy.preprocessing_methods.Prepared itself, and leave "
+                "prepare out."
+            )
+        if _augment(cfg) is not None:
+            raise ConfigError(
+                f"augment={cfg.augment._target_} augments the records of a plain model, and model={cfg.model._target_} "
+                "is a LightningModule; let its training_step begin with batch = dpexp.views(batch, augment, K), and "
+                "leave augment out."
+            )
+        if OmegaConf.select(cfg, "data.class_weights") is not None:
+            raise ConfigError(
+                f"data.class_weights weighs the records of a plain model, and model={cfg.model._target_} is a "
+                "LightningModule; let its training_step call dpexp.weigh(w[y].mean() / w.max()), and leave it out."
+            )
+        return model
+    optimizer = make("optimizer", cfg.optimizer, _partial_=True)
+    augment = _augment(cfg)
+    model = _prepared(cfg, model) if asked else model
+    return Classifier(
+        model, optimizer, augment=augment, multiplicity=cfg.augment.multiplicity if augment else 1,
+        class_weights=_class_weights(cfg, model),
+    )  # fmt: skip
+
+
+def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Callable[[], torch.Tensor] | None:
+    """A weight of each class, or what gives them once they are known; None: none are asked for."""
+    asked = _contained(OmegaConf.select(cfg, "data.class_weights"))
+    if asked != "counts":
+        return None if asked is None else torch.tensor(asked, dtype=torch.float32)
+    (counts,) = (one for one in preparations_of(model).values() if isinstance(one, ClassCounts))
+    if counts.d != cfg.data.classes:
+        raise ConfigError(f"data.class_weights=counts needs data.classes={cfg.data.classes} counts, not {counts.d}.")
+    return counts.weights
+
+
+def _without(cfg: DictConfig, section: str, key: str) -> DictConfig:
+    """A section's arguments for what it names, less one that is not meant for that."""
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    cfg[section].pop(key, None)
+    return cfg[section]
+
+
+def _augment(cfg: DictConfig) -> Any:
+    """One example's x -> a view of it; None: none is asked for."""
+    asked = OmegaConf.select(cfg, "augment")  # older configurations have none
+    if not asked or asked._target_ is None:
+        return None
+    augment = make("augment", _without(cfg, "augment", "multiplicity"))
+    if not callable(augment):
+        raise ConfigError(f"augment: {asked._target_} gives a {type(augment).__name__}, not a function of x.")
+    return augment
+
+
+def _prepared(cfg: DictConfig, model: torch.nn.Module) -> Prepared:
+    """The model behind its preparations.
+
+    Raises:
+        ConfigError: one cannot be made, or the model does not take what they leave of an input.
+    """
+    prepared = Prepared({name: make(f"prepare.{name}", node) for name, node in cfg.prepare.items()}, model)
+    if cfg.data.shape is not None:
+        x = torch.zeros(1, *cfg.data.shape)
+        modes = {layer: layer.training for layer in model.modules()}
+        try:
+            with torch.no_grad():
+                for name, preparation in prepared.preparations.items():
+                    x = _through(name, preparation, x)
+                model.eval()(x)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"model={cfg.model._target_} does not take the inputs {list(x.shape[1:])} that "
+                f"prepare={list(cfg.prepare)} leaves of {list(cfg.data.shape)}; try model.shape={list(x.shape[1:])} "
+                f"({' '.join(str(error).split())[:200]})."
+            ) from error
+        finally:
+            for layer, training in modes.items():
+                layer.training = training
+    return prepared
+
+
+def _through(name: str, preparation: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """
+    Raises:
+        ConfigError: it does not take x.
+    """
+    try:
+        return preparation(x)
+    except Exception as error:
+        shape = list(x.shape[1:])
+        raise ConfigError(
+            f"prepare.{name} does not take inputs {shape}, which those before it leave; try "
+            f"prepare.{name}.shape={shape} ({' '.join(str(error).split())[:200]})."
+        ) from error
+
+
+def make_small(cfg: DictConfig) -> None:
+    """debug=true: whether a job runs through, without leaving anything in MLflow."""
+    cfg.sampling.steps, cfg.sampling.epochs, cfg.tracking.uri = 3, None, None
+    OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
+
+
+def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> None:
+    """Lets a classifier follow the configuration's schedule, now that the number of rounds is known.
+
+    Raises:
+        ConfigError: optimizer or scheduler cannot be made, or are chosen for a module that has its own.
+    """
+    cfg.rounds = rounds
+    if not isinstance(module, Classifier):
+        chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
+        if chosen:
+            raise ConfigError(f"{chosen[0]} would be ignored: {type(module).__name__} configures its own.")
+        return
+    if cfg.scheduler:
+        module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
+    try:
+        module.configure_optimizers()
+    except (TypeError, ValueError) as error:
+        told = {s: {**cfg[s]} for s in ("optimizer", "scheduler") if cfg[s]}
+        given = [f"{section}.{key}={value}" for section, node in told.items() for key, value in node.items()]
+        raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(given)}: {error}.") from error
+
+
+def check_device(cfg: DictConfig) -> None:
+    """Before a plan is made, which may take long.
+
+    Raises:
+        ConfigError: Lightning knows no such device or precision here.
+    """
+    asked = cfg.trainer
+    try:
+        pl.Trainer(
+            accelerator=asked.accelerator, devices=1, precision=asked.precision, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+    except Exception as error:  # Lightning raises many types for what is always a wrong value
+        raise ConfigError(
+            f"trainer.accelerator={asked.accelerator} with trainer.precision={asked.precision} cannot be had here: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
+    return PrivacyCallback(
+        plan,
+        ledger,
+        delta=cfg.privacy.delta,
+        accountant=accountants(cfg, plan)[0],
+        physical_batch=None if cfg.trainer.physical_batch == "auto" else cfg.trainer.physical_batch,
+        compile=None if cfg.trainer.compile == "auto" else cfg.trainer.compile,
+        noise_seed=cfg.privacy.noise_seed,
+        unsafe_diagnostics=cfg.diagnostics == "unsafe",
+    )
+
+
+def policy_of(cfg: DictConfig) -> Policy:
+    sampling, n = cfg.sampling, cfg.data.n
+    q = sampling.q if sampling.q is not None else sampling.expected_batch_size / n
+    return make_policy(sampling.policy, q, n, sampling.maximum)
+
+
+def rounds_of(cfg: DictConfig) -> int:
+    return cfg.sampling.steps or policy_of(cfg).rounds(cfg.sampling.epochs)
+
+
+def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
+    """Of a training without privacy, whose loader draws its samples."""
+    if hasattr(data, "batch_size"):
+        data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
+
+
+def quieten() -> None:
+    """Lightning's advice is for those who write the training loop."""
+    import logging
+
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    advice = "many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"
+    for message in (f".*{words}.*" for words in advice):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,298 @@
+"""What can be said of a configuration before torch is imported, which takes seconds: whether its values make sense, and
+whether its folder is free."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unicodedata import is_normalized
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from dpexp.accounting.releases import APPROXIMATIONS, NAMES, check_claim, check_delta
+from dpexp.config import exposed
+from dpexp.errors import ConfigError
+from dpexp.privacy.plan.options import (
+    Banded,
+    check_banded,
+    check_kind,
+    check_noise,
+    check_norms,
+    check_schedules,
+    check_targets,
+    claimed,
+    sampled,
+)
+from dpexp.privacy.plan.schedules import schedule
+from dpexp.privacy.sampling.policies import POLICIES
+from dpexp.privacy.sampling.privacy_unit import Record, make_record
+from dpexp.tracking.job_folder import BEGUN, PROMISED, RUN
+
+CANARIES = ("dirac", "mislabelled")
+TRAININGS = {"attacked": 1, "references": 4}  # of an audit with mislabelled canaries, and at least how many
+DIAGNOSTICS = ("none", "unsafe")
+OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "clip", "allocation")
+LONGEST_ID = 250
+OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, PROMISED, BEGUN)
+
+
+def check(cfg: DictConfig) -> None:
+    """Raises:
+    ConfigError: the first value that is missing, out of range or contradicts another.
+    """
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+    except InterpolationToMissingValueError as error:
+        raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given.")
+    for key in _not_numbers(values):
+        raise ConfigError(f"{key}=nan is not a number.")
+    _check_objects(cfg)
+    if cfg.diagnostics not in DIAGNOSTICS:
+        raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
+    if cfg.data.classes is not None and cfg.data.classes < 1:
+        raise ConfigError(f"data.classes={cfg.data.classes} must be at least 1.")
+    _check_class_weights(cfg)
+    if any(length < 1 for length in cfg.data.shape or ()):
+        raise ConfigError(f"data.shape={cfg.data.shape} must hold whole numbers of at least 1.")
+    if cfg.register is not None and cfg.tracking.uri is None:
+        raise ConfigError(f"register={cfg.register} needs MLflow's registry; choose tracking=mlflow.")
+    _check_augment(OmegaConf.select(cfg, "augment"))  # older configurations have none
+    _check_trainer(cfg.trainer)
+    _check_accountants(list(cfg.accountant.names))
+    check_delta(cfg.privacy.delta)
+    _check_privacy(cfg)
+    if cfg.audit is not None:
+        _check_audit(cfg)
+    _check_data_id(OmegaConf.select(cfg, "data.id"))  # older configurations have neither
+    if OmegaConf.select(cfg, "privacy.budget") is not None:
+        _check_budget(cfg)
+
+
+def reported(cfg: DictConfig) -> str:
+    """The accountant whose ε is reported and calibrated with."""
+    return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
+
+
+def record_of(cfg: DictConfig) -> Record:
+    """Whose data a record is; older configurations do not say."""
+    chosen = OmegaConf.select(cfg, "record")
+    return make_record(**OmegaConf.to_container(chosen, resolve=True)) if chosen else Record()  # type: ignore[arg-type]
+
+
+def noise_of(cfg: DictConfig) -> str | Banded:
+    """The kind of noise, with what else is asked of it.
+
+    Raises:
+        ConfigError: it is unknown, makes no sense, or takes nothing of what is asked.
+    """
+    asked = {key: cfg.noise.get(key) for key in ("bands", "coefficients", "momentum")}
+    given = {key: value for key, value in asked.items() if value is not None}
+    if check_kind(cfg.noise.kind) == "banded":
+        return Banded(**given)
+    for key, value in given.items():
+        raise ConfigError(f"noise.{key}={value} is of noise=banded alone, and noise={cfg.noise.kind} is chosen.")
+    return str(cfg.noise.kind)
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raises:
+    ConfigError: another run's files are in the folder.
+    """
+    found = taken(folder)
+    if found:
+        raise ConfigError(
+            f"{folder} already holds a run, of which it has {found[0]}; choose another hydra.run.dir, or delete it."
+        )
+
+
+def taken(folder: Path) -> list[str]:
+    """Another run's files that are in a folder."""
+    return [name for name in OF_A_RUN if (folder / name).exists()]
+
+
+def _not_numbers(node: Any, key: str = "") -> Iterator[str]:
+    if isinstance(node, float) and math.isnan(node):
+        yield key
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from _not_numbers(child, f"{key}.{name}" if key else str(name))
+
+
+def _check_objects(cfg: DictConfig) -> None:
+    prepared = [f"prepare.{name}" for name in OmegaConf.select(cfg, "prepare") or ()]  # older ones have none
+    for key in (*OBJECTS, *prepared):
+        node = OmegaConf.select(cfg, key)
+        if (not node and key == "scheduler") or (key == "clip" and key not in cfg):  # of a job that is older
+            continue
+        if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
+            shown = "null" if node is None else str(node)
+            raise ConfigError(
+                f"{key}={shown} does not say what to make; choose an option of that group, or give "
+                f"'{key}={{_target_: package.Name}}' with its arguments."
+            )
+
+
+def _check_class_weights(cfg: DictConfig) -> None:
+    weights = OmegaConf.select(cfg, "data.class_weights")  # older configurations have none
+    if weights is None:
+        return
+    key, classes = f"data.class_weights={weights}", cfg.data.classes
+    if classes is None:
+        raise ConfigError(f"{key} needs data that has classes, and data.classes is null; set data.class_weights=null.")
+    if cfg.privacy.enabled and record_of(cfg).local is not None:
+        raise ConfigError(
+            f"{key} weighs a record's gradient, and with record.local a user has many, clipped together; set "
+            "data.class_weights=null, or record.local=null."
+        )
+    if weights == "counts":
+        if not any(str(one.get("_target_")).endswith(".ClassCounts") for one in (cfg.get("prepare") or {}).values()):
+            raise ConfigError(f"{key} needs counts that are released; add prepare=[class_counts], or give a list.")
+        return
+    numbers = OmegaConf.to_container(weights) if OmegaConf.is_list(weights) else None
+    plain = isinstance(numbers, list) and all(isinstance(w, int | float) and math.isfinite(w) for w in numbers)
+    if not plain or len(numbers) != classes or min(numbers) < 0 or max(numbers) == 0:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{key} must be a list of {classes} public numbers, one a class, none below 0 and one above, or counts."
+        )
+
+
+def _check_augment(augment: DictConfig | None) -> None:
+    if not augment:
+        return
+    views = augment.get("multiplicity")
+    if not isinstance(views, int) or views < 1:
+        raise ConfigError(f"augment.multiplicity={views} must be a whole number of views of each record, at least 1.")
+    if augment.get("_target_") is None and views > 1:
+        raise ConfigError(f"augment.multiplicity={views} with augment=none would repeat each record; choose flip_crop.")
+
+
+def _check_trainer(trainer: DictConfig) -> None:
+    at_once = trainer.physical_batch
+    if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
+        raise ConfigError(f"trainer.physical_batch={at_once} must be a whole number of at least 1, or auto.")
+    if trainer.compile not in ("auto", True, False):
+        raise ConfigError(f"trainer.compile={trainer.compile} must be true, false or auto.")
+    for name, least in (("threads", 1), ("evaluations", 0), ("workers", 0)):
+        if trainer[name] is not None and trainer[name] < least:
+            raise ConfigError(f"trainer.{name}={trainer[name]} must be at least {least}.")
+
+
+def _check_audit(cfg: DictConfig) -> None:
+    audit = cfg.audit
+    if audit.canaries not in CANARIES:
+        raise ConfigError(f"audit.canaries={audit.canaries} is unknown; known: {', '.join(CANARIES)}.")
+    if audit.canaries_count < 100:
+        raise ConfigError(f"audit.canaries_count={audit.canaries_count} must be at least 100; fewer show nothing.")
+    if not 0 < audit.confidence < 1:
+        raise ConfigError(f"audit.confidence={audit.confidence} must lie strictly between 0 and 1.")
+    for delta in audit.deltas:
+        check_delta(delta)
+    if audit.canaries == "mislabelled":
+        return _check_mislabelled(cfg)
+    if not cfg.privacy.enabled:
+        raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
+    for key in TRAININGS:
+        if audit[key] is not None:
+            raise ConfigError(f"audit.{key}={audit[key]} is of audit=mislabelled; audit=dirac takes one training.")
+
+
+def _check_mislabelled(cfg: DictConfig) -> None:
+    for key, least in TRAININGS.items():
+        if cfg.audit[key] is None or cfg.audit[key] < least:
+            raise ConfigError(f"audit.{key}={cfg.audit[key]} must be at least {least} for audit.canaries=mislabelled.")
+    if cfg.draw is not None:
+        raise ConfigError(
+            "audit=mislabelled shows what comes of every trial, and the price of hydra/sweeper=private_select is for "
+            "showing the best one alone; audit that afterwards."
+        )
+    if record_of(cfg) != Record():
+        raise ConfigError(
+            f"audit=mislabelled puts single examples in or out, and record={cfg.record.kind} claims something for a "
+            f"{record_of(cfg)}; choose audit=dirac."
+        )
+    policy, adjacency = cfg.sampling.policy, cfg.privacy.adjacency
+    if cfg.privacy.enabled and POLICIES[policy].relies_on_n and claimed(policy, adjacency) == "replace_null":
+        raise ConfigError(
+            f"audit=mislabelled has no null record to put where a canary is left out, which is what sampling={policy} "
+            "with adjacency=replace_null compares with; choose sampling=poisson, or audit=dirac."
+        )
+
+
+def _check_accountants(names: list[str]) -> None:
+    if not names or any(name not in (*NAMES, "all") for name in names):
+        raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
+    if names[0] in APPROXIMATIONS:
+        raise ConfigError(
+            f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
+            "be the one reported; put another first."
+        )
+
+
+def _check_privacy(cfg: DictConfig) -> None:
+    asked, privacy, kinds = cfg.sampling, cfg.privacy, OmegaConf.to_container(cfg.schedule, resolve=True)
+    record, users = record_of(cfg), OmegaConf.select(cfg, "data.users")
+    records = record.count(cfg.data.n, users) if privacy.enabled else None
+    parts = asked.get("parts")  # which older configurations have not
+    policy, rounds = sampled(
+        cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs, records,
+        parts,
+    )  # fmt: skip
+    check_targets(privacy.epsilon, privacy.advantage, privacy.tpr)
+    if not privacy.enabled:
+        return
+    adjacency = claimed(policy.name, privacy.adjacency)
+    target = cfg.allocation._target_
+    if target.startswith("dpexp."):  # an allocation of somebody else's may fix the noise itself
+        explicit = target.endswith(".Explicit")
+        check_noise(
+            privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit, privacy.advantage,
+            privacy.tpr,
+        )  # fmt: skip
+    check_claim(policy.name, adjacency, reported(cfg))
+    noise = noise_of(cfg)
+    if isinstance(noise, Banded):
+        aims = privacy.epsilon, privacy.advantage, privacy.tpr
+        check_banded(noise, policy.name, cfg.calibrate, any(aim is not None for aim in aims), parts)
+    check_norms(OmegaConf.select(cfg, "norms", default="exact"))
+    assert isinstance(kinds, dict)
+    check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]
+    schedule(rounds, **{str(kind): value for kind, value in kinds.items()})
+
+
+def _check_data_id(name: str | None) -> None:
+    plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
+    if name is not None and not (plain and 0 < len(name) <= LONGEST_ID):
+        raise ConfigError(
+            f"data.id={name!r} must be a name of 1 to {LONGEST_ID} printable characters in Unicode's form NFC, "
+            "without blanks at its ends."
+        )
+
+
+def _check_budget(cfg: DictConfig) -> None:
+    """Whether a budget can be kept at all; how much of it is left, the store will say."""
+    from dpexp.accounting.multiple_runs import budget, check_rule
+
+    given = cfg.privacy.budget
+    budget(OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given)
+    if cfg.data.id is None:
+        raise ConfigError("privacy.budget needs data.id, the name of the data set for which it is kept.")
+    if cfg.tracking.uri is None or cfg.debug:
+        untracked = "debug=true" if cfg.debug else "tracking.uri=null"
+        raise ConfigError(
+            f"privacy.budget with {untracked}: no later job would learn what this one spends; choose tracking=mlflow "
+            "without debug, or leave the budget out."
+        )
+    why = exposed(cfg)
+    if why is not None:
+        raise ConfigError(
+            f"privacy.budget cannot be kept by a run that is not private ({why}); remove that, or the budget."
+        )
+    check_rule(cfg.sampling.policy, claimed(cfg.sampling.policy, cfg.privacy.adjacency))

@@ -1,0 +1,58 @@
+"""Clipped sums of integer vectors, for discrete Gaussian noise."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dpexp.privacy.gradients.clipped_sums import ClippedSums, weights_of
+from dpexp.privacy.gradients.layer_gradients import Dense
+from dpexp.privacy.gradients.norms import norms
+from dpexp.privacy.gradients.per_example import Gradients
+from dpexp.privacy.mechanism import by_parameter
+from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan.clipping import asked
+from dpexp.privacy.plan.plan import Group, PrivacyPlan
+
+
+class WholeSums(ClippedSums):
+    """Clips and sums vectors as integer multiples of each group's grid; the sums are int64, on the CPU."""
+
+    def numbers(self, now: Sequence[Group], device: torch.device) -> Tensor:
+        self._now = now
+        return super().numbers(now, device)
+
+    def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        outputs, weights = {"finite": gradients.in_range}, weights_of(gradients)
+        for group in self._now:
+            given = gradients.of
+            members = [(alpha, name, given.pop(name)) for _, alpha, name in by_parameter([group]) if name in given]
+            if not members:
+                continue
+            vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
+            found = outputs[f"norm:{group.name}"] = norms(vectors)
+            c = asked(group.clip, found, torch.tensor(group.S).double())
+            c = c if weights is None or group.is_of_values else c * weights.cpu()
+            whole = group.lattice.rounded(vectors, found, c)
+            sizes = [sums[name].numel() for _, name, _ in members]
+            for (_, name, _), part in zip(members, whole.split(sizes, 1), strict=True):
+                sums[name].view(-1).add_(part.sum(0))
+        return outputs
+
+
+class WholeNoise:
+    """Discrete Gaussian noise for all of a round's sums."""
+
+    def __init__(self, stream: KeyStream) -> None:
+        self._gaussian = DiscreteGaussian(SIGMA2, stream)
+
+    def released(self, plan: PrivacyPlan, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """v̂ for each parameter, in float64: α γ (Σ_i u^i + N) / qn. What follows the sum is post-processing."""
+        drawn = self._gaussian.draw(sum(total.numel() for total in sums.values()))
+        noise = dict(zip(sums, drawn.split([total.numel() for total in sums.values()]), strict=True))
+        return {
+            name: (sums[name] + noise[name].view_as(sums[name])).double()
+            * (alpha * group.lattice.grid / (plan.sampling.q * plan.n))
+            for group, alpha, name in by_parameter(plan.groups)
+        }

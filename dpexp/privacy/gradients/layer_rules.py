@@ -1,0 +1,331 @@
+"""Which uses of its parameters a call of a torch function makes.
+
+A rule takes the arguments of one record's call and returns a `Call`: how to run it on the whole chunk, and how the
+parameters' `Use`s follow from its input and output gradients. `rule` registers one for your own functions too.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpexp.privacy.gradients.layer_gradients import Convolved, Dense, Rows, Use, held, outer_products
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function in which parameters meet data.
+
+    Attributes:
+        x: the data input; inside the model of one record.
+        parameters: by role, such as weight and bias; None where absent.
+        run: x [B, ...] and the detached parameters -> output [B, ...].
+        uses: x [B, ...] and output gradient [B, ...] -> the `Use` of each role.
+    """
+
+    x: Tensor
+    parameters: dict[str, Tensor | None]
+    run: Callable[..., Tensor]
+    uses: Callable[[Tensor, Tensor], dict[str, Use]]
+
+
+Rule = Callable[..., Call | None]
+RULES: dict[Callable[..., Any], Rule] = {}
+
+
+def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Registers a rule for torch functions. It takes their arguments and returns a `Call`, or None to decline."""
+
+    def register(function_rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, function_rule))
+        return function_rule
+
+    return register
+
+
+@rule(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        x, g = _positions(x), _positions(g)
+        return {"weight": outer_products(x, g), "bias": Dense(_summed(g))}
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.contiguous(), weight, bias)
+
+    return Call(input, {"weight": weight, "bias": bias}, run, uses)
+
+
+@rule(torch.addmm, Tensor.addmm)
+def sum_and_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call | None:
+    """A linear layer whose weight is [d, p]."""
+    if (beta, alpha, mat1.dim(), mat2.dim()) != (1, 1, 2, 2) or input.shape != mat2.shape[1:]:
+        return None
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        return {"weight": outer_products(g, x), "bias": Dense(_summed(g))}
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.addmm(bias, x.flatten(0, 1), weight).view(*x.shape[:2], -1)
+
+    return Call(mat1, {"weight": mat2, "bias": input}, run, uses)
+
+
+@rule(F.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Call | None:
+    if max_norm is not None or scale_grad_by_freq:
+        return None
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        index, g = x.reshape(len(x), -1), _positions(g)
+        return {"weight": Rows(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
+
+    return Call(input, {"weight": weight}, lambda x, weight: F.embedding(x, weight), uses)
+
+
+@rule(torch.embedding)
+def embedding_of_torch(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Call | None:
+    """Here a negative padding_idx is none."""
+    padding = padding_idx if padding_idx >= 0 else None
+    return embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+
+
+@rule(Tensor.__getitem__)
+def rows(table: Tensor, index: Any) -> Call | None:
+    """table[index]; rows are counted from the end by negative numbers."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or table.dim() != 2:
+        return None
+    return embedding(torch.where(index < 0, index + len(table), index), table) if table.requires_grad else None
+
+
+@rule(torch.index_select, Tensor.index_select)
+def selected_rows(input: Tensor, dim: int, index: Tensor) -> Call | None:
+    return embedding(index, input) if input.dim() == 2 and dim in (0, -2) and index.dim() <= 1 else None
+
+
+@rule(F.embedding_bag)
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Call | None:
+    """Bags of equal length, [bags, length]."""
+    if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or mode == "max":
+        return None
+    if offsets is not None or per_sample_weights is not None:
+        return None
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        bags = F.embedding_bag(x.flatten(0, 1), weight, mode=mode, padding_idx=padding_idx)
+        return bags.unflatten(0, x.shape[:2])
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        if mode == "mean":
+            kept = torch.ones_like(x) if padding_idx is None else x != padding_idx % len(weight)
+            g = g / kept.sum(-1, keepdim=True).clamp(min=1)
+        index = x.flatten(1)
+        g = g[:, :, None].expand(*x.shape, -1).flatten(1, 2)
+        return {"weight": Rows(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
+
+    return Call(input, {"weight": weight}, run, uses)
+
+
+@rule(F.layer_norm)
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Call:
+    shape = tuple(normalized_shape)
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
+        return {"weight": Dense(_summed(F.layer_norm(x, shape, eps=eps) * g)), "bias": Dense(_summed(g))}
+
+    def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    return Call(input, {"weight": weight, "bias": bias}, run, uses)
+
+
+@rule(F.rms_norm)
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Call:
+    shape = tuple(normalized_shape)
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
+        return {"weight": Dense(_summed(F.rms_norm(x, shape, eps=eps) * g))}
+
+    return Call(input, {"weight": weight}, lambda x, weight=None: F.rms_norm(x, shape, weight, eps), uses)
+
+
+@rule(F.group_norm)
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Call:
+    def normalise(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return F.group_norm(x.flatten(0, 1), num_groups, weight, bias, eps).view(x.shape)
+
+    return _per_channel(input, weight, bias, normalise)
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Call | None:
+    if not use_input_stats or running_mean is not None:
+        return None
+
+    def normalise(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return F.instance_norm(x.flatten(0, 1), None, None, weight, bias, True, momentum, eps).view(x.shape)
+
+    return _per_channel(input, weight, bias, normalise)
+
+
+def _per_channel(input: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Callable[..., Tensor]) -> Call:
+    """A normalisation of [B, N, C, *space] whose weight and bias are one number a channel."""
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        others = (1, *range(3, g.dim()))
+        return {"weight": Dense((normalise(x) * g).sum(others)), "bias": Dense(g.sum(others))}
+
+    return Call(input, {"weight": weight, "bias": bias}, normalise, uses)
+
+
+@rule(F.conv1d, F.conv2d, F.conv3d)
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: str | int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Call | None:
+    space = weight.dim() - 2
+    dilation = _tuple(dilation, space)
+    if padding == "same":
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(r % 2 for r in reach):
+            return None
+        padding = tuple(r // 2 for r in reach)
+    padding = (0,) * space if isinstance(padding, str) else _tuple(padding, space)
+    geometry = (_tuple(stride, space), padding, dilation, False, (0,) * space, groups)
+    return _convolution(input, weight, bias, geometry)
+
+
+@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+) -> Call:
+    space = weight.dim() - 2
+    stride, padding, dilation, more = (_tuple(v, space) for v in (stride, padding, dilation, output_padding))
+    return _convolution(input, weight, bias, (stride, padding, dilation, True, more, groups))
+
+
+def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple) -> Call:
+    space = weight.dim() - 2
+    stride, padding, dilation, transposed, _, groups = geometry
+
+    def images(x: Tensor) -> Tensor:
+        """[B, N, C, *space], with the N images that one record may hold."""
+        return x[:, None] if x.dim() == space + 2 else x
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = torch.convolution(images(x).flatten(0, 1), weight, bias, *geometry)
+        return y.unflatten(0, images(x).shape[:2]).reshape(*x.shape[: x.dim() - space - 1], *y.shape[1:])
+
+    def weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+        shape = weight.detach().to(x.dtype)
+        return torch.ops.aten.convolution_backward(g, x, shape, None, *geometry, (False, True, False))[1]
+
+    def unfold(x: Tensor) -> Tensor:
+        """[B, N, d, H, W] -> [B, T, k·d], with channels last, of which whole rows are copied: F.unfold copies them one
+        by one, to where products are slow (measured: 2 to 20 times as long)."""
+        (h, w), (of_h, of_w) = padding, weight.shape[2:]
+        padded = F.pad(x.flatten(0, 1).movedim(1, -1), (0, 0, w, w, h, h)).contiguous()
+        windows = padded.unfold(1, dilation[0] * (of_h - 1) + 1, stride[0])[..., :: dilation[0]]
+        windows = windows.unfold(2, dilation[1] * (of_w - 1) + 1, stride[1])[..., :: dilation[1]]
+        return windows.movedim(3, -1).reshape(len(x), -1, weight[0].numel())
+
+    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+        x, g = images(x), images(g)
+        sums = Dense(g.sum((1, *range(3, g.dim()))))
+        positions, p, d = g.shape[1] * math.prod(g.shape[3:]), len(weight), weight[0].numel()
+        # Measured: a grouped convolution gives the gradients of all records at about the price of their sum, unless
+        # the weight is large against the positions; then Gram matrices are 2 to 8 times faster. Keeping them for the
+        # weighted sum pays only if there are many positions to sum over a second time.
+        gram = space == 2 and groups == 1 and not transposed and positions * (d + p) < d * p
+        if gram or (positions < 64 and not held(weight.numel())):
+            terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
+            weights: Use = Convolved(x, g, weight_gradient, unfold if gram else None, weight.shape, terms)
+        else:
+            weights = Dense(torch.func.vmap(weight_gradient)(x, g))
+        return {"weight": weights, "bias": sums}
+
+    return Call(input, {"weight": weight, "bias": bias}, run, uses)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """[B, ..., d] -> [B, T, d]."""
+    return x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
+
+
+def _summed(g: Tensor) -> Tensor:
+    """[B, T, ...] -> [B, ...]; torch's sum over a single position is slower than a copy."""
+    return g[:, 0] if g.shape[1] == 1 else g.sum(1)
+
+
+def _padded(g: Tensor, index: Tensor, padding_idx: int | None, rows: int) -> Tensor:
+    """A padding row receives no gradient."""
+    return g if padding_idx is None else torch.where((index == padding_idx % rows)[..., None], 0, g)
+
+
+def _tuple(value: int | Sequence[int], length: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * length if len(values) == 1 else values

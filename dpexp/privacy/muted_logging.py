@@ -1,0 +1,208 @@
+"""While records are seen nothing is logged or told other processes, and signals wait."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers.logger import DummyLogger
+from torch import distributed as dist
+from torchmetrics import Metric, MetricCollection
+
+from dpexp._lightning_compat import results_dropped
+from dpexp._torch_compat import alone
+from dpexp.errors import ConfigError
+from dpexp.privacy.checks import STATE, StateFound
+from dpexp.privacy.gradients.branches import Unreadable
+from dpexp.privacy.gradients.torch_functions import EXCHANGES
+from dpexp.privacy.private_metrics import release
+from dpexp.privacy.round import Engine
+
+
+@contextmanager
+def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
+    """Meanwhile whatever is logged by way of the module or the Trainer is lost."""
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        with results_dropped(trainer):
+            yield
+    finally:
+        trainer.loggers = loggers
+
+
+def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
+    """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
+    It gives the value for release, which is dropped unless the plan names it. Metrics of torchmetrics that
+    `training_step` updates stay empty, and later hooks find nothing in them.
+
+    Args:
+        logged: gets the names of values.
+    """
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if logged is not None:
+            logged.add(name)
+        release(name, value)
+
+    module.log = log  # type: ignore[method-assign]
+    for metric in _metrics(module):
+        if _OWN not in vars(metric):
+            own = {name: metric.__dict__.get(name) for name in _EMPTIED}
+            vars(metric).update({name: partial(_nothing, metric, name) for name in _EMPTIED} | {_OWN: own})
+
+
+def log_although_mute(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
+    """What is released, or shown as unsafe."""
+    type(module).log(module, name, value, on_step=True, on_epoch=False, **options)
+
+
+def unmute(module: pl.LightningModule) -> None:
+    module.__dict__.pop("log", None)
+    for metric in _metrics(module):
+        for name, own in vars(metric).pop(_OWN, {}).items():
+            vars(metric).pop(name, None)
+            if own is not None:
+                setattr(metric, name, own)
+
+
+_EMPTIED = ("forward", "update", "compute")
+# Attributes of a metric, whose hash changes with its state: what was on it before, and whether an update was dropped.
+_OWN, _DROPPED = "_dpexp_own", "_dpexp_dropped"
+
+
+def _metrics(module: pl.LightningModule) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
+
+
+def _nothing(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """In place of a metric's methods: nothing that may be read."""
+    if name != "compute":
+        vars(metric)[_DROPPED] = True
+    elif not vars(metric).get(_DROPPED):
+        own = vars(metric)[_OWN]["compute"]
+        return own() if own is not None else type(metric).compute(metric)
+    return {key: Unreadable() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else Unreadable()
+
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
+@contextmanager
+def signals_wait(trainer: pl.Trainer) -> Iterator[None]:
+    """Meanwhile no handler of Python's is called; then those are whose signals came.
+
+    A handler may save a checkpoint, or set `trainer.should_stop`, which would be taken for the step's doing. A second
+    Ctrl-C does not wait: it ends the step.
+
+    Raises:
+        StateFound: meanwhile the Trainer was told to stop.
+    """
+    stops = trainer.should_stop
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    waiting = {number: handler for number, handler in handlers.items() if callable(handler)}
+
+    def wait(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    for number in waiting:
+        signal.signal(number, wait)
+    try:
+        yield
+        if trainer.should_stop != stops:
+            raise StateFound(STATE.format(what="trainer.should_stop is changed inside training_step"))
+    finally:
+        for number, handler in waiting.items():
+            signal.signal(number, handler)
+        for number in came:
+            waiting[number](number, None)  # type: ignore[operator]
+
+
+def log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
+    """The last sample's size, losses, norms and how many of them were clipped."""
+    observed = engine.observations
+    sizes = sum(len(chunk["loss"]) for chunk in observed)
+    values: dict[str, float] = {"unsafe/sample_size": float(sizes)}
+    if sizes:
+        values["unsafe/train_loss"] = float(torch.cat([chunk["loss"] for chunk in observed]).float().mean())
+    for group in engine.now.groups:
+        norms = [chunk[key] for chunk in observed if (key := f"norm/{group.name}") in chunk]
+        if norms:
+            joined = torch.cat(norms)
+            values[f"unsafe/median_norm/{group.name}"] = float(joined.median())
+            values[f"unsafe/clip_fraction/{group.name}"] = float((joined > group.S).float().mean())
+    for name, value in values.items():
+        log_although_mute(pl_module, name, value)
+
+
+def other_round(
+    trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]
+) -> Callable[[], AbstractContextManager]:
+    """Makes the Trainer say meanwhile that round `t` is under way, with half of the optimizers' numbers.
+
+    Args:
+        place: its epoch, and the number that it has there.
+        args: of training_step after the batch, of which the first is batch_idx.
+    """
+
+    @contextmanager
+    def other() -> Iterator[None]:
+        loop, (epoch, batch) = trainer.fit_loop, place
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        batches = loop.epoch_loop.batch_progress.current
+        counts = [(loop.epoch_progress.current, epoch), (steps, t), (batches, batch)]
+        before = [dict(vars(count)) for count, _ in counts]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        numbers = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
+        given, is_last = [*args], loop.epoch_loop.batch_progress.is_last_batch
+        try:
+            for count, number in counts:
+                vars(count).update(dict.fromkeys(vars(count), number))
+            for group, key, value in numbers:
+                group[key] = value / 2
+            loop.epoch_loop.batch_progress.is_last_batch = not is_last
+            args[:1] = [batch] if args else []
+            yield
+        finally:
+            for (count, _), was in zip(counts, before, strict=True):
+                vars(count).update(was)
+            for group, key, value in numbers:
+                group[key] = value
+            loop.epoch_loop.batch_progress.is_last_batch = is_last
+            args[:] = given
+
+    return other
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Meanwhile code that asks finds no other processes, and collectives of the default group are refused: what is
+    computed from a record would be told the others.
+
+    Raises:
+        ConfigError: something was to be exchanged.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+
+    def refuse() -> NoReturn:
+        raise ConfigError(EXCHANGES.format(name="a collective"))
+
+    with alone(refuse):
+        yield

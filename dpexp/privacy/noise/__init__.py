@@ -1,0 +1,1 @@
+"""The noise, and the secret random numbers that it is made from."""

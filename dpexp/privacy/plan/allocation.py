@@ -1,0 +1,97 @@
+"""How one noise multiplier z is shared out among groups (paper, section 4).
+
+Every strategy is a share w_g > 0 of the budget with Σ w_g = 1, and σ̃_g = z S_g / √w_g. Then
+Σ (S_g/σ̃_g)² = 1/z² holds by construction.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dpexp.errors import ConfigError, positive
+from dpexp.privacy.plan.clipping import Clipping, check_names
+from dpexp.privacy.plan.groups import Vector
+
+
+class Allocation(Protocol):
+    """Gives each group's share of the budget, by name."""
+
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Proportional:
+    """w_g = 1/G, so that σ̃_g = z √G S_g."""
+
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+        return {name: 1 / len(groups) for name in groups}
+
+
+@dataclass(frozen=True)
+class DimensionAdjusted:
+    """w_g = d_g/D, so that σ̃_g = z √(D/d_g) S_g."""
+
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+        return _normalised({name: sum(v.d for v in vectors) for name, vectors in groups.items()})
+
+
+@dataclass(frozen=True)
+class MinVariance:
+    """The shares that minimise the released vectors' total noise variance at a given z (ours).
+
+    Group g's noise has total variance A_g σ̃_g² with A_g = Σ_j α_j² d_j (d_g under separate clipping);
+    minimising Σ_g A_g z² S_g² / w_g subject to Σ w_g = 1 gives w_g ∝ S_g √A_g.
+    """
+
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+        sizes = {
+            name: sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True))
+            for name, vectors in groups.items()
+        }
+        return _normalised({name: clipping[name].S * math.sqrt(size) for name, size in sizes.items()})
+
+
+@dataclass(frozen=True)
+class Measured(MinVariance):
+    """The same in every round anew, by the bounds that `bound=adaptive` has learnt: budget goes where signal is."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The user's own shares, by group name; they must add up to 1."""
+
+    weights: Mapping[str, float]
+
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+        check_names("allocation.weights", self.weights, groups)
+        weights = {name: positive(f"allocation.weights.{name}", self.weights[name]) for name in groups}
+        if not math.isclose(sum(weights.values()), 1, rel_tol=1e-9):
+            total = f"{sum(weights.values()):.12g}"
+            raise ConfigError(f"allocation.weights={dict(self.weights)} add up to {total}; they must add up to 1.")
+        return _normalised(weights)
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """σ̃_g itself, by group name: z follows from it, so neither ε nor z may be asked for besides."""
+
+    sigma: Mapping[str, float]
+
+    def noise_multiplier(self, clipping: Mapping[str, Clipping]) -> float:
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2)."""
+        return sum(self._squares(clipping).values()) ** -0.5
+
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+        return _normalised(self._squares(clipping))
+
+    def _squares(self, clipping: Mapping[str, Clipping]) -> dict[str, float]:
+        check_names("allocation.sigma", self.sigma, clipping)
+        return {
+            name: (c.S / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2 for name, c in clipping.items()
+        }
+
+
+def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}

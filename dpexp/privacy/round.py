@@ -1,0 +1,263 @@
+"""Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp._torch_compat import has_gradient_hooks
+from dpexp.accounting.ledger import LedgerWriter
+from dpexp.errors import ConfigError, RecordError, words_of
+from dpexp.privacy.discrete_sums import WholeNoise, WholeSums
+from dpexp.privacy.distributed import Processes, SharedLedger
+from dpexp.privacy.gradients.chunk import Chunk, LossOf
+from dpexp.privacy.gradients.clipped_sums import ClippedSums
+from dpexp.privacy.gradients.compiled import CompileDecision
+from dpexp.privacy.gradients.graphs import Graphs
+from dpexp.privacy.gradients.local_training import Training
+from dpexp.privacy.gradients.per_example import VmapPass
+from dpexp.privacy.gradients.step import TRACED, Step
+from dpexp.privacy.gradients.traced import size_of_samples, usual_rows
+from dpexp.privacy.gradients.tracer import Tracer
+from dpexp.privacy.mechanism import add_noise, by_parameter
+from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
+from dpexp.privacy.plan.adaptive_clipping import Bounds
+from dpexp.privacy.plan.groups import trainable
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.private_metrics import Values
+from dpexp.privacy.sampling.training_data import Memory
+
+_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
+
+
+class Engine:
+    """Carries out a plan's mechanisms on a module's gradients, and on the values that its step gives for release.
+
+    Per sample: `start`, then `accumulate` for each chunk, then `finish` and `release`. What a record contributes
+    depends on no other.
+
+    Args:
+        observe: keep each chunk's per-record norms and losses in `observations`. They are private.
+        bounds: where those of an adaptive plan have come to; by default they stay where they begin.
+        processes: those that have a part of each sample.
+        at_once: records that are processed together at most; None: a sample.
+        data: where the training set lies in memory, which no graph may hold.
+        compiled: whether graphs are compiled; None: where that pays.
+
+    Attributes:
+        step: how records are processed.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        module: nn.Module,
+        noise: GaussianNoise,
+        observe: bool = False,
+        bounds: Bounds | None = None,
+        processes: Processes | None = None,
+        at_once: int | None = None,
+        data: Memory | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        self.plan = self.now = plan
+        self._processes = processes or Processes()
+        self._bounds = bounds or (Bounds(plan.following) if plan.following else None)
+        self._correlated = CorrelatedNoise(noise)
+        self._whole = WholeNoise(noise.stream) if plan.exact else None
+        self._module = module
+        self._parameters: dict[str, Tensor] = {**trainable(module)}
+        vectors = [vector for group in plan.groups for vector in group.vectors]
+        values = {v.parameters[0]: v.d - self._numbers(v.parameters[1:]) for v in vectors if v.is_value}
+        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        self._values = Values(values, next(iter(self._parameters.values()), torch.zeros(())))
+        planned = {name for vector in vectors for name in vector.parameters} - set(values)
+        if planned != set(self._parameters):
+            odd = sorted(planned.symmetric_difference(self._parameters))
+            raise ConfigError(f"the plan was made for another model: they differ in {', '.join(odd)}.")
+        for name, parameter in self._parameters.items():
+            if parameter.is_complex():
+                raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
+        self._sums: dict[str, Tensor] = {}
+        joint = self._bounds is not None and self._bounds.joint
+        self._clip = (WholeSums if plan.exact else ClippedSums)(plan.groups, joint, self._values.dtype)
+        self._names = [name for _, _, name in by_parameter(plan.groups)]
+        run_pass = VmapPass(module, self._parameters, self._values)
+        tracer = Tracer(
+            module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
+            self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
+        )  # fmt: skip
+        compiling = CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
+        local = plan.record.local
+        training = Training(module, self._parameters, self._values, local) if local else None
+        # With discrete noise, what is rounded otherwise among others may be another integer.
+        self.step = Step(
+            module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training,
+            plan.exact, self._device,
+        )  # fmt: skip
+        self._round = 0
+        self._succeeded = False
+        self._contributed = False  # a record has, in some process
+        self._failed = 0
+        self._reason_of_failure: Exception | None = None
+        self._said: set[str] = set()
+        self.observe = observe
+        self.observations: list[dict[str, Tensor]] = []
+
+    @property
+    def mode(self) -> str | None:
+        """How records are processed; see `Step`."""
+        return self.step.mode
+
+    @property
+    def reason(self) -> str:
+        """Why the job is not traced."""
+        return self.step.reason
+
+    def start(self, t: int = 0) -> None:
+        """Begins round t's sample: all sums are zero.
+
+        Raises:
+            ConfigError: the module's trainable parameters are no longer those of the plan, or have hooks.
+        """
+        trained: dict[str, Tensor] = {**trainable(self._module)}
+        changed = [
+            name for name in {**trained, **self._parameters} if trained.get(name) is not self._parameters.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"model: {', '.join(sorted(changed))} became trainable, ceased to be, or was replaced during training, "
+                "but the plan was made before; train in two jobs, the second from the first one's weights."
+            )
+        hooked = [name for name, p in self._parameters.items() if has_gradient_hooks(p)]
+        if hooked:
+            raise ConfigError(
+                f"model: {', '.join(hooked)} has hooks on its gradient, which here is never that of a batch; change "
+                "the private gradient in on_before_optimizer_step instead."
+            )
+        self.now = self._bounds.now(self.plan.at(t)) if self._bounds else self.plan.at(t)
+        self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
+        self.observations = []
+        self._round = t
+        self.step.begin_round(t)
+
+    def accumulate(self, loss_of: LossOf, batch: Any, size: int) -> None:
+        """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing,
+        unless none ever could.
+
+        Args:
+            loss_of: the loss of one record, as a scalar.
+            batch: what it is given, stacked over the records: tensors [size, ...] in any nesting of tuples, lists and
+                dicts; whatever else the batch holds is the same for all of them.
+
+        Raises:
+            ConfigError: the batch cannot be split into records, or a parameter changed.
+        """
+        chunk = Chunk.of(loss_of, batch, size)
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        if self.step.mode is None:
+            self.step.decide(chunk)
+        numbers = self._clip.numbers(self.now.groups, self._device)
+        for found in self.step.add(chunk, numbers, self._sums):
+            self.fail(1, found) if isinstance(found, Exception) else self._note(found)
+
+    def fail(self, count: int, reason: Exception) -> None:
+        """Notes records that contribute nothing, because they could not even be fetched, or have no loss.
+
+        Raises:
+            ConfigError, or the reason: so many, and none ever contributed.
+        """
+        self._failed, self._reason_of_failure = self._failed + count, reason
+        if "failure" not in self._said:
+            self._said.add("failure")
+            said = f"{type(reason).__name__}: {words_of(reason)}"
+            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {said}")
+        if self._failed >= _ENOUGH and self._processes.alone:
+            self.finish()
+
+    def check_state(self) -> None:
+        """Looks, once a round that is checked, whether the step has kept something of the sample's records."""
+        self.step.check_state(self._round)
+
+    def finish(self) -> None:
+        """Ends the sample.
+
+        Raises:
+            ConfigError, or what the last record raised: more than one record has failed, and none ever contributed, in
+                no process.
+        """
+        self.check_state()
+        if not self._contributed:  # which all processes know alike
+            every = self._processes.gathered([self._succeeded, self._failed])
+            self._contributed = any(succeeded for succeeded, _ in every)
+            failed = sum(failed for _, failed in every)
+        if not self._contributed and failed > 1 and self._reason_of_failure is not None:
+            reason = self._reason_of_failure
+            if isinstance(reason, RecordError):
+                raise ConfigError(str(reason)) from reason
+            raise reason
+
+    def release(self, ledger: LedgerWriter | SharedLedger) -> dict[str, Tensor]:
+        """Writes the sum query events, and only then returns v̂ for each parameter, and each value by its key:
+        (Σ_i c_i v^i + α N(0, σ̃²)) / qn. Of several processes the first adds the noise, to the sum of all parts."""
+        for group in self.now.groups:
+            ledger.query(group.query())
+        ledger.commit()
+        names = [name for _, _, name in by_parameter(self.now.groups)]
+        released = {name: self._sums[name] if name in self._sums else self._zeros(name) for name in names}
+        self._sums = {}
+        self._processes.add_up(released)
+        if self._processes.first:
+            released = self._noised(released)
+        else:
+            kinds = {name: self._kind(name) for name in released}
+            released = {n: torch.empty(s.shape, device=kinds[n][0], dtype=kinds[n][1]) for n, s in released.items()}
+        self._processes.hand_out(released)
+        return released
+
+    def close(self) -> None:
+        """Drops the noise's key and what was drawn from it, so that they are nowhere."""
+        del self._correlated, self._whole
+
+    def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._whole:
+            return {name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, sums).items()}
+        add_noise(self.now.groups, sums, self._correlated, self.now.sampling.q * self.now.n)
+        return sums
+
+    def _numbers(self, parameters: Iterable[str]) -> int:
+        return sum(self._parameters[name].numel() for name in parameters)
+
+    def _kind(self, name: str) -> tuple[torch.device, torch.dtype]:
+        """Where and in what the sum of a parameter's gradients, or of a value, is computed."""
+        of = self._parameters.get(name, self._values)
+        return of.device, _summed(of.dtype)
+
+    def _zeros(self, name: str) -> Tensor:
+        shape = self._parameters[name].shape if name in self._parameters else (self._values.sizes[name],)
+        device, dtype = (torch.device("cpu"), torch.int64) if self._whole else self._kind(name)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def _note(self, found: dict[str, Tensor]) -> None:
+        size = len(found["loss"])
+        failed = int((~found["in_range"]).sum())
+        self._succeeded = self._succeeded or failed < size
+        if failed:
+            self.fail(failed, RecordError("an index or a label is out of range."))
+        if size > 1 and "finite" not in self._said and not bool(found["finite"].any()):
+            self._said.add("finite")
+            warnings.warn(
+                "no vector of a whole chunk of records is finite; they contribute nothing, and what is released is "
+                "noise."
+            )
+        if self.observe:
+            norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
+            self.observations.append({"loss": found["loss"], **norms})
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    """What sums of gradients of such a parameter are computed in."""
+    return torch.promote_types(torch.float32, dtype)

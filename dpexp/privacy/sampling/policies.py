@@ -1,0 +1,198 @@
+"""Sampling policies (paper, section 5)."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, ClassVar
+
+from dpexp.accounting.ledger import SamplingEvent, rate_in_part
+from dpexp.errors import ConfigError, positive, whole
+
+if TYPE_CHECKING:
+    from dpexp.privacy.noise.randomness import KeyStream
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """How samples are drawn. q is the rate at which a record enters a sample."""
+
+    q: float
+    name: ClassVar[str]
+    relies_on_n: ClassVar[bool] = True  # the training set must hold exactly n records
+    in_blocks: ClassVar[bool] = False  # all of a job's samples depend on one another
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.q, Real) or not 0 < self.q <= 1:
+            raise ConfigError(f"sampling.q={self.q!r} must lie in (0, 1].")
+
+    def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
+        """The event of one sample. `epoch` is the round in which the samples that it depends on began."""
+        return SamplingEvent(self.name, self.q, n)
+
+    @property
+    def rounds_per_epoch(self) -> float:
+        return 1 / self.q
+
+    def rounds(self, epochs: float) -> int:
+        """T = ⌈E/q⌉, where a quotient within rounding error of a whole number counts as that number."""
+        rounds = positive("sampling.epochs", epochs) * self.rounds_per_epoch
+        nearest = round(rounds)
+        return nearest if math.isclose(rounds, nearest, rel_tol=1e-9) else math.ceil(rounds)
+
+    def parted(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
+        """The records in parts, whose turn it is one after the other as long as a job runs: here, all in one."""
+        return [range(size)]
+
+    @abstractmethod
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        """Indices of the next sample from a part of that size, or of the next several that depend on each other."""
+
+
+@dataclass(frozen=True)
+class Poisson(Policy):
+    """Each record enters a sample independently with probability q (paper, section 5: i.i.d. samples)."""
+
+    name: ClassVar[str] = "poisson"
+    relies_on_n: ClassVar[bool] = False
+
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        return [_independent(self.q, size, stream)]
+
+
+@dataclass(frozen=True)
+class CyclicPoisson(Policy):
+    """Each record belongs to one of b `parts`, at random; round i samples part i mod b, each of its records
+    independently with probability q·b (Choquette-Choo et al. 2023, arXiv 2306.08153). So a record's rounds are at least
+    b apart."""
+
+    parts: int = 1
+    name: ClassVar[str] = "cyclic_poisson"
+    relies_on_n: ClassVar[bool] = False
+    in_blocks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rate_in_part(self.q, whole("sampling.parts", self.parts))
+
+    def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
+        return SamplingEvent(self.name, self.q, n, parts=self.parts, block=epoch)
+
+    def parted(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
+        if self.parts == 1:
+            return super().parted(size, stream)
+        part_of = stream.words(size) % self.parts
+        return [part_of.eq(part).nonzero().flatten().tolist() for part in range(self.parts)]
+
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        return [_independent(rate_in_part(self.q, self.parts), size, stream)]
+
+
+@dataclass(frozen=True)
+class TruncatedPoisson(Policy):
+    """As Poisson, but of a sample larger than `maximum` a random subset of that size is kept (arXiv 2508.15089).
+    A maximum of q·n plus six times its square root hardly ever binds."""
+
+    maximum: int
+    name: ClassVar[str] = "truncated_poisson"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("sampling.maximum", self.maximum)
+
+    def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
+        return SamplingEvent(self.name, self.q, n, maximum=self.maximum)
+
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        sample = _independent(self.q, size, stream)
+        kept = stream.permutation(len(sample))[: self.maximum]
+        return [[sample[k] for k in kept]]
+
+
+@dataclass(frozen=True)
+class FixedSize(Policy):
+    """A uniformly random subset of exactly q·n records, drawn anew each round."""
+
+    name: ClassVar[str] = "fixed_size"
+
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        return [stream.permutation(size)[: whole_batch(self.q, size)].tolist()]
+
+
+@dataclass(frozen=True)
+class Shuffle(Policy):
+    """Each epoch the records are shuffled and dealt out in disjoint batches of q·n; a remainder sits the epoch out."""
+
+    name: ClassVar[str] = "shuffle"
+
+    def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
+        return SamplingEvent(self.name, self.q, n, epoch=epoch)
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return math.floor(1 / self.q + 1e-9)
+
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        order = stream.permutation(size)
+        batch = whole_batch(self.q, size)
+        return [order[k * batch : (k + 1) * batch].tolist() for k in range(self.rounds_per_epoch)]
+
+
+@dataclass(frozen=True)
+class All(Policy):
+    """Every record, every round."""
+
+    q: float = 1.0
+    name: ClassVar[str] = "all"
+    relies_on_n: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.q != 1:
+            raise ConfigError(f"sampling.q={self.q} must be 1 for sampling=all.")
+
+    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        return [list(range(size))]
+
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Poisson, TruncatedPoisson, FixedSize, Shuffle, All, CyclicPoisson)
+}
+
+
+def make_policy(
+    name: str, q: float, n: int, maximum: int | None = None, examples: float = 1.0, parts: int | None = None
+) -> Policy:
+    """`examples`: of a record, on average."""
+    if name not in POLICIES:
+        raise ConfigError(f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}.")
+    if (maximum is None) == (name == "truncated_poisson"):
+        raise ConfigError(f"sampling.maximum={maximum}: sampling=truncated_poisson needs it, and no other takes it.")
+    if parts is not None and name != "cyclic_poisson":
+        raise ConfigError(f"sampling.parts={parts} is of sampling=cyclic_poisson alone.")
+    if maximum is not None:
+        return TruncatedPoisson(q, maximum)
+    if parts is not None:
+        return CyclicPoisson(q, parts)
+    policy = POLICIES[name](q)
+    if isinstance(policy, FixedSize | Shuffle):
+        whole_batch(q, n, examples)
+    return policy
+
+
+def whole_batch(q: float, n: int, examples: float = 1.0) -> int:
+    """q·n, which must be a whole number of records."""
+    batch = round(q * n)
+    if batch < 1 or not math.isclose(batch, q * n, rel_tol=1e-9):
+        raise ConfigError(
+            f"sampling.q={q}: q·n = {q * n:.6g} must be a whole number of records; "
+            f"sampling.expected_batch_size={max(1, batch) * examples:.12g} is the nearest."
+        )
+    return batch
+
+
+def _independent(q: float, size: int, stream: "KeyStream") -> list[int]:
+    """Each index with probability q, or less by under 2^-63."""
+    if q == 1:
+        return list(range(size))
+    return stream.words(size).lt(int(q * 2**63)).nonzero().flatten().tolist()

@@ -1,0 +1,272 @@
+"""Whose data a record is: one example's, a unit's of k examples, or a user's (McMahan et al. 2018, section 1: "a record
+might be a single example, or all of a user's").
+
+Everything else is about records: they are sampled, a record's vector is clipped to S, n counts them, and neighbours
+differ in one of them. A record's examples are collated as one batch, which is what `training_step` sees, so that its
+mean loss gives the mean v = (1/m) Σ ∇ℓ of the record's m gradients, clipped once.
+
+What is claimed of units, and of one example of theirs, is in docs/records.md, as is local training, by which a user's
+vector may be found (`Local`).
+
+Imports nothing slow.
+"""
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dpexp.accounting.ledger.events import unit
+from dpexp.errors import ConfigError, exactly_one, positive, whole
+
+if TYPE_CHECKING:
+    from dpexp.privacy.noise.randomness import KeyStream
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record is what the data set gives for an index: an example."""
+
+    kind: str = field(default="example", init=False)
+
+    @property
+    def local(self) -> "Local | None":
+        return None
+
+    @property
+    def largest(self) -> int:
+        """How many examples it may have."""
+        return 1
+
+    @property
+    def counted_by(self) -> str:
+        """The key of the published number of records."""
+        return "data.n"
+
+    def count(self, n: int, users: int | None = None) -> int:
+        """The published number of records, of n examples of so many users."""
+        return n
+
+    def units(self, dataset: Any) -> "Units | None":
+        """None: the data set gives records as they are."""
+        return None
+
+    def told(self) -> dict[str, Any] | None:
+        """As in a ledger's header, which says nothing of examples."""
+        return None if self.kind == "example" else asdict(self)
+
+    def __str__(self) -> str:
+        return unit(self.told())
+
+    @property
+    def plural(self) -> str:
+        one, *rest = str(self).split()
+        return " ".join([f"{one}s", *rest])
+
+
+@dataclass(frozen=True)
+class Microbatch(Record):
+    """Record i is the examples [ik, (i+1)k), by position."""
+
+    k: int = 1
+    kind: str = field(default="microbatch", init=False)
+
+    def __post_init__(self) -> None:
+        whole("record.k", self.k)
+
+    @property
+    def largest(self) -> int:
+        return self.k
+
+    @property
+    def counted_by(self) -> str:
+        return "data.n/record.k"
+
+    def count(self, n: int, users: int | None = None) -> int:
+        return math.ceil(n / self.k)
+
+    def units(self, dataset: Any) -> "Units":
+        n, k = len(dataset), self.k
+        return Units([range(start, min(start + k, n)) for start in range(0, n, k)])
+
+
+@dataclass(frozen=True)
+class Local:
+    """How a user's vector is found by training (see `dpexp.privacy.gradients.local_training`).
+
+    Attributes:
+        lr: of the user's SGD.
+        steps: how many it takes, or epochs: how often it goes through the user's examples.
+        batch_size: examples of a step, in the order in which the record has them, the last of an epoch fewer; None:
+            all.
+    """
+
+    lr: float
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("record.local.lr", self.lr)
+        exactly_one("record.local", steps=self.steps, epochs=self.epochs)
+        for name in ("steps", "epochs", "batch_size"):
+            if getattr(self, name) is not None:
+                whole(f"record.local.{name}", getattr(self, name))
+
+    def batches(self, m: int) -> list[range]:
+        """The rows of each step's batch, of m."""
+        size = min(self.batch_size or m, m)
+        epoch = [range(start, min(start + size, m)) for start in range(0, m, size)]
+        steps = self.steps if self.steps is not None else (self.epochs or 0) * len(epoch)
+        return [epoch[step % len(epoch)] for step in range(steps)]
+
+
+@dataclass(frozen=True)
+class User(Record):
+    """A record is what one user has.
+
+    Attributes:
+        most: examples of a user that take part in a round, at most; of more, a random part.
+        by: attribute of the training data set that has the user of each example; None: the data set gives for an index
+            a list of one user's examples.
+        local: how its vector is found by training; None: it is the mean gradient.
+    """
+
+    most: int = 1
+    by: str | None = None
+    local: Local | None = None  # type: ignore[assignment]
+    kind: str = field(default="user", init=False)
+
+    def __post_init__(self) -> None:
+        whole("record.most", self.most)
+
+    @property
+    def largest(self) -> int:
+        return self.most
+
+    @property
+    def counted_by(self) -> str:
+        return "data.users" if self.by is not None else "data.n"
+
+    def count(self, n: int, users: int | None = None) -> int:
+        if self.by is not None and users is None:
+            raise ConfigError(
+                "record=user counts users: give data.users, their published number, or record.by=null for a data set "
+                "of which each index is a user."
+            )
+        return n if users is None else whole("data.users", users)
+
+    def units(self, dataset: Any) -> "Units":
+        if self.by is None:
+            from torch.utils.data import TensorDataset  # slow, and of no use before there are data
+
+            if isinstance(dataset, TensorDataset):
+                raise ConfigError(
+                    f"{_OF_LISTS}; a TensorDataset has tensors. Name with record.by its attribute that has the user of "
+                    "each example."
+                )
+            return _Lists([()] * len(dataset), self.most, self.local is not None)
+        user_of: Any = getattr(dataset, self.by, None)
+        listed = hasattr(user_of, "__len__") and hasattr(user_of, "__getitem__") and not isinstance(user_of, Mapping)
+        if not listed or len(user_of) != len(dataset) or not all(map(_is_number, user_of)):
+            has = f"none on its {type(dataset).__name__}" if user_of is None else f"a {type(user_of).__name__}"
+            raise ConfigError(
+                f"record.by={self.by} must be an attribute of the training data set that has the user of each of its "
+                f"examples, a list of as many whole numbers; there is {has}."
+            )
+        examples: dict[int, list[int]] = defaultdict(list)
+        for position, user in enumerate(user_of):
+            examples[int(user)].append(position)
+        return Units([*examples.values()], self.most, self.local is not None)
+
+
+class Units:
+    """The records of a data set, by number, with what says which examples each has: their positions.
+
+    Args:
+        most: examples of a record that take part in a round, of more a random part; None: all.
+        in_random_order: for every round another.
+    """
+
+    def __init__(self, of: Sequence[Sequence[int]], most: int | None = None, in_random_order: bool = False) -> None:
+        self._of, self._most, self._shuffled = of, most, in_random_order
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def draw(self, i: int, stream: "KeyStream") -> Any:
+        """What record i contributes in a round: an index of `examples`."""
+        return [self._of[i][k] for k in self._chosen(len(self._of[i]), stream)]
+
+    def _chosen(self, m: int, stream: "KeyStream") -> Sequence[int]:
+        """Which of m examples take part, in which order."""
+        if self._shuffled or (self._most is not None and m > self._most):
+            return stream.permutation(m)[: self._most].tolist()
+        return range(m)
+
+    def size(self, drawn: Any) -> int:
+        """How many examples that is, as far as is known."""
+        return len(drawn)
+
+    def examples(self, dataset: Any, drawn: Any) -> list[Any]:
+        """The examples themselves, which a record's collation is given."""
+        return [dataset[position] for position in drawn]
+
+
+class _Lists(Units):
+    """Records that the data set gives as lists of examples: how many is known when a list is there, so that a key is
+    drawn of which the choice follows."""
+
+    def draw(self, i: int, stream: "KeyStream") -> Any:
+        return i, stream.words(8).numpy().tobytes()[:32]
+
+    def size(self, drawn: Any) -> int:
+        return int(self._most or 1)
+
+    def examples(self, dataset: Any, drawn: Any) -> list[Any]:
+        from dpexp.privacy.noise.randomness import KeyStream
+
+        i, key = drawn
+        examples = dataset[i]
+        if not isinstance(examples, list | tuple):
+            raise ConfigError(f"{_OF_LISTS}; it has a {type(examples).__name__}.")
+        return [examples[k] for k in self._chosen(len(examples), KeyStream(key))]
+
+
+_OF_LISTS = "record.by=null takes a data set that has for each index a list of a user's examples"
+
+
+def make_record(
+    kind: str = "example",
+    k: int | None = None,
+    most: int | None = None,
+    by: str | None = None,
+    local: Mapping[str, Any] | None = None,
+) -> Record:
+    """What a record is, as a configuration says it."""
+    given = {"k": k, "most": most, "by": by, "local": local}
+    takes = {"example": (), "microbatch": ("k",), "user": ("most", "by", "local")}
+    if kind not in takes:
+        raise ConfigError(f"record.kind={kind} is unknown; known: {', '.join(takes)}.")
+    for key, value in given.items():
+        if value is not None and key not in takes[kind]:
+            raise ConfigError(f"record.{key}={value} is not for record={kind}, which takes {takes[kind] or 'nothing'}.")
+    if kind == "microbatch":
+        return Microbatch(k)  # type: ignore[arg-type]
+    if kind == "example":
+        return Record()
+    try:
+        return User(most, by, None if local is None else Local(**local))  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(
+            f"record.local={dict(local or {})} must give lr, and steps or epochs, and may give batch_size ({error})."
+        ) from error
+
+
+def _is_number(user: Any) -> bool:
+    try:
+        return operator.index(user) == user
+    except TypeError:
+        return False

@@ -1,0 +1,99 @@
+"""What a membership attacker got beside what a claim allows, drawn."""
+
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.special import ndtr, ndtri
+
+from dpexp.accounting.auditing import Audit
+from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.membership_inference import Membership
+from dpexp.accounting.tradeoff import type_two_errors
+from dpexp.reporting.wording import up
+
+_LEAST = 1e-3  # of the errors drawn on a logarithmic scale
+
+
+def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
+    """Left the claimed trade-off curve with the attacker's points; right, for each δ, the claimed ε and lower bounds.
+
+    If the claim is true, the points lie above the curve, or by chance in the grey band.
+    """
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
+    _errors(left, audit, ledger, accountant)
+    places = np.arange(len(audit.bounds))
+    for k, (label, values, color) in enumerate((
+        ("claimed", [b.claimed for b in audit.bounds], "C0"),
+        ("at least, if canaries are independent", [b.if_independent for b in audit.bounds], "C1"),
+        ("at least", [b.found for b in audit.bounds], "C3"),
+    )):  # fmt: skip
+        bars = right.bar(places + (k - 1) * 0.28, values, 0.26, color=color, alpha=0.8, label=label)
+        right.bar_label(bars, [f"{value:.2g}" if value else "0" for value in values], fontsize="x-small")
+    right.set_xticks(places, [f"{bound.delta:g}" for bound in audit.bounds])
+    right.set(xlabel="δ", ylabel=f"ε, bounds together at {100 * audit.confidence:g}%")
+    right.legend(fontsize="small")
+    figure.suptitle(
+        f"{audit.canaries} canaries, of which {audit.included} were included; "
+        f"{audit.right / audit.canaries:.1%} guessed right. "
+        f"μ claimed {audit.mu_claimed:.3g}, found {audit.mu_found:.3g} ± {audit.mu_error:.2g}"
+        + (": the claim is refuted" if audit.exceeded else ""),
+        fontsize="small",
+    )  # fmt: skip
+    return figure
+
+
+def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
+    alpha = np.concatenate([np.geomspace(_LEAST / 2, 0.02, 60), np.linspace(0.02, 1, 200)])
+    curve = type_two_errors(ledger, alpha.tolist(), accountant)
+    counts = audit.canaries / 2
+    off = 2.6 * np.sqrt(np.maximum(curve * (1 - curve), 1 / counts) / counts)
+    axes.fill_between(alpha, curve - off, curve, color="lightgrey", label="chance")
+    axes.plot(alpha, curve, color="C0", label=f"claimed: no attacker below (by {accountant})")
+    if math.isfinite(audit.mu_found):
+        axes.plot(alpha, ndtr(ndtri(1 - alpha) - audit.mu_found), color="C1", linestyle="--", linewidth=1,
+                  label=f"Gaussian with the μ found, {audit.mu_found:.3g}")  # fmt: skip
+    axes.plot(*audit.errors.T, ".", color="C3", markersize=4, label="the attacker, by threshold")
+    axes.plot(alpha, 1 - alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
+    axes.set(xlabel="type I error: taken for included, and was not", ylabel="type II error: was included, and missed",
+             xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
+    axes.legend(fontsize="small", loc="upper right")
+    axes.grid(alpha=0.3)
+
+
+def membership_figure(found: Membership, ledger: Ledger | None, accountant: str = "pld") -> Figure:
+    """The attacker's true positive rate against its false positive rate, and above which curve none comes: left as it
+    is, right on logarithmic scales, which show who is found for sure. Chance may bring the attacker into the grey band.
+    """
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes in (left, right):
+        _rates(axes, found, ledger, accountant)
+    left.set_ylim(-0.03, 1.03)
+    right.set(xscale="log", yscale="log", xlim=(_LEAST, 1), ylim=(_LEAST, 1.1))
+    left.legend(fontsize="small", loc="lower right")
+    low, high = found.interval
+    allowed = "" if ledger is None else f", {up(100 * found.share_allowed, 4)}% allowed"
+    figure.suptitle(
+        f"{found.coins} coins of mislabelled records; {found.right / found.coins:.1%} guessed right "
+        f"({low:.1%} to {high:.1%}{allowed})" + (": the claim is refuted" if found.exceeded else ""),
+        fontsize="small",
+    )  # fmt: skip
+    return figure
+
+
+def _rates(axes: Axes, found: Membership, ledger: Ledger | None, accountant: str) -> None:
+    alpha = np.concatenate([np.geomspace(_LEAST, 0.02, 40), np.linspace(0.02, 1, 150)])
+    if ledger is not None:
+        most = 1 - type_two_errors(ledger, alpha.tolist(), accountant)
+        counts = found.coins / 2
+        off = 2.6 * np.sqrt(np.maximum(most * (1 - most), 1 / counts) / counts)
+        axes.fill_between(alpha, most, most + off, color="lightgrey", label="chance")
+        axes.plot(alpha, most, color="C0", label=f"claimed: no attacker above (by {accountant})")
+    axes.plot(found.errors[:, 0], 1 - found.errors[:, 1], ".", color="C3", markersize=4,
+              label="the attacker, by threshold")  # fmt: skip
+    axes.plot(alpha, alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
+    axes.set(xlabel="FPR: taken for included, and was not", ylabel="TPR: was included, and found")
+    axes.grid(alpha=0.3)

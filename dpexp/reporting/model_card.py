@@ -1,0 +1,126 @@
+"""A model card: what a model was trained on, what it may cost those whose data that was, and how to use it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dpexp.accounting.risk import FALSE_POSITIVES
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.reporting.terminal import before_training, neighbours
+from dpexp.reporting.wording import found, gaussian, up
+
+_NOT_COVERED = """\
+- choosing this model by looking at several private runs, each of which has its own ε;
+- the test set, which is taken as public, and `data.n` and normalisation constants, which must be published facts;
+- whatever the training code itself writes to files or to the network."""
+
+
+_BEGUN = (
+    "Its training began from weights of another on the same records, at {spent}: that is spent besides, and the sum "
+    "bounds both."
+)
+
+
+def card(
+    names: Mapping[str, str],
+    result: Mapping[str, Any],
+    plan: PrivacyPlan | None,
+    load: str,
+    lost: Sequence[str] = (),
+    before: Sequence[str] = (),
+) -> str:
+    """Markdown.
+
+    Args:
+        names: which `data` and `model` were chosen; `schedule`: in words, if there is one.
+        result: as in `result.json`.
+        plan: None for a model that was trained without privacy.
+        load: the argument of `dpexp.load`.
+        lost: names of state that is not kept.
+        before: what trainings on the same records have spent from whose weights this one began.
+    """
+    lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
+    if "test_accuracy" in result.get("metrics", {}):  # the line that MLflow shows without a click
+        lines += [f"**Test accuracy {_measured('accuracy', result['metrics']['test_accuracy'])}**  "]
+    if plan is None:
+        lines += ["**Not private**: trained without noise, as the twin to compare private models with.", ""]
+    elif not result["private"]:
+        lines += ["**Not private**: the noise seed is known, or private statistics were shown.", ""]
+    elif "epsilon" in result:
+        adjacency, most = neighbours(plan.adjacency, str(plan.record)), next(iter(result["epsilon"].values()))
+        lines += [f"**ε = {up(most, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.", ""]
+    metrics = result.get("metrics", {})
+    if metrics:
+        lines += ["| measured on the test set | |", "|---|---|"]
+        lines += [f"| {name} | {_measured(name, metrics[name])} |" for name in sorted(metrics)]
+        lines.append("")
+    if plan is not None and "epsilon" in result:
+        lines += _guarantee(names, result, plan)
+        lines += [f"{_BEGUN.format(spent=one)}\n" for one in before]
+    if lost:
+        lines += [f"**Not kept**: {', '.join(lost)}, which are no tensors; a model made again begins anew there.", ""]
+    lines += [
+        "## Use", "", "```python", "import dpexp", "", f'model = dpexp.load("{load}")', "```", "", "```sh",
+        f"python -m dpexp evaluate {load}", f"python -m dpexp predict {load} data=inputs.npy", "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
+    adjacency = neighbours(plan.adjacency, str(plan.record))
+    lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {up(result['delta'], 4)} and", ""]
+    lines += ["| accountant | ε |", "|---|---|"]
+    lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
+    lines.append("")
+    risk = result["risk"]
+    lines += [f"No test for whether a {plan.record} was among the data does better than this:", ""]
+    lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
+    lines += [
+        f"| 1 in {1 / fpr:.0f} of those who were not there | {found(risk, fpr)} of those who were |"
+        for fpr in FALSE_POSITIVES
+    ]
+    lines += ["", f"Its advantage, TPR - FPR, is at most {up(risk['advantage'], 4)}, however often it is wrong."]
+    if "mu" in risk:
+        lines.append(f"As {gaussian(risk)}.")
+    lines.append("")
+    happened = [plan.at(start) for start, _ in plan.schedule.stretches(max(1, result["rounds"]))]
+    q = _range((now.sampling.q for now in happened), 5)
+    schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
+    lines += [
+        f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
+        f"{plan.record.plural}; "
+        + ("exact noise, " if plan.exact else "")
+        + _correlated(plan)
+        + (f"clip {plan.clip}, " if plan.clip else "")
+        + f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}"
+        f"{schedule}.", "",
+        "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for group in plan.groups:
+        named = [one for now in happened for one in now.groups if one.name == group.name]
+        S, sigma = _range(one.S for one in named or [group]), _range(one.sigma for one in named or [group])
+        lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
+    for event in plan.preparations:
+        lines += ["", f"Before the first round: {before_training(event, plan, result['delta'])}."]
+    lines += [
+        "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",
+        _NOT_COVERED, "",
+    ]  # fmt: skip
+    return lines
+
+
+def _measured(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def _correlated(plan: PrivacyPlan) -> str:
+    if len(plan.bands) == 1:
+        return ""
+    shown = ", ".join(f"{c:.4g}" for c in plan.bands[:8]) + (", …" if len(plan.bands) > 8 else "")
+    return f"noise correlated over b = {len(plan.bands)} rounds, c = ({shown}), "
+
+
+def _range(values: Iterable[float], digits: int = 4) -> str:
+    """From the least to the most of what a schedule may vary."""
+    ordered = sorted(values)
+    low, high = (f"{value:.{digits}g}" for value in (ordered[0], ordered[-1]))
+    return low if low == high else f"{low} – {high}"

@@ -1,0 +1,211 @@
+"""The run above a sweep's trials."""
+
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from mlflow.entities import Param, Run, ViewType
+from omegaconf import DictConfig
+from pandas import DataFrame
+
+from dpexp.accounting.ledger import Ledger, ledger_so_far
+from dpexp.errors import ConfigError
+from dpexp.reporting.comparisons import configurations, finished, held, targets, trained
+from dpexp.reporting.panels import NotDrawn
+from dpexp.reporting.sweep_figures import against, compared, frontier, needed, numbers_swept, progress
+from dpexp.tracking.client import OUTPUT, address, end_dead_runs, open_store, send_unsent, show_columns
+from dpexp.tracking.provenance import HOST, PATCH, PATCH_RESUMED, origin, origin_resumed, write_patch
+from dpexp.tracking.read import downloaded_run, trials
+from dpexp.tracking.run import NAME, PARENT, params
+from dpexp.tracking.sweep_keys import unswept
+
+MOST = 10_000  # trials of a sweep
+_MOST = 6  # configurations in a figure of their progress
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Ledgers by run id; names of runs whose ledger is not at hand; names of runs whose guarantee does not hold."""
+
+    ledgers: dict[str, Ledger]
+    missing: list[str]
+    exposed: list[str]
+
+
+class Parent:
+    """A sweep's parent run: found again if the same sweep has been started before."""
+
+    def __init__(self, cfg: DictConfig, name: str, key: str, facts: dict[str, Any]) -> None:
+        self._uri = cfg.tracking.uri
+        self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
+        end_dead_runs(self._client, self._experiment)
+        send_unsent(self._client, self._uri, Path(cfg.tracking.unsent))
+        found = self._earlier(key) if cfg.tracking.resume else None
+        self.resumed = found is not None
+        if found is not None and found.info.status == "RUNNING":
+            tags = found.data.tags
+            if tags.get("dpexp.host") == HOST and tags.get("dpexp.pid") != str(os.getpid()):
+                raise ConfigError(
+                    f"this sweep is being run by process {tags.get('dpexp.pid')}; wait for it, or start another with "
+                    "tracking.resume=false."
+                )
+        if found is None:
+            found = self._client.create_run(
+                self._experiment, run_name=name[:NAME], tags={"dpexp.sweep": key} | origin()
+            )
+            self._describe(found.info.run_id, cfg)
+        self._log_patch(found.info.run_id, PATCH_RESUMED if self.resumed else PATCH)
+        self.run_id: str = found.info.run_id
+        self.facts = facts | self._remembered() if self.resumed else facts
+        self._client.update_run(self.run_id, "RUNNING")
+        now = origin_resumed() if self.resumed else {"dpexp.pid": str(os.getpid())}
+        for tag, value in now.items():
+            self._client.set_tag(self.run_id, tag, value)
+        show_columns(self._client, self._experiment)
+        os.environ[PARENT] = self.run_id
+
+    def _describe(self, run_id: str, cfg: DictConfig) -> None:
+        """The parameters that all trials have in common."""
+        common = [Param(key, value) for key, value in params(unswept(cfg)).items()]
+        for start in range(0, len(common), 100):  # MLflow's limit
+            self._client.log_batch(run_id, params=common[start : start + 100])
+
+    def _log_patch(self, run_id: str, name: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            patch = write_patch(Path(folder), name)
+            if patch is not None:
+                self._client.log_artifact(run_id, str(patch))
+
+    def _earlier(self, key: str) -> Run | None:
+        found = self._client.search_runs(
+            [self._experiment], f"tags.`dpexp.sweep` = '{key}'", order_by=["attributes.start_time DESC"], max_results=1
+        )
+        return found[0] if found else None
+
+    def _remembered(self) -> dict[str, Any]:
+        if not any(artifact.path == "facts.json" for artifact in self._client.list_artifacts(self.run_id)):
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            return json.loads(Path(self._client.download_artifacts(self.run_id, "facts.json", folder)).read_text())
+
+    def remember(self, facts: dict[str, Any]) -> None:
+        """Keeps facts for the next start of the same sweep."""
+        self.facts |= facts
+        self._client.log_text(self.run_id, json.dumps(self.facts), "facts.json")
+
+    def trials(self) -> DataFrame:
+        """The trials, each once: of those started several times, the one that finished, else the last."""
+        end_dead_runs(self._client, self._experiment)
+        frame = trials(self._uri, [self.run_id])
+        if frame.empty:
+            return frame
+        order = frame.assign(done=frame["status"] == "FINISHED").sort_values(["done", "start"])
+        return order.drop_duplicates("trial", keep="last").drop(columns=["done"])
+
+    def spent(self) -> Spent:
+        """What every private trial that ever began to train has cost, those that failed, were killed, were run again or
+        were deleted from the list included."""
+        ledgers, missing, exposed = {}, [], []
+        children = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
+        for run in self._client.search_runs([self._experiment], children, ViewType.ALL, MOST):
+            folder, private = run.data.tags.get(OUTPUT), run.data.tags.get("dpexp.private", "")
+            trained = run.data.params.get("train", "True") == "True"
+            if folder is None or not trained or private.startswith("no: trained without"):
+                continue
+            name = run.info.run_name or run.info.run_id
+            try:
+                ledgers[run.info.run_id] = self._ledger(run.info.run_id, Path(folder))
+            except ConfigError:
+                began = "epsilon" in run.data.metrics or run.info.status == "FINISHED"
+                if began or not Path(folder).is_dir():
+                    missing.append(name)
+                continue
+            if private != "yes":
+                exposed.append(name)
+        return Spent(ledgers, missing, exposed)
+
+    def _ledger(self, run_id: str, output: Path) -> Ledger:
+        if (output / "ledger.jsonl").exists():
+            return ledger_so_far(output / "ledger.jsonl")
+        with downloaded_run(self._uri, run_id) as folder:
+            return ledger_so_far(folder / "ledger.jsonl")
+
+    def conclude(self, frame: DataFrame, metrics: dict[str, float], note: str, status: str, output: Path) -> None:
+        """Logs the trials' table and figure, what choosing among them costs, and the parent's own end."""
+        earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
+        for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # what holds no more is withdrawn
+            self._client.log_metric(self.run_id, key, value)
+        drawn, omitted = self._figures(frame) if not frame.empty else ({}, [])
+        self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
+        if not frame.empty:
+            text = io.StringIO()
+            frame.to_csv(text, index=False)
+            self._client.log_text(self.run_id, text.getvalue(), "trials.csv")
+            shown = frame.astype(object).where(frame.notna(), None)
+            if any(artifact.path == "trials.json" for artifact in self._client.list_artifacts(self.run_id)):
+                table = shown.to_json(orient="split", index=False)  # log_table would add to the one that is there
+                self._client.log_text(self.run_id, table, "trials.json")
+            else:
+                self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
+            for name, figure in drawn.items():
+                output.mkdir(parents=True, exist_ok=True)
+                figure.savefig(output / name, dpi=150)
+                self._client.log_artifact(self.run_id, str(output / name))
+        self._client.set_terminated(self.run_id, status)
+        os.environ.pop(PARENT, None)
+
+    def _figures(self, frame: DataFrame) -> tuple[dict[str, Figure], list[str]]:
+        """The figures by the name of their file; and why others are not drawn."""
+        runs = trained(frame)
+        draw: dict[str, Callable[[], Figure]] = {}
+        if runs["level"].nunique() > 1:
+            draw["frontier.png"] = lambda: frontier(frame)
+        elif len(runs):
+            draw["accuracy.png"] = lambda: compared(frame)
+        swept = numbers_swept(frame)
+        ends = [key.rpartition(".")[2] for key in swept]
+        for key, end in zip(swept, ends, strict=True):
+            draw[f"{end if ends.count(end) == 1 else key}.png"] = partial(against, frame, key)
+        if targets(finished(frame)).nunique() > 1:
+            draw["needed.png"] = lambda: needed(frame)
+        drawn, omitted = {}, []
+        for name, figure in draw.items():
+            try:
+                drawn[name] = figure()
+            except NotDrawn as why:
+                omitted.append(f"{name} is not drawn. {why}")
+        return drawn | self._progress(runs), omitted
+
+    def _progress(self, runs: DataFrame) -> dict[str, Figure]:
+        """The trainings of the configurations with the highest mean accuracy."""
+        points, _ = configurations(runs)
+        best = points.sort_values("accuracy", ascending=False).head(_MOST)
+        histories = {row["label"]: [*map(self._history, row["run_ids"])] for row in best.to_dict("records")}
+        if not any(len(history) > 2 for trainings in histories.values() for history in trainings):
+            return {}
+        some = f"The {len(best)} best of {len(points)} configurations." if len(best) < len(points) else ""
+        return {"progress.png": progress(histories, held(runs), some)}
+
+    def _history(self, run_id: str) -> list[tuple[float, float]]:
+        """(ε, test accuracy) at each evaluation during training."""
+        spent = {point.step: point.value for point in self._client.get_metric_history(run_id, "epsilon")}
+        scores = self._client.get_metric_history(run_id, "test_accuracy")
+        return sorted({(spent[point.step], point.value) for point in scores if point.step in spent})
+
+    def withdraw(self) -> None:
+        """Of a sweep that was refused before it had a trial."""
+        self._client.set_terminated(self.run_id, "FAILED")
+        self._client.delete_run(self.run_id)
+        os.environ.pop(PARENT, None)
+
+    @property
+    def address(self) -> str:
+        return address(self._uri, self._experiment)
