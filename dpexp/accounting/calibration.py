@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-
-from scipy.optimize import brentq
+from typing import TYPE_CHECKING
 
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.risk import Epsilon, Target
 from dpexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpexp.accounting.risk import Target
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Calibration:
 def solve(
     knob: str,
     ledger_at: Callable[[float], Ledger],
-    target: Target,
+    target: "Target",
     accountant: str = "pld",
     *,
     start: float,
@@ -83,6 +84,8 @@ def solve(
     Raises:
         ConfigError: the target makes no sense, or no value reaches it; says the best cost reachable.
     """
+    from dpexp.accounting.risk import Epsilon  # slow to import
+
     target.check(accountant)
     facts = KNOBS[knob]
     low, high = math.log(max(facts.lowest, lowest or 0)), math.log(facts.highest)
@@ -166,6 +169,8 @@ class _Search:
             return math.log(min(max(cost / aim, 1e-6), 1e6))
 
         with suppress(_Enough):
+            from scipy.optimize import brentq  # slow to import
+
             brentq(excess, one, other, xtol=1e-13)
         return self._best()
 

@@ -38,9 +38,10 @@ from dpexp.tracking.client import (
     show_columns,
 )
 from dpexp.tracking.data_budget import reserved, tags_of
-from dpexp.tracking.job_folder import BEGUN, PROMISED, RUN, alone, reopened
+from dpexp.tracking.job_folder import BEGUN, PROMISED, RUN, alone
 from dpexp.tracking.provenance import HOST, PATCH_RESUMED, origin, without_passwords, write_patch
 from dpexp.tracking.registered_model import check_name, description
+from dpexp.tracking.resumed_run import reopened
 from dpexp.tracking.run_costs import RELEASED
 from dpexp.tracking.sweep_keys import swept_keys
 
