@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp.commands import trial
 from dpexp.commands.validate import refuse_taken
 from dpexp.errors import ConfigError
-from dpexp.reporting.comparisons import best_of_trials as _best
 
 
 class SweepCallback(Callback):
@@ -98,6 +97,7 @@ class Sweep:
     def conclude(self, interrupted: bool, broken: bool) -> None:
         from dpexp.commands.selection import cost
         from dpexp.reporting import terminal
+        from dpexp.reporting.comparisons import best_of_trials
 
         frame = self.parent.trials()
         if broken and frame.empty and not self.parent.resumed:
@@ -105,7 +105,7 @@ class Sweep:
             return
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
         costs, sentence = cost(frame, self.parent.spent(), self.parent.facts)
-        best = None if frame.empty else _best(frame)
+        best = None if frame.empty else best_of_trials(frame)
         note = _note(frame, failed, best, costs, sentence)
         status = "KILLED" if interrupted else "FAILED" if len(failed) or broken else "FINISHED"
         metrics = {f"selection/{key}": value for key, value in costs.items()}
