@@ -23,7 +23,7 @@ from scipy.stats import norm
 from truncated_grid import theirs as truncated
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, QueryEvent, Round, SamplingEvent, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.releases import ACCOUNTANTS, CLAIMS
 
 POINTS, WITHIN = 300, 0.01
@@ -166,7 +166,7 @@ def ledger_of(policy: str, adjacency: str, facts: tuple[float, float, int, int, 
     z, q, rounds, n, maximum, parts = facts
     queries = (SumQueryEvent("all", 1.0, z),)
     if policy == "laplace":
-        query = QueryEvent("counts", "laplace", 1.0, 2.0, z)
+        query = OneTimeQueryEvent("counts", "laplace", 1.0, 2.0, z)
         return Ledger(adjacency, {Round(SamplingEvent("all", 1.0, n), (query,)): rounds})
     if policy == "shuffle":
         batches, found = round(1 / q), {}

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dpexp
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import cnn
@@ -112,7 +112,7 @@ def main() -> None:
         steps=ROUNDS,
         epsilon=EPSILON,
         delta=DELTA,
-        bound=Fixed(BOUND),
+        bound=FixedClipNorm(BOUND),
     )
     print(f"z = {plan.noise_multiplier:.4f}, q = {plan.sampling.q:.4f}, T = {plan.rounds}, δ = {DELTA:g}")
 

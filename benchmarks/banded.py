@@ -26,7 +26,7 @@ from torch import nn
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.noise.correlated import Banded, candidates, error
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Mnist
 from dpexp.training.models import cnn
@@ -67,7 +67,8 @@ def trained(root: str, noise: str | Banded, epsilon: float, rate: float, seed: i
     )
     torch.seed()  # samples and noise do not follow from the seed
     plan = dpexp.make_plan(
-        module, n=60_000, expected_batch_size=BATCH, epochs=EPOCHS, epsilon=epsilon, delta=DELTA, bound=Fixed(0.1),
+        module, n=60_000, expected_batch_size=BATCH, epochs=EPOCHS, epsilon=epsilon, delta=DELTA,
+        bound=FixedClipNorm(0.1),
         noise=noise, sampling="cyclic_poisson" if isinstance(noise, Banded) else "poisson",
     )  # fmt: skip
     data = Mnist(root)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 
 N, D, RARE, APART = 20_000, 10, 0.05, 1.4
@@ -63,7 +63,7 @@ def trained(kind, seed):
     callbacks = []
     if kind != "not private":
         plan = dpexp.make_plan(
-            module, n=N, expected_batch_size=BATCH, steps=ROUNDS, epsilon=EPSILON, delta=1e-5, bound=Fixed(S)
+            module, n=N, expected_batch_size=BATCH, steps=ROUNDS, epsilon=EPSILON, delta=1e-5, bound=FixedClipNorm(S)
         )
         callbacks = [dpexp.PrivacyCallback(plan, Path(tempfile.mkdtemp()) / "ledger.jsonl", physical_batch=1000)]
     trainer = pl.Trainer(

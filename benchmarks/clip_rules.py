@@ -18,7 +18,7 @@ import torch
 
 import dpexp
 from dpexp.accounting.ledger import Ledger, read_ledger
-from dpexp.privacy.plan.clipping import Abadi, Automatic, Clip, Global, Psac, in_words
+from dpexp.privacy.plan.clipping import Abadi, Automatic, ClipRule, Global, Psac, in_words
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import cnn
@@ -28,7 +28,7 @@ RULES = (Abadi(), Automatic(), Psac(), Global(8.0), Global(16.0))
 RATES = (0.05, 0.1, 0.2, 0.4)
 
 
-def trained(clip: Clip, rate: float, seed: int, **noise: float) -> tuple[float, dpexp.PrivacyPlan, Ledger]:
+def trained(clip: ClipRule, rate: float, seed: int, **noise: float) -> tuple[float, dpexp.PrivacyPlan, Ledger]:
     """Test accuracy, and what was planned and done."""
     torch.manual_seed(seed)
     module = Classifier(cnn((1, 8, 8), 10), lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9))

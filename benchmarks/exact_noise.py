@@ -25,7 +25,7 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import mlp
@@ -66,13 +66,13 @@ def per_record() -> None:
     module, size = model_of(0), 64
     batch = torch.randn(size, 1, 1, 8, 8), torch.randint(10, (size, 1))
     engines = {
-        kind: Engine(
+        kind: PrivateRound(
             dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0, noise=kind), module, GaussianNoise()
         )
         for kind in KINDS
     }
 
-    def work(engine: Engine) -> None:
+    def work(engine: PrivateRound) -> None:
         engine.start()
         engine.accumulate(lambda one: F.cross_entropy(module(one[0]), one[1]), batch, size)
 

@@ -80,7 +80,7 @@ def milliseconds(work: Callable[..., object], *arguments: object) -> float:
 
 def times(name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
     plan = dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
-    private = round.Engine(plan, module, GaussianNoise())
+    private = round.PrivateRound(plan, module, GaussianNoise())
     parameters = dict(module.named_parameters())
     clipping: list[float] = []
 

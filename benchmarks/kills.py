@@ -33,14 +33,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.errors import ConfigError
-from dpexp.privacy.preprocessing_methods import Prepared, Standardise
+from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
 
 N, ROUNDS, CHECKPOINT_EVERY = 40, 30, 4
 LONGEST = 0.5  # seconds until a kill from outside
 TOO_LONG = 60  # seconds after which a process hangs
 
 
-class Seen(Standardise):
+class Seen(Standardize):
     """A preparation that is seen when it is released."""
 
     def __init__(self, seen: int) -> None:
@@ -55,7 +55,7 @@ class Seen(Standardise):
 class Model(pl.LightningModule):
     def __init__(self, seen: int) -> None:
         super().__init__()
-        self.layer = Prepared({"seen": Seen(seen)}, torch.nn.Linear(2, 1))
+        self.layer = PreprocessedModel({"seen": Seen(seen)}, torch.nn.Linear(2, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, _ = batch

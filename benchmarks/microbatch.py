@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.privacy_unit import Microbatch
 from dpexp.training.models import cnn
 
@@ -35,7 +35,7 @@ def step_of(model, x, y, k):
         return plain
     record = Microbatch(k)
     plan = dpexp.make_plan(model, n=B, sampling="all", q=1.0, steps=1, noise_multiplier=1.0, record=record)
-    engine = Engine(plan, model, GaussianNoise(KeyStream()))
+    engine = PrivateRound(plan, model, GaussianNoise(KeyStream()))
     units = [part.unflatten(0, (B // k, k)) for part in (x, y)]
 
     class Nowhere:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.privacy.distributed import Processes, SharedLedger
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 N, ROUNDS, LONGEST, TOO_LONG = 40, 30, 1.5, 30.0
 
@@ -82,13 +82,13 @@ class Witness(pl.Callback):
 POINTS = [
     (owner, call, when)
     for owner, call in (
-        (Engine, "start"), (Engine, "accumulate"), (Engine, "release"), (SharedLedger, "commit"),
+        (PrivateRound, "start"), (PrivateRound, "accumulate"), (PrivateRound, "release"), (SharedLedger, "commit"),
         (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "add_up"), (Processes, "hand_out"),
-        (Engine, "_noised"),
+        (PrivateRound, "_noised"),
     )
     for when in ("before", "after")
 ]  # fmt: skip
-OF_THE_FIRST = {(LedgerWriter, "commit"), (Engine, "_noised")}
+OF_THE_FIRST = {(LedgerWriter, "commit"), (PrivateRound, "_noised")}
 
 
 def arm(owner: Any, call: str, when: str, nth: int) -> None:

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 import dpexp
-from dpexp.privacy.normalization import Freeze, Groups, Private
-from dpexp.privacy.plan.adaptive_clipping import Adaptive
-from dpexp.privacy.plan.clipping import Dimension, Fixed, Joint, Separate, Uniform
+from dpexp.privacy.normalization import FrozenBatchNorm, GroupNormalization, PrivateBatchNorm
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
+from dpexp.privacy.plan.clipping import DimensionClipNorm, FixedClipNorm, Joint, Separate, UniformClipNorm
 from dpexp.privacy.plan.groups import per_layer
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
@@ -129,8 +129,12 @@ def metrics(seeds: int) -> None:
 def batchnorm(seeds: int) -> None:
     print("| ε | choice | test accuracy | a round |\n|---|---|---|---|")
     for epsilon in (3.0, 8.0):
-        for name, choice in (("private", Private()), ("groupnorm", Groups()), ("freeze", Freeze())):
-            release = choice.release(choice(resnet((1, 8, 8), 10))) if isinstance(choice, Private) else {}
+        for name, choice in (
+            ("private", PrivateBatchNorm()),
+            ("groupnorm", GroupNormalization()),
+            ("freeze", FrozenBatchNorm()),
+        ):
+            release = choice.release(choice(resnet((1, 8, 8), 10))) if isinstance(choice, PrivateBatchNorm) else {}
             make = lambda choice=choice: choice(resnet((1, 8, 8), 10))  # noqa: E731
             print(f"| {epsilon:g} | {name} | {best(make, (0.25, 0.5, 1.0), seeds, epsilon=epsilon, release=release)} |",
                   flush=True)  # fmt: skip
@@ -140,11 +144,12 @@ def adaptive(seeds: int) -> None:
     print("CNN, one group, ε = 3\n\n| bound | test accuracy | a round |\n|---|---|---|")
     make, rates = small, (0.1, 0.2, 0.4)
     for name, bound in (
-        ("fixed 0.1", Fixed(0.1)), ("fixed 0.3", Fixed(0.3)), ("fixed 1", Fixed(1.0)), ("fixed 3", Fixed(3.0)),
-        ("adaptive from 0.01", Adaptive(0.01)), ("adaptive from 100", Adaptive(100.0)),
-        ("adaptive from 1", Adaptive()), ("adaptive from 1, quantile 0.1", Adaptive(quantile=0.1)),
-        ("adaptive from 0.01, rate 0.5, quantile 0.1", Adaptive(0.01, rate=0.5, quantile=0.1)),
-        ("adaptive from 100, rate 0.5, quantile 0.1", Adaptive(100.0, rate=0.5, quantile=0.1)),
+        ("fixed 0.1", FixedClipNorm(0.1)), ("fixed 0.3", FixedClipNorm(0.3)), ("fixed 1", FixedClipNorm(1.0)),
+        ("fixed 3", FixedClipNorm(3.0)),
+        ("adaptive from 0.01", AdaptiveClipNorm(0.01)), ("adaptive from 100", AdaptiveClipNorm(100.0)),
+        ("adaptive from 1", AdaptiveClipNorm()), ("adaptive from 1, quantile 0.1", AdaptiveClipNorm(quantile=0.1)),
+        ("adaptive from 0.01, rate 0.5, quantile 0.1", AdaptiveClipNorm(0.01, rate=0.5, quantile=0.1)),
+        ("adaptive from 100, rate 0.5, quantile 0.1", AdaptiveClipNorm(100.0, rate=0.5, quantile=0.1)),
     ):  # fmt: skip
         tried = tuple(rate * f for rate in rates for f in ((1.0,) if "fixed" in name else (0.2, 1.0)))
         print(f"| {name} | {best(make, tried, seeds, bound=bound)} |", flush=True)
@@ -152,8 +157,9 @@ def adaptive(seeds: int) -> None:
         "\nThe same with Adam, whose steps do not grow with the bound\n\n| bound | test accuracy | a round |\n"
         "|---|---|---|"
     )
-    for name, bound in (("fixed 1", Fixed(1.0)), ("adaptive from 0.01", Adaptive(0.01)),
-                        ("adaptive from 100", Adaptive(100.0)), ("adaptive from 1", Adaptive())):  # fmt: skip
+    for name, bound in (("fixed 1", FixedClipNorm(1.0)), ("adaptive from 0.01", AdaptiveClipNorm(0.01)),
+                        ("adaptive from 100", AdaptiveClipNorm(100.0)), ("adaptive from 1",
+                        AdaptiveClipNorm())):  # fmt: skip
         told = best(make, (0.003, 0.01, 0.03), seeds, bound=bound, optimizer=torch.optim.Adam)
         print(f"| {name} | {told} |", flush=True)
 
@@ -163,11 +169,11 @@ def joint(seeds: int) -> None:
     for called, model in (("cnn", small), ("mlp", lambda: mlp((1, 8, 8), 10))):
         for groups, group in (("flat", {}), ("per layer", {"group": per_layer()})):
             for name, mechanism, bound in (
-                ("separate, S total 1", Separate(), Uniform(1.0)),
-                ("joint, by dimension", Joint(), Dimension(1.0)),
-                ("joint, learnt", Joint(), Adaptive()),
-                ("joint, learnt, quantile 0.2", Joint(), Adaptive(quantile=0.2)),
-                ("separate, learnt", Separate(), Adaptive()),
+                ("separate, S total 1", Separate(), UniformClipNorm(1.0)),
+                ("joint, by dimension", Joint(), DimensionClipNorm(1.0)),
+                ("joint, learnt", Joint(), AdaptiveClipNorm()),
+                ("joint, learnt, quantile 0.2", Joint(), AdaptiveClipNorm(quantile=0.2)),
+                ("separate, learnt", Separate(), AdaptiveClipNorm()),
             ):
                 told = best(model, (0.05, 0.1, 0.2, 0.4), seeds, epsilon=2.0, mechanism=mechanism, bound=bound, **group)
                 print(f"| {called} | {groups} | {name} | {told} |", flush=True)

@@ -60,7 +60,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpexp
-from dpexp.privacy.sampling.privacy_unit import Local, Microbatch, Record, User
+from dpexp.privacy.sampling.privacy_unit import Example, LocalTraining, Microbatch, User
 
 WIDTH, EXAMPLES, CLASSES = 6, 24, 3
 S = 1.0  # of every plan
@@ -146,7 +146,7 @@ class Program:
     category: str
     stateful: bool
     random: bool = False  # draws numbers that another record may change with every right
-    record: Record | None = None
+    record: Example | None = None
     n: int = EXAMPLES  # published
     from_round: int = 1  # before which its state reaches nothing: it is trained for some rounds more than that
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Program:
 
     @property
     def records(self) -> int:
-        return (self.record or Record()).count(self.n, max(WHOSE) + 1)
+        return (self.record or Example()).count(self.n, max(WHOSE) + 1)
 
 
 PROGRAMS: list[Program] = []
@@ -1180,7 +1180,7 @@ def state_of_an_rnn(data: Examples) -> Any:
 # --- Stateful: only from the fourth round on
 
 
-class Rounds(Net):
+class RoundLoader(Net):
     """Counts rounds in a hook, as it may."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
@@ -1195,7 +1195,7 @@ class Rounds(Net):
 def mean_after_three_rounds(data: Examples) -> Any:
     """Statistics are gathered from the first call on, and used from the fourth round on."""
 
-    class Job(Rounds):
+    class Job(RoundLoader):
         def __init__(self) -> None:
             super().__init__()
             self.mean = {"x": torch.zeros(WIDTH)}
@@ -1230,7 +1230,7 @@ def bank_that_must_fill(data: Examples) -> Any:
 def gathered_only_late(data: Examples) -> Any:
     """Nothing is kept before round 6: then a class attribute begins to follow the inputs' norms."""
 
-    class Job(Rounds):
+    class Job(RoundLoader):
         scale: Any = 1.0
 
         def training_step(self, batch: Any) -> Any:
@@ -1378,7 +1378,7 @@ FAR: list[Tensor] = []
 def after_a_rare_record_late(data: Examples) -> Any:
     """After round 3, a far record changes which column is left out for the others."""
 
-    class Job(Rounds):
+    class Job(RoundLoader):
         column = torch.ones(WIDTH)
 
         def training_step(self, batch: Any) -> Any:
@@ -1810,7 +1810,7 @@ def user_with_a_curriculum(data: Examples) -> Any:
     return Job(), data.of_users()
 
 
-@stateful("users", record=User(most=2, by="user_of", local=Local(lr=0.3, steps=3)))
+@stateful("users", record=User(most=2, by="user_of", local=LocalTraining(lr=0.3, steps=3)))
 def local_training_with_a_mean(data: Examples) -> Any:
     """Users train locally, three steps each, on inputs centred by a mean that goes on from user to user."""
 
@@ -1828,7 +1828,7 @@ def local_training_with_a_mean(data: Examples) -> Any:
     return Job(), data.of_users()
 
 
-@stateful("users", record=User(most=2, by="user_of", local=Local(lr=0.3, steps=3)))
+@stateful("users", record=User(most=2, by="user_of", local=LocalTraining(lr=0.3, steps=3)))
 def local_training_with_a_count(data: Examples) -> Any:
     """The k-th local step of all users together says which targets are shifted: itertools.count in a closure."""
     steps = itertools.count()
@@ -2228,7 +2228,7 @@ def teacher_in_a_hook(data: Examples) -> Any:
 def weight_decay_in_a_hook(data: Examples) -> Any:
     """Weights decay by a schedule of their own after each round."""
 
-    class Job(Rounds):
+    class Job(RoundLoader):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             with torch.no_grad():
                 for p in self.parameters():
@@ -2266,7 +2266,7 @@ def annealing_by_the_round(data: Examples) -> Any:
 def counter_of_rounds_in_a_hook(data: Examples) -> Any:
     """A hook counts rounds, and the step takes its temperature from that."""
 
-    class Job(Rounds):
+    class Job(RoundLoader):
         def training_step(self, batch: Any) -> Any:
             x, y = batch
             return self.error(x / (1 + 0.1 * self.round), y)
@@ -2448,7 +2448,7 @@ def users_with_a_cache(data: Examples) -> Any:
     return Job(), data.of_users()
 
 
-@plain("data", record=User(most=2, by="user_of", local=Local(lr=0.1, steps=3)))
+@plain("data", record=User(most=2, by="user_of", local=LocalTraining(lr=0.1, steps=3)))
 def users_that_train_locally(data: Examples) -> Any:
     """Three local steps for each user, whose losses are kept in a list."""
 

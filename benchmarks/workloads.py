@@ -17,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from dpexp.training.models import StandardisedConv2d, cnn, wrn
+from dpexp.training.models import StandardizedConv2d, cnn, wrn
 
 WORDS = 512
 
@@ -74,7 +74,7 @@ def wide_resnet(standardised: bool) -> nn.Module:
     module = wrn([3, 32, 32], 10, depth=16, width=2)
     for parent in [] if standardised else [*module.modules()]:
         for name, c in parent.named_children():
-            if isinstance(c, StandardisedConv2d):
+            if isinstance(c, StandardizedConv2d):
                 own = nn.Conv2d(c.in_channels, c.out_channels, c.kernel_size, c.stride, c.padding, bias=False)
                 setattr(parent, name, own)
     return module

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.plan.groups import per_layer
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 
 class Tied(nn.Module):
@@ -110,8 +110,10 @@ class Layers(nn.Module):
 
 def engine_of(names, compile, device="cpu", at_once=2):
     module = Layers(names).to(device)
-    plan = make_plan(module, n=4 * at_once, q=0.25, steps=1, noise_multiplier=1.0, bound=Fixed(0.3), group=per_layer())
-    return Engine(plan, module, GaussianNoise(), compiled=compile, at_once=at_once)
+    plan = make_plan(
+        module, n=4 * at_once, q=0.25, steps=1, noise_multiplier=1.0, bound=FixedClipNorm(0.3), group=per_layer()
+    )
+    return PrivateRound(plan, module, GaussianNoise(), compiled=compile, at_once=at_once)
 
 
 def sums_of(engine, batch, count):

@@ -17,7 +17,7 @@ from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
-from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, asked
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, clip_rule_factors
 from dpexp.privacy.plan.options import Banded
 from dpexp.privacy.sampling import policies
 from dpexp.privacy.sampling.policies import CyclicPoisson
@@ -36,16 +36,19 @@ SAMPLINGS = {
     "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(2, "sqrt")},
 }
 MECHANISMS = {
-    "separate": {"bound": clipping.Fixed(0.5)},
+    "separate": {"bound": clipping.FixedClipNorm(0.5)},
     "joint": {"mechanism": clipping.Joint(alpha=3.0, S=0.7)},
-    "joint by size": {"mechanism": clipping.Joint(), "bound": clipping.Dimension(1.0)},
+    "joint by size": {"mechanism": clipping.Joint(), "bound": clipping.DimensionClipNorm(1.0)},
 }
 RELEASED = {
     "metrics": {
         "release": {"train_loss": {"S": 0.5, "share": 0.3}, "train_accuracy": {"S": 1, "share": 0.1, "every": 2}}
     },
-    "adaptive": {"bound": adaptive_clipping.Adaptive(initial=0.1, rate=1.0, share=0.2)},
-    "adaptive, joint": {"bound": adaptive_clipping.Adaptive(rate=1.0, share=0.2), "mechanism": clipping.Joint()},
+    "adaptive": {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive, joint": {
+        "bound": adaptive_clipping.AdaptiveClipNorm(rate=1.0, share=0.2),
+        "mechanism": clipping.Joint(),
+    },
 }
 ALLOCATIONS = {
     "proportional": allocation.Proportional(),
@@ -222,7 +225,9 @@ class Forgetful:
 
 def a_rule_that_is_believed(patch):
     patch.setattr(
-        mechanism, "clip_factors", lambda clip, norms, S, dtype, weights=None: asked(clip, norms, S).to(dtype)
+        mechanism,
+        "clip_factors",
+        lambda clip, norms, S, dtype, weights=None: clip_rule_factors(clip, norms, S).to(dtype),
     )
 
 
@@ -277,8 +282,8 @@ def a_parts_rounds_in_a_row(patch):
 
     class InARow(list):
         def __getitem__(self, k):
-            self.asked = getattr(self, "asked", -1) + 1
-            return super().__getitem__(self.asked // len(self) % len(self))
+            self.clip_rule_factors = getattr(self, "asked", -1) + 1
+            return super().__getitem__(self.clip_rule_factors // len(self) % len(self))
 
     patch.setattr(CyclicPoisson, "parted", lambda self, size, stream: InARow(parted(self, size, stream)))
 
@@ -300,7 +305,7 @@ def a_round_that_no_ledger_tells_of(patch):
 
 
 def the_true_size_as_divisor(patch):
-    accumulate, add_to, start = round.Engine.accumulate, GaussianNoise.add_to, round.Engine.start
+    accumulate, add_to, start = round.PrivateRound.accumulate, GaussianNoise.add_to, round.PrivateRound.start
 
     def counting(self, loss_of, batch, size):
         self._correlated._gaussian.size += size
@@ -310,8 +315,8 @@ def the_true_size_as_divisor(patch):
         self._correlated._gaussian.size = 0
         start(self, t)
 
-    patch.setattr(round.Engine, "accumulate", counting)
-    patch.setattr(round.Engine, "start", from_zero)
+    patch.setattr(round.PrivateRound, "accumulate", counting)
+    patch.setattr(round.PrivateRound, "start", from_zero)
     patch.setattr(GaussianNoise, "add_to", lambda self, sums, divisor=1.0: add_to(self, sums, max(1, self.size)))
 
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy import normalization
-from dpexp.privacy.plan.adaptive_clipping import Adaptive
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.options import Banded
-from dpexp.privacy.preprocessing_methods import Prepared, Standardise
-from dpexp.privacy.round import Engine
+from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
+from dpexp.privacy.round import PrivateRound
 
 N, ROUNDS = 23, 9
 
@@ -63,10 +63,10 @@ class Empty:
     """How many records each part of a round's sample has."""
 
     def __init__(self):
-        self.parts, self._accumulate = [], Engine.accumulate
+        self.parts, self._accumulate = [], PrivateRound.accumulate
 
     def __enter__(self):
-        start, parts, accumulate = Engine.start, self.parts, self._accumulate
+        start, parts, accumulate = PrivateRound.start, self.parts, self._accumulate
 
         def started(engine, t=0):
             parts.append(0)
@@ -76,7 +76,7 @@ class Empty:
             parts[-1] += size
             accumulate(engine, loss_of, batch, size)
 
-        self._patches = mock.patch.multiple(Engine, start=started, accumulate=accumulated)
+        self._patches = mock.patch.multiple(PrivateRound, start=started, accumulate=accumulated)
         self._patches.__enter__()
         return self
 
@@ -86,14 +86,14 @@ class Empty:
 
 def _module_and_options(what):
     if what == "batchnorm":
-        private = normalization.Private()
+        private = normalization.PrivateBatchNorm()
         net = private(with_batchnorm())
         return Net(net), {"release": private.release(net)}
     if what == "prepared":
-        return Net(Prepared({"standard": Standardise([4], noise_multiplier=2.0)}, layers())), {}
+        return Net(PreprocessedModel({"standard": Standardize([4], noise_multiplier=2.0)}, layers())), {}
     return Net(layers()), {
         "plain": {},
-        "adaptive": {"bound": Adaptive(initial=0.3)},
+        "adaptive": {"bound": AdaptiveClipNorm(initial=0.3)},
         "metrics": {"release": {"train_loss": {"S": 4.0, "share": 0.1, "every": 2}}},
         "exact": {"noise": "exact"},
         "banded": {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")},
@@ -177,7 +177,7 @@ def mistaken(rank, count, folder):
         noted("commit")
     with mock.patch.object(Seen, "on_train_batch_end", drifts):
         noted("weights")
-    with mock.patch.object(Engine, "accumulate", breaks):
+    with mock.patch.object(PrivateRound, "accumulate", breaks):
         noted("step")
     first = fit("plain", count, folder / "resumed", rank, steps=4)
     found["resumed"] = (

@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dpexp.accounting import composition
-from dpexp.accounting.accountants import Moments, delta, epsilon, guarantee
+from dpexp.accounting.accountants import MomentsAccountant, delta, epsilon, guarantee
 from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, joined
 from dpexp.accounting.rdp import log_moments
 from dpexp.accounting.releases import CLAIMS, NAMES, adjacencies
@@ -311,7 +311,7 @@ def test_extreme_noise_is_accounted_quickly_and_finitely():
 
 def test_the_moments_accountant_stops_at_32():
     """Its figure for little noise and few rounds is worse than today's for that reason alone."""
-    moments = Moments(np.array([20.0]), np.array([0.01]), np.array([100.0]))
+    moments = MomentsAccountant(np.array([20.0]), np.array([0.01]), np.array([100.0]))
     assert moments.best(1e-5)[1] == 32
 
 

@@ -16,11 +16,11 @@ from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent, 
 from dpexp.accounting.releases import releases
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.adaptive_clipping import Adaptive, Bounds, within
-from dpexp.privacy.plan.allocation import Measured
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveState, indicator
+from dpexp.privacy.plan.allocation import AdaptiveMinVariance
 from dpexp.privacy.plan.clipping import Joint
 from dpexp.privacy.plan.groups import Groups, Match, per_layer, value_key
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 Q, N, B = 0.1, 100, 9
 SAMPLING = SamplingEvent("poisson", Q, N)
@@ -52,8 +52,8 @@ def norms_by_hand(net, x, y):
 
 def carried_out(plan, net, path, rounds):
     """The releases of rounds on the same sample, the bounds followed and the weights unchanged."""
-    bounds = Bounds(plan.following)
-    engine = Engine(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), bounds=bounds)
+    bounds = AdaptiveState(plan.following)
+    engine = PrivateRound(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), bounds=bounds)
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(rounds):
         ledger.sample(plan.at(t).sampling.event(N, 0))
@@ -69,13 +69,13 @@ def carried_out(plan, net, path, rounds):
 def test_bounds_move_as_the_paper_says(joint, tmp_path):
     """By hand, from norms of one record at a time; almost without noise."""
     net = model()
-    bound = Adaptive(initial=0.3, quantile={"0": 0.25, "2": 0.75} if not joint else 0.6, rate=0.5, share=0.1)
+    bound = AdaptiveClipNorm(initial=0.3, quantile={"0": 0.25, "2": 0.75} if not joint else 0.6, rate=0.5, share=0.1)
     options = {"mechanism": Joint()} if joint else {"group": per_layer()}
     plan = dpexp.make_plan(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, bound=bound, **options)
     norms = norms_by_hand(net, *data())
     expected = {"0": 0.3, "2": 0.3}
     for now, _, found in carried_out(plan, net, tmp_path / "ledger", 6):
-        shown = dict(Bounds(plan.following).shown(now))
+        shown = dict(AdaptiveState(plan.following).shown(now))
         for name, S in expected.items():
             assert shown[f"alpha/{name}" if joint else f"S/{name}"] == pytest.approx(S, rel=1e-5)
             fraction = float((norms[name] <= S).sum() - B / 2) / (Q * N) + 0.5
@@ -88,7 +88,7 @@ def test_bounds_move_as_the_paper_says(joint, tmp_path):
 def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
     net = model()
     options = {"mechanism": Joint()} if joint else {"group": per_layer()}
-    bound = Adaptive(initial=0.3, rate=1.0, share=0.1)
+    bound = AdaptiveClipNorm(initial=0.3, rate=1.0, share=0.1)
     plan = dpexp.make_plan(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, bound=bound, **options)
     *_, (now, released, _) = carried_out(plan, net, tmp_path / "ledger", 3)
     sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
@@ -112,9 +112,9 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
     net = model()
     group = Groups({"weights": Match(parameters=["*weight"]), "biases": Match(parameters=["*bias"])})
     plan = dpexp.make_plan(
-        net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(), bound=Adaptive()
+        net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(), bound=AdaptiveClipNorm()
     )
-    bounds = Bounds(plan.following)
+    bounds = AdaptiveState(plan.following)
     bounds.factors = [1.0, 2.0, 3.0, 4.0]
     now = bounds.now(plan)
     assert [group.alphas for group in now.groups[:2]] == [(1.0, 2.0), (3.0, 4.0)]
@@ -126,7 +126,9 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
 
 def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
     net = model()
-    plan = dpexp.make_plan(net, n=N, q=0.09, steps=400, noise_multiplier=0.5, bound=Adaptive(initial=50, share=0.3))
+    plan = dpexp.make_plan(
+        net, n=N, q=0.09, steps=400, noise_multiplier=0.5, bound=AdaptiveClipNorm(initial=50, share=0.3)
+    )
     S = [now.groups[0].S for now, _, _ in carried_out(plan, net, tmp_path / "ledger", 400)]
     gradients = norms_by_hand(net, *data())
     whole = np.sort(np.hypot(gradients["0"], gradients["2"]))
@@ -154,7 +156,11 @@ def test_rounds_that_differ_are_not_taken_together():
 def test_shares_follow_the_bounds(tmp_path):
     """Measured: w_g ∝ S_g √d_g, and the rounds go on costing what was planned."""
     net = model()
-    options = {"group": per_layer(), "allocation": Measured(), "bound": Adaptive(initial=0.3, rate=1.0, share=0.1)}
+    options = {
+        "group": per_layer(),
+        "allocation": AdaptiveMinVariance(),
+        "bound": AdaptiveClipNorm(initial=0.3, rate=1.0, share=0.1),
+    }
     plan = dpexp.make_plan(net, n=N, q=Q, steps=30, noise_multiplier=0.5, **options)
     *_, (now, _, _) = carried_out(plan, net, tmp_path / "ledger", 30)
     first, second, counts = now.groups
@@ -168,7 +174,7 @@ def test_shares_follow_the_bounds(tmp_path):
 def test_the_last_digits_of_a_norm_decide_over_little():
     """They vary with how many records are processed together, for all of them at once."""
     norms = torch.linspace(0.8, 1.2, 20001, dtype=torch.float64)  # in units of their bound
-    found = [within(norms[None] * f) for f in (1.0, 1 + 1e-7)]
+    found = [indicator(norms[None] * f) for f in (1.0, 1 + 1e-7)]
     assert float((found[0] - found[1]).abs().max()) < 1e-4
     assert found[0][0, 0] == 1 and found[0][0, -1] == 0
 
@@ -178,9 +184,9 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
     net = model()
 
     def counts(x, y, name, initial=1e3):
-        bound = Adaptive(initial=initial, share=0.1)
+        bound = AdaptiveClipNorm(initial=initial, share=0.1)
         plan = dpexp.make_plan(net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), bound=bound)
-        engine = Engine(plan, net, GaussianNoise())
+        engine = PrivateRound(plan, net, GaussianNoise())
         ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
         ledger.sample(plan.sampling.event(N, 0))
         engine.start()
@@ -207,7 +213,7 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 
     def fit(steps, resume=None):
         module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
-        plan = dpexp.make_plan(module, n=20, q=0.5, steps=6, noise_multiplier=1.0, bound=Adaptive())
+        plan = dpexp.make_plan(module, n=20, q=0.5, steps=6, noise_multiplier=1.0, bound=AdaptiveClipNorm())
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
         trainer = pl.Trainer(max_steps=steps, callbacks=[callback], enable_checkpointing=False, **options)
@@ -228,20 +234,20 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"bound": Adaptive(quantile=1.5)}, r"bound.quantile=1.5"),
-        ({"bound": Adaptive(quantile={"other": 0.5})}, r"bound.quantile names the groups other"),
-        ({"bound": Adaptive(initial=0)}, r"bound.initial=0"),
-        ({"bound": Adaptive(initial={"other": 1})}, r"bound.initial names the groups other"),
-        ({"bound": Adaptive(rate=-1)}, r"bound.rate=-1"),
-        ({"bound": Adaptive(share=1.0)}, r"leave 0 of the budget"),
-        ({"bound": Adaptive(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
-        ({"bound": Adaptive(), "noise": "exact"}, r"noise=exact"),
-        ({"allocation": Measured()}, r"choose bound=adaptive"),
+        ({"bound": AdaptiveClipNorm(quantile=1.5)}, r"bound.quantile=1.5"),
+        ({"bound": AdaptiveClipNorm(quantile={"other": 0.5})}, r"bound.quantile names the groups other"),
+        ({"bound": AdaptiveClipNorm(initial=0)}, r"bound.initial=0"),
+        ({"bound": AdaptiveClipNorm(initial={"other": 1})}, r"bound.initial names the groups other"),
+        ({"bound": AdaptiveClipNorm(rate=-1)}, r"bound.rate=-1"),
+        ({"bound": AdaptiveClipNorm(share=1.0)}, r"leave 0 of the budget"),
+        ({"bound": AdaptiveClipNorm(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
+        ({"bound": AdaptiveClipNorm(), "noise": "exact"}, r"noise=exact"),
+        ({"allocation": AdaptiveMinVariance()}, r"choose bound=adaptive"),
         (
-            {"bound": Adaptive(), "release": {"unclipped": {"S": 1, "share": 0.1}}},
+            {"bound": AdaptiveClipNorm(), "release": {"unclipped": {"S": 1, "share": 0.1}}},
             r"unclipped is what bound=adaptive counts",
         ),
-        ({"bound": Adaptive(), "schedules": {"S": 0.5}}, r"schedule.S"),
+        ({"bound": AdaptiveClipNorm(), "schedules": {"S": 0.5}}, r"schedule.S"),
     ],
 )
 def test_mistakes_are_sentences(options, said):

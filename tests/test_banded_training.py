@@ -94,7 +94,7 @@ class Still(Model):
     [
         {},
         {"group": groups.per_layer(), "mechanism": clipping.Joint(alpha=2.0)},
-        {"bound": adaptive_clipping.Adaptive(initial=0.5, rate=1.0, share=0.1)},
+        {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1)},
     ],
     ids=["flat", "joint", "adaptive"],
 )
@@ -255,7 +255,7 @@ def test_one_record_more_moves_every_release_by_at_most_s(tmp_path):
         def train_dataloader(self):
             return DataLoader(TensorDataset(50 * x[: self.count], y[: self.count]), 3)
 
-    class Fixed(Model):
+    class FixedClipNorm(Model):
         """Whose weights do not move, so that all that differs is the record."""
 
         def configure_optimizers(self):
@@ -264,7 +264,7 @@ def test_one_record_more_moves_every_release_by_at_most_s(tmp_path):
     moved = []
     rounds = []
     for count in (40, 39):
-        module, released = Fixed(), Released()
+        module, released = FixedClipNorm(), Released()
         plan = plan_for(module, **CHOICES | {"noise_multiplier": 1e-7, "q": 1 / 3, "n": 40, "steps": 9})
         (tmp_path / str(count)).mkdir()
         privacy = dpexp.PrivacyCallback(plan, tmp_path / str(count) / "l.jsonl", noise_seed=9)
@@ -324,8 +324,8 @@ def test_values_have_independent_noise_and_their_share():
 
 def test_measured_shares_leave_z_as_it_is(tmp_path):
     choices = {
-        "bound": adaptive_clipping.Adaptive(initial=0.5, rate=1.0, share=0.1), "group": groups.per_layer(),
-        "allocation": allocation.Measured(),
+        "bound": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1), "group": groups.per_layer(),
+        "allocation": allocation.AdaptiveMinVariance(),
     }  # fmt: skip
     trained(tmp_path, **choices)
     found = releases(read_ledger(tmp_path / "l.jsonl"))

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.normalization import Freeze, Groups, Private, RunningNorm
+from dpexp.privacy.normalization import FrozenBatchNorm, GroupNormalization, PrivateBatchNorm, RunningNorm
 from dpexp.privacy.plan.groups import value_key
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 from dpexp.training.models import resnet
 
 Q, N = 0.1, 100
@@ -37,7 +37,7 @@ def engine_of(model, private):
     plan = dpexp.make_plan(
         model, n=N, q=Q, steps=3, noise_multiplier=1e-6 / 25, release=private.release(model), accountant="rdp"
     )
-    return Engine(plan, model, GaussianNoise())
+    return PrivateRound(plan, model, GaussianNoise())
 
 
 def released(engine, path, model, batch):
@@ -71,7 +71,7 @@ def moments_by_hand(model, one):
 
 @pytest.mark.parametrize("scale", [0.4, 1e3])
 def test_moments_of_each_record_are_clipped_together_and_summed(scale, tmp_path, recwarn):
-    private = Private(scale=scale)
+    private = PrivateBatchNorm(scale=scale)
     model = private(net())
     engine = engine_of(model, private)
     batch = data()
@@ -92,7 +92,7 @@ def test_moments_of_each_record_are_clipped_together_and_summed(scale, tmp_path,
 
 
 def test_gradients_take_statistics_as_constants(tmp_path):
-    private = Private(scale=1e3)
+    private = PrivateBatchNorm(scale=1e3)
     model, batch = private(net()), data()
     found = released(engine_of(model, private), tmp_path / "ledger", model, batch)
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -124,7 +124,7 @@ def test_running_statistics_find_those_of_the_data():
     torch.testing.assert_close(layer.running_var, x.var(0, correction=0), rtol=0.1, atol=0)
 
 
-@pytest.mark.parametrize("choice", [Private(), Freeze()])
+@pytest.mark.parametrize("choice", [PrivateBatchNorm(), FrozenBatchNorm()])
 def test_in_evaluation_it_is_batch_normalization(choice):
     model = net()
     model(data(64)[0])  # learns statistics
@@ -139,7 +139,7 @@ def test_in_evaluation_it_is_batch_normalization(choice):
 def test_group_normalization_keeps_scale_and_shift():
     model = net()
     nn.init.normal_(model[1].weight)
-    other = Groups(groups=3)(copy.deepcopy(model))
+    other = GroupNormalization(groups=3)(copy.deepcopy(model))
     norms = [layer for layer in other.modules() if isinstance(layer, nn.GroupNorm)]
     assert [layer.num_groups for layer in norms] == [2] * 6 and torch.equal(other[1].weight, model[1].weight)
     plan = dpexp.make_plan(other, n=N, q=Q, steps=1, noise_multiplier=1.0)
@@ -156,7 +156,7 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
         def forward(self, x):
             return self.out(self.again(2 * self.norm(x)))
 
-    private = Private(scale=1e3)
+    private = PrivateBatchNorm(scale=1e3)
     model = private(Twice().double())
     assert model.norm is model.again
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.randint(0, 2, (4,))
@@ -194,7 +194,7 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
 
     from dpexp.training.classifier import Classifier
 
-    module = Classifier(Private()(net().float()), lambda parameters: torch.optim.SGD(parameters, 0.1))
+    module = Classifier(PrivateBatchNorm()(net().float()), lambda parameters: torch.optim.SGD(parameters, 0.1))
     plan = dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
     x, y = data(20)
@@ -205,7 +205,11 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "choice, said",
-    [(Private(share=-1), "batchnorm.share=-1"), (Private(rate=0), "batchnorm.rate=0"), (Freeze(), "no batch norm")],
+    [
+        (PrivateBatchNorm(share=-1), "batchnorm.share=-1"),
+        (PrivateBatchNorm(rate=0), "batchnorm.rate=0"),
+        (FrozenBatchNorm(), "no batch norm"),
+    ],
 )
 def test_mistakes_are_sentences(choice, said):
     model = nn.Linear(2, 2) if "no batch" in said else net()

@@ -64,7 +64,9 @@ def test_no_two_configurations_have_the_same_label():
     assert points["label"].nunique() == len(points) == 16
     assert "group=flat · target ε=3 · lr=0.1 · epochs=5" in set(points["label"])
     assert held(frame).startswith("Fixed: data=digits · model=cnn · mechanism=separate")
-    assert "expected_batch_size=64" in held(frame) and "lr" not in held(frame).replace("\n", " ").split("Fixed")[1]
+    assert (
+        "expected_batch_size=64" in held(frame) and "lr" not in held(frame).replace("\n", " ").split("FixedClipNorm")[1]
+    )
 
 
 def test_what_follows_from_the_rest_is_not_said_to_be_fixed():

@@ -25,10 +25,10 @@ from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import open_store
-from dpexp.tracking.data_budget import _lock, _percent, tally
+from dpexp.tracking.data_budget import _lock, _percent, budget_used
 from dpexp.tracking.job_folder import BEGUN, RUN, under_way
 from dpexp.tracking.provenance import HOST
-from dpexp.tracking.run_costs import BUDGET, charges_in, once, promise
+from dpexp.tracking.run_costs import BUDGET, costs_in, once, reserve
 
 FORK = multiprocessing.get_context("fork")
 KEPT = "privacy.budget={epsilon: 4, delta: 1e-5}"
@@ -61,7 +61,7 @@ def run_on(store, request):
         output.mkdir()
         client.set_tag(run.info.run_id, "dpexp.output", str(output))
         (output / RUN).write_text(run.info.run_id)
-        promise(output, rounds(z, planned, adjacency))
+        reserve(output, rounds(z, planned, adjacency))
         if count is not None:
             (output / BEGUN).touch()
             writer = LedgerWriter(output / "ledger.jsonl", adjacency)
@@ -75,7 +75,7 @@ def run_on(store, request):
         return output
 
     begin.data_id, begin.uri = data_id, uri
-    begin.charges = lambda: charges_in(uri, data_id)
+    begin.charges = lambda: costs_in(uri, data_id)
     begin.account = lambda *more: account([f"data.id={data_id}", f"uri={uri}", *more])
     return begin
 
@@ -155,7 +155,7 @@ def test_a_lost_ledger_is_unknown_and_never_zero(run_on, how, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert found["unknown"] == 1 and "more than" in printed and "cannot be kept any more" in printed
     with pytest.raises(ConfigError, match=r"what the run z=4.0 spent is unknown"):
-        tally(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
+        budget_used(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
 
 
 def test_a_ledger_that_was_rescued_counts(run_on):
@@ -209,7 +209,7 @@ def test_a_run_without_privacy_leaves_no_budget(run_on, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("No ε covers what") == 2 and "more than" in printed
     with pytest.raises(ConfigError, match=r"is not private \(trained without privacy\)"):
-        tally(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
+        budget_used(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
 
 
 # What they come to
@@ -271,7 +271,7 @@ def test_different_adjacencies_are_refused_by_name(run_on):
     with pytest.raises(ConfigError, match=r"z=5.0 for add_remove, z=5.0 for replace_null"):
         run_on.account("delta=1e-5")
     with pytest.raises(ConfigError, match="no theorem composes them"):
-        tally(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
+        budget_used(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
 
 
 def test_an_overdrawn_budget_is_said(run_on, capsys):
@@ -390,7 +390,7 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     uri, kept = f"sqlite:///{tmp_path}/outputs/mlflow.db", budget({"epsilon": 4, "delta": 1e-5})
-    before, crashed = charges_in(uri, "digits")
+    before, crashed = costs_in(uri, "digits")
     assert len(crashed.ledger) == 3 and "ends early" in crashed.note
     (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
     promised = read_ledger(folder / "promised_ledger.jsonl")
@@ -400,7 +400,7 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
     assert len(read_ledger(folder / "promised_ledger.jsonl")) == 5
-    _, resumed = charges_in(uri, "digits")
+    _, resumed = costs_in(uri, "digits")
     assert len(resumed.ledger) == 5 and not resumed.note
     spent = rho(resumed.ledger, kept.order) - rho(crashed.ledger, kept.order)
     assert 0 < spent < left
@@ -440,7 +440,7 @@ def test_a_folder_that_is_put_back_is_not_resumed(dpexp_job, tmp_path, monkeypat
         monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(now)])
         with pytest.raises(SystemExit, match=r"lacks rounds that the ledger of its run .* in MLflow holds"):
             main()
-        (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+        (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
         assert len(charge.ledger) == rounds_done
     (folder / "ledger.jsonl").write_bytes(done)
     main()
@@ -488,7 +488,7 @@ def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_p
     with monkeypatch.context() as patched, pytest.raises(RuntimeError):
         patched.setattr(PrivacyCallback, "on_fit_start", broken)
         dpexp_job(*QUICK, KEPT, "privacy.epsilon=2")
-    (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+    (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert charge.status == "FAILED" and len(charge.ledger) == 0 and not charge.lost
     (run,) = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
     assert run.data.tags["dpexp.released"] == "nothing"
@@ -497,7 +497,7 @@ def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_p
 def test_the_trials_of_a_sweep_are_counted_and_held_to_the_budget(dpexp_job, tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"70\.4 % is spent or promised by 2 runs"):
         dpexp_job("-m", *QUICK, KEPT, "privacy.epsilon=1,2.2,2")
-    statuses = [charge.status for charge in charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")]
+    statuses = [charge.status for charge in costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")]
     assert statuses == ["FINISHED", "FINISHED"]
     assert "3 trials, 2 finished" in capsys.readouterr().out
     assert len(list(tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl"))) == 2

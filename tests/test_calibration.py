@@ -33,20 +33,20 @@ def test_a_hundred_random_targets_by_each_accountant():
             assert (solved.value, solved.cost) in solved.trace and solved.cost == cost
 
 
-KNOBS = {
+CALIBRATABLE = {
     "q": lambda q: ledger(4 * q / 0.01, q, 1000),
     "q_at_fixed_z": lambda q: ledger(1.0, q, 1000),
     "bound": lambda scale: ledger(4 / scale, 0.01, 1000),
 }
 
 
-@pytest.mark.parametrize("knob", KNOBS)
+@pytest.mark.parametrize("knob", CALIBRATABLE)
 @pytest.mark.parametrize("target", [0.5, 2.0, 8.0])
 def test_every_knob(knob, target):
-    solved = solve(knob, KNOBS[knob], Epsilon(target, 1e-5), start=0.02 if knob.startswith("q") else 1.0)
-    assert target * (1 - 1e-3) <= epsilon(KNOBS[knob](solved.value), 1e-5) <= target
+    solved = solve(knob, CALIBRATABLE[knob], Epsilon(target, 1e-5), start=0.02 if knob.startswith("q") else 1.0)
+    assert target * (1 - 1e-3) <= epsilon(CALIBRATABLE[knob](solved.value), 1e-5) <= target
     better = solved.value * (0.99 if knob == "q" else 1.01)
-    assert epsilon(KNOBS[knob](better), 1e-5) > target, "the next better value would cost more"
+    assert epsilon(CALIBRATABLE[knob](better), 1e-5) > target, "the next better value would cost more"
 
 
 def test_steps_is_the_last_round_that_is_affordable():

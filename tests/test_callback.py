@@ -105,7 +105,7 @@ class Data(pl.LightningDataModule):
 
 
 def plan_for(module, **choices):
-    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "bound": clipping.Fixed(0.4)}
+    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "bound": clipping.FixedClipNorm(0.4)}
     return dpexp.make_plan(module, **defaults | choices)
 
 
@@ -240,7 +240,7 @@ def test_whole_models_train_as_by_hand(tmp_path, build):
         torch.manual_seed(3)
         return build()
 
-    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), bound=clipping.Uniform(0.4))
+    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), bound=clipping.UniformClipNorm(0.4))
     module, _, _ = fit(tmp_path, Model(net()), plan=plan)
     assert_same(module, by_hand(plan, 5, net())[0])
 
@@ -674,7 +674,9 @@ def test_a_module_that_was_refused_and_mended_may_have_the_same_ledger(tmp_path)
 
 
 def test_a_plan_for_other_sizes_is_refused(tmp_path):
-    plan = plan_for(Model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))), bound=clipping.Dimension(1.0))
+    plan = plan_for(
+        Model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))), bound=clipping.DimensionClipNorm(1.0)
+    )
     with pytest.raises(ConfigError, match=r"another model, whose net.0 has 45 parameters, and this one's has 25"):
         fit(tmp_path, Model(), plan=plan)
 

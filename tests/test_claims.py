@@ -9,13 +9,13 @@ from dpexp.accounting.ledger import (
     ADJACENCIES,
     POLICIES,
     Ledger,
-    PartsEvent,
-    QueryEvent,
+    OneTimeQueryEvent,
+    ParallelQueryEvent,
     Round,
     SamplingEvent,
     write_ledger,
 )
-from dpexp.accounting.releases import ACCOUNTANTS, NAMES, check_claim, releases, unamplified
+from dpexp.accounting.releases import ACCOUNTANTS, NAMES, check_covered, releases, unamplified
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger
@@ -50,7 +50,8 @@ class Unheard:
         (Ledger("add_one", {Round(Unheard(), (Unheard(),)): 3}), "adjacency=add_one is unknown; known: add_remove, "),
         (Ledger("add_remove", {Round(Unheard("bernoulli"), (Unheard(),)): 3}), "sampling=bernoulli has no accountant"),
         (Ledger("add_remove", {Round(Unheard(), (Unheard(noise="cauchy"),)): 3}), "of the query 'all' .cauchy"),
-        (Ledger("add_one", {Round(SamplingEvent("all", 1.0, 9), (QueryEvent("x", "laplace", 1.0, 2.0, 9.0),)): 1}),
+        (Ledger("add_one", {Round(SamplingEvent("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0,
+        9.0),)): 1}),
          "adjacency=add_one is unknown"),
     ],
 )  # fmt: skip
@@ -63,14 +64,14 @@ def test_what_no_accountant_was_stated_for_is_refused(run, message, name):
 @pytest.mark.parametrize("name", ["PLD", "pld ", "zcdp", ""])
 def test_an_unknown_accountant_is_refused(name):
     for ask in (lambda: epsilon(ledger(4.0, 0.01, 9), 1e-5, name), lambda: releases(ledger(4.0, 0.01, 9), name),
-                lambda: check_claim("poisson", "add_remove", name)):  # fmt: skip
+                lambda: check_covered("poisson", "add_remove", name)):  # fmt: skip
         with pytest.raises(ConfigError, match=f"accountant={name} is unknown; known: pld, "):
             ask()
 
 
 def test_an_adjacency_that_nobody_knows_has_no_sensitivity():
-    query = QueryEvent("x", "gaussian", 1.0, 2.0, 9.0)
-    for event in (query, PartsEvent("x", "class", (query, query))):
+    query = OneTimeQueryEvent("x", "gaussian", 1.0, 2.0, 9.0)
+    for event in (query, ParallelQueryEvent("x", "class", (query, query))):
         with pytest.raises(ConfigError, match="adjacency=substitute is unknown"):
             event.ratio("substitute")
 

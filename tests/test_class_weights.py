@@ -16,9 +16,9 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.step import LOOP, TRACED, VMAP
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.preprocessing_methods import ClassCounts
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 from dpexp.training.classifier import Classifier
 
 B, N, S = 6, 100, 0.5
@@ -51,10 +51,10 @@ def sums(folder, batch, mode, model=None, loss_of=None, **options):
     """Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value."""
     model = model or net()
     plan = dpexp.make_plan(
-        model, n=N, q=0.1, steps=1, bound=Fixed(S), release={"loss": {"S": 9, "share": 0.01}},
+        model, n=N, q=0.1, steps=1, bound=FixedClipNorm(S), release={"loss": {"S": 9, "share": 0.01}},
         **({"noise_multiplier": 1e-7} | options),
     )  # fmt: skip
-    engine = Engine(plan, model, GaussianNoise())
+    engine = PrivateRound(plan, model, GaussianNoise())
     if mode != TRACED:
         engine.step.mode = mode
     path = folder / str(len([*folder.iterdir()]))
@@ -108,18 +108,18 @@ def test_a_record_more_moves_the_sum_by_at_most_S_whatever_its_weight(mode, tmp_
 
 def test_exact_noise_takes_weights(tmp_path, recwarn):
     """No noise multiplier is small there: what differs between two jobs is noise; so clipping is looked at."""
-    from dpexp.privacy.discrete_sums import WholeSums
-    from dpexp.privacy.gradients.layer_gradients import Dense
+    from dpexp.privacy.discrete_sums import IntegerSums
+    from dpexp.privacy.gradients.layer_gradients import DenseGradient
     from dpexp.privacy.gradients.per_example import Gradients
     from dpexp.privacy.private_metrics import WEIGHT
 
-    plan = dpexp.make_plan(net(), n=N, q=0.1, steps=1, bound=Fixed(S), noise_multiplier=1.0, noise="exact")
-    clip = WholeSums(plan.groups, False, torch.float64)
+    plan = dpexp.make_plan(net(), n=N, q=0.1, steps=1, bound=FixedClipNorm(S), noise_multiplier=1.0, noise="exact")
+    clip = IntegerSums(plan.groups, False, torch.float64)
     found = {}
     for weighed in (False, True):
         total = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in net().named_parameters()}
-        of = {name: Dense(torch.ones(1, *p.shape, dtype=torch.float64)) for name, p in net().named_parameters()}
-        of |= {WEIGHT: Dense(torch.full((1, 1), 0.25))} if weighed else {}
+        of = {name: DenseGradient(torch.ones(1, *p.shape, dtype=torch.float64)) for name, p in net().named_parameters()}
+        of |= {WEIGHT: DenseGradient(torch.full((1, 1), 0.25))} if weighed else {}
         given = Gradients(of, torch.zeros(1), torch.ones(1, dtype=torch.bool))
         clip.add(given, clip.numbers(plan.groups, torch.device("cpu")), total)
         found[weighed] = torch.cat([t.flatten() for t in total.values()]).double()

@@ -19,15 +19,15 @@ from torch import nn
 import dpexp
 from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.layer_gradients import Dense, OuterProducts
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, OuterProductGradient
 from dpexp.privacy.gradients.norms import LARGEST, UNIT, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.discrete_gaussian import lattice
 from dpexp.privacy.plan import clipping, groups
-from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, asked, check_clip
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, check_clip_rule, clip_rule_factors
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ def test_the_papers_formulas():
         Global(1.5): [2 / 3, 2 / 3, 2 / 3, 0, 0],
         Global(0.25): [4, 4, 0, 0, 0],
     }.items():
-        assert asked(clip, x, number(2.0)).tolist() == pytest.approx(found), clip
+        assert clip_rule_factors(clip, x, number(2.0)).tolist() == pytest.approx(found), clip
         assert [factor(clip, float(norm), 2.0) for norm in x[:-1]] == pytest.approx(found[:-1]), clip
 
 
 @given(st.floats(1e-3, 0.99))
 def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
     x = torch.linspace(0, 1, 10_001, dtype=torch.float64)
-    assert abs(x[asked(Psac(r), x, number(1.0)).argmax()] - (math.sqrt(r) - r)) < 2e-4
-    assert asked(Automatic(r), x, number(1.0)).argmax() == 0
+    assert abs(x[clip_rule_factors(Psac(r), x, number(1.0)).argmax()] - (math.sqrt(r) - r)) < 2e-4
+    assert clip_rule_factors(Automatic(r), x, number(1.0)).argmax() == 0
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
 
     def observed(bound):
         plan = plan_of(module, bound=bound, **choices)
-        engine = Engine(plan, module, GaussianNoise(), observe=True)
+        engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
         sums = sums_of(engine, loss_of, batch)
         norms = {g: [o[f"norm/{g.name}"] for o in engine.observations if f"norm/{g.name}" in o] for g in plan.groups}
         return plan, sums, {g.name: torch.cat(found) / g.S if found else torch.ones(1) for g, found in norms.items()}
 
-    *_, before = observed(clipping.Fixed(1.0))
-    plan, sums, found = observed(clipping.Fixed({name: 1.01 * float(x.median()) for name, x in before.items()}))
+    *_, before = observed(clipping.FixedClipNorm(1.0))
+    plan, sums, found = observed(clipping.FixedClipNorm({name: 1.01 * float(x.median()) for name, x in before.items()}))
     assert any((x < 1).any() and (x > 1).any() for x in found.values())
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
 
@@ -117,9 +117,9 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
 @named
 def test_float32_equals_one_record_at_a_time(clip):
     module, batch = case("convolutions", torch.float32)
-    plan = plan_of(module, clip=clip, bound=clipping.Fixed(0.7))
+    plan = plan_of(module, clip=clip, bound=clipping.FixedClipNorm(0.7))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
-    sums = sums_of(Engine(plan, module, GaussianNoise()), loss_of, batch)
+    sums = sums_of(PrivateRound(plan, module, GaussianNoise()), loss_of, batch)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
 
 
@@ -139,7 +139,7 @@ NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from(
 def test_no_vector_contributes_more_than_s(clip, dtype, numbers, S):
     """As computed, to the last bit; and what is not finite contributes zero."""
     v = torch.tensor([numbers], dtype=torch.float64).to(dtype)
-    use = Dense(v.clone())
+    use = DenseGradient(v.clone())
     found = use.squared_norms().sqrt()
     c = clip_factors(clip, found, number(S), dtype)
     total = torch.zeros(len(numbers), dtype=dtype)
@@ -177,7 +177,7 @@ def test_a_short_vector_of_large_factors_does_not_overflow():
     """c is above 1, and x is so large that c·x could be infinite, though c ‖v‖ is small."""
     x, g = torch.full((1, 1, 2), 2.0**89), torch.full((1, 1, 3), 2.0**-135)
     for clip in (Global(1e-12), Automatic(1e-12), Says(1e38)):
-        use, total = OuterProducts(x, g), torch.zeros(3, 2)
+        use, total = OuterProductGradient(x, g), torch.zeros(3, 2)
         use.add_weighted_sum(clip_factors(clip, use.squared_norms().sqrt(), number(1.0), torch.float32), total)
         assert total.isfinite().all() and 0 < total.norm() <= 1
     assert LARGEST[torch.float32] == 2.0**90
@@ -200,10 +200,10 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     plan = plan_of(
-        module, clip=clip, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.Dimension(0.3),
+        module, clip=clip, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.DimensionClipNorm(0.3),
         vectors_by="parameter", steps=2, schedules={"S": [1.0, 0.3]},
     )  # fmt: skip
-    engine = Engine(plan, module, GaussianNoise())
+    engine = PrivateRound(plan, module, GaussianNoise())
     x = torch.tensor(records, dtype=torch.float64)
     out = data.draw(st.integers(0, len(x) - 1))
     for t in (0, 1):
@@ -226,7 +226,7 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
 
 def test_a_rule_sees_one_norm_at_a_time():
     x = torch.tensor([1.0, 2.0, 1e6], dtype=torch.float64)
-    assert asked(Middling(), x, number(1.0)).tolist() == pytest.approx([1.0, 0.5, 1e-6])
+    assert clip_rule_factors(Middling(), x, number(1.0)).tolist() == pytest.approx([1.0, 0.5, 1e-6])
 
 
 # Exact noise
@@ -240,7 +240,7 @@ def test_a_rule_sees_one_norm_at_a_time():
 def test_exact_noise_takes_every_rule(clip, vector, S, z):
     at, row = lattice(S, z * S), torch.tensor([vector], dtype=torch.float64)
     found = norms(row)
-    whole = at.rounded(row, found, asked(clip, found, number(S)))
+    whole = at.rounded(row, found, clip_rule_factors(clip, found, number(S)))
     assert sum(int(number) ** 2 for number in whole[0].tolist()) <= at.S2
     norm = float(found)
     if clip in RULES and 1e-100 < norm < 1e100 and at.S2 > 1e4:
@@ -253,8 +253,8 @@ def test_exact_and_gaussian_noise_are_given_the_same_sums(clip):
     module, batch = case("mlp")
     sums = []
     for noise in ("exact", "gaussian"):
-        plan = plan_of(module, clip=clip, noise=noise, bound=clipping.Fixed(1.0), group=groups.per_layer())
-        engine = Engine(plan, module, GaussianNoise())
+        plan = plan_of(module, clip=clip, noise=noise, bound=clipping.FixedClipNorm(1.0), group=groups.per_layer())
+        engine = PrivateRound(plan, module, GaussianNoise())
         found = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch)
         units = {
             name: g.lattice.grid if g.exact else 1 for g in plan.groups for v in g.vectors for name in v.parameters
@@ -277,7 +277,7 @@ def test_a_rule_changes_nothing_that_is_accounted(clip):
 def test_z_goes_with_s():
     """From group to group, and from round to round."""
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    given = clipping.Fixed({"0": 1.0, "1": 10.0})
+    given = clipping.FixedClipNorm({"0": 1.0, "1": 10.0})
     plan = plan_of(
         module, clip=Global(2.0), group=groups.per_layer(), bound=given, steps=2, schedules={"S": [1.0, 0.1]}
     )
@@ -300,7 +300,7 @@ class Thawed:
         return S / x
 
 
-@pytest.mark.parametrize("clip", [lambda x, S: S / x, Abadi, Thawed(), clipping.Fixed(1.0)])
+@pytest.mark.parametrize("clip", [lambda x, S: S / x, Abadi, Thawed(), clipping.FixedClipNorm(1.0)])
 def test_what_is_no_rule_is_refused(clip):
     with pytest.raises(ConfigError, match="is no clip rule; give a frozen dataclass with a name"):
         plan_of(nn.Linear(2, 2), clip=clip)
@@ -383,7 +383,7 @@ class Answering:
 @pytest.mark.parametrize("rule, said", [(Asking(), "cannot answer for a norm"), (Answering(), "one real number")])
 def test_rules_that_do_not_answer_are_refused_before_training(rule, said):
     with pytest.raises(ConfigError, match=said):
-        check_clip(rule)
+        check_clip_rule(rule)
 
 
 @dataclass(frozen=True)
@@ -400,8 +400,8 @@ class Remembering:
 
 def test_a_rule_remembers_nothing():
     rule, norms = Remembering(), torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert asked(rule, 1e6 * norms, number(1.0)).tolist() == [1e-6, 5e-7]
-    assert asked(rule, norms, number(1.0)).tolist() == [1.0, 0.5] and not rule.seen
+    assert clip_rule_factors(rule, 1e6 * norms, number(1.0)).tolist() == [1e-6, 5e-7]
+    assert clip_rule_factors(rule, norms, number(1.0)).tolist() == [1.0, 0.5] and not rule.seen
 
 
 def add_all(mechanism, gradients, S, total):
@@ -428,7 +428,7 @@ def test_how_many_are_processed_together_decides_over_little(far):
         for many in (7, 8):
             of_all = [torch.stack(pair).expand(many, 2, 256).clone() for pair in ((x, x), (g, -(1 - left) * g))]
             total = {"weight": torch.zeros(256, 256)}
-            add_all(GroupMechanism(group), {"weight": OuterProducts(*of_all)}, S, total)
+            add_all(GroupMechanism(group), {"weight": OuterProductGradient(*of_all)}, S, total)
             sums.append(total["weight"].double() / many / S)
         moved.append(float((sums[0] - sums[1]).norm()))
     assert 0 < max(moved) < 1e-3
@@ -438,7 +438,7 @@ def test_how_many_are_processed_together_decides_over_little(far):
 def test_the_last_digits_of_a_norm_decide_over_little(rule):
     """They vary with how many records are processed together, for all of them at once."""
     x = torch.cat([torch.logspace(-3, 3, 20001, dtype=torch.float64), torch.linspace(0.4, 0.6, 20001).double()])
-    moved = (asked(rule, x * (1 + 1e-7), number(0.5)) - asked(rule, x, number(0.5))).abs() * x
+    moved = (clip_rule_factors(rule, x * (1 + 1e-7), number(0.5)) - clip_rule_factors(rule, x, number(0.5))).abs() * x
     assert float(moved.max()) < 1e-4 * 0.5
 
 
@@ -452,7 +452,7 @@ def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency,
     sums = []
     for gradients in ([9.0, 5.0], [*changed, 5.0]):
         total = {"weight": torch.zeros(1, 1)}
-        found = mechanism.norms({"weight": Dense(torch.tensor(gradients)[:, None])}, number(group.S))
+        found = mechanism.norms({"weight": DenseGradient(torch.tensor(gradients)[:, None])}, number(group.S))
         mechanism.add(found, number(group.S), total)
         sums.append(float(total["weight"]))
     assert abs(sums[0] - sums[1]) == pytest.approx(mechanism.sensitivity(adjacency), rel=1e-6)

@@ -18,12 +18,12 @@ from dpexp.privacy.gradients import compiled
 from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import MARK, CompileDecision, _stages
-from dpexp.privacy.gradients.layer_gradients import OuterProducts
+from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.gradients.per_example import Gradients
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="PyTorch's compiler needs a C++ compiler"
@@ -31,8 +31,8 @@ needs_compiler = pytest.mark.skipif(
 
 
 def engine_of(module, compile=True, rounds=9):
-    plan = make_plan(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, bound=Fixed(S))
-    return Engine(plan, module, GaussianNoise(), observe=True, compiled=compile)
+    plan = make_plan(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, bound=FixedClipNorm(S))
+    return PrivateRound(plan, module, GaussianNoise(), observe=True, compiled=compile)
 
 
 def off(found, expected):
@@ -183,12 +183,12 @@ def test_all_that_norms_are_computed_from_lies_in_memory():
 
 def test_a_norm_that_is_not_finite_in_float64_alone_adds_nothing():
     module = nn.Linear(3, 1)
-    plan = make_plan(module, n=48, q=0.25, steps=1, noise_multiplier=1.0, bound=Fixed(S))
+    plan = make_plan(module, n=48, q=0.25, steps=1, noise_multiplier=1.0, bound=FixedClipNorm(S))
     clip = ClippedSums(plan.groups, False, torch.float32)
     x, g = torch.ones(2, 2, 3), torch.ones(2, 2, 1)
     g[:, 1] = -1 + 1e-6
     g[1] = torch.inf
-    gradients = Gradients({"weight": OuterProducts(x, g)}, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    gradients = Gradients({"weight": OuterProductGradient(x, g)}, torch.zeros(2), torch.ones(2, dtype=torch.bool))
     sums = {"weight": torch.zeros(1, 3)}
     both = torch.arange(2), torch.ones(2, dtype=torch.bool)
     clip(gradients, clip.numbers((), torch.device("cpu")), sums, both[1], both)

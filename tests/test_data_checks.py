@@ -16,7 +16,7 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.sampling import fetching, loader
-from dpexp.privacy.sampling.fetching import Checked, EachAlone, Request, StateFound, WithChecks
+from dpexp.privacy.sampling.fetching import Checked, CheckSchedule, RecordFetcher, Request, StateFound
 from dpexp.privacy.sampling.privacy_unit import Microbatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -129,7 +129,7 @@ def test_records_of_several_examples_are_checked():
     plan = dpexp.make_plan(Model(), n=6, sampling="all", q=1.0, steps=2, noise_multiplier=1.0, record=Microbatch(2))
 
     def rounds(change):
-        return loader.Rounds(DataLoader(Kept(change)), plan, 4, KeyStream(), KeyStream())
+        return loader.RoundLoader(DataLoader(Kept(change)), plan, 4, KeyStream(), KeyStream())
 
     with pytest.raises(StateFound, match="data set Kept"):
         rounds(running_mean)
@@ -254,12 +254,12 @@ def test_values_that_differ_in_anything_differ(before, after):
             return next(self.values)
 
     for values, name in (((before, after), "the data set Two"), ((before, before), None)):
-        (found,) = EachAlone(Two(*values), list, None).__getitems__(Request([], [0], b"0" * 32, 0))
+        (found,) = RecordFetcher(Two(*values), list, None).__getitems__(Request([], [0], b"0" * 32, 0))
         assert found == Checked(name)
 
 
 def test_nothing_is_checked_where_nothing_of_the_user_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetching, "EachAlone", None)
+    monkeypatch.setattr(fetching, "RecordFetcher", None)
     x, y = map(torch.stack, zip(*rows(6), strict=True))
     trained(tmp_path, Model(), DataLoader(TensorDataset(x, y), 2))
     with pytest.raises(TypeError):
@@ -334,13 +334,13 @@ def test_checks_change_nothing_that_is_released(tmp_path, monkeypatch, workers):
 def test_which_records_are_checked():
     chunks = [list(range(k % 4)) for k in range(100)]
     stream = KeyStream.known(0, "checks", 0)
-    requests = [*WithChecks(chunks, lambda: int(stream.words(1)) % 10, stream, 2)]
+    requests = [*CheckSchedule(chunks, lambda: int(stream.words(1)) % 10, stream, 2)]
     assert [request.records for request in requests] == chunks
     assert [len(request.checked) for request in requests] == [min(1, len(chunk)) for chunk in chunks]
     assert [request.round for request in requests] == [k // 2 if k < 16 else None for k in range(100)]
     assert len({request.key for request in requests}) == 100
     assert {i for request in requests for i in request.checked} == set(range(10))
-    (request, _) = WithChecks(None, lambda: 0, stream, 2)
+    (request, _) = CheckSchedule(None, lambda: 0, stream, 2)
     assert request.records == [] and len(request.checked) == 8 and request.round == 0
 
 
@@ -353,7 +353,7 @@ def test_later_checks_take_a_fiftieth_of_the_time(monkeypatch):
             now[0] += 1
             return self.items[index]
 
-    data = EachAlone(Slow(rows(6)), default_collate, None)
+    data = RecordFetcher(Slow(rows(6)), default_collate, None)
     checks = sum(
         isinstance(data.__getitems__(Request([0] * 20, [1], b"0" * 32, None))[-1], Checked) for _ in range(1000)
     )

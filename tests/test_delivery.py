@@ -8,7 +8,7 @@ import torch
 from test_isolation import Items, Model, S, rows, trained
 from torch.utils.data import DataLoader, Dataset
 
-from dpexp.privacy.sampling.batches import Alone, Failed
+from dpexp.privacy.sampling.batches import FailedRecord, SingleCollation
 
 
 class Speechless(Exception):
@@ -93,7 +93,7 @@ def test_a_record_that_cannot_be_delivered_contributes_nothing(tmp_path, what, w
 
 def test_an_interrupt_is_of_no_record():
     with pytest.raises(KeyboardInterrupt):
-        Failed.because(KeyboardInterrupt())
+        FailedRecord.because(KeyboardInterrupt())
 
 
 def test_what_requires_gradients_arrives(tmp_path):
@@ -103,7 +103,7 @@ def test_what_requires_gradients_arrives(tmp_path):
         for n in (0, 1)
     ]
     assert torch.allclose(*found, atol=1e-6)
-    assert all(not tensor.grad_fn for part in Alone(first)(items) for tensor in part.batch[:2])
+    assert all(not tensor.grad_fn for part in SingleCollation(first)(items) for tensor in part.batch[:2])
 
 
 class Seeding(Dataset):

@@ -15,12 +15,12 @@ from torch.nn.utils import parametrizations
 
 from dpexp.privacy.gradients import derived_parameters
 from dpexp.privacy.gradients.derived_parameters import Derived, part_of
-from dpexp.privacy.gradients.layer_gradients import OuterProducts
+from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.groups import flat, owners
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 B = 5
 
@@ -172,8 +172,8 @@ def test_a_number_of_a_weight_is_asked_for_in_every_round():
     """The step is no graph, in which the first answer would stay."""
     call, *shapes = CALLS["a truth of parameters"]
     module, x = Weighted(Of(call, *shapes)).double(), torch.randn(B, 4, 3).double()
-    plan = make_plan(module, n=20, q=0.3, steps=2, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=2, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    engine = PrivateRound(plan, module, GaussianNoise())
     for sign in (1, -1):
         module.layer.parameters_[0].data = sign * torch.rand(4, 3).double()
         sums = sums_of(engine, module.loss, x, B, B)
@@ -302,8 +302,8 @@ def test_a_non_finite_record_contributes_nothing(name, bad):
     module = Weighted(Of(call, *shapes)).double()
     x = (torch.randn(B, 3, 4, 4) if "standardised" in name else torch.randn(B, 4, 3, 3)).double()
     x[2].view(-1)[0] = bad
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    sums = dict(sums_of(Engine(plan, module, GaussianNoise()), module.loss, x, B, B))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    sums = dict(sums_of(PrivateRound(plan, module, GaussianNoise()), module.loss, x, B, B))
     others = [i for i in range(B) if i != 2]
     without = clipped_sums(plan, module, module.loss, x[others], B - 1)
     if math.isfinite(bad):
@@ -321,8 +321,8 @@ def test_each_record_draws_its_own_weight(of):
         return F.linear(x, F.dropout(weight.exp() if of == "computed" else weight, 0.5))
 
     module = Of(call, (1, 40))
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(1e9))
-    engine = Engine(plan, module, GaussianNoise(), observe=True)
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(1e9))
+    engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
     x = torch.ones(B, 40)
     engine.start()
     with warnings.catch_warnings():
@@ -335,7 +335,7 @@ def test_each_record_draws_its_own_weight(of):
 
 def test_views_are_uses_of_the_parameter_that_hold_no_gradient(monkeypatch):
     """A transpose and the thirds of a weight, too large to hold a gradient for each record."""
-    monkeypatch.setattr(OuterProducts, "dense", lambda use: pytest.fail("a gradient is held"))
+    monkeypatch.setattr(OuterProductGradient, "dense", lambda use: pytest.fail("a gradient is held"))
     monkeypatch.setattr(Derived, "_back", lambda *_: pytest.fail("gradients go through a graph"))
     torch.manual_seed(0)
     call = lambda x, w, v: sum(F.linear(F.linear(x, part), v.t()) for part in w.chunk(3))  # noqa: E731
@@ -361,8 +361,10 @@ def test_no_record_contributes_more_than_its_bound(name):
     """In float32, of one record whose gradient is far larger than S."""
     call, *shapes = CALLS[name]
     S, module = 0.3, Weighted(Of(call, *shapes))
-    engine = Engine(
-        make_plan(module, n=20, q=0.05, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S)), module, GaussianNoise()
+    engine = PrivateRound(
+        make_plan(module, n=20, q=0.05, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S)),
+        module,
+        GaussianNoise(),
     )
     for seed in range(8):
         torch.manual_seed(seed)

@@ -73,7 +73,7 @@ def test_a_number_that_is_only_logged_is_traced_and_logged_nowhere(tmp_path):
     assert torch.allclose(found, sum_of_clipped(Model(), rows(5)), atol=1e-6) and logger.told == []
 
 
-class Measured(Model):
+class AdaptiveMinVariance(Model):
     """What Lightning's documentation shows."""
 
     def __init__(self):
@@ -98,7 +98,7 @@ class Measured(Model):
 
 
 def test_metrics_of_torchmetrics_tell_nothing_of_training(tmp_path):
-    logger, module = Everything(), Measured()
+    logger, module = Everything(), AdaptiveMinVariance()
     found = released(tmp_path, module, rows(5), steps=3, logger=logger, log_every_n_steps=1)
     assert torch.allclose(found[-1], sum_of_clipped(Model(), rows(5)), atol=1e-6)
     assert all(told.keys() <= {"epoch"} for _, told in logger.told)

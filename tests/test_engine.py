@@ -16,7 +16,7 @@ from dpexp.privacy.checks import StateFound
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 B = 6
 
@@ -331,8 +331,8 @@ def case(name, dtype=torch.float64, seed=0):
 
 
 def engine_of(module, S=0.3):
-    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
-    return Engine(plan, module, GaussianNoise()), plan
+    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    return PrivateRound(plan, module, GaussianNoise()), plan
 
 
 def sums_of(engine, loss_of, batch, size=B, chunk=B):
@@ -375,9 +375,9 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, loss):
     plan = make_plan(
         module,
         n=20, q=0.3, steps=1, noise_multiplier=1.0,
-        group=getattr(groups, grouping)(), bound=clipping.Dimension(0.3), mechanism=MECHANISMS[mechanism],
+        group=getattr(groups, grouping)(), bound=clipping.DimensionClipNorm(0.3), mechanism=MECHANISMS[mechanism],
     )  # fmt: skip
-    engine = Engine(plan, module, GaussianNoise(), observe=True)
+    engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
 
     def loss_of(one):
         return loss(module(one[0]), one[1])
@@ -393,22 +393,22 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, loss):
 @pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "lstm"])
 def test_float32_equals_one_record_at_a_time(name):
     module, batch = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
-    sums = sums_of(Engine(plan, module, GaussianNoise()), loss_of, batch)
+    sums = sums_of(PrivateRound(plan, module, GaussianNoise()), loss_of, batch)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["convolutions", "tied", "mlp"])
 def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
     module, batch = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
 
     def loss_of(one):
         return cross_entropy(module(one[0]), one[1])
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        sums = sums_of(Engine(plan, module, GaussianNoise()), loss_of, batch)
+        sums = sums_of(PrivateRound(plan, module, GaussianNoise()), loss_of, batch)
         reference = clipped_sums(plan, module, loss_of, batch, B)
     assert all(total.dtype == torch.float32 for total in sums.values())
     assert relative_error(sums, reference) < 3e-2
@@ -419,8 +419,8 @@ def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_chunks_change_nothing(chunk):
     module, batch = case("convolutions")
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     whole = dict(sums_of(engine, loss_of, batch))
     assert relative_error(sums_of(engine, loss_of, batch, chunk=chunk), whole) < 1e-12
@@ -436,9 +436,9 @@ def test_chunks_change_nothing(chunk):
 def test_a_non_finite_record_contributes_nothing(name, bad):
     """Trap 1. The other records' sum must come out as if the bad one were not there."""
     module, (x, y) = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
-    engine = Engine(plan, module, GaussianNoise())
+    engine = PrivateRound(plan, module, GaussianNoise())
     x[2].view(-1)[0] = bad
     sums = dict(sums_of(engine, loss_of, (x, y)))
     assert all(torch.isfinite(total).all() for total in sums.values())
@@ -456,8 +456,8 @@ def test_every_record_stays_within_the_bound_in_float32():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
     S = 0.37
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    engine = PrivateRound(plan, module, GaussianNoise())
     for _ in range(50):
         batch = (torch.randn(1, 300) * 10 ** torch.empty(1).uniform_(-2, 4), torch.randint(3, (1,)))
         sums = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch, 1, 1)
@@ -466,7 +466,7 @@ def test_every_record_stays_within_the_bound_in_float32():
 
 def test_an_empty_sample_contributes_nothing():
     module, _ = case("mlp")
-    engine = Engine(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
     assert engine._sums and all((total == 0).all() for total in engine._sums.values())
 
@@ -475,7 +475,7 @@ def test_dropout_differs_between_records():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double()
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
-    engine = Engine(plan, module, GaussianNoise(), observe=True)
+    engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
     x = torch.randn(1, 8).double().expand(B, 8)
     sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x, torch.zeros(B, dtype=torch.long)))
     assert len(set(engine.observations[0]["loss"].tolist())) == B
@@ -566,8 +566,8 @@ STATEFUL = [RunningMean, Reassigned, ThroughData, Counting, InAnAttribute, InACo
 def test_a_step_that_keeps_something_of_a_record_is_refused_before_it_sees_one(build, inside):
     torch.manual_seed(0)
     module, (x, y) = (nn.Sequential(nn.Identity(), build()) if inside else build()).double(), rows()
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    engine, before = Engine(plan, module, GaussianNoise()), x.clone()
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    engine, before = PrivateRound(plan, module, GaussianNoise()), x.clone()
     with pytest.raises(StateFound, match="keeps something of a record"):
         sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x.double(), y))
     assert not any(total.any() for total in engine._sums.values()) and torch.equal(x, before)
@@ -591,7 +591,7 @@ class KeepingWhatIsLarge(nn.Module):
 def test_state_that_only_records_bring_about_stops_the_round():
     torch.manual_seed(0)
     module, (x, y) = KeepingWhatIsLarge(), rows()
-    engine = Engine(make_plan(module, n=20, q=0.3, steps=3, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=3, noise_multiplier=1.0), module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     for t in range(2):
         engine.start(t)
@@ -607,7 +607,7 @@ def test_state_that_only_records_bring_about_stops_the_round():
 def test_a_parameter_that_is_changed_inside_training_step_is_refused_by_name():
     for change in CHANGES.values():
         module = nn.Sequential(nn.Identity(), Changing(change))
-        engine = Engine(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+        engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
         with pytest.raises(ConfigError, match=r"1\.head\.weight is changed inside training_step"):
             sums_of(engine, lambda one, module=module: cross_entropy(module(one[0]), one[1]), rows())
 
@@ -676,12 +676,12 @@ def test_what_a_model_asks_of_autograd_is_what_pytorch_says(build, mode):
     torch.manual_seed(0)
     module, (x, y) = build().double(), rows()
     batch = x.double(), y
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
 
     def loss_of(one):
         return cross_entropy(module(one[0]), one[1])
 
-    engine = Engine(plan, module, GaussianNoise())
+    engine = PrivateRound(plan, module, GaussianNoise())
     assert relative_error(sums_of(engine, loss_of, batch), clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
     assert engine.mode == mode, engine.reason
 
@@ -690,8 +690,8 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
     """An index out of range. The others go on together, in this chunk and in the next."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)).double()
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     x, y = torch.randint(5, (B, 3)), torch.randint(3, (B,))
     sums = {name: total.clone() for name, total in sums_of(engine, loss_of, (x, y)).items()}
@@ -708,7 +708,7 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
 
 def test_a_mistake_that_no_record_survives_is_raised():
     module, batch = case("mlp")
-    engine = Engine(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     with pytest.raises(ConfigError, match="shapes cannot be multiplied"):
         sums_of(engine, lambda one: module(one[0][:, :3]).sum(), batch)
 
@@ -716,7 +716,7 @@ def test_a_mistake_that_no_record_survives_is_raised():
 def test_a_batch_that_cannot_be_split_is_refused():
     module, (x, y) = case("mlp")
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
-    engine = Engine(plan, module, GaussianNoise())
+    engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     engine.start()
     with pytest.raises(ConfigError, match=r"shape \(8, 6\).*first dimension"):
@@ -725,8 +725,8 @@ def test_a_batch_that_cannot_be_split_is_refused():
 
 def test_what_is_no_tensor_is_the_same_for_all_records():
     module, (x, y) = case("mlp")
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     with pytest.warns(UserWarning, match="a batch holds a float besides tensors"):
         engine.accumulate(lambda one: cross_entropy(one[2] * module(one[0]), one[1]), (*stacked((x, y)), 2.0), B)
@@ -738,16 +738,16 @@ def test_what_is_no_tensor_is_the_same_for_all_records():
 def test_a_plan_for_another_model_is_refused():
     plan = make_plan(nn.Linear(2, 2), n=20, q=0.3, steps=1, noise_multiplier=1.0)
     with pytest.raises(ConfigError, match="another model"):
-        Engine(plan, nn.Sequential(nn.Linear(2, 2)), GaussianNoise())
+        PrivateRound(plan, nn.Sequential(nn.Linear(2, 2)), GaussianNoise())
 
 
-class Parts(nn.Module):
+class ViewGradient(nn.Module):
     def __init__(self):
         super().__init__()
         self.mix, self.left, self.right, self.head = (nn.Linear(6, 6) for _ in range(4))
 
 
-class Masked(Parts):
+class Masked(ViewGradient):
     """As language models do: a mask is only used where it hides something."""
 
     def forward(self, x):
@@ -758,7 +758,7 @@ class Masked(Parts):
         return self.head(y.mean(1))
 
 
-class Tree(Parts):
+class Tree(ViewGradient):
     """Branches within branches, on a truth, a number and a list."""
 
     def forward(self, x):
@@ -770,13 +770,13 @@ class Tree(Parts):
         return self.head(y.mean(1)) * (2 if (x[0, :1, 1] > 1.5).tolist()[0] else 1)
 
 
-class Sliced(Parts):
+class Sliced(ViewGradient):
     def forward(self, x):
         length = 1 + (x[0, :, 0] > 0).sum().item()
         return self.head(self.mix(x[:, :length]).mean(1))
 
 
-class Trying(Parts):
+class Trying(ViewGradient):
     """Catches whatever comes of asking."""
 
     def forward(self, x):
@@ -787,7 +787,7 @@ class Trying(Parts):
         return self.head(y.mean(1))
 
 
-class Each(Parts):
+class Each(ViewGradient):
     def forward(self, x):
         return self.head(self.mix(x).mean(1)) * x.mean().item()
 
@@ -814,8 +814,8 @@ def test_a_step_that_branches_on_data_runs_one_record_at_a_time(build, chunk):
 
 def test_an_error_that_a_step_catches_is_not_traced_even_of_one_record():
     module, loss_of, batch = branching(Trying)
-    plan = make_plan(module, n=10, q=0.1, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.3))
-    engine = Engine(plan, module, GaussianNoise())  # whose graphs are of one row
+    plan = make_plan(module, n=10, q=0.1, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.3))
+    engine = PrivateRound(plan, module, GaussianNoise())  # whose graphs are of one row
     sums = sums_of(engine, loss_of, batch, 12, 12)
     assert engine.mode == ONE
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, 12)) < 1e-9
@@ -858,7 +858,7 @@ def put(y, mask, value):
 
 @pytest.mark.parametrize("how", SHAPED)
 def test_shapes_that_depend_on_a_record_are_those_of_each(how):
-    class Shaped(Parts):
+    class Shaped(ViewGradient):
         def forward(self, x):
             return self.head(x.mean(1)) + SHAPED[how](self.mix(x), x).square().sum()
 

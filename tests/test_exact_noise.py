@@ -24,7 +24,7 @@ from dpexp.privacy.noise.discrete_gaussian import SIGMA, SIGMA2, DiscreteGaussia
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.policies import Poisson
 
 FLOATS = st.floats(width=64) | st.floats(-10, 10) | st.sampled_from([0.0, 5e-324, 1e308, -1e160, 2.0**-30])
@@ -71,7 +71,7 @@ def test_a_square_that_float64_would_take_for_the_bound_is_told_from_it():
 def engine_for(module, **choices):
     defaults = {"n": 100, "q": 0.2, "steps": 2, "noise_multiplier": 1.0, "noise": "exact"}
     plan = make_plan(module, **defaults | choices)
-    return Engine(plan, module, GaussianNoise(KeyStream.known(0, "test", 0)))
+    return PrivateRound(plan, module, GaussianNoise(KeyStream.known(0, "test", 0)))
 
 
 def whole_sums(engine, loss_of, records, t=0):
@@ -90,7 +90,7 @@ def test_one_record_moves_the_sum_by_a_vector_within_the_bound_exactly(records, 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2))
     engine = engine_for(
-        module, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.Dimension(0.3),
+        module, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.DimensionClipNorm(0.3),
         vectors_by="parameter", schedules={"S": [1.0, 0.3], "z": [1.0, 3.0]},
     )  # fmt: skip
     x = torch.tensor(records)

@@ -12,7 +12,7 @@ from pandas import DataFrame
 import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import joined
-from dpexp.privacy.plan.clipping import Dimension, Joint
+from dpexp.privacy.plan.clipping import DimensionClipNorm, Joint
 from dpexp.privacy.plan.groups import conv_fc
 from dpexp.reporting.comparisons import apart, settings
 from dpexp.reporting.panels import NotDrawn, arrange, scale
@@ -292,7 +292,7 @@ def test_noise_and_signal_per_coordinate():
         assert row["record"] == pytest.approx(group.S / 100 / math.sqrt(group.d))
         assert row["average"] == pytest.approx(100 * row["record"])
         assert row["noise"] / row["record"] == pytest.approx(2 * math.sqrt(group.d / row["share"]))
-    made, rows = plan(mechanism=Joint(), bound=Dimension(1.0))
+    made, rows = plan(mechanism=Joint(), bound=DimensionClipNorm(1.0))
     for group, row in zip(made.groups, rows, strict=True):
         noise = sum(
             v.d * (alpha * group.sigma / 100) ** 2 for v, alpha in zip(group.vectors, group.alphas, strict=True)

@@ -22,7 +22,7 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.plan import clipping
-from dpexp.privacy.sampling.batches import Alone
+from dpexp.privacy.sampling.batches import SingleCollation
 
 S, CLASSES = 0.5, 3
 SILENT = 1e-8  # a noise multiplier of next to no noise
@@ -92,7 +92,7 @@ def trained(folder, module, loader, steps=1, z=SILENT, callbacks=(), callback=No
     if not isinstance(loader, DataLoader):
         loader = DataLoader(Items(loader), batch_size=2)
     plan = dpexp.make_plan(
-        module, n=10, sampling="all", q=1.0, steps=steps, noise_multiplier=z, bound=clipping.Fixed(S)
+        module, n=10, sampling="all", q=1.0, steps=steps, noise_multiplier=z, bound=clipping.FixedClipNorm(S)
     )
     released = Released()
     folder.mkdir(exist_ok=True)
@@ -813,10 +813,10 @@ def test_how_a_record_lies_in_memory_does_not_depend_on_its_company(collate):
     """Nor whether it requires gradients: a step may look, and kernels round otherwise."""
     items = [torch.randn(2, 3, 4, 5), torch.randn(3, 4, 5, 2).permute(3, 0, 1, 2), torch.randn(2, 3, 4, 5)]
     items.append(torch.randn(2, 3, 4, 5, requires_grad=True))
-    together = Alone(collate)(items)
+    together = SingleCollation(collate)(items)
     assert sorted(records.size for records in together) == [1, 1, 2]
 
     def look(records):
         return records.batch.stride()[1:], records.batch.requires_grad
 
-    assert {look(records) for records in together} == {look(Alone(collate)([item])[0]) for item in items}
+    assert {look(records) for records in together} == {look(SingleCollation(collate)([item])[0]) for item in items}

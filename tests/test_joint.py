@@ -3,7 +3,7 @@
 import pytest
 
 import dpexp
-from dpexp.commands.build import told_of_joint
+from dpexp.commands.build import joint_note
 
 QUICK = ("privacy.epsilon=null", "privacy.noise_multiplier=2", "sampling.steps=5")
 
@@ -11,7 +11,7 @@ QUICK = ("privacy.epsilon=null", "privacy.noise_multiplier=2", "sampling.steps=5
 def told(*overrides):
     cfg = dpexp.compose("mechanism=joint", *QUICK, *overrides)
     plan = dpexp.plan(cfg)
-    return told_of_joint(cfg, plan), plan
+    return joint_note(cfg, plan), plan
 
 
 @pytest.mark.parametrize(

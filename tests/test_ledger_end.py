@@ -10,7 +10,7 @@ from dpexp.accounting.ledger import integrity as ending
 from dpexp.accounting.ledger.integrity import end_of, read_end
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.tracking.run_costs import charge_at, charge_from, promise
+from dpexp.tracking.run_costs import cost_from, cost_of_job, reserve
 
 EVENT, QUERY = SamplingEvent("poisson", 0.01, 1000), SumQueryEvent("all", 1.0, 4.0)
 
@@ -52,7 +52,7 @@ def test_a_cut_at_an_earlier_closing_line_shows(resumed, capsys):
     assert "ends early, after 3 rounds: lines are missing" in printed(capsys)
     with pytest.raises(ConfigError, match=r"has lost lines .* put a copy in its place that has them all"):
         LedgerWriter(resumed, resume=True)
-    assert charge_from(resumed).lost and charge_from(resumed).ledger is None
+    assert cost_from(resumed).lost and cost_from(resumed).ledger is None
 
 
 @pytest.mark.parametrize("at", range(1, 9))
@@ -62,9 +62,9 @@ def test_a_cut_anywhere_shows(resumed, at):
 
 
 def test_a_whole_ledger_that_lost_lines_counts_as_its_plan(tmp_path, resumed):
-    promise(tmp_path, ledger_so_far(resumed))
+    reserve(tmp_path, ledger_so_far(resumed))
     cut(resumed, 6)
-    charge = charge_at(tmp_path)
+    charge = cost_of_job(tmp_path)
     assert charge.lost and len(charge.ledger) == 5 and "lost lines" in charge.note
 
 

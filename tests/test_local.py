@@ -16,7 +16,7 @@ from dpexp.privacy.checks import StateFound
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, clipping, groups
 from dpexp.privacy.plan.clipping import Automatic
-from dpexp.privacy.sampling.privacy_unit import Local, User
+from dpexp.privacy.sampling.privacy_unit import LocalTraining, User
 from tests.audited import attacked
 from tests.test_records import (
     MEMBERS,
@@ -36,10 +36,10 @@ from tests.test_records import (
 
 __all__ = ["quiet"]
 LOCALS = {
-    "one step": Local(lr=0.5, steps=1),
-    "epochs": Local(lr=0.3, epochs=3),
-    "batches": Local(lr=0.3, epochs=2, batch_size=2),
-    "steps": Local(lr=0.3, steps=4, batch_size=3),
+    "one step": LocalTraining(lr=0.5, steps=1),
+    "epochs": LocalTraining(lr=0.3, epochs=3),
+    "batches": LocalTraining(lr=0.3, epochs=2, batch_size=2),
+    "steps": LocalTraining(lr=0.3, steps=4, batch_size=3),
 }
 
 
@@ -80,7 +80,7 @@ def test_a_users_vector_is_how_far_its_training_goes(local, kind, tmp_path, quie
     by = None if kind is OfUsers else "user_of"
     found, plan = released(
         tmp_path, a_data_set(kind, x.double(), y), User(8, by, local), users=4,
-        group=groups.per_layer(), bound=clipping.Fixed(0.5),
+        group=groups.per_layer(), bound=clipping.FixedClipNorm(0.5),
     )  # fmt: skip
     close(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan))
 
@@ -150,7 +150,7 @@ def test_users_train_as_by_hand_where_no_made_up_record_has_a_finite_loss(choice
     x[:, 0] = 5
     found, plan = released(
         tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["epochs"]), Infinite(), users=4,
-        bound=clipping.Fixed(0.1), **choices,
+        bound=clipping.FixedClipNorm(0.1), **choices,
     )  # fmt: skip
     expected = by_hand(MEMBERS, trained_by_hand(x, y, LOCALS["epochs"], Infinite), plan)
     for name, total in found.items():
@@ -172,7 +172,7 @@ def test_the_average_is_the_servers_gradient(tmp_path, quiet, in_order):
     x, y = rows(11)
     found, _ = released(
         tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["batches"]), users=4,
-        bound=clipping.Fixed(1e3),
+        bound=clipping.FixedClipNorm(1e3),
     )  # fmt: skip
     vector = trained_by_hand(x, y, LOCALS["batches"])
     for name, total in found.items():
@@ -184,7 +184,7 @@ def test_a_user_who_trains_more_or_less_moves_the_sum_by_at_most_S(seed, scale, 
     x, y = rows(12, seed)
     x[8:] *= scale
     user_of = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
-    record = User(8, "user_of", Local(lr=10.0, steps=3))
+    record = User(8, "user_of", LocalTraining(lr=10.0, steps=3))
     users = {"users": 4, "precision": "32-true"}
     with_, _ = released(tmp_path, a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]), record, **users)
     without, _ = released(tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), record, **users)
@@ -220,7 +220,7 @@ class Own(Model):
 def test_a_step_that_keeps_something_of_a_user_is_refused_before_the_first_round(build, tmp_path, in_order):
     x, y = rows(11)
     dataset = a_data_set(TensorDataset, x, y, [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
-    record = User(8, "user_of", Local(lr=0.01, steps=2, batch_size=2))
+    record = User(8, "user_of", LocalTraining(lr=0.01, steps=2, batch_size=2))
     with pytest.raises(StateFound, match="keeps something of a record"):
         released(tmp_path, dataset, record, build(), users=4, precision="32-true")
     assert json.loads((tmp_path / "0.jsonl").read_text().splitlines()[1])["rounds"] == 0
@@ -251,7 +251,7 @@ def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
 
     def total(some):
         dataset = a_data_set(TensorDataset, x[some], y[some], [user_of[i] for i in some])
-        record = User(8, "user_of", Local(lr=2.0, steps=30))
+        record = User(8, "user_of", LocalTraining(lr=2.0, steps=30))
         return released(tmp_path, dataset, record, users=4, precision="32-true")[0]
 
     apart = [total([i for i in range(12) if user_of[i] == user]) for user in range(4)]
@@ -294,7 +294,7 @@ class Telling(Model):
 
 
 OTHERS = {
-    "adaptive": {"bound": adaptive_clipping.Adaptive(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive": {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.1, rate=1.0, share=0.2)},
     "joint": {"mechanism": clipping.Joint()},
     "automatic": {"clip": Automatic()},
     "exact": {"noise": "exact", "noise_multiplier": 1.0, "n": 11},
@@ -315,7 +315,7 @@ def test_users_who_train_go_with(choices, tmp_path):
 
 def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
     x, y = rows(12)
-    local = Local(lr=0.3, epochs=2)
+    local = LocalTraining(lr=0.3, epochs=2)
     dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
     told = {}
 
@@ -331,13 +331,13 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
                     p -= local.lr * p.grad
         return sum(losses) / 2
 
-    add = dpexp.privacy.private_metrics.Estimates.add
+    add = dpexp.privacy.private_metrics.MetricEstimates.add
 
     def watched(self, plan, t, found):
         told.update({key: value.clone() for key, value in found.items() if "train_loss" in key})
         return add(self, plan, t, found)
 
-    monkeypatch.setattr(dpexp.privacy.private_metrics.Estimates, "add", watched)
+    monkeypatch.setattr(dpexp.privacy.private_metrics.MetricEstimates, "add", watched)
     released(
         tmp_path, dataset, User(8, "user_of", local), Telling(), users=4,
         release={"train_loss": {"S": 100.0, "share": 0.1}},
@@ -347,7 +347,7 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
     assert value.item() == pytest.approx(hand, abs=1e-9)
 
 
-TRAINED = User(3, "user_of", Local(lr=0.1, steps=2, batch_size=2))
+TRAINED = User(3, "user_of", LocalTraining(lr=0.1, steps=2, batch_size=2))
 
 
 def test_an_honest_training_of_users_refutes_no_claim(tmp_path):

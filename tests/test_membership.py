@@ -22,7 +22,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.mislabelled_canaries import mislabelled, put_into
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.reporting import terminal
-from dpexp.tracking.run_costs import charge_at, charges_in
+from dpexp.tracking.run_costs import cost_of_job, costs_in
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.images import Digits
 from dpexp.training.data.tabular import Synthetic
@@ -290,10 +290,10 @@ def test_its_trainings_are_accounted_with_the_jobs(dpexp_job, tmp_path):
         plain.compose(SelfComposedDpEvent(event, rounds))
         assert epsilon == pytest.approx(plain.get_epsilon(1e-4), rel=2e-3)
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
-    (charge,) = charges_in(uri, "digits")
-    assert len(charge.ledger) == 12 == len(charge_at(output).ledger) and not charge.lost
+    (charge,) = costs_in(uri, "digits")
+    assert len(charge.ledger) == 12 == len(cost_of_job(output).ledger) and not charge.lost
     output.rename(output.with_name("away"))
-    (charge,) = charges_in(uri, "digits")
+    (charge,) = costs_in(uri, "digits")
     assert len(charge.ledger) == 12 and not charge.lost, "from what the store was sent"
     run = MlflowClient(uri).get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/share_right"] == result["audit"]["share_right"]
@@ -317,14 +317,14 @@ def test_a_job_that_is_resumed_after_its_audit_shows_no_other(dpexp_job, tmp_pat
     assert [path.read_bytes() for path in ledgers] == written and "not repeated" in capsys.readouterr().out
     assert found_by(output) == json.loads((output / "audit" / "shown.json").read_text())
     done = [len(read_ledger(path)) for path in (output / "ledger.jsonl", *ledgers)]
-    (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+    (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(charge.ledger) == sum(done) == 12
 
 
 def test_an_audit_alone_spends_its_trainings(dpexp_job, tmp_path):
     kept = ("data.id=digits", "privacy.budget={epsilon: 4, delta: 1e-5}")
     dpexp_job("audit", *QUICK, *kept)
-    (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+    (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(charge.ledger) == 10
     with pytest.raises(SystemExit, match="this job's plan asks for"):
         dpexp_job("audit", *QUICK, *kept, "audit.references=200")
@@ -339,7 +339,7 @@ class Broken(Digits):
 def test_an_audit_that_began_no_training_spends_nothing(dpexp_job, tmp_path):
     with pytest.raises(RuntimeError):
         dpexp_job("audit", *QUICK, "data.id=digits", "data.module._target_=tests.test_membership.Broken")
-    (charge,) = charges_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
+    (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(charge.ledger) == 0 and not charge.lost
 
 

@@ -26,7 +26,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 FAMILIES = {
     "written": "By hand: images, rows, sets",
@@ -82,9 +82,15 @@ def tried(model, dropout, dtype):
         warnings.simplefilter("ignore")
         try:
             plan = make_plan(
-                module, n=20, q=0.3, steps=1, noise_multiplier=1.0, group=groups.per_layer(), bound=clipping.Fixed(0.01)
+                module,
+                n=20,
+                q=0.3,
+                steps=1,
+                noise_multiplier=1.0,
+                group=groups.per_layer(),
+                bound=clipping.FixedClipNorm(0.01),
             )
-            engine = Engine(plan, module, GaussianNoise())
+            engine = PrivateRound(plan, module, GaussianNoise())
             engine.start()
             engine.accumulate(lambda one: model.loss(module, one), stacked(batch), zoo.B)
             engine.finish()

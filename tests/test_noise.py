@@ -17,7 +17,7 @@ from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy.noise.continuous import PAIRS, BoxMuller, GaussianNoise, whole_blocks
 from dpexp.privacy.noise.randomness import BLOCK, KeyStream
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 RFC_KEY = bytes(range(32))
 RFC_NONCE = bytes.fromhex("000000090000004a00000000")
@@ -167,7 +167,7 @@ def released_sum(stream):
     torch.manual_seed(0)
     module = nn.Linear(1, CLASSES, bias=False)
     plan = make_plan(module, n=100, q=1.0, sampling="all", steps=1, noise_multiplier=1.0)
-    engine = Engine(plan, module, GaussianNoise(stream))
+    engine = PrivateRound(plan, module, GaussianNoise(stream))
     engine.start()
     x, y = torch.randn(100, 1, 1), torch.randint(CLASSES, (100, 1))
     engine.accumulate(lambda one: F.cross_entropy(module(one[0]), one[1]), (x, y), 100)

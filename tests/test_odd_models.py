@@ -444,12 +444,12 @@ def test_torch_script_may_prepare_the_data(tmp_path):
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
-    class Prepared(list):
+    class PreprocessedModel(list):
         def __getitem__(self, index):
             x, y = super().__getitem__(index)
             return doubled(x), y
 
-    data = torch.utils.data.DataLoader(Prepared(rows(5)), batch_size=2)
+    data = torch.utils.data.DataLoader(PreprocessedModel(rows(5)), batch_size=2)
     (released,), _ = trained(tmp_path, Model(), data)
     assert torch.allclose(released, sum_of_clipped(Model(), [(2 * x, y) for x, y in rows(5)]), atol=1e-6)
 

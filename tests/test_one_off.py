@@ -11,15 +11,15 @@ from dp_accounting import pld, rdp
 from scipy.integrate import quad
 
 from dpexp.accounting import composition
-from dpexp.accounting.accountants import Renyi, delta, epsilon, guarantee
+from dpexp.accounting.accountants import RenyiAccountant, delta, epsilon, guarantee
 from dpexp.accounting.auditing import inverse_of
-from dpexp.accounting.composition import Gaussian
-from dpexp.accounting.dominating_pairs import Laplace, gaussian_above
+from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.dominating_pairs import LaplacePair, gaussian_above
 from dpexp.accounting.ledger import (
     Ledger,
     LedgerWriter,
-    PartsEvent,
-    QueryEvent,
+    OneTimeQueryEvent,
+    ParallelQueryEvent,
     Round,
     SamplingEvent,
     SumQueryEvent,
@@ -28,7 +28,7 @@ from dpexp.accounting.ledger import (
     read_ledger,
     write_ledger,
 )
-from dpexp.accounting.multiple_runs import ORDERS, rho, trial_curve
+from dpexp.accounting.multiple_runs import ORDERS, rho, run_rdp
 from dpexp.accounting.rdp import laplace_moments
 from dpexp.accounting.releases import NAMES, claimable, composing
 from dpexp.accounting.risk import largest_advantage, risk
@@ -41,18 +41,20 @@ TRAINING = Round(POISSON, (SumQueryEvent("all", 0.5, 0.55),))
 
 
 def laplace(scale, S=1.0, replaced=2.0, query="counts"):
-    return QueryEvent(query, "laplace", S, replaced, scale)
+    return OneTimeQueryEvent(query, "laplace", S, replaced, scale)
 
 
 def gaussian(scale, S=1.0, replaced=2**0.5, query="pca"):
-    return QueryEvent(query, "gaussian", S, replaced, scale)
+    return OneTimeQueryEvent(query, "gaussian", S, replaced, scale)
 
 
 def once(event):
     return Round(EVERYONE, (event,))
 
 
-PARTS = PartsEvent("all", "class", (laplace(20.0, query="0"), laplace(10.0, query="1"), laplace(15.0, query="2")))
+PARTS = ParallelQueryEvent(
+    "all", "class", (laplace(20.0, query="0"), laplace(10.0, query="1"), laplace(15.0, query="2"))
+)
 EVERYTHING = Ledger(
     "add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1, once(PARTS): 1, TRAINING: 1000}
 )  # fmt: skip
@@ -83,9 +85,7 @@ def test_rdp_of_them_is_dp_accountings():
     directly = composed(rdp.RdpAccountant([order])).get_epsilon(1e-5)
     assert epsilon(EVERYTHING, 1e-5, "rdp") == pytest.approx(directly, rel=1e-6)
     assert rho(EVERYTHING, 8.0) == pytest.approx(composed(rdp.RdpAccountant([8.0]))._rdp[0], rel=1e-9)
-    assert trial_curve(EVERYTHING)[ORDERS.index(16)] == pytest.approx(
-        composed(rdp.RdpAccountant([16.0]))._rdp[0], rel=1e-9
-    )
+    assert run_rdp(EVERYTHING)[ORDERS.index(16)] == pytest.approx(composed(rdp.RdpAccountant([16.0]))._rdp[0], rel=1e-9)
 
 
 def test_what_others_say_of_them():
@@ -97,7 +97,7 @@ def test_what_others_say_of_them():
     for name in ("basic", "strong"):
         assert epsilon(only, 1e-9, name) == pytest.approx(0.35, rel=1e-9)
     both = Ledger("add_remove", {once(laplace(4.0)): 1, once(gaussian(7.0)): 1})
-    assert epsilon(both, 1e-5, "basic") == pytest.approx(0.25 + Gaussian(1 / 7).epsilon(0.5e-5), rel=1e-9)
+    assert epsilon(both, 1e-5, "basic") == pytest.approx(0.25 + GaussianMechanism(1 / 7).epsilon(0.5e-5), rel=1e-9)
     many = Ledger("add_remove", {once(laplace(100.0)): 1000})
     kairouz = composition.strong(np.array([0.01]), np.array([1000.0]), 1e-5)
     assert kairouz <= epsilon(many, 1e-5, "strong") <= 1.02 * kairouz < 10
@@ -110,7 +110,7 @@ def test_gdp_refuses_laplace_by_name_and_takes_gaussians():
     only = Ledger("add_remove", {once(gaussian(7.0)): 2})
     assert claimable(only) == list(NAMES)
     for name in ("gdp", "pld"):
-        assert epsilon(only, 1e-5, name) == pytest.approx(Gaussian(math.sqrt(2) / 7).epsilon(1e-5), rel=1e-9)
+        assert epsilon(only, 1e-5, name) == pytest.approx(GaussianMechanism(math.sqrt(2) / 7).epsilon(1e-5), rel=1e-9)
 
 
 @pytest.mark.parametrize("pure", [1e-3, 1.0, 50.0, 1000.0])
@@ -129,7 +129,7 @@ def test_one_laplace_query_costs_what_the_closed_form_says(pure):
 @pytest.mark.parametrize("lowest", [-math.inf, -0.31])
 def test_a_laplace_loss_on_a_grid_has_all_of_its_mass(h, lowest):
     """P's and Q's alike, but for what is cut off below, whose loss is rounded up."""
-    first, mass, infinite = Laplace(0.7).discretized(h, max(lowest, -1e3), -50.0)
+    first, mass, infinite = LaplacePair(0.7).discretized(h, max(lowest, -1e3), -50.0)
     losses = h * (first + np.arange(len(mass)))
     assert infinite == 0 and losses[0] <= max(lowest, -0.7) and losses[-1] >= 0.7
     assert mass.sum() == pytest.approx(1, rel=1e-12)
@@ -170,7 +170,7 @@ def test_what_is_pure_is_gaussian_dp():
     for pure in (0.01, 1.0, 10.0):
         mu = float(gaussian_above(np.array([pure]))[0])
         for e in np.linspace(0, pure, 20):
-            assert Gaussian(mu).delta(e) >= (math.exp(pure) - math.exp(e)) / (1 + math.exp(pure)) - 1e-12
+            assert GaussianMechanism(mu).delta(e) >= (math.exp(pure) - math.exp(e)) / (1 + math.exp(pure)) - 1e-12
     assert gaussian_above(np.array([5000.0]))[0] > 90
 
 
@@ -185,18 +185,20 @@ def test_counts_by_laplace_under_each_adjacency(adjacency, ratio):
 
 def test_counts_by_gauss_move_by_the_root_of_two_when_a_record_is_replaced():
     ledger = Ledger("replace_one", {once(gaussian(4.0)): 1})
-    assert epsilon(ledger, 1e-5) == pytest.approx(Gaussian(math.sqrt(2) / 4).epsilon(1e-5), rel=1e-9)
+    assert epsilon(ledger, 1e-5) == pytest.approx(GaussianMechanism(math.sqrt(2) / 4).epsilon(1e-5), rel=1e-9)
 
 
 def test_a_replaced_record_may_change_two_parts():
     """By Laplace: the two worst add up. By Gauss: their squares do, unless a record that stays in its part is worse."""
     assert PARTS.ratio("add_remove") == PARTS.ratio("replace_null") == 0.1
     assert PARTS.ratio("replace_one") == max(2 / 10, 1 / 10 + 1 / 15)
-    near = PartsEvent("all", "class", tuple(laplace(scale, replaced=1.0) for scale in (10.0, 10.0)))
+    near = ParallelQueryEvent("all", "class", tuple(laplace(scale, replaced=1.0) for scale in (10.0, 10.0)))
     assert near.ratio("replace_one") == 0.2, "no query moves by more than 1, and yet two do"
-    assert PartsEvent("all", "class", (gaussian(5.0, replaced=1.0),) * 2).ratio("replace_one") == math.hypot(0.2, 0.2)
-    assert PartsEvent("all", "class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
-    assert PartsEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
+    assert ParallelQueryEvent("all", "class", (gaussian(5.0, replaced=1.0),) * 2).ratio("replace_one") == math.hypot(
+        0.2, 0.2
+    )
+    assert ParallelQueryEvent("all", "class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
+    assert ParallelQueryEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
 
 
 def test_what_nobody_can_tell_to_be_disjoint_costs_the_sum():
@@ -224,7 +226,7 @@ def test_with_every_sampling_they_cost_more_than_without(event, adjacency, accou
 
 def test_of_hundreds_of_millions_of_rounds_none_is_lost():
     many = {Round(POISSON, (SumQueryEvent("all", 1.0, 500.0),)): 2**29}
-    assert isinstance(guarantee(Ledger("add_remove", many | {once(laplace(4.0)): 1})), Renyi)
+    assert isinstance(guarantee(Ledger("add_remove", many | {once(laplace(4.0)): 1})), RenyiAccountant)
     without = epsilon(Ledger("add_remove", many), 1e-5)
     assert without < epsilon(Ledger("add_remove", many | {once(laplace(1.0)): 1}), 1e-5) <= without + 1
 
@@ -311,13 +313,13 @@ def test_runs_are_joined_with_what_went_before_each():
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(facts, wrong):
     with pytest.raises(ConfigError, match=wrong):
-        QueryEvent(**{"query": "a", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 1.0} | facts)
+        OneTimeQueryEvent(**{"query": "a", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 1.0} | facts)
 
 
 def test_parts_have_noise_of_one_law():
     for queries in ((), (laplace(1.0), gaussian(1.0))):
         with pytest.raises(ConfigError, match="all have Laplace noise, or all Gaussian"):
-            PartsEvent("all", "class", queries)
+            ParallelQueryEvent("all", "class", queries)
 
 
 @pytest.mark.parametrize("sampling, others", [(POISSON, ()), (EVERYONE, (SumQueryEvent("all", 1.0, 1.0),))])

@@ -16,7 +16,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.dominating_pairs import Sampled, Truncated, WithoutReplacement
+from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair, TruncatedPoissonPair
 from dpexp.accounting.ledger import Ledger, joined
 from tests.test_accountants import ledger, of
 from tests.test_privacy_loss import analytic_gaussian
@@ -64,7 +64,7 @@ def on_grid(pair, h=1e-3):
 @pytest.mark.parametrize("z, q", SIZES)
 @pytest.mark.parametrize("a", [0.0, 0.5, 1.0])
 def test_a_sampled_pair_is_its_integral(z, q, a):
-    found = on_grid(Sampled(z, q, a))
+    found = on_grid(PoissonPair(z, q, a))
     for e in (-0.5, -0.003, 0.0, 0.004, 0.2, 1.0):
         exact = hockey_stick(z, mixture(q, a), mixture(q, a - 1), math.exp(e))
         assert exact - 1e-13 <= found(e) <= exact * (1 + 1e-3) + 1e-6
@@ -73,8 +73,8 @@ def test_a_sampled_pair_is_its_integral(z, q, a):
 @pytest.mark.parametrize("z, q", SIZES)
 def test_a_discretised_loss_keeps_both_masses(z, q):
     """P's, and Q's = E[e^-L], but for what is rounded up."""
-    pairs = [Sampled(z, q, 1.0), Sampled(z, q, 0.0), Sampled(z, q, 0.5), WithoutReplacement(z, q)]
-    for pair in [*pairs, Truncated(z, q, 1000, round(1000 * q) + 1)]:
+    pairs = [PoissonPair(z, q, 1.0), PoissonPair(z, q, 0.0), PoissonPair(z, q, 0.5), FixedSizePair(z, q)]
+    for pair in [*pairs, TruncatedPoissonPair(z, q, 1000, round(1000 * q) + 1)]:
         start, mass, infinite = pair.discretized(2e-3, -math.inf, -70.0)
         losses = 2e-3 * (start + np.arange(len(mass)))
         assert mass.sum() + infinite == pytest.approx(1, abs=1e-9) and mass.min() >= 0
@@ -109,7 +109,7 @@ def test_rounding_never_lowers_a_mass_or_a_loss(a):
         for _ in range(20):
             z, q = math.exp(random.uniform(math.log(0.3), math.log(50))), min(0.99, 10 ** random.uniform(-6, 0))
             h = max(q / z * 10 ** random.uniform(-3, -0.5), math.log1p(q * math.expm1(22 / z)) / 30_000)
-            first, mass, excess, _, _ = Sampled(z, q, a).cells(h, -300 * h, -random.uniform(20, 200))
+            first, mass, excess, _, _ = PoissonPair(z, q, a).cells(h, -300 * h, -random.uniform(20, 200))
             likely = random.choice(len(mass), 6, p=mass / mass.sum())
             for i in {0, len(mass) - 1, max(0, -first - 1), *random.integers(0, len(mass), 4), *likely}:
                 lower, upper = (mpmath.mpf(float(h)) * int(first + i + side) for side in (0, 1))
@@ -124,7 +124,7 @@ def test_rounding_never_lowers_a_mass_or_a_loss(a):
 @pytest.mark.parametrize("z, q", SIZES)
 def test_a_sample_of_fixed_size_has_the_profile_of_balle_et_al(z, q):
     """Above 0: q δ(ε') with e^ε' = 1 + (e^ε - 1)/q; below: 1 - α + α times the same at -ε. Theirs is at 2S = 1."""
-    found = on_grid(WithoutReplacement(z, q))
+    found = on_grid(FixedSizePair(z, q))
 
     def profile(e):
         exact = q * hockey_stick(z, mixture(1.0, 1.0), mixture(1.0, 0.0), 1 + math.expm1(e) / q)
@@ -225,8 +225,8 @@ SWEPT = [  # of benchmarks/truncated_grid.py; the first took 23 GB and never end
 
 @pytest.mark.parametrize("z, q, n, maximum, rounds, d, h", SWEPT)
 def test_a_part_of_the_sweep_of_maxima(z, q, n, maximum, rounds, d, h, monkeypatch):
-    cells, of_one = [], Sampled.cells
-    monkeypatch.setattr(Sampled, "cells", lambda *args: cells.append(of_one(*args)) or cells[-1])
+    cells, of_one = [], PoissonPair.cells
+    monkeypatch.setattr(PoissonPair, "cells", lambda *args: cells.append(of_one(*args)) or cells[-1])
     found = epsilon(of("truncated_poisson", "replace_null", z=z, q=q, n=n, rounds=rounds, maximum=maximum), d)
     assert max(len(each.mass) for each in cells) < 2**22
     theirs = from_truncated_subsampled_gaussian_mechanism(
@@ -282,7 +282,7 @@ def test_no_two_records_are_easier_to_tell_apart_than_opposite_ones():
 
         return (1 - q) * normal(np.zeros(2)) + q * normal(center)
 
-    bound = on_grid(Sampled(z, q, 0.5))
+    bound = on_grid(PoissonPair(z, q, 0.5))
     for _ in range(40):
         angles, sizes = random.uniform(0, 2 * math.pi, 2), 0.5 * np.sqrt(random.uniform(0.2, 1, 2))
         x, y = (size * np.array([math.cos(angle), math.sin(angle)]) for size, angle in zip(sizes, angles, strict=True))

@@ -68,14 +68,14 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     def loss_of(batch):
         return module.training_step(batch)
 
-    real = physical_batch.Engine.accumulate
+    real = physical_batch.PrivateRound.accumulate
 
     def accumulate(engine, loss_of, batch, size):
         assert torch.equal(batch[0], expected.expand(size, 1, 1, 8, 8))
         seen.append(size)
         return real(engine, loss_of, batch, size)
 
-    monkeypatch.setattr(physical_batch.Engine, "accumulate", accumulate)
+    monkeypatch.setattr(physical_batch.PrivateRound, "accumulate", accumulate)
     assert fitting(plan, module, loss_of, run) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None

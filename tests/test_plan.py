@@ -12,7 +12,14 @@ from torch import nn
 from dpexp.accounting.accountants import epsilon
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.allocation import DimensionAdjusted, Explicit, MinVariance, Proportional, Weighted
-from dpexp.privacy.plan.clipping import Clipping, Dimension, Fixed, Joint, Separate, Uniform
+from dpexp.privacy.plan.clipping import (
+    DimensionClipNorm,
+    FixedClipNorm,
+    GroupClipping,
+    Joint,
+    Separate,
+    UniformClipNorm,
+)
 from dpexp.privacy.plan.groups import Groups, Match, Vector, conv_fc, flat, per_layer
 from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.sampling.policies import Poisson
@@ -93,16 +100,16 @@ SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
 def test_uniform_and_dimension_bounds_add_up_to_the_total(sizes, total):
     """With the paper's misprint S*/√(d/D) they would not."""
     groups = [f"g{i}" for i in range(len(sizes))]
-    for bound in (Uniform(total), Dimension(total)):
+    for bound in (UniformClipNorm(total), DimensionClipNorm(total)):
         assert math.sqrt(sum(S**2 for S in bound(groups, sizes))) == pytest.approx(total, rel=1e-12)
 
 
 def test_fixed_bounds():
-    assert [g.S for g in plan(group=conv_fc(), bound=Fixed(0.3)).groups] == [0.3] * 3
+    assert [g.S for g in plan(group=conv_fc(), bound=FixedClipNorm(0.3)).groups] == [0.3] * 3
     given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
-    assert [g.S for g in plan(group=conv_fc(), bound=Fixed(given)).groups] == [1, 2, 3]
+    assert [g.S for g in plan(group=conv_fc(), bound=FixedClipNorm(given)).groups] == [1, 2, 3]
     with pytest.raises(ConfigError, match=r"names the groups conv; the model has conv, fc, rest"):
-        plan(group=conv_fc(), bound=Fixed({"conv": 1.0}))
+        plan(group=conv_fc(), bound=FixedClipNorm({"conv": 1.0}))
 
 
 # Mechanisms
@@ -123,7 +130,7 @@ def test_section_2s_example():
     separate = plan(
         module,
         group=per_layer(),
-        bound=Fixed({"0": 1.0, "1": 100.0}),
+        bound=FixedClipNorm({"0": 1.0, "1": 100.0}),
         allocation=Explicit({"0": 0.01 * q * n, "1": 1.0 * q * n}),
         **common,
     )
@@ -144,7 +151,7 @@ def test_joint_bound_lies_in_zero_to_root_k():
 def test_joint_scales_come_from_a_number_a_list_or_the_bound():
     assert plan(mechanism=Joint(alpha=0.5)).groups[0].alphas == (0.5,) * 4
     assert plan(mechanism=Joint(alpha=[1, 2, 3, 4])).groups[0].alphas == (1, 2, 3, 4)
-    derived = plan(mechanism=Joint(), bound=Dimension(2.0)).groups[0]
+    derived = plan(mechanism=Joint(), bound=DimensionClipNorm(2.0)).groups[0]
     assert derived.alphas == pytest.approx([2 * math.sqrt(v.d / 407) for v in derived.vectors])
     with pytest.raises(ConfigError, match="lists 2 numbers for 4 vectors"):
         plan(mechanism=Joint(alpha=[1, 2]))
@@ -170,7 +177,7 @@ ALLOCATIONS = {
 )
 def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, bounds, z):
     grouped = {name: (Vector(name, (name,), d),) for name, d in zip("abc", sizes, strict=True)}
-    clipping = {name: Clipping((1.0,), S) for name, S in zip("abc", bounds, strict=True)}
+    clipping = {name: GroupClipping((1.0,), S) for name, S in zip("abc", bounds, strict=True)}
     shares = allocation.shares(grouped, clipping)
     assert sum(shares.values()) == pytest.approx(1, rel=1e-12)
     sigmas = {name: z * clipping[name].S / math.sqrt(w) for name, w in shares.items()}
@@ -180,16 +187,16 @@ def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, 
 def test_the_papers_two_allocations():
     """Section 4: σ̃_g = z √G S_g and σ̃_g = z √(D/d_g) S_g."""
     given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
-    for group in plan(group=conv_fc(), bound=Fixed(given)).groups:
+    for group in plan(group=conv_fc(), bound=FixedClipNorm(given)).groups:
         assert group.sigma == pytest.approx(1.5 * math.sqrt(3) * group.S)
-    for group in plan(group=conv_fc(), bound=Fixed(given), allocation=DimensionAdjusted()).groups:
+    for group in plan(group=conv_fc(), bound=FixedClipNorm(given), allocation=DimensionAdjusted()).groups:
         assert group.sigma == pytest.approx(1.5 * math.sqrt(407 / group.d) * group.S)
 
 
 @pytest.mark.parametrize("mechanism", [Separate(), Joint(alpha=[0.5, 2.0, 1.0, 3.0])])
 def test_min_variance_has_the_least_noise(mechanism):
     def variance(allocation):
-        groups = plan(group=conv_fc(), bound=Fixed(0.7), mechanism=mechanism, allocation=allocation).groups
+        groups = plan(group=conv_fc(), bound=FixedClipNorm(0.7), mechanism=mechanism, allocation=allocation).groups
         return sum(g.sigma**2 * sum(a**2 * v.d for a, v in zip(g.alphas, g.vectors, strict=True)) for g in groups)
 
     least = variance(MinVariance())
@@ -218,8 +225,10 @@ def test_explicit_noise_contradicts_a_target():
 
 @pytest.mark.parametrize("knob", ["q", "q_at_fixed_z", "steps", "bound"])
 def test_other_knobs_are_solved_from_the_noise_given(knob):
-    asked = plan(group=conv_fc(), noise_multiplier=3.0, bound=Fixed(0.5))
-    made = plan(group=conv_fc(), noise_multiplier=3.0, bound=Fixed(0.5), epsilon=0.5, delta=1e-5, calibrate=knob)
+    asked = plan(group=conv_fc(), noise_multiplier=3.0, bound=FixedClipNorm(0.5))
+    made = plan(
+        group=conv_fc(), noise_multiplier=3.0, bound=FixedClipNorm(0.5), epsilon=0.5, delta=1e-5, calibrate=knob
+    )
     cost = epsilon(made.ledger(), 1e-5)
     assert cost <= 0.5 and (cost >= 0.5 * (1 - 1e-3) or knob == "steps")
     assert made.calibration.value != 1 and made.calibration.cost == pytest.approx(cost, rel=1e-12)
@@ -264,7 +273,7 @@ def test_rounds_from_epochs_lose_no_step():
         ({"q": 1.5}, r"sampling\.q=1\.5"),
         ({"q": 0.0}, r"sampling\.q=0"),
         ({"q": "0.2"}, r"sampling\.q='0.2' must lie in"),
-        ({"bound": Fixed({1: 2.0})}, "bound.value names the groups 1; the model has all"),
+        ({"bound": FixedClipNorm({1: 2.0})}, "bound.value names the groups 1; the model has all"),
         ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
         (
             {"allocation": Explicit([1.0]), "noise_multiplier": None},
@@ -286,8 +295,8 @@ def test_rounds_from_epochs_lose_no_step():
         ({"noise_multiplier": None, "epsilon": 1.0}, "privacy.delta must be given"),
         ({"n": 0}, r"data\.n=0"),
         ({"vectors_by": "neuron"}, "vectors=neuron"),
-        ({"bound": Fixed(math.inf)}, "bound.value=inf"),
-        ({"bound": Fixed(-1.0)}, "bound.value=-1"),
+        ({"bound": FixedClipNorm(math.inf)}, "bound.value=inf"),
+        ({"bound": FixedClipNorm(-1.0)}, "bound.value=-1"),
         ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
         (
             {"sampling": "fixed_size", "adjacency": "add_remove"},

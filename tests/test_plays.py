@@ -20,7 +20,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 from dpexp.training import text_model as text
 from dpexp.training.data import text as plays
 from dpexp.training.pretrained import Lora
@@ -98,8 +98,8 @@ def test_its_low_ranks_are_clipped_right_and_together(tiny, recwarn):
     def loss_of(one):
         return F.cross_entropy(module(one[0]), one[1])
 
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     engine.accumulate(loss_of, stacked(batch), 4)
     assert relative_error(engine._sums, clipped_sums(plan, module, loss_of, batch, 4)) < 1e-9

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.dominating_pairs import gaussian_above
-from dpexp.accounting.ledger import LedgerWriter, PartsEvent, read_ledger, write_ledger
-from dpexp.accounting.risk import Advantage, Epsilon, Tpr, largest_advantage, largest_tpr
+from dpexp.accounting.ledger import LedgerWriter, ParallelQueryEvent, read_ledger, write_ledger
+from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr
 from dpexp.commands.account import account
 from dpexp.commands.use_model import predict
 from dpexp.errors import ConfigError
@@ -28,7 +28,15 @@ from dpexp.privacy.noise.continuous import add_laplace
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.plan import PrivacyPlan, make_plan
 from dpexp.privacy.preprocessing import _total, prepare
-from dpexp.privacy.preprocessing_methods import ClassCounts, Pca, Preparation, Prepared, Standardise, Whiten, queries
+from dpexp.privacy.preprocessing_methods import (
+    ClassCounts,
+    Pca,
+    PreprocessedModel,
+    Preprocessing,
+    Standardize,
+    Whiten,
+    queries,
+)
 from dpexp.reporting.run_figures import epsilon_over_rounds
 from dpexp.tracking.client import keep_error
 from dpexp.training.classifier import Classifier
@@ -36,7 +44,7 @@ from dpexp.training.classifier import Classifier
 N, SHAPE = 60, [3, 2, 2]
 KINDS = {
     "pca": lambda **noise: Pca(SHAPE, 5, origin=0.5, **noise),
-    "standardise": lambda **noise: Standardise(SHAPE, S=1.5, **noise),
+    "standardise": lambda **noise: Standardize(SHAPE, S=1.5, **noise),
     "whiten": lambda **noise: Whiten(SHAPE, S=3.0, **noise),
     "laplace_counts": lambda **noise: ClassCounts(4, "laplace", **noise),
     "gaussian_counts": lambda **noise: ClassCounts(4, "gaussian", **noise),
@@ -243,7 +251,7 @@ def test_pca_projects_onto_the_principal_components():
 def test_standardise_gives_mean_0_and_variance_1():
     x, y = records(400)
     x = 0.1 * x + torch.tensor([0.3, -0.2, 0.0])[:, None, None]
-    own = Standardise(SHAPE, noise_multiplier=1.0)
+    own = Standardize(SHAPE, noise_multiplier=1.0)
     assert pytest.approx(math.sqrt(6)) == own.S and own.S_replaced == 2 * own.S
     own.use(total(own, x, y).float(), 400)
     seen = own(x)
@@ -323,7 +331,7 @@ def test_whitening_that_makes_no_sense_is_a_sentence(wrong):
 
 
 def test_noise_that_makes_a_variance_negative_leaves_numbers():
-    own = Standardise([3], noise_multiplier=1.0)
+    own = Standardize([3], noise_multiplier=1.0)
     own.use(torch.tensor([60.0, 0, 0, 30, -60, 0]), 60)
     assert torch.isfinite(own(torch.randn(2, 3))).all() and (own.deviation > 0).all()
 
@@ -336,7 +344,7 @@ def test_one_record_moves_what_comes_after_another_preparation_by_no_more_than_i
     first.components.copy_(torch.linalg.qr(torch.randn(64, 3, generator=random))[0].T)
     x = torch.randn(64, generator=random)
     x = scale * (x - first.components.T @ (first.components @ x)).clamp(-1.5, 1.5)
-    for own in (Pca([3], 2, noise_multiplier=1.0), *(of([3], noise_multiplier=1.0) for of in (Standardise, Whiten))):
+    for own in (Pca([3], 2, noise_multiplier=1.0), *(of([3], noise_multiplier=1.0) for of in (Standardize, Whiten))):
         sums = [total(own, x.expand(m, 64), torch.zeros(m, dtype=torch.long), before=[first]) for m in (7, 8, 16, 17)]
         assert (sums[1] - sums[0]).norm() <= own.S * (1 + 1e-9) and (sums[3] - sums[2]).norm() <= own.S * (1 + 1e-9)
 
@@ -362,7 +370,7 @@ def test_the_laplace_noise_is_laplace():
 
 def module_of(**preparations):
     model = nn.Sequential(nn.Flatten(), nn.LazyLinear(4))
-    module = Classifier(Prepared(preparations, model), lambda p: torch.optim.SGD(p, lr=0.1))
+    module = Classifier(PreprocessedModel(preparations, model), lambda p: torch.optim.SGD(p, lr=0.1))
     module(torch.zeros(1, *SHAPE))
     return module
 
@@ -388,7 +396,7 @@ def test_the_noise_is_that_of_the_event(kind, tmp_path):
         (tmp_path / str(k)).mkdir()
         plan, _ = written(tmp_path / str(k), module)
     (event,) = plan.preparations
-    parts = event.queries if isinstance(event, PartsEvent) else (event,)
+    parts = event.queries if isinstance(event, ParallelQueryEvent) else (event,)
     assert {part.scale for part in parts} == {40.0 * own.S} and event.noise == own.noise
     noise = (torch.stack(seen) - total(own, *records())).flatten()
     expected = parts[0].scale * (math.sqrt(2) if own.noise == "laplace" else 1)
@@ -426,14 +434,14 @@ def test_the_ledger_is_what_was_planned(tmp_path):
 
 TARGETS = [
     ({"epsilon": 2.0, "delta": 1e-5}, Epsilon(2.0, 1e-5)),
-    ({"advantage": 0.2}, Advantage(0.2)),
-    ({"tpr": {0.01: 0.05, 0.1: 0.4}}, Tpr({0.01: 0.05, 0.1: 0.4})),
+    ({"advantage": 0.2}, MaxAdvantage(0.2)),
+    ({"tpr": {0.01: 0.05, 0.1: 0.4}}, MaxTpr({0.01: 0.05, 0.1: 0.4})),
 ]
 
 
 @pytest.mark.parametrize("asked, target", TARGETS)
 def test_the_gaussian_that_spends_a_target(asked, target):
-    spent = Gaussian(target.mu)
+    spent = GaussianMechanism(target.mu)
     if "epsilon" in asked:
         assert spent.epsilon(1e-5) == pytest.approx(2.0, rel=1e-9)
     elif "advantage" in asked:
@@ -457,7 +465,7 @@ def test_a_share_is_a_part_of_the_square_of_mu(asked, target, adjacency):
     assert ratios[2] == pytest.approx(math.sqrt(0.03) * target.mu, rel=1e-9)
 
 
-KNOBS = [
+CALIBRATABLE = [
     ("noise", {}), ("q", {"noise_multiplier": 2.0}), ("q_at_fixed_z", {"noise_multiplier": 2.0}),
     ("steps", {"noise_multiplier": 2.0}), ("bound", {"noise_multiplier": 2.0}),
 ]  # fmt: skip
@@ -474,7 +482,7 @@ def spent(plan: PrivacyPlan, asked):
 
 @pytest.mark.parametrize(
     "knob, given, asked",
-    [*((*knob, TARGETS[0][0]) for knob in KNOBS), *(("noise", {}, asked) for asked, _ in TARGETS[1:2])],
+    [*((*knob, TARGETS[0][0]) for knob in CALIBRATABLE), *(("noise", {}, asked) for asked, _ in TARGETS[1:2])],
 )
 def test_every_knob_is_solved_for_with_what_preparations_leave(knob, given, asked):
     def planned(**preparations):
@@ -573,10 +581,10 @@ def test_a_plan_for_another_module_is_refused(tmp_path):
         fit(tmp_path, module_of(others=made("laplace_counts")), plan)
 
 
-@pytest.mark.parametrize("trained", [Standardise(SHAPE, S=1000.0, share=0.1), ClassCounts(4, share=0.1)])
+@pytest.mark.parametrize("trained", [Standardize(SHAPE, S=1000.0, share=0.1), ClassCounts(4, share=0.1)])
 def test_a_plan_for_other_preparations_of_the_same_name_is_refused(trained, tmp_path):
     """Its noise would be the plan's, and the sum the module's."""
-    plan = make_plan(module_of(it=Standardise(SHAPE, S=1.0, share=0.1)), n=N, q=0.2, steps=2, epsilon=3.0, delta=1e-4)
+    plan = make_plan(module_of(it=Standardize(SHAPE, S=1.0, share=0.1)), n=N, q=0.2, steps=2, epsilon=3.0, delta=1e-4)
     with pytest.raises(ConfigError, match="the plan was made for a module with"):
         fit(tmp_path, module_of(it=trained), plan)
     assert not read_ledger(tmp_path / "l.jsonl").rounds
@@ -686,7 +694,7 @@ def test_a_lightning_module_holds_its_own(tmp_path):
     class Own(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = Prepared({"pca": made("pca")}, nn.Linear(5, 4))
+            self.net = PreprocessedModel({"pca": made("pca")}, nn.Linear(5, 4))
 
         def training_step(self, batch, batch_idx):
             x, y = batch
@@ -708,7 +716,7 @@ def test_a_lightning_module_holds_its_own(tmp_path):
 def test_a_new_preparation_is_a_few_lines(tmp_path):
     """As the documentation says it."""
 
-    class Records(Preparation):
+    class Records(Preprocessing):
         d = 1
         S = S_replaced = 1.0
 
@@ -736,4 +744,4 @@ def test_figures_and_account_tell_rounds_from_what_was_before(tmp_path, capsys):
     axes = epsilon_over_rounds(planned, 1e-5, ["pld"]).axes[0]
     x, y = axes.lines[0].get_data()
     assert x[-1] == 30 and axes.get_xlabel() == "round"
-    assert y[-1] == epsilon(planned, 1e-5) and y[0] > Gaussian(1 / 3).epsilon(1e-5)
+    assert y[-1] == epsilon(planned, 1e-5) and y[0] > GaussianMechanism(1 / 3).epsilon(1e-5)

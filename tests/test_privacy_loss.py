@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from dpexp.accounting import accountants, pld, pld_numerics
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.dominating_pairs import Sampled
+from dpexp.accounting.dominating_pairs import PoissonPair
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld_numerics import Convolution
 from tests.extended import extended, poisson
@@ -66,7 +66,7 @@ def test_the_gaussian_mechanism_at_every_delta(mu, d):
     exact = analytic_gaussian(mu, d)
     for rounds in (1, 1000):
         composed = pld.ComposedLoss(
-            [Sampled(math.sqrt(rounds) / mu, 1.0, 0.5)], np.array([float(rounds)]), pld.Gaussian(1e3)
+            [PoissonPair(math.sqrt(rounds) / mu, 1.0, 0.5)], np.array([float(rounds)]), pld.Gaussian(1e3)
         )
         assert exact * (1 - 1e-9) <= composed.epsilon(d) <= exact * (1 + 3e-4)
         assert d * (1 - 1e-6) <= composed.delta(exact) <= d * (1 + 3e-3 * max(1, math.log(1 / d)))
@@ -81,7 +81,7 @@ def test_delta_down_to_next_to_nothing():
 
 def test_any_tilt_gives_a_bound():
     """And a good one a tight bound: here δ(ε) by tilts from next to none to twice the best."""
-    pairs, counts = [Sampled(1.0, 0.01)], np.array([1000.0])
+    pairs, counts = [PoissonPair(1.0, 0.01)], np.array([1000.0])
     law = pld.cumulants_of(pairs, counts)
     lost = math.log(delta(ledger(1.0, 0.01, 1000), 2.0)) - 20
     best = law.tilt_for_mean(2.0)
@@ -117,7 +117,7 @@ def test_many_kinds_of_rounds_by_sums_and_by_transforms(monkeypatch):
     by_sums = epsilon(run, 1e-6)
     monkeypatch.setattr(pld_numerics, "_FEW", 0.0)
     z_and_q = [(r.noise_multiplier, r.sampling.q) for r in run.rounds]
-    pairs, counts = [Sampled(z, q) for z, q in z_and_q], np.ones(60)
+    pairs, counts = [PoissonPair(z, q) for z, q in z_and_q], np.ones(60)
     by_transforms = pld.ComposedLoss(pairs, counts, pld.Gaussian(1e3)).epsilon(1e-6)
     assert by_sums == pytest.approx(by_transforms, rel=1e-6)
 
@@ -134,7 +134,7 @@ def test_a_coarser_grid_for_many_kinds_costs_little(monkeypatch):
     run = many(zip(np.linspace(4, 1, 200).tolist(), np.linspace(0.01, 0.02, 200).tolist(), strict=True))
     fine = epsilon(run, 1e-6)
     monkeypatch.setattr(pld, "_MANY", 100)
-    pairs = [Sampled(r.noise_multiplier, r.sampling.q) for r in run.rounds]
+    pairs = [PoissonPair(r.noise_multiplier, r.sampling.q) for r in run.rounds]
     coarse = pld.ComposedLoss(pairs, np.ones(200), pld.Gaussian(1e3)).epsilon(1e-6)
     assert fine < coarse < fine * (1 + 6e-4)
 

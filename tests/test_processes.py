@@ -19,10 +19,10 @@ from dpexp.privacy.checks import digest_of_weights
 from dpexp.privacy.distributed import Processes, digest_of_plan, digest_of_records
 from dpexp.privacy.muted_logging import nothing_collected
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.adaptive_clipping import Adaptive
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import Global
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import All
+from dpexp.privacy.sampling.policies import FullBatch
 from dpexp.privacy.sampling.privacy_unit import User
 
 KINDS = ("plain", "adaptive", "metrics", "exact", "banded", "shuffled", "batchnorm", "prepared")
@@ -147,7 +147,8 @@ def a_plan(**choices):
 
 def test_plans_that_differ_in_whatever_they_say_are_told_apart():
     others = [
-        {"schedules": {"S": [50, 50]}}, {"bound": Adaptive()}, {"bound": Adaptive(quantile=0.9)}, {"clip": Global(3.0)},
+        {"schedules": {"S": [50, 50]}}, {"bound": AdaptiveClipNorm()}, {"bound": AdaptiveClipNorm(quantile=0.9)},
+        {"clip": Global(3.0)},
         {"noise": "exact"}, {"release": {"loss": {"S": 1, "share": 0.1, "every": 2}}},
         {"release": {"loss": {"S": 1, "share": 0.1}}},
     ]  # fmt: skip
@@ -225,7 +226,7 @@ def test_a_step_finds_no_other_process(tmp_path, way):
 def test_which_process_takes_a_record_is_chance_and_each_is_taken_once():
     key, count = KeyStream.known(0, "dealing", 0).key, 3
     taken = [
-        RoundSampler(lambda t: All(), 3000, 2, 5000, KeyStream(), None, Processes(rank, count), KeyStream(key))
+        RoundSampler(lambda t: FullBatch(), 3000, 2, 5000, KeyStream(), None, Processes(rank, count), KeyStream(key))
         for rank in range(count)
     ]
     rounds = [[set(part) for part in sampler] + [set(part) for part in sampler] for sampler in taken]

@@ -11,16 +11,16 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.privacy import running_epsilon
 from dpexp.privacy.plan import clipping
-from dpexp.privacy.plan.adaptive_clipping import Adaptive
-from dpexp.privacy.plan.allocation import Measured
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
+from dpexp.privacy.plan.allocation import AdaptiveMinVariance
 from dpexp.privacy.plan.options import Banded
 
 DELTA, ROUNDS = 1e-5, 20
 CHOICES = {
     "poisson": {},
     "schedule": {"schedules": {"z": {"step": {0: 2, 10: 0.5}}, "q": {"step": {0: 1, 15: 2}}}},
-    "adaptive": {"bound": Adaptive(0.4), "mechanism": clipping.Joint()},
-    "measured": {"bound": Adaptive(0.4), "allocation": Measured()},
+    "adaptive": {"bound": AdaptiveClipNorm(0.4), "mechanism": clipping.Joint()},
+    "measured": {"bound": AdaptiveClipNorm(0.4), "allocation": AdaptiveMinVariance()},
     "now and then": {"release": {"train_loss": {"S": 1.0, "share": 0.1, "every": 7}}},
     "shuffle": {"n": N, "sampling": "shuffle", "q": 4 / N, "noise_multiplier": 2.0},
     "banded": {"noise": Banded(4), "sampling": "cyclic_poisson", "q": 0.05},
@@ -30,7 +30,7 @@ CHOICES = {
 @pytest.mark.parametrize("spent", [0.0, 0.0004, 0.0523, 0.9994, 1.97308, 9.999, 12.3456, 123.4, 1234.5, math.inf])
 def test_progress_bars_show_no_less(spent):
     """tqdm shows three digits, and rich three decimals."""
-    bar = running_epsilon.Readings(plan_for(Model()), DELTA, "moments")
+    bar = running_epsilon.RunningEpsilon(plan_for(Model()), DELTA, "moments")
     bar.at_most = spent
     assert spent <= float(f"{bar.shown:.3g}") and spent <= float(f"{bar.shown:.3f}")
     assert bar.shown <= 1.01 * spent + 1e-3

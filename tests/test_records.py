@@ -19,8 +19,8 @@ from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import groups
-from dpexp.privacy.round import Engine
-from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_record
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
 from tests import audited
 from tests.audited import attacked
 
@@ -161,7 +161,7 @@ def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, 
         tmp_path,
         kind(x.double(), y),
         Microbatch(k),
-        bound=dpexp.privacy.plan.clipping.Fixed(0.3),
+        bound=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
         group=groups.per_layer(),
     )
     assert plan.n == math.ceil(11 / k)
@@ -267,7 +267,7 @@ def test_an_honest_training_refutes_no_claim_for_units_and_users(kind, sampling,
 
 def each_example_clipped_alone(patch):
     """As if records were examples: what a user has counts as often as it has examples."""
-    accumulate = Engine.accumulate
+    accumulate = PrivateRound.accumulate
 
     def apart(self, loss_of, batch, size):
         def flat(leaf):
@@ -276,7 +276,7 @@ def each_example_clipped_alone(patch):
         m = next(leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         accumulate(self, loss_of, tree_map(flat, batch), size * m)
 
-    patch.setattr(Engine, "accumulate", apart)
+    patch.setattr(PrivateRound, "accumulate", apart)
 
 
 @pytest.mark.parametrize("kind", HONEST)
@@ -292,7 +292,7 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
     assert header["record"] == {"kind": "user", "most": 8, "by": "user_of", "local": None}
     ledger = read_ledger(tmp_path / "0.jsonl")
     assert ledger.unit == "user" and plan.ledger() == ledger
-    _, plan = released(tmp_path, TensorDataset(x, y), make_record(), precision="32-true")
+    _, plan = released(tmp_path, TensorDataset(x, y), make_privacy_unit(), precision="32-true")
     assert "record" not in read_lines(tmp_path / "1.jsonl")[0]
     with pytest.raises(ConfigError, match="different privacy units"):
         joined([ledger, read_ledger(tmp_path / "1.jsonl")])
@@ -315,7 +315,7 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
 )
 def test_what_a_record_cannot_be_is_said(given, said):
     with pytest.raises(ConfigError, match=said):
-        make_record(**given)
+        make_privacy_unit(**given)
 
 
 def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.layer_gradients import OuterProducts
+from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.groups import flat
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 
 class Stepped(nn.Module):
@@ -122,7 +122,7 @@ LARGE = {
 def test_no_gradient_is_held(name, monkeypatch):
     """Of matrices that are large against the number of positions."""
     if name != "addmm":  # in which a part overlaps
-        monkeypatch.setattr(OuterProducts, "dense", lambda use: pytest.fail("a gradient is held"))
+        monkeypatch.setattr(OuterProductGradient, "dense", lambda use: pytest.fail("a gradient is held"))
     torch.manual_seed(0)
     call, *shapes = LARGE[name]
     assert_equals_reference(Of(call, *shapes), torch.randn(B, 3, 60), torch.float64)
@@ -146,7 +146,7 @@ def test_what_pytorch_refuses_is_refused(call, shapes):
     module, x = Weighted(Of(call, *shapes)), torch.randn(B, 4, 3)
     with pytest.raises((RuntimeError, IndexError)):
         module.loss(x[:1])
-    engine = Engine(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
     with pytest.raises(ConfigError, match="training_step fails for every record that was made up"):
         engine.accumulate(module.loss, stacked(x), B)

@@ -14,11 +14,11 @@ from scipy.stats import norm
 from dpexp.accounting import pld as own_pld
 from dpexp.accounting.accountants import guarantee
 from dpexp.accounting.calibration import solve
-from dpexp.accounting.composition import Gaussian
-from dpexp.accounting.dominating_pairs import Sampled
+from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.dominating_pairs import PoissonPair
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger
 from dpexp.accounting.pld import ComposedLoss
-from dpexp.accounting.risk import FIGURES, Advantage, Epsilon, Tpr, largest_advantage, largest_tpr, risk
+from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr, risk
 from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives, type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
@@ -73,14 +73,14 @@ def test_riskcal_finds_the_same_risk():
 
 @pytest.mark.parametrize("q, rounds, most, z", NOISE_FOR_ADVANTAGE)
 def test_riskcal_solves_for_the_same_noise_at_an_advantage(q, rounds, most, z):
-    solved = solve("noise", lambda noise: ledger(noise, q, rounds), Advantage(most), start=1.0)
+    solved = solve("noise", lambda noise: ledger(noise, q, rounds), MaxAdvantage(most), start=1.0)
     assert solved.value == pytest.approx(z, rel=2e-3)
     assert solved.spent == (("advantage", solved.cost),) and most * (1 - 1e-3) <= solved.cost <= most
 
 
 @pytest.mark.parametrize("q, rounds, fpr, tpr, z", NOISE_FOR_TPR)
 def test_riskcal_solves_for_the_same_noise_at_a_true_positive_rate(q, rounds, fpr, tpr, z):
-    solved = solve("noise", lambda noise: ledger(noise, q, rounds), Tpr({fpr: tpr}), start=1.0)
+    solved = solve("noise", lambda noise: ledger(noise, q, rounds), MaxTpr({fpr: tpr}), start=1.0)
     assert solved.value == pytest.approx(z, rel=2e-3)
     assert tpr * (1 - 1e-3) <= dict(solved.spent)[f"TPR at FPR {fpr}"] <= tpr
 
@@ -94,7 +94,7 @@ def test_the_gaussian_mechanism(mu):
     assert found.advantage == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-12)
     for fpr, tpr in found.tpr.items():
         assert tpr == pytest.approx(norm.cdf(norm.ppf(fpr) + mu), rel=1e-6)
-    losses = ComposedLoss([Sampled(math.sqrt(10) / mu, 1.0, 0.5)], np.array([10.0]), Gaussian(1e3))
+    losses = ComposedLoss([PoissonPair(math.sqrt(10) / mu, 1.0, 0.5)], np.array([10.0]), GaussianMechanism(1e3))
     assert mu * (1 - 1e-6) <= gaussian_bound(losses) <= mu * (1 + 1e-3)
     assert 0 <= regret(losses, gaussian_bound(losses)) < 3e-4 * mu
     assert advantage(losses) == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-3)
@@ -155,7 +155,7 @@ def test_mu_and_regret_by_their_definitions(z, q, rounds):
     epsilons = np.linspace(0, 12 * found.mu, 400)
     deltas = np.array(delta_at(epsilons.tolist()))
     needed = [
-        brentq(lambda mu, e=e, d=d: Gaussian(mu).delta(e) - d + TAIL, 1e-6, 50, xtol=1e-9)
+        brentq(lambda mu, e=e, d=d: GaussianMechanism(mu).delta(e) - d + TAIL, 1e-6, 50, xtol=1e-9)
         for e, d in zip(epsilons, deltas, strict=True)
         if d > 1.1 * TAIL
     ]
@@ -200,7 +200,7 @@ def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy, seed):
     random = np.random.default_rng([seed, len(policy)])
     run = random_ledger(random, policy)
     found, said = risk(run), guarantee(run)
-    told, less = Gaussian(found.mu), Gaussian(0.97 * found.mu)
+    told, less = GaussianMechanism(found.mu), GaussianMechanism(0.97 * found.mu)
     ends = said.epsilon(TAIL)
     epsilons = np.concatenate([random.uniform(0.01, 1.1, 60), np.linspace(0.01, 1, 60)]) * ends
     above = [said.delta(e) - told.delta(e) for e in epsilons]
@@ -254,35 +254,36 @@ def test_what_is_hardly_private_or_hardly_a_release():
     assert "mu" not in risk(ledger(1.0, 0.01, 1000), "basic").figures()
 
 
-KNOBS = {
+CALIBRATABLE = {
     "noise": lambda z: ledger(z, 0.05, 200),
     "q": lambda q: ledger(4 * q / 0.05, q, 200),
     "q_at_fixed_z": lambda q: ledger(1.5, q, 200),
     "steps": lambda steps: ledger(1.5, 0.05, int(steps)),
     "bound": lambda scale: ledger(2 / scale, 0.05, 200),
 }
-TARGETS = [Advantage(0.1), Tpr({0.01: 0.03}), Tpr({0.001: 0.01, 0.1: 0.15})]
+TARGETS = [MaxAdvantage(0.1), MaxTpr({0.01: 0.03}), MaxTpr({0.001: 0.01, 0.1: 0.15})]
 
 
-@pytest.mark.parametrize("knob, target", zip(KNOBS, itertools.cycle(TARGETS), strict=False), ids=str)
+@pytest.mark.parametrize("knob, target", zip(CALIBRATABLE, itertools.cycle(TARGETS), strict=False), ids=str)
 def test_every_knob(knob, target):
     start = 0.05 if knob.startswith("q") else 50 if knob == "steps" else 1.0
-    solved = solve(knob, KNOBS[knob], target, start=start)
-    at = KNOBS[knob](solved.value)
-    if isinstance(target, Advantage):
+    solved = solve(knob, CALIBRATABLE[knob], target, start=start)
+    at = CALIBRATABLE[knob](solved.value)
+    if isinstance(target, MaxAdvantage):
         reached, most = [risk(at).advantage], [target.most]
     else:
         reached, most = [largest_tpr(at, fpr) for fpr in target.rates], [*target.rates.values()]
     assert all(found <= limit for found, limit in zip(reached, most, strict=True))
     assert [figure for _, figure in solved.spent] >= reached
     one_more = solved.value + 1 if knob == "steps" else solved.value * (0.985 if knob in ("q", "noise") else 1.015)
-    assert target.cost(KNOBS[knob](one_more), "pld") > target.most, "the next better value would cost more"
+    assert target.cost(CALIBRATABLE[knob](one_more), "pld") > target.most, "the next better value would cost more"
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "strong"])
 def test_another_accountant_needs_more_noise(accountant):
     tight, loose = (
-        solve("noise", lambda z: ledger(z, 0.05, 20), Advantage(0.2), name, start=1.0) for name in ("pld", accountant)
+        solve("noise", lambda z: ledger(z, 0.05, 20), MaxAdvantage(0.2), name, start=1.0)
+        for name in ("pld", accountant)
     )
     assert loose.value > tight.value and loose.cost <= 0.2
 
@@ -290,15 +291,15 @@ def test_another_accountant_needs_more_noise(accountant):
 @pytest.mark.parametrize(
     "target, accountant, message",
     [
-        (Advantage(0.2), "gdp", r"privacy\.advantage=0\.2 needs a bound.*accountant=gdp is an approximation"),
-        (Tpr({0.01: 0.2}), "gdp", r"privacy\.tpr=\{0\.01: 0\.2\} needs a bound"),
-        (Advantage(0.05), "moments", r"privacy\.advantage=0\.05 cannot be reached.*the best is advantage=0\.0"),
-        (Advantage(1.0), "pld", r"privacy\.advantage=1 must lie strictly between 0 and 1"),
-        (Advantage(math.nan), "pld", "must lie strictly between"),
-        (Tpr({}), "pld", "such as {0.01: 0.05}"),
-        (Tpr({0.01: 0.01}), "pld", r"privacy\.tpr=\{0\.01: 0\.01\} must be .* 0 < FPR < TPR < 1"),
-        (Tpr({0.01: 1.0}), "pld", "0 < FPR < TPR < 1"),
-        (Tpr({"a": 0.1}), "pld", "must hold numbers"),
+        (MaxAdvantage(0.2), "gdp", r"privacy\.advantage=0\.2 needs a bound.*accountant=gdp is an approximation"),
+        (MaxTpr({0.01: 0.2}), "gdp", r"privacy\.tpr=\{0\.01: 0\.2\} needs a bound"),
+        (MaxAdvantage(0.05), "moments", r"privacy\.advantage=0\.05 cannot be reached.*the best is advantage=0\.0"),
+        (MaxAdvantage(1.0), "pld", r"privacy\.advantage=1 must lie strictly between 0 and 1"),
+        (MaxAdvantage(math.nan), "pld", "must lie strictly between"),
+        (MaxTpr({}), "pld", "such as {0.01: 0.05}"),
+        (MaxTpr({0.01: 0.01}), "pld", r"privacy\.tpr=\{0\.01: 0\.01\} must be .* 0 < FPR < TPR < 1"),
+        (MaxTpr({0.01: 1.0}), "pld", "0 < FPR < TPR < 1"),
+        (MaxTpr({"a": 0.1}), "pld", "must hold numbers"),
         (Epsilon(0.0, 1e-5), "pld", r"privacy\.epsilon=0"),
     ],
 )
@@ -328,7 +329,7 @@ def test_contradictory_noise(given, message):
 
 
 def test_other_policies_may_be_targets_too():
-    solved = solve("noise", lambda z: of("fixed_size", "replace_one", z=z), Advantage(0.3), start=1.0)
+    solved = solve("noise", lambda z: of("fixed_size", "replace_one", z=z), MaxAdvantage(0.3), start=1.0)
     assert largest_advantage(of("fixed_size", "replace_one", z=solved.value)) == solved.cost <= 0.3
 
 

@@ -7,15 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from dpexp.privacy.gradients.derived_parameters import Part, Parts
-from dpexp.privacy.gradients.layer_gradients import Convolved, Dense, OuterProducts, Rows, outer_products
+from dpexp.privacy.gradients.derived_parameters import Part, ViewGradient
+from dpexp.privacy.gradients.layer_gradients import (
+    ConvolutionGradient,
+    DenseGradient,
+    EmbeddingGradient,
+    OuterProductGradient,
+    outer_products,
+)
 from dpexp.privacy.gradients.norms import gram_norms, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.clipping import Abadi
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 S = 0.3
 TINY, HUGE = 2.0**-149, 3e38
@@ -60,17 +66,17 @@ def uses(generator):
     """A record's uses of each kind, small and large, with the shape of the sum."""
     d, p, T = (int(torch.randint(1, most, (1,), generator=generator)) for most in (300, 200, 12))
     x, g = awkward(generator, 1, T, d), awkward(generator, 1, T, p)
-    yield Dense(awkward(generator, 1, d * p)), (d * p,)
-    yield OuterProducts(x[:, :1], g[:, :1]), (p, d)
-    yield OuterProducts(x, g), (p, d)
+    yield DenseGradient(awkward(generator, 1, d * p)), (d * p,)
+    yield OuterProductGradient(x[:, :1], g[:, :1]), (p, d)
+    yield OuterProductGradient(x, g), (p, d)
     if T > 1:  # all but cancelling
         close = 2.0 ** -float(torch.randint(1, 23, (1,), generator=generator))
         both = torch.cat([x, x * (1 + close)], 1), torch.cat([g, -g], 1)
         yield outer_products(*both), (p, d)
-        yield OuterProducts(*both), (p, d)
+        yield OuterProductGradient(*both), (p, d)
     index = torch.randint(5, (1, T), generator=generator)
-    yield Rows(index, g, 5), (5, p)
-    compared = Rows(index, g, 5)
+    yield EmbeddingGradient(index, g, 5), (5, p)
+    compared = EmbeddingGradient(index, g, 5)
     compared._table = None
     yield compared, (5, p)
     images, gradients = awkward(generator, 1, 1, 20, 6, 6), awkward(generator, 1, 1, 30, 4, 4)
@@ -81,7 +87,7 @@ def uses(generator):
             g, x, shape, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (False, True, False)
         )[1]
 
-    yield Convolved(images, gradients, weight_gradient, None, torch.Size([30, 20, 3, 3]), 16), (30, 20, 3, 3)
+    yield ConvolutionGradient(images, gradients, weight_gradient, None, torch.Size([30, 20, 3, 3]), 16), (30, 20, 3, 3)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -100,7 +106,7 @@ def test_a_directed_search_finds_no_record_beyond_the_bound():
         reached = 0.0
         for _ in range(150):
             tried = x * (1 + 2.0**-23 * torch.randint(-3, 4, x.shape, generator=generator))
-            found = exact(contribution(OuterProducts(tried, g), (7, d))) / S
+            found = exact(contribution(OuterProductGradient(tried, g), (7, d))) / S
             if found >= reached:
                 reached, x = found, tried
         worst = max(worst, reached)
@@ -111,14 +117,14 @@ def test_a_directed_search_finds_no_record_beyond_the_bound():
 def test_large_layers_are_clipped_to_the_bound(d, value):
     """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
     module = nn.Linear(d, 1, bias=False)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     x = torch.full((1, 1, d), value)
     engine.accumulate(lambda one: 1e6 * module(one).sum(), x, 1)
     reached = exact(engine._sums["weight"]) / S
     assert 1 - 1e-6 < reached <= 1
-    dense = Dense(x.view(1, -1).expand(3, -1).contiguous())
+    dense = DenseGradient(x.view(1, -1).expand(3, -1).contiguous())
     assert torch.all(dense.squared_norms().sqrt() >= exact(x)) and dense.squared_norms()[0].sqrt() < exact(x) * (
         1 + 1e-6
     )
@@ -128,8 +134,8 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
 def test_norms_that_underflow(d):
     """‖x‖² is 0 in float32, and g is large: the product is not small."""
     module = nn.Linear(d, 1, bias=False)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    engine = PrivateRound(plan, module, GaussianNoise())
     for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
         engine.start()
         engine.accumulate(lambda one, factor=factor: factor * module(one).sum(), torch.full((1, 1, d), value), 1)
@@ -173,7 +179,7 @@ def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
     x[:, 1], g[:, 1] = x[:, 0], -(1 - 1e-5) * g[:, 0]  # all but cancels
     held = torch.randn(B, 3, d) * 1e-6
     top, bottom = Part((5, d), (d, 1), 0), Part((3, d), (d, 1), 5 * d)
-    use = Parts([(top, OuterProducts(x, g)), (bottom, Dense(held))], torch.Size((8, d)))
+    use = ViewGradient([(top, OuterProductGradient(x, g)), (bottom, DenseGradient(held))], torch.Size((8, d)))
     expected = torch.cat([torch.bmm(g.double().transpose(1, 2), x.double()), held.double()], 1)
     (group,) = make_plan(nn.Linear(d, 8, bias=False), n=20, q=0.3, steps=1, noise_multiplier=1.0).groups
     mechanism, bound = GroupMechanism(group), torch.tensor(1e-5, dtype=torch.float64)

@@ -15,13 +15,20 @@ from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients import layer_gradients
-from dpexp.privacy.gradients.layer_gradients import Convolved, Dense, OuterProducts, Rows, merged, outer_products
+from dpexp.privacy.gradients.layer_gradients import (
+    ConvolutionGradient,
+    DenseGradient,
+    EmbeddingGradient,
+    OuterProductGradient,
+    merged,
+    outer_products,
+)
 from dpexp.privacy.gradients.norms import gram_norms
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.groups import per_layer
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 SMALL = st.integers(1, 4)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -52,9 +59,10 @@ def assert_equals_reference(layer, x, dtype, fast=True, group=None):
     S = max(sorted(norms)[len(norms) // 2], 1e-3)
     half = max(1, len(x) // 2)
     plan = make_plan(
-        module, n=20, q=half / 20, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(S), group=group or per_layer(),
+        module, n=20, q=half / 20, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S),
+            group=group or per_layer(),
     )  # fmt: skip
-    engine = Engine(plan, module, GaussianNoise())
+    engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     with warnings.catch_warnings():
         warnings.simplefilter("error" if fast else "ignore")
@@ -107,16 +115,16 @@ def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
     torch.manual_seed(0)
     taken = []
     monkeypatch.setattr(layer_gradients, "_HELD", 1000)
-    for kind in (Convolved, Dense):
+    for kind in (ConvolutionGradient, DenseGradient):
         make = kind.__init__
 
         def noted(self, *args, kind=kind, make=make):
-            taken.append((kind, kind is Convolved and args[3] is not None))
+            taken.append((kind, kind is ConvolutionGradient and args[3] is not None))
             make(self, *args)
 
         monkeypatch.setattr(kind, "__init__", noted)
     assert_equals_reference(nn.Conv2d(d, p, k, bias=False), torch.randn(4, d, side, side), dtype)
-    method = {8: (Convolved, True), 30: (Convolved, False), 2: (Dense, False)}[d]
+    method = {8: (ConvolutionGradient, True), 30: (ConvolutionGradient, False), 2: (DenseGradient, False)}[d]
     assert method in taken
 
 
@@ -312,7 +320,7 @@ def test_attention_that_pytorch_refuses_is_refused(call):
     x = torch.randn(4, 5, 8)
     with pytest.raises((RuntimeError, AssertionError, IndexError)):
         module.loss(x[:1])
-    engine = Engine(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
     with pytest.raises(ConfigError, match="fails for every record that was made up"):
         engine.accumulate(module.loss, stacked(x), 4)
@@ -347,14 +355,14 @@ def test_attention_as_it_is_called(dtype, lead, options):
 @DTYPES
 def test_a_users_own_rule(dtype):
     """A scale as a torch function of its own, registered in a few lines."""
-    from dpexp.privacy.gradients.layer_rules import RULES, Call, rule
+    from dpexp.privacy.gradients.layer_rules import RULES, LayerCall, layer_rule
 
-    @rule(torch.ops.aten.prelu.default, torch.prelu)
+    @layer_rule(torch.ops.aten.prelu.default, torch.prelu)
     def prelu(input, weight):
         def uses_of(x, g):
-            return {"weight": Dense((g * x.clamp(max=0)).flatten(1).sum(1, keepdim=True))}
+            return {"weight": DenseGradient((g * x.clamp(max=0)).flatten(1).sum(1, keepdim=True))}
 
-        return Call(input, {"weight": weight}, torch.prelu, uses_of)
+        return LayerCall(input, {"weight": weight}, torch.prelu, uses_of)
 
     try:
         torch.manual_seed(0)
@@ -378,7 +386,7 @@ def test_outer_products_by_each_method(T, d, p):
     x, g, gradients = uses_and_gradients(T, d, p)
     use = outer_products(x, g)
     assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
-    assert isinstance(use, Dense) == (T > 1 and 2 * T * (d + p) >= d * p)
+    assert isinstance(use, DenseGradient) == (T > 1 and 2 * T * (d + p) >= d * p)
     assert torch.allclose(gram_norms(x, g)[0].square(), gradients.square().sum((1, 2)), rtol=1e-9)
     total, c = torch.ones(p, d, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
     use.add_weighted_sum(c, total)
@@ -402,12 +410,12 @@ def test_shared_parameters_keep_their_cross_terms():
     x, g, gradients = uses_and_gradients(3, 4, 7)
     index = torch.randint(7, (3, 5), generator=torch.Generator().manual_seed(1))
     rows = torch.randn(3, 5, 4, dtype=torch.float64)
-    table = Rows(index, rows, 7)
+    table = EmbeddingGradient(index, rows, 7)
     for together, total in (
-        ([OuterProducts(x, g), OuterProducts(2 * x, g)], 3 * gradients),
-        ([table, Rows(index, -3 * rows, 7)], -2 * table.dense()),
-        ([table, OuterProducts(x, g)], table.dense() + gradients),
-        ([Dense(gradients), OuterProducts(x, g)], 2 * gradients),
+        ([OuterProductGradient(x, g), OuterProductGradient(2 * x, g)], 3 * gradients),
+        ([table, EmbeddingGradient(index, -3 * rows, 7)], -2 * table.dense()),
+        ([table, OuterProductGradient(x, g)], table.dense() + gradients),
+        ([DenseGradient(gradients), OuterProductGradient(x, g)], 2 * gradients),
     ):
         use = merged(together)
         assert torch.allclose(use.squared_norms(), total.square().sum((1, 2)), rtol=1e-9)
@@ -437,9 +445,9 @@ def test_per_record_gradients_are_those_of_opacus(name):
     build, data = LAYERS[name]
     layer, x = build(), data()
     module = Weighted(layer)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(1e9))
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(1e9))
     ours = {}
-    engine = Engine(plan, module, GaussianNoise())
+    engine = PrivateRound(plan, module, GaussianNoise())
     for i in range(len(x)):
         engine.start()
         engine.accumulate(module.loss, x[None, i : i + 1], 1)

@@ -11,7 +11,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.schedules import schedule
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import All, FixedSize, Poisson, Shuffle, TruncatedPoisson, make_policy
+from dpexp.privacy.sampling.policies import FixedSize, FullBatch, Poisson, Shuffle, TruncatedPoisson, make_policy
 
 
 def sampler(size=100, q=0.1, rounds=50, physical=7, seed=0):
@@ -145,7 +145,7 @@ def test_truncation_keeps_a_uniform_subset_of_at_most_the_maximum():
 
 
 def test_all_is_everyone():
-    assert (included(All(), 7, 3) == 1).all()
+    assert (included(FullBatch(), 7, 3) == 1).all()
 
 
 def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():

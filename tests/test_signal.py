@@ -14,7 +14,7 @@ from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.clipping import Joint
 from dpexp.privacy.plan.options import Banded
-from dpexp.privacy.private_metrics import Signals, course
+from dpexp.privacy.private_metrics import GradientSignal, course
 from dpexp.reporting.run_figures import signal_and_noise
 from tests.test_banded import toeplitz
 
@@ -47,7 +47,7 @@ def test_of_correlated_noise_too(length):
         nn.Linear(d, 1, bias=False), n=100, q=0.1, steps=rounds, noise_multiplier=2.0, sampling="cyclic_poisson",
         noise=Banded(8),
     )  # fmt: skip
-    noise, signals = CorrelatedNoise(GaussianNoise(KeyStream.known(2, "noise", 0))), Signals()
+    noise, signals = CorrelatedNoise(GaussianNoise(KeyStream.known(2, "noise", 0))), GradientSignal()
     (group,) = plan.groups
     for t in range(rounds):
         total = torch.full((1, d), 10 * length / math.sqrt(d), dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_each_vector_counts_in_units_of_its_scale():
     )  # fmt: skip
     (group,) = [group for group in plan.groups if not group.is_of_values]
     released = {name: torch.randn(p.shape, generator=torch.manual_seed(2)) for name, p in model.named_parameters()}
-    signals = Signals()
+    signals = GradientSignal()
     signals.add(plan, 1, {**released, ".value loss": torch.ones(1)})
     ((at, square, d, sd),) = signals.history[group.name]
     lengths = {name: float(v.double().square().sum()) for name, v in released.items()}
@@ -84,7 +84,7 @@ def test_each_vector_counts_in_units_of_its_scale():
 
 @pytest.mark.parametrize("length", [0.0, LENGTH])
 def test_what_cannot_be_told_from_noise_is_not_drawn(length):
-    figure = signal_and_noise(Signals({"conv": history(length), "fc": history(LENGTH)[:3]}))
+    figure = signal_and_noise(GradientSignal({"conv": history(length), "fc": history(LENGTH)[:3]}))
     signal = next(line for line in figure.axes[0].lines if line.get_label() == "signal")
     drawn = np.isfinite(signal.get_ydata())
     assert drawn.all() if length else drawn.sum() <= 3

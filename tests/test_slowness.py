@@ -10,7 +10,7 @@ from torch import nn
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 
 def repeated(module, x):
@@ -57,8 +57,8 @@ SAID = {
 def test_the_line_and_the_way_out_are_told(loss):
     torch.manual_seed(0)
     module = nn.Linear(4, 4)
-    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.3))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.3))
+    engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

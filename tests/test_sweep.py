@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 
 import dpexp
 from dpexp.accounting.ledger import joined, ledger_so_far, read_ledger
-from dpexp.accounting.multiple_runs import ORDERS, dearest_curve, draw_repetitions, selection_epsilon, trial_curve
+from dpexp.accounting.multiple_runs import ORDERS, draw_repetitions, run_rdp, selection_epsilon, worst_case_rdp
 from dpexp.accounting.rdp import log_moments
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger
@@ -406,10 +406,10 @@ def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(d
 def test_the_dearest_is_so_order_by_order():
     """At low orders the sampled trial is cheaper, at high orders the one with more noise."""
     sampled, noisy = ledger(1.0, 0.01, 10), ledger(6.0, 1.0, 10)
-    curves = np.array([trial_curve(sampled), trial_curve(noisy)])
+    curves = np.array([run_rdp(sampled), run_rdp(noisy)])
     assert set(curves.argmax(axis=0)) == {0, 1}
-    assert dearest_curve([sampled, noisy]).tolist() == curves.max(axis=0).tolist()
-    both = selection_epsilon(dearest_curve([sampled, noisy]), 1e-6, 5.0, 1.0)
+    assert worst_case_rdp([sampled, noisy]).tolist() == curves.max(axis=0).tolist()
+    both = selection_epsilon(worst_case_rdp([sampled, noisy]), 1e-6, 5.0, 1.0)
     assert both > max(selection_epsilon(curve, 1e-6, 5.0, 1.0) for curve in curves)
 
 
@@ -418,7 +418,7 @@ def test_a_trials_curve_is_dp_accountings(z, q, rounds):
     """At whole orders; between them dp-accounting's series is an upper bound, or does not converge."""
     accountant = rdp.RdpAccountant(ORDERS)
     accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), rounds)
-    curve = trial_curve(ledger(z, q, rounds))
+    curve = run_rdp(ledger(z, q, rounds))
     whole = np.array(ORDERS) % 1 == 0
     assert curve[whole] == pytest.approx(accountant.rdp[whole], rel=1e-7)
     assert np.all(curve <= accountant.rdp * (1 + 1e-9))
@@ -461,11 +461,11 @@ def test_the_number_of_trials_has_the_distribution_that_is_accounted(mean, shape
 @pytest.mark.parametrize("mean, shape", [(0.0, 1.0), (0.5, 1.0), (math.nan, 1.0), (3.0, -1.0)])
 def test_distributions_that_do_not_exist_are_refused(mean, shape):
     with pytest.raises(ConfigError, match=r"hydra\.sweeper\."):
-        selection_epsilon(trial_curve(ledger(2.0, 0.1, 3)), 1e-5, mean, shape)
+        selection_epsilon(run_rdp(ledger(2.0, 0.1, 3)), 1e-5, mean, shape)
 
 
 def test_selection_needs_a_renyi_bound():
     from tests.test_accountants import of
 
     with pytest.raises(ConfigError, match="no bound for private selection"):
-        trial_curve(of("fixed_size", "replace_one"))
+        run_rdp(of("fixed_size", "replace_one"))

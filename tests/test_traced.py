@@ -27,17 +27,17 @@ from dpexp.privacy.gradients import graphs, interception, tracer
 from dpexp.privacy.gradients.chunk import Chunk, MadeUp
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.training_data import Memory
 
 N, S = 12, 0.1
 
 
 def engine_of(module, bound=S, n=4 * N, q=0.25, **options):
-    plan = make_plan(module, n=n, q=q, steps=9, noise_multiplier=1.0, bound=Fixed(bound), **options)
-    return Engine(plan, module, GaussianNoise(), observe=True)
+    plan = make_plan(module, n=n, q=q, steps=9, noise_multiplier=1.0, bound=FixedClipNorm(bound), **options)
+    return PrivateRound(plan, module, GaussianNoise(), observe=True)
 
 
 def sums_of(engine, loss_of, batch, size=N, t=0):
@@ -248,7 +248,7 @@ def test_the_training_data_is_no_constant_of_a_graph():
     module, _ = classifier()
     x, y = rows()
     plan = make_plan(module, n=4 * N, q=0.25, steps=1, noise_multiplier=1.0)
-    engine = Engine(plan, module, GaussianNoise(), data=Memory([x]))
+    engine = PrivateRound(plan, module, GaussianNoise(), data=Memory([x]))
     with pytest.raises(ConfigError, match="reads the training data itself"):
         sums_of(engine, lambda one: F.cross_entropy(module(one[0] - x[3:].mean(0)), one[1]), (x, y))
 

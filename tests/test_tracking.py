@@ -100,9 +100,9 @@ def test_the_non_private_twin_is_tagged(dpexp_job, tmp_path):
 
 
 def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch):
-    from dpexp.privacy.round import Engine
+    from dpexp.privacy.round import PrivateRound
 
-    release = Engine.release
+    release = PrivateRound.release
     rounds = []
 
     def breaking(self, ledger):
@@ -111,7 +111,7 @@ def test_a_crash_is_failed_and_keeps_its_ledger(dpexp_job, tmp_path, monkeypatch
             raise OSError("No space left on device")
         return rounds[-1]
 
-    monkeypatch.setattr(Engine, "release", breaking)
+    monkeypatch.setattr(PrivateRound, "release", breaking)
     with pytest.raises(OSError, match="No space left"):
         dpexp_job(*QUICK)
     run = only_run(tmp_path)

@@ -22,14 +22,14 @@ from dpexp.errors import RecordError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.plan import make_plan
-from dpexp.privacy.round import Engine
-from dpexp.privacy.sampling.batches import Alone
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.sampling.batches import SingleCollation
 from dpexp.training.classifier import Classifier
 
 
 def engine_for(module):
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.Fixed(0.1))
-    engine = Engine(plan, module, GaussianNoise())
+    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     return engine
 
@@ -53,7 +53,7 @@ def test_a_batch_encoding_is_a_batch_like_any_other(texts):
         return loss * (2 if one.get("language") == "de" else 1)
 
     engine = engine_for(module)
-    found = Alone(collate)([*range(zoo.B)])
+    found = SingleCollation(collate)([*range(zoo.B)])
     assert sorted(some.size for some in found) == ([1, zoo.B - 1] if texts else [zoo.B])
     with pytest.warns(UserWarning, match="a batch holds a str besides tensors") if texts else nothing_said():
         for some in found:

@@ -15,8 +15,8 @@ import dpexp
 from dpexp.accounting.ledger import LedgerWriter, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.private_metrics import Estimates
-from dpexp.privacy.round import Engine
+from dpexp.privacy.private_metrics import MetricEstimates
+from dpexp.privacy.round import PrivateRound
 
 B, Q, N = 7, 0.1, 100
 RELEASE = {
@@ -93,7 +93,7 @@ def by_hand(model, batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_float64_equals_one_record_at_a_time(name, tmp_path, recwarn):
     model, batch = MODELS[name]().double(), data()
-    engine = Engine(plan_of(model), model, GaussianNoise())
+    engine = PrivateRound(plan_of(model), model, GaussianNoise())
     found = released(engine, tmp_path / "ledger", batch, lambda b: step(model, b), rounds=2)
     for value, expected in by_hand(model, batch).items():
         expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
@@ -113,7 +113,7 @@ def test_a_value_given_for_one_record_after_another_is_of_each_alone(tmp_path, r
     plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
-    found = released(Engine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+    found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
     expected = sum(model[0](one).sum().clamp(-1, 1) for one in x)
     assert float(found[".value loss"]) == pytest.approx(float(expected), abs=1e-6)
 
@@ -134,7 +134,7 @@ def test_a_value_given_inside_a_transform_is_refused(tmp_path, recwarn):
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
     with pytest.raises(ConfigError, match="given for release where"):
-        released(Engine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+        released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, -1e30])
@@ -149,9 +149,9 @@ def test_a_record_moves_a_sum_by_no_more_than_S(bad, tmp_path):
         return F.cross_entropy(model(one[None] / 100), label[None])
 
     release = {name: RELEASE[name] | {"every": 1} for name in ("loss", "histogram")}
-    without = released(Engine(plan_of(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
+    without = released(PrivateRound(plan_of(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
     more = torch.cat([x, torch.full((1, 3), 99.0)]), torch.cat([y, y[:1]])
-    with_it = released(Engine(plan_of(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
+    with_it = released(PrivateRound(plan_of(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
     for name in release:
         moved = (with_it[f".value {name}"] - without[f".value {name}"]).norm()
         assert moved <= release[name]["S"] + 1e-5
@@ -169,7 +169,7 @@ def test_a_record_that_gives_no_value_contributes_zero_and_one_that_gives_two_th
         return F.cross_entropy(model(batch[0][None]), batch[1][None])
 
     plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
-    found = released(Engine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+    found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
     assert float(found[".value loss"]) == pytest.approx(0.5 * float((x[:, 0] > 0).sum()), abs=1e-6)
 
 
@@ -187,7 +187,7 @@ def test_a_value_may_be_given_in_a_functional_call(tmp_path):
         scores = torch.func.functional_call(model, dict(model.named_parameters()), (batch[0][None],))
         return F.cross_entropy(scores, batch[1][None])
 
-    found = released(Engine(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
+    found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
     expected = sum(model[0](one).sum().clamp(-1, 1) for one in x)
     assert float(found[".value loss"]) == pytest.approx(float(expected), abs=1e-6)
 
@@ -199,14 +199,14 @@ def test_values_of_another_size_than_planned_are_said(tmp_path):
         dpexp.release("loss", one[0])
         return F.cross_entropy(model(one[0][None]), one[1][None])
 
-    engine = Engine(plan_of(model), model, GaussianNoise())
+    engine = PrivateRound(plan_of(model), model, GaussianNoise())
     with pytest.raises(ConfigError, match=r"3 numbers.*d=1"):
         released(engine, tmp_path / "ledger", batch, loss_of)
 
 
 def test_what_is_not_due_is_not_released(tmp_path):
     model, batch = MODELS["together"]().double(), data()
-    engine = Engine(plan_of(model), model, GaussianNoise())
+    engine = PrivateRound(plan_of(model), model, GaussianNoise())
     first = released(engine, tmp_path / "1", batch, lambda b: step(model, b), rounds=1)
     assert ".value histogram" not in first and ".value loss" in first
     assert ".value histogram" in released(engine, tmp_path / "2", batch, lambda b: step(model, b), rounds=2)
@@ -277,7 +277,7 @@ def test_the_noise_of_an_estimate_is_what_is_said(tmp_path):
     model = nn.Linear(3, 2)
     release = {"both": {"share": 0.1, "values": {"a": {"alpha": 1, "d": 2}, "b": {"alpha": 3}}}}
     plan = dpexp.make_plan(model, n=N, q=Q, steps=400, noise_multiplier=1.0, release=release)
-    engine, estimates = Engine(plan, model, GaussianNoise()), Estimates()
+    engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
     ledger = LedgerWriter(tmp_path / "ledger", plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(400):
         ledger.sample(plan.sampling.event(N, 0))

@@ -17,9 +17,9 @@ from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
-from dpexp.tracking.data_budget import reserved, tally
+from dpexp.tracking.data_budget import budget_used, reserved
 from dpexp.tracking.job_folder import PROMISED
-from dpexp.tracking.run_costs import charges_in
+from dpexp.tracking.run_costs import costs_in
 from tests.test_budget import EVENT, FORK, QUICK, held, job, killed_in_round, racing, rounds, run_on, store
 
 __all__ = ["run_on", "store"]  # fixtures
@@ -153,7 +153,7 @@ def test_a_whole_plan_of_which_only_the_store_knows(run_on, ask, store):
     output.rename(output.with_name("away"))
     (charge,) = run_on.charges()
     assert len(charge.ledger) == PLANNED
-    assert tally([charge], budget(SMALL), run_on.data_id).whole is not None
+    assert budget_used([charge], budget(SMALL), run_on.data_id).whole is not None
 
 
 def test_a_whole_plan_whose_run_is_found_not_to_be_private(run_on):
@@ -214,7 +214,7 @@ def test_jobs_that_race_for_a_budget_of_one_plan(dpexp_job, tmp_path):
         process.join(60)
     assert sorted(result == "ran" for result in came_of.values()) == [False, True], came_of
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
-    (charge,) = [charge for charge in charges_in(uri, "digits") if charge.ledger.rounds]
+    (charge,) = [charge for charge in costs_in(uri, "digits") if charge.ledger.rounds]
     assert len(charge.ledger) == 4
 
 
@@ -226,7 +226,7 @@ def test_a_killed_job_of_a_whole_plan_leaves_nothing_and_goes_on(dpexp_job, tmp_
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
-    (charge,) = charges_in(uri, "digits")
+    (charge,) = costs_in(uri, "digits")
     assert len(charge.ledger) == 4 and "its whole plan was admitted" in charge.note
     with pytest.raises(SystemExit, match="the first run's whole plan takes it"):
         job(monkeypatch, asked[0], "privacy.epsilon=0.01")

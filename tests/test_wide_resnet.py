@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpexp.errors import ConfigError
-from dpexp.training.models import StandardisedConv2d, wrn
+from dpexp.training.models import StandardizedConv2d, wrn
 
 
 def numbers(model):
@@ -40,12 +40,12 @@ def test_every_normalization_is_fed_by_a_relu_and_feeds_a_convolution_but_the_la
     torch.manual_seed(0)
     model, met = wrn([3, 8, 8], 10, depth=10, width=1), []
     for m in model.modules():
-        if isinstance(m, nn.ReLU | nn.GroupNorm | StandardisedConv2d | nn.AdaptiveAvgPool2d | nn.Linear):
+        if isinstance(m, nn.ReLU | nn.GroupNorm | StandardizedConv2d | nn.AdaptiveAvgPool2d | nn.Linear):
             m.register_forward_hook(lambda m, x, y: met.append((m, x[0], y)))
     model(torch.randn(2, 3, 8, 8))
     kinds = [type(m) for m, _, _ in met]
-    unit = [nn.ReLU, nn.GroupNorm, StandardisedConv2d]
-    assert kinds == [StandardisedConv2d, *unit * 9, nn.ReLU, nn.GroupNorm, nn.AdaptiveAvgPool2d, nn.Linear]
+    unit = [nn.ReLU, nn.GroupNorm, StandardizedConv2d]
+    assert kinds == [StandardizedConv2d, *unit * 9, nn.ReLU, nn.GroupNorm, nn.AdaptiveAvgPool2d, nn.Linear]
     assert all(m.num_groups == 16 for m, _, _ in met if isinstance(m, nn.GroupNorm))
     for (_, _, y), (m, x, _) in pairwise(met):
         if not isinstance(m, nn.ReLU | nn.Linear):  # a ReLU may be fed by what is beside a block
@@ -56,7 +56,7 @@ def test_every_normalization_is_fed_by_a_relu_and_feeds_a_convolution_but_the_la
 
 def test_standardised_weights():
     torch.manual_seed(0)
-    layer = StandardisedConv2d(4, 5, 3)
+    layer = StandardizedConv2d(4, 5, 3)
     layer.gain.data *= 3
     w = layer.standardised()
     assert torch.allclose(w.mean((1, 2, 3)), torch.zeros(5), atol=1e-6)

@@ -17,11 +17,11 @@ def data(part: str) -> tuple[np.ndarray, np.ndarray]:
 def architecture() -> list[layers.Layer]:
     """With weights of its own, which `begin` replaces."""
     if WORK == "mlp":
-        return [layers.Flatten(), layers.Dense(256, "tanh"), layers.Dense(10)]
+        return [layers.Flatten(), layers.DenseGradient(256, "tanh"), layers.DenseGradient(10)]
     return [
         layers.ZeroPadding2D(3), layers.Conv2D(16, 8, 2, activation="tanh"), layers.MaxPool2D(2, 1),
         layers.Conv2D(32, 4, 2, activation="tanh"), layers.MaxPool2D(2, 1),
-        layers.Flatten(), layers.Dense(32, "tanh"), layers.Dense(10),
+        layers.Flatten(), layers.DenseGradient(32, "tanh"), layers.DenseGradient(10),
     ]  # fmt: skip
 
 

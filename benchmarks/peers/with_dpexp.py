@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from torch_work import FOLDER, accuracy, data, model
 
 import dpexp
-from dpexp.privacy.plan.clipping import Fixed
+from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 
 module = Classifier(model(), lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM))
@@ -19,7 +19,7 @@ plan = dpexp.make_plan(
     epochs=EPOCHS,
     epsilon=EPSILON,
     delta=DELTA,
-    bound=Fixed(BOUND),
+    bound=FixedClipNorm(BOUND),
 )
 privacy = dpexp.PrivacyCallback(plan, f"{FOLDER}/ledger.jsonl")
 trainer = pl.Trainer(max_epochs=-1, callbacks=[privacy, Tick()], logger=False, enable_checkpointing=False)

@@ -27,19 +27,19 @@ import numpy as np
 from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
-from dpexp.accounting.composition import Basic, Gaussian, Strong, central_limit, composed
+from dpexp.accounting.composition import BasicComposition, GaussianMechanism, StrongComposition, central_limit, composed
 from dpexp.accounting.dominating_pairs import (
-    Laplace,
+    FixedSizePair,
+    LaplacePair,
     Pair,
-    Sampled,
-    Truncated,
-    WithoutReplacement,
+    PoissonPair,
+    TruncatedPoissonPair,
     gaussian_above,
 )
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.rdp import Array, Mask, best_order, laplace_moments, moments_of
-from dpexp.accounting.releases import CERTAIN, Release, check_delta, check_names, releases
+from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release, check_delta, check_names, releases
 from dpexp.errors import ConfigError
 
 MOMENTS = range(1, 33)  # λ
@@ -56,7 +56,7 @@ class Guarantee(Protocol):
     def __hash__(self) -> int: ...
 
 
-class Renyi:
+class RenyiAccountant:
     """Rényi DP of Poisson-sampled Gaussian rounds, and of those that are Laplace queries of all records."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
@@ -73,7 +73,7 @@ class Renyi:
         return float(np.dot(self._counts, moments_of(self._z, self._q, alpha, self._laplace)))
 
 
-class Moments:
+class MomentsAccountant:
     """The moments accountant of Abadi et al. 2016, theorem 2: δ = min_λ exp(α(λ) - λε) over whole λ <= 32."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
@@ -87,14 +87,14 @@ class Moments:
         return min(((moment - math.log(delta)) / k, k) for k, moment in self._moments.items())
 
 
-class RenyiOfFixedSize:
+class FixedSizeRdpAccountant:
     """Rényi DP of rounds of which some have samples of fixed size. dp-accounting's bound for these is general, and may
     be above that of no sampling at all."""
 
     def __init__(self, counts: Mapping[Release, int]) -> None:
-        self._total = sum(count * renyi_of_fixed_size(release) for release, count in counts.items())
+        self._total = sum(count * fixed_size_rdp(release) for release, count in counts.items())
         z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
-        self._unsampled = Renyi(z, np.ones(len(z)), times, _laplace(counts))
+        self._unsampled = RenyiAccountant(z, np.ones(len(z)), times, _laplace(counts))
 
     def epsilon(self, delta: float) -> float:
         sampled = max(0.0, float(rdp.compute_epsilon(WHOLE_ORDERS, self._total, delta)[0]))
@@ -102,7 +102,7 @@ class RenyiOfFixedSize:
 
 
 @lru_cache(maxsize=4096)
-def renyi_of_fixed_size(release: Release) -> Array:
+def fixed_size_rdp(release: Release) -> Array:
     if release.policy == "laplace":
         pure = np.array([1 / release.z])
         return np.array([float(laplace_moments(pure, order)[0]) / (order - 1) for order in WHOLE_ORDERS])
@@ -119,15 +119,15 @@ def renyi_of_fixed_size(release: Release) -> Array:
 def _pair(release: Release) -> Pair:
     match release.policy:
         case "poisson":
-            return Sampled(release.z, release.q)
+            return PoissonPair(release.z, release.q)
         case "poisson_replaced":
-            return Sampled(release.z, release.q, 0.5)
+            return PoissonPair(release.z, release.q, 0.5)
         case "fixed_size":
-            return WithoutReplacement(release.z, release.q)
+            return FixedSizePair(release.z, release.q)
         case "laplace":
-            return Laplace(1 / release.z)
+            return LaplacePair(1 / release.z)
         case "truncated_poisson":
-            return Truncated(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
+            return TruncatedPoissonPair(release.z, release.q, release.n, release.maximum)  # type: ignore[arg-type]
     raise ConfigError(f"accountant=pld is not stated for releases by {release.policy}.")
 
 
@@ -138,17 +138,17 @@ def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
     z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in counts])
     times = np.array([float(count) for count in counts.values()])
     laplace = _laplace(counts)
-    full = ~laplace & np.array([release.q == 1 or release.z < CERTAIN for release in counts])
+    full = ~laplace & np.array([release.q == 1 or release.z < MIN_AMPLIFIED_Z for release in counts])
     above = np.where(laplace, 1 / gaussian_above(1 / z), z)
     unsampled = composed(above, times)
     if full.all():
         return unsampled
     if times.sum() > _TOO_MANY and all(release.policy in ("poisson", "laplace") for release in counts):
-        return Renyi(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
+        return RenyiAccountant(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
     pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
     times = times[~full]
     if full.any():
-        pairs.append(Sampled(1 / composed(z[full], np.array(list(counts.values()), float)[full]).mu, 1.0, 0.5))
+        pairs.append(PoissonPair(1 / composed(z[full], np.array(list(counts.values()), float)[full]).mu, 1.0, 0.5))
         times = np.append(times, 1.0)
     return ComposedLoss(pairs, times, unsampled)
 
@@ -158,10 +158,10 @@ def _laplace(counts: Iterable[Release]) -> Mask:
 
 
 _OTHERS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
-    "rdp": Renyi,
-    "moments": Moments,
-    "strong": Strong,
-    "basic": Basic,
+    "rdp": RenyiAccountant,
+    "moments": MomentsAccountant,
+    "strong": StrongComposition,
+    "basic": BasicComposition,
     "gdp": lambda z, q, counts, _: central_limit(z, q, counts),
 }
 
@@ -187,11 +187,11 @@ def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guar
         return _privacy_loss(dict(counts))
     kinds = {release.policy for release, _ in counts}
     if accountant == "rdp" and "fixed_size" in kinds and kinds <= {"fixed_size", "poisson", "laplace"}:
-        return RenyiOfFixedSize(dict(counts))
+        return FixedSizeRdpAccountant(dict(counts))
     if not kinds <= {"poisson", "laplace"}:
         raise ConfigError(f"accountant={accountant} is not stated for releases by {', '.join(sorted(kinds))}.")
     z = np.array([release.z for release, _ in counts])
-    q = np.array([release.q if release.z >= CERTAIN else 1.0 for release, _ in counts])
+    q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release, _ in counts])
     times = np.array([float(count) for _, count in counts])
     return _OTHERS[accountant](z, q, times, _laplace(release for release, _ in counts))
 
@@ -229,7 +229,7 @@ def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
     if not ledger.rounds:
         return 0.0
     said = guarantee(ledger, accountant)
-    if isinstance(said, ComposedLoss | Gaussian):
+    if isinstance(said, ComposedLoss | GaussianMechanism):
         return said.delta(epsilon)
 
     def excess(log_delta: float) -> float:

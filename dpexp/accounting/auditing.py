@@ -165,7 +165,7 @@ def inverse_of(ledger: Ledger, accountant: str = "pld") -> Inverse:
     return inverse
 
 
-class Bound(NamedTuple):
+class LowerBound(NamedTuple):
     """At one δ: the ε claimed, and lower bounds on the true one, of which the second supposes independent canaries, and
     so is no less than the first, which supposes nothing."""
 
@@ -202,7 +202,7 @@ class Audit:
     right: int
     confidence: float
     tests: int
-    bounds: tuple[Bound, ...]
+    bounds: tuple[LowerBound, ...]
     p: float
     p_independent: float
     mu_claimed: float
@@ -276,7 +276,7 @@ def audit(
     rates = _rates(scores, included, level)
     found = [max(epsilon_bound(m, r, c, d, level) for r, c in guesses) for d in deltas]
     bounds = [
-        Bound(
+        LowerBound(
             d,
             epsilon(ledger, d, accountant),
             least,

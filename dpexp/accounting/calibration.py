@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Knob:
+class Calibratable:
     """A number of the plan that can be solved for.
 
     Attributes:
@@ -30,12 +30,12 @@ class Knob:
 
 # `q` holds each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4); `q_at_fixed_z`
 # holds z. `bound` scales every S_g at fixed σ̃_g.
-KNOBS = {
-    "noise": Knob(False, 2.0**-6, 2.0**20),
-    "q": Knob(False, 2.0**-40, 1.0),
-    "q_at_fixed_z": Knob(True, 2.0**-40, 1.0),
-    "steps": Knob(True, 1, 2**40, whole=True),
-    "bound": Knob(True, 2.0**-20, 2.0**20),
+CALIBRATABLE = {
+    "noise": Calibratable(False, 2.0**-6, 2.0**20),
+    "q": Calibratable(False, 2.0**-40, 1.0),
+    "q_at_fixed_z": Calibratable(True, 2.0**-40, 1.0),
+    "steps": Calibratable(True, 1, 2**40, whole=True),
+    "bound": Calibratable(True, 2.0**-20, 2.0**20),
 }
 
 
@@ -87,7 +87,7 @@ def solve(
     from dpexp.accounting.risk import Epsilon  # slow to import
 
     target.check(accountant)
-    facts = KNOBS[knob]
+    facts = CALIBRATABLE[knob]
     low, high = math.log(max(facts.lowest, lowest or 0)), math.log(facts.highest)
     cheap, dear = (low, high) if facts.rising else (high, low)
     search = _Search(

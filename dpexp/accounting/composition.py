@@ -14,7 +14,7 @@ from scipy.special import log_ndtr, ndtr
 from dpexp.accounting.rdp import Array, Mask
 
 
-class Gaussian:
+class GaussianMechanism:
     """Tells N(0, 1) from N(μ, 1): the Gaussian mechanism with μ = 1/z, or what is exactly or nearly that."""
 
     def __init__(self, mu: float) -> None:
@@ -35,30 +35,30 @@ class Gaussian:
         return float(root) * (1 + 1e-12)
 
 
-def composed(z: Array, counts: Array) -> Gaussian:
+def composed(z: Array, counts: Array) -> GaussianMechanism:
     """Full-batch Gaussian releases are one with μ² = Σ 1/z²."""
-    return Gaussian(math.sqrt(float(np.dot(counts, 1 / z**2))))
+    return GaussianMechanism(math.sqrt(float(np.dot(counts, 1 / z**2))))
 
 
-def central_limit(z: Array, q: Array, counts: Array) -> Gaussian:
+def central_limit(z: Array, q: Array, counts: Array) -> GaussianMechanism:
     """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ q²(e^(1/z²) - 1) (Bu, Dong, Long & Su 2019,
     arXiv 1911.11607, section 3). An approximation, which may lie below the true ε."""
     with np.errstate(over="ignore"):
         squares = np.where(q == 1, 1 / z**2, q**2 * np.expm1(1 / z**2))
-    return Gaussian(math.sqrt(float(np.dot(counts, squares))))
+    return GaussianMechanism(math.sqrt(float(np.dot(counts, squares))))
 
 
 def amplified(z: Array, q: Array, delta: float, laplace: Mask | None = None) -> Array:
     """Each round's ε at δ = `delta` after amplification; that of `laplace` [R] at any δ."""
     pure = np.zeros(len(z), dtype=bool) if laplace is None else laplace
     each = np.array([
-        1 / z_r if pure_r else Gaussian(1 / z_r).epsilon(min(delta / q_r, 1 - 1e-12))
+        1 / z_r if pure_r else GaussianMechanism(1 / z_r).epsilon(min(delta / q_r, 1 - 1e-12))
         for z_r, q_r, pure_r in zip(z, q, pure, strict=True)
     ])  # fmt: skip
     return np.where(each > 700, each + np.log(q), np.log1p(q * np.expm1(np.minimum(each, 700))))
 
 
-class Basic:
+class BasicComposition:
     """Sequential composition: ε and δ add up. Every round gets the same δ."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
@@ -69,7 +69,7 @@ class Basic:
         return float(np.dot(self._counts, each))
 
 
-class Strong:
+class StrongComposition:
     """Kairouz, Oh & Viswanath 2015 (arXiv 1311.0776), theorem 3.5, at the best split of δ between the rounds and the
     composition."""
 

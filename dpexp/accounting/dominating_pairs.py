@@ -48,13 +48,13 @@ class Cells(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Laplace:
+class LaplacePair:
     """P against Q. The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and L with density e^((L-ε₀)/2)/4 between."""
 
     pure: float  # ε₀
 
     @property
-    def reverse(self) -> "Laplace":
+    def reverse(self) -> "LaplacePair":
         return self
 
     @property
@@ -138,7 +138,7 @@ class Pair(Protocol):
 
 
 @dataclass(frozen=True)
-class Sampled:
+class PoissonPair:
     """P = (1-q) N(0, z²) + q N(a, z²) against Q = (1-q) N(0, z²) + q N(a-1, z²), in units of the sensitivity.
 
     a = 1: a record of a Poisson sample is removed, or replaced with null; a = 0: it is added (Zhu, Dong & Wang 2022,
@@ -155,8 +155,8 @@ class Sampled:
     a: float = 1.0
 
     @property
-    def reverse(self) -> "Sampled":
-        return Sampled(self.z, self.q, 1 - self.a)
+    def reverse(self) -> "PoissonPair":
+        return PoissonPair(self.z, self.q, 1 - self.a)
 
     @property
     def most(self) -> float:
@@ -236,7 +236,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class WithoutReplacement:
+class FixedSizePair:
     """A record of a sample of fixed size is replaced, the sensitivity being 2S.
 
     For α >= 1 the divergence is that of (1-q)Q + qP against Q, with P = N(1, z²) and Q = N(0, z²) (Balle, Barthe &
@@ -249,7 +249,7 @@ class WithoutReplacement:
     q: float
 
     @property
-    def reverse(self) -> "WithoutReplacement":
+    def reverse(self) -> "FixedSizePair":
         return self
 
     @property
@@ -257,8 +257,8 @@ class WithoutReplacement:
         return math.inf
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
-        removed = Sampled(self.z, self.q, 1.0).cells(h, -h, log_tail, max(top, h))
-        added = Sampled(self.z, self.q, 0.0).cells(h, min(lowest, -h), log_tail, max(top, h))
+        removed = PoissonPair(self.z, self.q, 1.0).cells(h, -h, log_tail, max(top, h))
+        added = PoissonPair(self.z, self.q, 0.0).cells(h, min(lowest, -h), log_tail, max(top, h))
         above, below = slice(-removed.first, None), slice(None, -added.first)
         masses = Cells(
             added.first,
@@ -271,14 +271,14 @@ class WithoutReplacement:
         return added.first, masses, removed.beyond
 
     def points(self, step: float) -> tuple[Array, Array]:
-        (removed, log_p), (added, log_q) = (Sampled(self.z, self.q, a).points(step) for a in (1.0, 0.0))
+        (removed, log_p), (added, log_q) = (PoissonPair(self.z, self.q, a).points(step) for a in (1.0, 0.0))
         losses = np.concatenate([removed[removed > 0], added[added < 0], [0.0]])
         log_mass = np.concatenate([log_p[removed > 0], log_q[added < 0]])
         return losses, np.append(log_mass, math.log(1 - np.exp(log_mass).sum()))
 
 
 @dataclass(frozen=True)
-class Truncated:
+class TruncatedPoissonPair:
     """A record of a Poisson sample of at most `maximum` of n is replaced with null.
 
     With probability p the other records already fill the sample. Then nulling one may let another in, which is at
@@ -294,20 +294,20 @@ class Truncated:
     a: float = 1.0
 
     @property
-    def reverse(self) -> "Truncated":
-        return Truncated(self.z, self.q, self.n, self.maximum, 1 - self.a)
+    def reverse(self) -> "TruncatedPoissonPair":
+        return TruncatedPoissonPair(self.z, self.q, self.n, self.maximum, 1 - self.a)
 
     @property
     def most(self) -> float:
         return max(pair.most for _, pair in self._parts())
 
-    def _parts(self) -> list[tuple[float, Sampled]]:
+    def _parts(self) -> list[tuple[float, PoissonPair]]:
         others = binom(self.n - 1, self.q)
-        parts = [(float(others.cdf(self.maximum - 1)), Sampled(self.z, self.q, self.a))]
+        parts = [(float(others.cdf(self.maximum - 1)), PoissonPair(self.z, self.q, self.a))]
         full = float(others.sf(self.maximum - 1))
         if full > 0:
             rate = float(binom.sf(self.maximum, self.n, self.q)) * self.maximum / full / self.n
-            parts.append((full, Sampled(self.z / 4, rate, 0.5)))
+            parts.append((full, PoissonPair(self.z / 4, rate, 0.5)))
         return [part for part in parts if part[0] > 0]
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:

@@ -15,11 +15,11 @@ from dp_accounting import rdp
 from scipy.optimize import brentq, minimize_scalar
 
 from dpexp._accounting_compat import repeated_and_selected
-from dpexp.accounting.accountants import WHOLE_ORDERS, renyi_of_fixed_size
-from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.accountants import WHOLE_ORDERS, fixed_size_rdp
+from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rdp import LARGEST_ORDER, Array, epsilon_at, moments_of
-from dpexp.accounting.releases import CERTAIN, check_claim, releases
+from dpexp.accounting.releases import MIN_AMPLIFIED_Z, check_covered, releases
 from dpexp.errors import ConfigError
 
 _KEYS = ("epsilon", "delta", "order")
@@ -44,7 +44,7 @@ class Budget:
 
     def gaussian(self, rho: float) -> float:
         """ε at δ of the one Gaussian release that costs ρ at `order`: what ρ is worth, as a number that people know."""
-        return Gaussian(math.sqrt(2 * rho / self.order)).epsilon(self.delta) if rho > 0 else 0.0
+        return GaussianMechanism(math.sqrt(2 * rho / self.order)).epsilon(self.delta) if rho > 0 else 0.0
 
     def __str__(self) -> str:
         return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
@@ -97,10 +97,10 @@ def rho(ledger: Ledger, order: float) -> float:
     for release, count in counts.items():
         if release.policy == "fixed_size" and order <= WHOLE_ORDERS[-1]:
             whole = int(np.searchsorted(WHOLE_ORDERS, order))
-            total += count * min(float(renyi_of_fixed_size(release)[whole]), order / (2 * release.z**2))
+            total += count * min(float(fixed_size_rdp(release)[whole]), order / (2 * release.z**2))
             continue
         laplace.append(release.policy == "laplace")
-        sampled = release.policy == "poisson" and release.z >= CERTAIN
+        sampled = release.policy == "poisson" and release.z >= MIN_AMPLIFIED_Z
         z.append(release.z)
         q.append(release.q if sampled else 1.0)
         times.append(count)
@@ -123,7 +123,7 @@ def check_rule(policy: str, adjacency: str) -> None:
     ConfigError: no Rényi bound is known for the sampling policy under the adjacency.
     """
     try:
-        check_claim(policy, adjacency, "rdp")
+        check_covered(policy, adjacency, "rdp")
     except ConfigError as error:
         raise ConfigError(
             f"privacy.budget adds up Rényi DP, of which sampling={policy} under adjacency={adjacency} has no bound; "
@@ -184,7 +184,7 @@ def _mean(gamma: float, shape: float) -> float:
     return shape * (1 - gamma) / (gamma * -math.expm1(shape * math.log(gamma)))
 
 
-def trial_curve(ledger: Ledger) -> Array:
+def run_rdp(ledger: Ledger) -> Array:
     """Rényi DP of one trial at ORDERS.
 
     Raises:
@@ -200,11 +200,11 @@ def trial_curve(ledger: Ledger) -> Array:
     return np.array([float(times @ moments_of(z, q, order, laplace)) / (order - 1) for order in ORDERS])
 
 
-def dearest_curve(ledgers: Iterable[Ledger]) -> Array:
+def worst_case_rdp(ledgers: Iterable[Ledger]) -> Array:
     """Rényi DP at ORDERS that holds whichever trial is run: at each order that of the dearest.
 
     Raises:
-        ConfigError: as for `trial_curve`, or the ledgers are stated for different adjacencies or privacy units.
+        ConfigError: as for `run_rdp`, or the ledgers are stated for different adjacencies or privacy units.
     """
     trials = {(ledger.adjacency, frozenset(ledger.rounds.items()), ledger.unit): ledger for ledger in ledgers}
     adjacencies = sorted({ledger.adjacency for ledger in trials.values()})
@@ -213,7 +213,7 @@ def dearest_curve(ledgers: Iterable[Ledger]) -> Array:
         raise ConfigError(f"trials about different privacy units ({', '.join(units)}) cannot be selected among.")
     if len(adjacencies) > 1:
         raise ConfigError(f"trials for different adjacencies ({', '.join(adjacencies)}) cannot be selected among.")
-    return np.max([trial_curve(ledger) for ledger in trials.values()], axis=0)
+    return np.max([run_rdp(ledger) for ledger in trials.values()], axis=0)
 
 
 def selection_epsilon(curve: Array, delta: float, mean: float, shape: float) -> float:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 from scipy.signal import lfilter
 
-from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.dominating_pairs import Pair
 from dpexp.accounting.pld_numerics import Convolution, Cumulants, Window, cumulants_of, log_rounding
 from dpexp.accounting.rdp import Array
@@ -102,7 +102,7 @@ class ComposedLoss:
         unsampled: what they would cost if every record were in every sample, which is never less.
     """
 
-    def __init__(self, pairs: Sequence[Pair], counts: Array, unsampled: Gaussian) -> None:
+    def __init__(self, pairs: Sequence[Pair], counts: Array, unsampled: GaussianMechanism) -> None:
         cumulants = cumulants_of(pairs, counts)
         self._ways = [_OneWay(pairs, counts, cumulants)]
         if any(pair.reverse != pair for pair in pairs):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from dpexp.accounting.ledger import Ledger, PartsEvent, Query, QueryEvent, Round, SumQueryEvent
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Query, Round, SumQueryEvent
 from dpexp.errors import ConfigError
 
 
@@ -65,7 +65,7 @@ def check_bands(round_: Round) -> None:
 
 _SAME = 1e-12  # relative: what rounding may do to z
 SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}  # of a clipped sum, in units of S
-CERTAIN = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
+MIN_AMPLIFIED_Z = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def adjacencies(policy: str) -> tuple[str, ...]:
     return tuple(CLAIMS[policy])
 
 
-def check_claim(policy: str, adjacency: str, accountant: str | None = None) -> None:
+def check_covered(policy: str, adjacency: str, accountant: str | None = None) -> None:
     """Raises:
     ConfigError: the claim cannot be made; says why, and which is nearest.
     """
@@ -208,7 +208,7 @@ def claimable(ledger: Ledger) -> list[str]:
     """
     policies = sorted({round_.sampling.policy for round_ in ledger.rounds})
     for policy in policies:
-        check_claim(policy, ledger.adjacency)
+        check_covered(policy, ledger.adjacency)
     allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
     allowed += [composing(query.noise) for round_ in ledger.rounds for query in round_.queries]
     return [name for name in allowed[0] if all(name in others for others in allowed)]
@@ -223,7 +223,7 @@ def composing(noise: str) -> tuple[str, ...]:
 def _check_noise(query: Query, accountant: str | None) -> None:
     allowed = composing(query.noise)
     if not allowed or (accountant is not None and accountant not in allowed):
-        name = query.query if isinstance(query, QueryEvent | PartsEvent) else query.group
+        name = query.query if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent) else query.group
         raise ConfigError(
             f"accountant={accountant or 'pld'} is not stated for the noise of the query {name!r} ({query.noise}); "
             + (f"choose accountant={' or '.join(allowed)}, or other noise." if allowed else "no accountant is.")
@@ -264,7 +264,7 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
     blocks = Blocks()
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
-        check_claim(sampling.policy, ledger.adjacency, accountant)
+        check_covered(sampling.policy, ledger.adjacency, accountant)
         for query in round_.queries:
             _check_noise(query, accountant)
         if round_.one_off is not None:
@@ -305,12 +305,15 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
 
 def unamplified(ledger: Ledger) -> str | None:
     """Says of how many rounds ε does not count on sampling, though records are sampled; None if there are none."""
-    without = {release: count for release, count in releases(ledger).items() if release.q < 1 and release.z < CERTAIN}
+    without = {
+        release: count for release, count in releases(ledger).items() if release.q < 1 and release.z < MIN_AMPLIFIED_Z
+    }
     if not without:
         return None
     return (
         f"ε does not count on sampling in {sum(without.values())} rounds, whose z is as low as "
-        f"{min(release.z for release in without):.3g}: below {CERTAIN:g} it gains next to nothing, and is left out."
+        f"{min(release.z for release in without):.3g}: below {MIN_AMPLIFIED_Z:g} it gains next to nothing, and is "
+        f"left out."
     )
 
 

@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtri
 
 from dpexp.accounting.accountants import epsilon, estimate, guarantee
-from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import check_advantage, check_bound, check_delta, check_tpr, releases
 from dpexp.accounting.tradeoff import advantage, gaussian_bound, regret, true_positives
@@ -146,13 +146,13 @@ class Epsilon:
     @property
     def mu(self) -> float:
         def excess(log_mu: float) -> float:
-            return Gaussian(math.exp(log_mu)).delta(self.most) - self.delta
+            return GaussianMechanism(math.exp(log_mu)).delta(self.most) - self.delta
 
         return math.exp(brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12))
 
 
 @dataclass(frozen=True)
-class Advantage:
+class MaxAdvantage:
     """The largest TPR - FPR of a test for one record."""
 
     most: float
@@ -177,7 +177,7 @@ class Advantage:
 
 
 @dataclass(frozen=True)
-class Tpr:
+class MaxTpr:
     """The largest TPR at each FPR. What is spent is TPR - FPR, as a part of what it may be, where that is largest."""
 
     rates: Mapping[float, float]

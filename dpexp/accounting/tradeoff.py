@@ -17,7 +17,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.accountants import Guarantee, guarantee
-from dpexp.accounting.composition import Gaussian
+from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.rdp import Array
@@ -35,7 +35,7 @@ def type_two_errors(ledger: Ledger, type_one: Sequence[float], accountant: str =
     if not ledger.rounds:
         return 1 - alpha
     said = guarantee(ledger, accountant)
-    if isinstance(said, Gaussian):
+    if isinstance(said, GaussianMechanism):
         return ndtr(-ndtri(alpha) - said.mu)
     epsilon, delta = (each[:, None] for each in lines(said))
     steep = np.exp(np.minimum(epsilon, _LARGEST)) * alpha
@@ -103,7 +103,7 @@ def true_positives(said: Guarantee, alpha: float) -> float:
 def advantage(said: Guarantee) -> float:
     """An upper bound on TPR - FPR of any test: δ(0) (Kulynych et al. 2024, arXiv 2407.02191, section 2); of an
     accountant that is tight at some other ε, the least (e^ε - 1 + 2δ)/(e^ε + 1)."""
-    if isinstance(said, ComposedLoss | Gaussian):
+    if isinstance(said, ComposedLoss | GaussianMechanism):
         return said.delta(0.0)
     at, where = _reading(said)
 
@@ -125,7 +125,7 @@ def gaussian_bound(said: Guarantee) -> float:
     corner. Those with α <= β suffice, since both curves are symmetric. (Gomez et al. 2025, arXiv 2503.10945; their
     program leaves out the corners with α or β below 1e-10.)
     """
-    if isinstance(said, Gaussian):
+    if isinstance(said, GaussianMechanism):
         return said.mu
     epsilon, delta = lines(said)
     with np.errstate(over="ignore"):
@@ -149,7 +149,7 @@ def regret(said: Guarantee, mu: float) -> float:
     function of e^ε cannot lie below, which is where the chords beside them would go on. Then the largest value is at
     one of them, or where two such chords cross.
     """
-    if mu == 0 or (isinstance(said, Gaussian) and said.mu == mu):
+    if mu == 0 or (isinstance(said, GaussianMechanism) and said.mu == mu):
         return 0.0
     if not math.isfinite(mu):
         return 1.0
@@ -166,7 +166,7 @@ def regret(said: Guarantee, mu: float) -> float:
         cross = np.clip(np.where(np.isfinite(cross), cross, left), left, right)
         least = np.maximum(delta[1:-2] + before * (cross - left), delta[2:-1] + after * (cross - right))
         x, delta = np.append(x, cross), np.append(delta, least)
-    told = Gaussian(mu)
+    told = GaussianMechanism(mu)
     apart = [(told.delta(math.log(at)) - d) / (1 + at) for at, d in zip(x, delta, strict=True) if at >= 1]
     return float(max(0.0, *apart))
 
@@ -180,7 +180,7 @@ def _least(bound: Callable[[float], float], where: Array) -> float:
 
 def _reading(said: Guarantee) -> tuple[Callable[[float], tuple[float, float]], Array]:
     """A function to (ε, δ), and arguments at which it is of use."""
-    if not isinstance(said, ComposedLoss | Gaussian):
+    if not isinstance(said, ComposedLoss | GaussianMechanism):
         where = np.linspace(_FARTHEST, float(-ndtri(TAIL)), POINTS)
         return lambda u: (said.epsilon(float(ndtr(-u))), float(ndtr(-u))), where
     most, scale = said.epsilon(TAIL), -2 * float(ndtri((1 - said.delta(0.0)) / 2))

@@ -65,16 +65,16 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
     Raises:
         ConfigError: a store that cannot be read, or runs that cannot be composed.
     """
-    from dpexp.tracking.run_costs import adjacencies, charge_at, charge_from, charges_in, kept_in, once
+    from dpexp.tracking.run_costs import adjacencies, cost_from, cost_of_job, costs_in, kept_in, once
 
     if "--help" in arguments or "-h" in arguments:
         print(__doc__)
         return {}
     cfg = _options([argument for argument in arguments if "=" in argument])
     stores = (cfg.uri or tracking_uri()).split(",")
-    charges = [charge for uri in stores for charge in charges_in(uri, cfg.data.id)]
+    charges = [charge for uri in stores for charge in costs_in(uri, cfg.data.id)]
     for name in (argument for argument in arguments if "=" not in argument):
-        charges.append(charge_at(Path(name)) if Path(name).is_dir() else charge_from(Path(name)))
+        charges.append(cost_of_job(Path(name)) if Path(name).is_dir() else cost_from(Path(name)))
     charges = once(charges)
     if not charges:
         raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
@@ -148,10 +148,10 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def _against(kept: Budget, charges: Sequence[Any], data_id: str) -> dict[str, float]:
-    from dpexp.tracking.data_budget import tally
+    from dpexp.tracking.data_budget import budget_used
 
     counted = [charge for charge in charges if charge.ledger is not None and charge.exposed is None]
-    taken = tally(counted, kept, data_id)
+    taken = budget_used(counted, kept, data_id)
     if len(counted) < len(charges):
         console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.", soft_wrap=True)
     if taken.whole is not None:

@@ -21,12 +21,12 @@ from dpexp.commands.validate import check, noise_of, record_of, reported
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.normalization import Private
+from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.allocation import Explicit
 from dpexp.privacy.plan.clipping import Joint, same_as_separate
 from dpexp.privacy.plan.options import AUTO, Banded
 from dpexp.privacy.plan.plan import PrivacyPlan, make_plan
-from dpexp.privacy.preprocessing_methods import ClassCounts, Prepared, preparations_of
+from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, preprocessing_of
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.sampling.policies import Policy, make_policy
 from dpexp.privacy.unsupported import refuse_mixing_layers
@@ -60,7 +60,7 @@ def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
 def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The same at some noise or other, which takes no time: whether all but the noise makes sense."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
-    for preparation in preparations_of(module).values():
+    for preparation in preprocessing_of(module).values():
         preparation.share, preparation.noise_multiplier = None, 1.0
     kind = noise_of(cfg)
     if isinstance(kind, Banded) and kind.bands == AUTO:
@@ -104,7 +104,7 @@ def _plan(
     )
 
 
-def told_of_joint(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
+def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
     """That `mechanism=joint` makes no difference, and which options would; empty if it makes one."""
     if plan is None:
         return ""
@@ -129,7 +129,7 @@ def _released(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
     """What is released besides gradients."""
     asked = _contained(OmegaConf.select(cfg, "metrics.release")) or {}
     normalise = _batchnorm(cfg)
-    if not isinstance(normalise, Private):
+    if not isinstance(normalise, PrivateBatchNorm):
         return asked
     if BATCHNORM in asked:
         raise ConfigError(f"metrics.release: batchnorm=private releases under the name {BATCHNORM}; choose another.")
@@ -191,7 +191,7 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
             f"model: {cfg.model._target_} gives an object of type {type(model).__name__}, not a torch.nn.Module."
         )
     normalise = _batchnorm(cfg)
-    if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, Private)):
+    if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, PrivateBatchNorm)):
         model = normalise(model)
     tuning = make("tuning", cfg.tuning) if OmegaConf.select(cfg, "tuning") else All()  # older ones have none
     if begun and isinstance(weights, Path):
@@ -237,7 +237,7 @@ def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Ca
     asked = _contained(OmegaConf.select(cfg, "data.class_weights"))
     if asked != "counts":
         return None if asked is None else torch.tensor(asked, dtype=torch.float32)
-    (counts,) = (one for one in preparations_of(model).values() if isinstance(one, ClassCounts))
+    (counts,) = (one for one in preprocessing_of(model).values() if isinstance(one, ClassCounts))
     if counts.d != cfg.data.classes:
         raise ConfigError(f"data.class_weights=counts needs data.classes={cfg.data.classes} counts, not {counts.d}.")
     return counts.weights
@@ -262,13 +262,13 @@ def _augment(cfg: DictConfig) -> Any:
     return augment
 
 
-def _prepared(cfg: DictConfig, model: torch.nn.Module) -> Prepared:
+def _prepared(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
     """The model behind its preparations.
 
     Raises:
         ConfigError: one cannot be made, or the model does not take what they leave of an input.
     """
-    prepared = Prepared({name: make(f"prepare.{name}", node) for name, node in cfg.prepare.items()}, model)
+    prepared = PreprocessedModel({name: make(f"prepare.{name}", node) for name, node in cfg.prepare.items()}, model)
     if cfg.data.shape is not None:
         x = torch.zeros(1, *cfg.data.shape)
         modes = {layer: layer.training for layer in model.modules()}

@@ -8,7 +8,7 @@ from pandas import DataFrame
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, joined
-from dpexp.accounting.multiple_runs import selection_epsilon, trial_curve
+from dpexp.accounting.multiple_runs import run_rdp, selection_epsilon
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import up
 from dpexp.tracking.sweep_run import Spent
@@ -88,6 +88,6 @@ def _unclaimable(finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -
         return "the trials are not those that were drawn"
     if begun > len(finished):
         return "some trials were begun more than once"
-    if any((trial_curve(ledger) > np.array(facts["dearest"]) * (1 + 1e-9)).any() for ledger in finished):
+    if any((run_rdp(ledger) > np.array(facts["dearest"]) * (1 + 1e-9)).any() for ledger in finished):
         return "a trial cost more than the dearest of the grid was to cost"
     return None

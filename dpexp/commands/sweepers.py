@@ -82,10 +82,10 @@ class PrivateSelect(Grid):
         if batch is None:
             from numpy.random import default_rng
 
-            from dpexp.accounting.multiple_runs import dearest_curve, draw_repetitions
+            from dpexp.accounting.multiple_runs import draw_repetitions, worst_case_rdp
 
             (grid,) = BasicSweeper.split_arguments(overrides, None)
-            dearest = dearest_curve([self._planned(member) for member in grid])
+            dearest = worst_case_rdp([self._planned(member) for member in grid])
             random = default_rng()  # the operating system's entropy: the draws must be secret
             count = draw_repetitions(self._mean, self._shape, random)
             chosen = [grid[random.integers(len(grid))] for _ in range(count)]

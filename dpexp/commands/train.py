@@ -16,13 +16,14 @@ from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp.accounting.ledger import Ledger, PartsEvent, joined, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import Ledger, ParallelQueryEvent, joined, ledger_so_far, read_ledger
 from dpexp.commands import processes, trial
 from dpexp.commands.build import (
     accountants,
     add_scheduler,
     callback_for,
     check_device,
+    joint_note,
     make,
     make_small,
     module_of,
@@ -30,7 +31,6 @@ from dpexp.commands.build import (
     quieten,
     rounds_of,
     set_batch_size,
-    told_of_joint,
     unsolved,
 )
 from dpexp.commands.objective import check_objective, objective, objective_of, result_of
@@ -41,8 +41,8 @@ from dpexp.config import audit_trainings
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.preprocessing_methods import preparations_of
-from dpexp.privacy.private_metrics import Estimates, Signals
+from dpexp.privacy.preprocessing_methods import preprocessing_of
+from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates
 from dpexp.reporting import terminal
 from dpexp.reporting.run_figures import counts
 from dpexp.tracking.job_folder import begun
@@ -121,7 +121,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
     (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
     plan = job.plan
     if among is None:
-        terminal.announce(cfg, plan, told_of_joint(cfg, plan))
+        terminal.announce(cfg, plan, joint_note(cfg, plan))
         terminal.announce_tuned(job.module)
     with _track(cfg, plan, output, _at_its_end(cfg, plan, output), stop) as tracked:
         result = _trained(cfg, job, output, tracked, stop) if cfg.train else _planned(cfg, plan)
@@ -298,7 +298,7 @@ def _save(figure: Any, path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]:
+def _released(estimates: MetricEstimates, output: Path) -> dict[str, dict[str, float]]:
     """The values that were released at last, and their figure."""
     from dpexp.reporting.run_figures import values_over_rounds
 
@@ -307,7 +307,7 @@ def _released(estimates: Estimates, output: Path) -> dict[str, dict[str, float]]
     return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 
 
-def _draw_signals(signals: Signals, output: Path) -> None:
+def _draw_signals(signals: GradientSignal, output: Path) -> None:
     from dpexp.reporting.run_figures import signal_and_noise
 
     _save(signal_and_noise(signals), output / "signal.png")
@@ -370,8 +370,8 @@ def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.
 
 def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path) -> dict[str, Any]:
     """What preparations tell, and counts of classes as a figure."""
-    told = {name: numbers for name, found in preparations_of(module).items() if (numbers := found.told())}
-    parts = [event for event in plan.preparations if isinstance(event, PartsEvent)] if plan else []
+    told = {name: numbers for name, found in preprocessing_of(module).items() if (numbers := found.told())}
+    parts = [event for event in plan.preparations if isinstance(event, ParallelQueryEvent)] if plan else []
     for name, numbers in told.items():
         event = next((event for event in parts if event.query == name), None)
         _save(counts(numbers, event, name), output / f"{name}.png")

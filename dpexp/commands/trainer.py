@@ -19,7 +19,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.gradients.physical_batch import ON_A_CPU
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.preprocessing import PreparedPlainly
+from dpexp.privacy.preprocessing import NonPrivatePreprocessing
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
@@ -65,7 +65,7 @@ def trainer_for(
     rounds = plan.rounds if plan else rounds_of(cfg)
     per_epoch = max(1, round(policy.rounds_per_epoch))
     at_once = ON_A_CPU if cfg.trainer.physical_batch == "auto" else cfg.trainer.physical_batch
-    private: pl.Callback = privacy or PreparedPlainly(cfg.data.n, at_once)
+    private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, at_once)
     callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
     chosen = callbacks_of(cfg)
     if any(isinstance(callback, AVERAGING) for callback in chosen):

@@ -10,7 +10,7 @@ from unicodedata import is_normalized
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from dpexp.accounting.releases import APPROXIMATIONS, NAMES, check_claim, check_delta
+from dpexp.accounting.releases import APPROXIMATIONS, NAMES, check_covered, check_delta
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import (
@@ -26,7 +26,7 @@ from dpexp.privacy.plan.options import (
 )
 from dpexp.privacy.plan.schedules import schedule
 from dpexp.privacy.sampling.policies import POLICIES
-from dpexp.privacy.sampling.privacy_unit import Record, make_record
+from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
 from dpexp.tracking.job_folder import BEGUN, PROMISED, RUN
 
 CANARIES = ("dirac", "mislabelled")
@@ -81,10 +81,10 @@ def reported(cfg: DictConfig) -> str:
     return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
 
 
-def record_of(cfg: DictConfig) -> Record:
+def record_of(cfg: DictConfig) -> Example:
     """Whose data a record is; older configurations do not say."""
     chosen = OmegaConf.select(cfg, "record")
-    return make_record(**OmegaConf.to_container(chosen, resolve=True)) if chosen else Record()  # type: ignore[arg-type]
+    return make_privacy_unit(**OmegaConf.to_container(chosen, resolve=True)) if chosen else Example()  # type: ignore[arg-type]
 
 
 def noise_of(cfg: DictConfig) -> str | Banded:
@@ -213,7 +213,7 @@ def _check_mislabelled(cfg: DictConfig) -> None:
             "audit=mislabelled shows what comes of every trial, and the price of hydra/sweeper=private_select is for "
             "showing the best one alone; audit that afterwards."
         )
-    if record_of(cfg) != Record():
+    if record_of(cfg) != Example():
         raise ConfigError(
             f"audit=mislabelled puts single examples in or out, and record={cfg.record.kind} claims something for a "
             f"{record_of(cfg)}; choose audit=dirac."
@@ -256,7 +256,7 @@ def _check_privacy(cfg: DictConfig) -> None:
             privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit, privacy.advantage,
             privacy.tpr,
         )  # fmt: skip
-    check_claim(policy.name, adjacency, reported(cfg))
+    check_covered(policy.name, adjacency, reported(cfg))
     noise = noise_of(cfg)
     if isinstance(noise, Banded):
         aims = privacy.epsilon, privacy.advantage, privacy.tpr

@@ -44,11 +44,11 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.mislabelled_canaries import replace_records
 from dpexp.privacy.noise.continuous import SMALL
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.clipping import asked
+from dpexp.privacy.plan.clipping import clip_rule_factors
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.plan.schedules import CONSTANT
 from dpexp.privacy.sampling.loader import RoundSampler
-from dpexp.privacy.sampling.policies import All, CyclicPoisson, Policy
+from dpexp.privacy.sampling.policies import CyclicPoisson, FullBatch, Policy
 from dpexp.privacy.sampling.privacy_unit import User
 
 LENGTH = 10.0  # of a canary's gradient in a group's own scale, in units of S_g, if that contributes the most
@@ -66,7 +66,7 @@ _ERROR = 0.05  # of the rate of inclusion, to be found
 def unsampled(plan: PrivacyPlan) -> PrivacyPlan:
     """The plan for a few rounds of all records, or with turns, of all whose turn it is: the claim is then as tight as
     can be. Its μ is about 2 if z lies between 1 and 4."""
-    policy: Policy = All()
+    policy: Policy = FullBatch()
     rounds = min(max(math.ceil(4 * plan.noise_multiplier**2), 4), 64)
     if isinstance(plan.sampling, CyclicPoisson):
         parts = plan.sampling.parts
@@ -237,7 +237,9 @@ def _length(group: Group) -> float:
     """LENGTH, if the group's clip rule lets such a canary contribute all but the most, or else the length that
     contributes the most. Norms count as 0.1 % longer, since they are never taken for too small."""
     lengths = _LENGTHS * group.S
-    contributed = (asked(group.clip, 1.001 * lengths, torch.tensor(group.S).double()) * lengths).clamp(max=group.S)
+    contributed = (clip_rule_factors(group.clip, 1.001 * lengths, torch.tensor(group.S).double()) * lengths).clamp(
+        max=group.S
+    )
     return float(lengths[0 if contributed[0] >= 0.98 * contributed.max() else contributed.argmax()])
 
 

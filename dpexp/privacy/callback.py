@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpexp._lightning_compat import replace_training_loader, training_loader
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.accounting.releases import check_claim, check_delta, check_names
+from dpexp.accounting.releases import check_covered, check_delta, check_names
 from dpexp.errors import ConfigError, whole
 from dpexp.privacy import muted_logging, unsupported
 from dpexp.privacy.checks import StateFound, digest_of_weights
@@ -25,16 +25,16 @@ from dpexp.privacy.gradients.physical_batch import first_batch, fitting, public_
 from dpexp.privacy.gradients.step import TRACED
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
-from dpexp.privacy.normalization import RunningNorm, iterate, layers_that_give, refuse_unreleased, spectral_norms
-from dpexp.privacy.plan.adaptive_clipping import Bounds
+from dpexp.privacy.normalization import RunningNorm, iterate, private_norm_layers, refuse_unreleased, spectral_norms
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import prepare
-from dpexp.privacy.private_metrics import UNCLIPPED, Estimates, Signals
-from dpexp.privacy.round import Engine
-from dpexp.privacy.running_epsilon import Readings
-from dpexp.privacy.sampling.batches import Failed
-from dpexp.privacy.sampling.loader import Rounds, Sample
+from dpexp.privacy.private_metrics import UNCLIPPED, GradientSignal, MetricEstimates
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.running_epsilon import RunningEpsilon
+from dpexp.privacy.sampling.batches import FailedRecord
+from dpexp.privacy.sampling.loader import RoundLoader, SealedSample
 
 
 class PrivacyCallback(pl.Callback):
@@ -78,16 +78,16 @@ class PrivacyCallback(pl.Callback):
         if delta is not None:
             check_delta(delta)
             check_names([accountant])
-            check_claim(plan.sampling.name, plan.adjacency, accountant)
+            check_covered(plan.sampling.name, plan.adjacency, accountant)
         self.plan = plan
         self.ledger_path = Path(ledger)
-        self.readings = Readings(plan, delta, accountant) if delta is not None else None
+        self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
         self.physical_batch = physical_batch
         self.compile, self.compiling = compile, ""  # whether; and why, once that is known
         self.unsafe_diagnostics = unsafe_diagnostics
-        self.estimates = Estimates()
-        self.signals = Signals()
-        self.bounds = Bounds(plan.following) if plan.following else None
+        self.estimates = MetricEstimates()
+        self.signals = GradientSignal()
+        self.bounds = AdaptiveState(plan.following) if plan.following else None
         self.completed = 0
         self._noise_seed = noise_seed
         self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
@@ -104,10 +104,10 @@ class PrivacyCallback(pl.Callback):
         self._counts = torch.zeros(0)
         self._normalizing: list[RunningNorm] = []
         self._spectral: list[Any] = []
-        self._rounds: Rounds | None = None
+        self._rounds: RoundLoader | None = None
         self._ledger: LedgerWriter | SharedLedger | None = None
         self._processes = Processes()
-        self._engine: Engine | None = None
+        self._engine: PrivateRound | None = None
 
     @property
     def now(self) -> PrivacyPlan:
@@ -139,13 +139,13 @@ class PrivacyCallback(pl.Callback):
         with processes.together():
             unsupported.refuse_settings(trainer, pl_module, self.plan.rounds)
             if self.unsafe_diagnostics:
-                processes.refuse_company("diagnostics=unsafe shows one process's records")
+                processes.refuse_several_processes("diagnostics=unsafe shows one process's records")
             refuse_unreleased(pl_module, self.plan)
             unsupported.refuse_other_sizes(pl_module, self.plan)
-            self._normalizing, self._spectral = [*layers_that_give(pl_module)], spectral_norms(pl_module)
+            self._normalizing, self._spectral = [*private_norm_layers(pl_module)], spectral_norms(pl_module)
             loader = training_loader(trainer)
-            rounds = Rounds(loader, self.plan, at_once, sampling, randomness, processes, dealing)
-            self._engine = Engine(
+            rounds = RoundLoader(loader, self.plan, at_once, sampling, randomness, processes, dealing)
+            self._engine = PrivateRound(
                 self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes,
                 max(1, at_once // self.plan.record.largest), rounds.training_data.memory,
                 self.compile if self.compile is not None or processes.alone else False,
@@ -286,8 +286,8 @@ class PrivacyCallback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
         self._prepared = state_dict.get("prepared", len(self.plan.preparations))
-        self.estimates = Estimates(state_dict.get("values"))
-        self.signals = Signals(state_dict.get("signals"))
+        self.estimates = MetricEstimates(state_dict.get("values"))
+        self.signals = GradientSignal(state_dict.get("signals"))
         if self.bounds:
             self.bounds.restore(state_dict.get("bounds", []))
         if self.compile is None:
@@ -301,7 +301,7 @@ class PrivacyCallback(pl.Callback):
         def private_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if trainer.validating or trainer.sanity_checking:
                 return training_step(batch, *args, **kwargs)
-            if not isinstance(batch, Sample) or not self._awaited:
+            if not isinstance(batch, SealedSample) or not self._awaited:
                 raise ConfigError(
                     "training_step was called outside the plan's rounds, or twice in one; each would be a release."
                 )
@@ -368,7 +368,7 @@ class PrivacyCallback(pl.Callback):
                 self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, epoch))
                 engine.start(self.completed)
             for records in parts:
-                if isinstance(records, Failed):
+                if isinstance(records, FailedRecord):
                     engine.fail(1, records.reason)
                     continue
                 try:

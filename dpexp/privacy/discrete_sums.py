@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.gradients.clipped_sums import ClippedSums, weights_of
-from dpexp.privacy.gradients.layer_gradients import Dense
+from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.norms import norms
 from dpexp.privacy.gradients.per_example import Gradients
 from dpexp.privacy.mechanism import by_parameter
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.clipping import asked
+from dpexp.privacy.plan.clipping import clip_rule_factors
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 
 
-class WholeSums(ClippedSums):
+class IntegerSums(ClippedSums):
     """Clips and sums vectors as integer multiples of each group's grid; the sums are int64, on the CPU."""
 
     def numbers(self, now: Sequence[Group], device: torch.device) -> Tensor:
@@ -30,9 +30,11 @@ class WholeSums(ClippedSums):
             members = [(alpha, name, given.pop(name)) for _, alpha, name in by_parameter([group]) if name in given]
             if not members:
                 continue
-            vectors = torch.cat([Dense(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1)
+            vectors = torch.cat(
+                [DenseGradient(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1
+            )
             found = outputs[f"norm:{group.name}"] = norms(vectors)
-            c = asked(group.clip, found, torch.tensor(group.S).double())
+            c = clip_rule_factors(group.clip, found, torch.tensor(group.S).double())
             c = c if weights is None or group.is_of_values else c * weights.cpu()
             whole = group.lattice.rounded(vectors, found, c)
             sizes = [sums[name].numel() for _, name, _ in members]
@@ -41,7 +43,7 @@ class WholeSums(ClippedSums):
         return outputs
 
 
-class WholeNoise:
+class IntegerNoise:
     """Discrete Gaussian noise for all of a round's sums."""
 
     def __init__(self, stream: KeyStream) -> None:

@@ -67,7 +67,7 @@ class Processes:
     def alone(self) -> bool:
         return self.count == 1
 
-    def refuse_company(self, why: str) -> None:
+    def refuse_several_processes(self, why: str) -> None:
         """Raises ConfigError: there are several, where that is of no use."""
         if not self.alone:
             raise ConfigError(f"{why}, and there are {self.count}; train in one.")

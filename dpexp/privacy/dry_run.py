@@ -19,14 +19,14 @@ from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import WEIGHT
-from dpexp.privacy.sampling.batches import Failed
-from dpexp.privacy.sampling.loader import Rounds
+from dpexp.privacy.sampling.batches import FailedRecord
+from dpexp.privacy.sampling.loader import RoundLoader
 from dpexp.privacy.sampling.training_data import DataUnread
 
 Later = Callable[[], AbstractContextManager]
 
 
-def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, later: Later) -> None:
+def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module, later: Later) -> None:
     """Finds mistakes of a step, and decides how records are processed, on made-up or public records. Of the training
     set shapes, types and structure are used; if no record of it can be fetched, the first one that can be decides.
 
@@ -41,7 +41,7 @@ def dry_run(step: Step, rounds: Rounds, loss_of: LossOf, module: nn.Module, late
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     wrong = ConfigError("data: the training set gives no record.")
     for example in rounds.examples():  # of which the first may be an odd one
-        if isinstance(example, Failed):
+        if isinstance(example, FailedRecord):
             wrong = wrong if isinstance(wrong, NoLoss) else _not_fetched(example.reason)
             continue
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)

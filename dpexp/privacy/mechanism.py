@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from dpexp.accounting.releases import SENSITIVITY
-from dpexp.privacy.gradients.layer_gradients import Dense, Use
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.norms import LARGEST, LOOSE, UNIT
 from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
-from dpexp.privacy.plan.clipping import Clip, asked
+from dpexp.privacy.plan.clipping import ClipRule, clip_rule_factors
 from dpexp.privacy.plan.plan import Group
 
 MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}  # rounding S, c, c·g, c·g·x adds
@@ -48,7 +48,7 @@ class Part:
 
     vector: int  # its number in the group
     alpha: float | Tensor
-    gradient: Use
+    gradient: LayerGradient
     names: list[str]  # of the parameters
 
 
@@ -86,7 +86,7 @@ class GroupMechanism:
         return self.group.S * SENSITIVITY[adjacency]
 
     def norms(
-        self, gradients: dict[str, Use], S: Tensor, alphas: Sequence[float | Tensor] | None = None
+        self, gradients: dict[str, LayerGradient], S: Tensor, alphas: Sequence[float | Tensor] | None = None
     ) -> ScaledNorms | None:
         """The scaled norms of a chunk; takes the group's gradients out of `gradients`. None: no parameter was used."""
         parts = list(_parts(self.group, alphas or self.group.alphas, gradients))
@@ -140,7 +140,9 @@ class GroupMechanism:
         share = torch.where(norms.isfinite(), _loose(allowances / norms).nan_to_num(0), 0)
         index = torch.tensor([*allowed], device=norms.device)
         least = squares.index_copy(0, index, (squares[index].sqrt() - allowances).clamp(min=0).square())
-        moved = asked(self.group.clip, norms, S) - asked(self.group.clip, least.sum(0).sqrt(), S)
+        moved = clip_rule_factors(self.group.clip, norms, S) - clip_rule_factors(
+            self.group.clip, least.sum(0).sqrt(), S
+        )
         share = share * _loose(moved.abs() * norms / S).nan_to_num(1)
         return torch.zeros_like(squares).index_copy(0, index, share)
 
@@ -151,7 +153,7 @@ def add_noise(groups: Iterable[Group], sums: Mapping[str, Tensor], noise: Correl
     noise.add_to(noisy, divisor=denominator)
 
 
-def clip_factors(clip: Clip, norms: Tensor, S: Tensor, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
+def clip_factors(clip: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
     """c_i [B] for vectors of a type: what the rule says, but at most S/‖v^i‖, with S less what applying c rounds, times
     the weight in [0, 1], which as computed makes it no larger; 0 where the norm is not finite.
 
@@ -160,7 +162,7 @@ def clip_factors(clip: Clip, norms: Tensor, S: Tensor, dtype: torch.dtype, weigh
     overflows.
     """
     bound = S.clamp(max=LARGEST[dtype]) * (1 - MARGIN[dtype])
-    c = torch.minimum(asked(clip, norms, S), bound / norms).clamp(max=_LARGEST[dtype])
+    c = torch.minimum(clip_rule_factors(clip, norms, S), bound / norms).clamp(max=_LARGEST[dtype])
     c = c if weights is None else c * weights
     return torch.where(c > _SMALLEST[dtype], c, 0).to(dtype)
 
@@ -173,13 +175,13 @@ def by_parameter(groups: Iterable[Group]) -> Iterator[tuple[Group, float, str]]:
                 yield group, alpha, name
 
 
-def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, Use]) -> Iterator[Part]:
+def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, LayerGradient]) -> Iterator[Part]:
     """Many small gradients of a vector, as of biases, are laid side by side, which takes fewer calls of functions."""
-    small: dict[tuple[int, torch.dtype], list[tuple[str, Dense]]] = {}
+    small: dict[tuple[int, torch.dtype], list[tuple[str, DenseGradient]]] = {}
     for k, vector in enumerate(group.vectors):
         for name in vector.parameters:
             gradient = gradients.pop(name, None)
-            if isinstance(gradient, Dense) and (flat := gradient.flat()).shape[1] <= _SMALL:
+            if isinstance(gradient, DenseGradient) and (flat := gradient.flat()).shape[1] <= _SMALL:
                 small.setdefault((k, flat.dtype), []).append((name, gradient))
             elif gradient is not None:
                 yield Part(k, alphas[k], gradient, [name])
@@ -188,7 +190,7 @@ def _parts(group: Group, alphas: Sequence[float | Tensor], gradients: dict[str, 
             yield from (Part(k, alphas[k], gradient, [name]) for name, gradient in some)
         else:
             joined = torch.cat([gradient.flat() for _, gradient in some], 1)
-            yield Part(k, alphas[k], Dense(joined), [name for name, _ in some])
+            yield Part(k, alphas[k], DenseGradient(joined), [name for name, _ in some])
 
 
 def _over(x: Tensor, alpha: float | Tensor, power: int) -> Tensor:

@@ -20,7 +20,7 @@ from dpexp.privacy.checks import STATE, StateFound
 from dpexp.privacy.gradients.branches import Unreadable
 from dpexp.privacy.gradients.torch_functions import EXCHANGES
 from dpexp.privacy.private_metrics import release
-from dpexp.privacy.round import Engine
+from dpexp.privacy.round import PrivateRound
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def signals_wait(trainer: pl.Trainer) -> Iterator[None]:
             waiting[number](number, None)  # type: ignore[operator]
 
 
-def log_diagnostics(pl_module: pl.LightningModule, engine: Engine) -> None:
+def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None:
     """The last sample's size, losses, norms and how many of them were clipped."""
     observed = engine.observations
     sizes = sum(len(chunk["loss"]) for chunk in observed)

@@ -74,7 +74,7 @@ class RunningNorm(nn.Module):
 
 
 @dataclass(frozen=True)
-class Private:
+class PrivateBatchNorm:
     """Statistics of the data, released privately.
 
     Args:
@@ -99,13 +99,13 @@ class Private:
         scale = positive("batchnorm.scale", self.scale)
         values = {
             layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "d": 2 * layer.channels}
-            for layer in layers_that_give(module)
+            for layer in private_norm_layers(module)
         }
         return {BATCHNORM: {"share": self.share, "values": values}} if values else {}
 
 
 @dataclass(frozen=True)
-class Freeze:
+class FrozenBatchNorm:
     """The statistics that the layers came with, such as those of public pretraining."""
 
     def __call__(self, module: nn.Module) -> nn.Module:
@@ -113,7 +113,7 @@ class Freeze:
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupNormalization:
     """Group normalization, with the layers' scale and shift: statistics of each record by itself (Wu & He 2018), in at
     most so many groups, as divide the channels."""
 
@@ -129,7 +129,7 @@ class Groups:
         return _replaced(module, grouped)
 
 
-def layers_that_give(module: nn.Module) -> Iterator[RunningNorm]:
+def private_norm_layers(module: nn.Module) -> Iterator[RunningNorm]:
     for layer in module.modules():
         if isinstance(layer, RunningNorm) and layer.given_as is not None:
             yield layer
@@ -138,7 +138,7 @@ def layers_that_give(module: nn.Module) -> Iterator[RunningNorm]:
 def refuse_unreleased(module: nn.Module, plan: PrivacyPlan) -> None:
     """Raises ConfigError: a layer would never learn its statistics."""
     released = {vector.name for group in plan.groups for vector in group.vectors}
-    for layer in layers_that_give(module):
+    for layer in private_norm_layers(module):
         if layer.given_as not in released:
             told = f"model: the plan does not release {layer.given_as}, by which a RunningNorm learns its statistics"
             raise ConfigError(f"{told}; give make_plan release=batchnorm.Private().release(model).")

@@ -18,8 +18,8 @@ from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.noise.continuous import GaussianNoise, add_laplace
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.preprocessing_methods import Preparation, parts_of, preparations_of
-from dpexp.privacy.sampling.batches import Failed, Records
+from dpexp.privacy.preprocessing_methods import Preprocessing, parts_of, preprocessing_of
+from dpexp.privacy.sampling.batches import FailedRecord, RecordBatch
 from dpexp.privacy.sampling.fetching import all_records
 
 
@@ -45,7 +45,7 @@ def prepare(
         processes: of which the first sums and adds the noise, and hands out what is released.
     """
     processes = processes or Processes()
-    found = preparations_of(module)
+    found = preprocessing_of(module)
     events = plan.preparations, [one.query(name, plan.adjacency, 1.0) for name, one in found.items()]
     # How far a record moves each part, whatever its noise.
     planned, own = (
@@ -83,14 +83,14 @@ def _told(preparations: Iterable[tuple[str, list[tuple[str, float, float]]]]) ->
     return ", ".join(f"{name} ({noise}, S = {S:g})" for name, ((noise, S, _), *_) in preparations) or "none"
 
 
-class PreparedPlainly(pl.Callback):
+class NonPrivatePreprocessing(pl.Callback):
     """The same without noise, for the twin that is trained without privacy."""
 
     def __init__(self, n: int, physical_batch: int) -> None:
         self._n, self._physical_batch = n, physical_batch
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        found = preparations_of(pl_module)
+        found = preprocessing_of(pl_module)
         if not found or trainer.ckpt_path is not None:
             return
         loader = training_loader(trainer)
@@ -102,8 +102,8 @@ class PreparedPlainly(pl.Callback):
 
 def _total(
     name: str,
-    preparation: Preparation,
-    before: Sequence[Preparation],
+    preparation: Preprocessing,
+    before: Sequence[Preprocessing],
     loader: Any,
     physical_batch: int,
     randomness: KeyStream,
@@ -113,7 +113,7 @@ def _total(
     total, used = torch.zeros(preparation.d, dtype=torch.float64), 0
     reason: Exception | None = None
 
-    def add(records: Records) -> None:
+    def add(records: RecordBatch) -> None:
         nonlocal used, reason
         try:
             x, y = _inputs(records)
@@ -129,11 +129,11 @@ def _total(
                     one = tree_map(
                         lambda leaf, k=k: leaf[k : k + 1] if isinstance(leaf, Tensor) else leaf, records.batch
                     )
-                    add(Records(1, one))
+                    add(RecordBatch(1, one))
 
     with torch.no_grad():
         for records in all_records(loader, physical_batch, randomness):
-            if isinstance(records, Failed):
+            if isinstance(records, FailedRecord):
                 reason = records.reason
             else:
                 add(records)
@@ -144,7 +144,7 @@ def _total(
     return total
 
 
-def _through(preparation: Preparation, x: Tensor) -> Tensor:
+def _through(preparation: Preprocessing, x: Tensor) -> Tensor:
     """Each record by itself: in company its last digits could be others, and those of a number that all but cancels are
     all that a later preparation sees of it."""
     like = next(preparation.buffers(), x)
@@ -160,7 +160,7 @@ def _checked(own: Any, d: int) -> Tensor:
     return own.detach().double().cpu()
 
 
-def _inputs(records: Records) -> tuple[Tensor, Tensor]:
+def _inputs(records: RecordBatch) -> tuple[Tensor, Tensor]:
     """[B, …] inputs and [B, …] labels, one of each of a record."""
     match records.batch:
         case [Tensor() as x, Tensor() as y, *_] if x.shape[:2] == y.shape[:2] == (records.size, 1):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.accounting.dominating_pairs import pure_below
-from dpexp.accounting.ledger import PartsEvent, QueryEvent
+from dpexp.accounting.ledger import OneTimeQueryEvent, ParallelQueryEvent
 from dpexp.errors import ConfigError, exactly_one, positive, whole
 from dpexp.privacy.gradients.norms import norms
 
@@ -23,7 +23,7 @@ _FARTHEST = 1e20
 _LEAST = 1e-3  # of a variance, as a part of the mean square of all features
 
 
-class Preparation(nn.Module, ABC):
+class Preprocessing(nn.Module, ABC):
     """A vector of each record is summed over all of them, noise is added once, and what comes of it is kept in buffers,
     with the model; inputs go through `forward` wherever the model does.
 
@@ -55,14 +55,14 @@ class Preparation(nn.Module, ABC):
             positive(f"{name}.noise_multiplier", noise_multiplier)
         self.share, self.noise_multiplier = share, noise_multiplier
 
-    def query(self, name: str, adjacency: str, mu: float | None) -> QueryEvent | PartsEvent:
+    def query(self, name: str, adjacency: str, mu: float | None) -> OneTimeQueryEvent | ParallelQueryEvent:
         """The event that the release writes. `mu`: μ* of what may be spent; None if no target is known.
 
         Raises:
             ConfigError: a share of what is not known.
         """
         if self.noise_multiplier is not None:
-            return QueryEvent(name, self.noise, self.S, self.S_replaced, self.noise_multiplier * self.S)
+            return OneTimeQueryEvent(name, self.noise, self.S, self.S_replaced, self.noise_multiplier * self.S)
         assert self.share is not None
         if mu is None:
             raise ConfigError(
@@ -73,7 +73,7 @@ class Preparation(nn.Module, ABC):
         if self.noise == "laplace":
             own = pure_below(own)
         moved = self.S_replaced if adjacency == "replace_one" else self.S
-        return QueryEvent(name, self.noise, self.S, self.S_replaced, moved / own)
+        return OneTimeQueryEvent(name, self.noise, self.S, self.S_replaced, moved / own)
 
     @abstractmethod
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Preparation(nn.Module, ABC):
         return []
 
 
-class Pca(Preparation):
+class Pca(Preprocessing):
     """Projects inputs onto the first k principal components of a noisy covariance (Abadi et al. 2016, sections 4 and
     5.2; Dwork et al. 2014).
 
@@ -141,7 +141,7 @@ class Pca(Preparation):
         return (x.flatten(1) - self.origin) @ self.components.T
 
 
-class Standardise(Preparation):
+class Standardize(Preprocessing):
     """Shifts and scales each feature to mean 0 and variance 1, as noisy sums of x and x² tell them (Tramèr & Boneh
     2021, arXiv 2011.11660, section 2.3 and appendix B).
 
@@ -183,7 +183,7 @@ class Standardise(Preparation):
         return (x - self.mean) / self.deviation
 
 
-class Whiten(Preparation):
+class Whiten(Preprocessing):
     """Gives each feature mean 0, and multiplies channels by C^-power, of their covariance C as noisy sums tell it
     (zero-phase whitening; Kessy, Lewin and Strimmer 2018, arXiv 1512.00809).
 
@@ -264,7 +264,7 @@ class Whiten(Preparation):
         )
 
 
-class ClassCounts(Preparation):
+class ClassCounts(Preprocessing):
     """Counts the records of each class, by the Laplace or the Gaussian mechanism. It leaves inputs as they are; the
     counts are shown, and kept with the model.
 
@@ -284,11 +284,11 @@ class ClassCounts(Preparation):
         self.S_replaced = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
 
-    def query(self, name: str, adjacency: str, mu: float | None) -> PartsEvent:
+    def query(self, name: str, adjacency: str, mu: float | None) -> ParallelQueryEvent:
         one = super().query(name, adjacency, mu)
-        assert isinstance(one, QueryEvent)
+        assert isinstance(one, OneTimeQueryEvent)
         counted = (replace(one, query=str(k), S_replaced=1.0) for k in range(len(self.counts)))
-        return PartsEvent(name, "class", tuple(counted))
+        return ParallelQueryEvent(name, "class", tuple(counted))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         if y.dim() != 1 or y.is_floating_point() or y.is_complex():
@@ -322,10 +322,10 @@ def _from_upper(numbers: Tensor, size: int) -> Tensor:
     return upper
 
 
-class Prepared(nn.Module):
+class PreprocessedModel(nn.Module):
     """A model whose inputs go through preparations first, in their order."""
 
-    def __init__(self, preparations: Mapping[str, Preparation], model: nn.Module) -> None:
+    def __init__(self, preparations: Mapping[str, Preprocessing], model: nn.Module) -> None:
         super().__init__()
         self.preparations = nn.ModuleDict(preparations)
         self.model = model
@@ -336,17 +336,17 @@ class Prepared(nn.Module):
         return self.model(x)
 
 
-def preparations_of(module: nn.Module) -> dict[str, Preparation]:
+def preprocessing_of(module: nn.Module) -> dict[str, Preprocessing]:
     """Those that a module holds in one place, by name and in their order."""
-    found = [layer for layer in module.modules() if isinstance(layer, Prepared)]
+    found = [layer for layer in module.modules() if isinstance(layer, PreprocessedModel)]
     if len(found) > 1:
         raise ConfigError("model: it has several parts that are Prepared; give one all of the preparations.")
     return dict(found[0].preparations.items()) if found else {}  # type: ignore[arg-type]
 
 
-def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[QueryEvent | PartsEvent, ...]:
-    """What the preparations of a module will release, as for `Preparation.query`."""
-    found = preparations_of(module)
+def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTimeQueryEvent | ParallelQueryEvent, ...]:
+    """What the preparations of a module will release, as for `Preprocessing.query`."""
+    found = preprocessing_of(module)
     shares = {name: preparation.share for name, preparation in found.items() if preparation.share is not None}
     if sum(shares.values()) >= 1:
         asked = " and ".join(f"prepare.{name}.share={share:g}" for name, share in shares.items())
@@ -354,6 +354,6 @@ def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[QueryE
     return tuple(preparation.query(name, adjacency, mu) for name, preparation in found.items())
 
 
-def parts_of(event: QueryEvent | PartsEvent) -> tuple[QueryEvent, ...]:
+def parts_of(event: OneTimeQueryEvent | ParallelQueryEvent) -> tuple[OneTimeQueryEvent, ...]:
     """The queries of disjoint parts of the records, or the one of all."""
-    return event.queries if isinstance(event, PartsEvent) else (event,)
+    return event.queries if isinstance(event, ParallelQueryEvent) else (event,)

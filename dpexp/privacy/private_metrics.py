@@ -31,7 +31,7 @@ from dpexp._torch_compat import current_level
 from dpexp.errors import ConfigError, positive, whole
 from dpexp.privacy.gradients.branches import Unreadable
 from dpexp.privacy.noise.correlated import spread, ties
-from dpexp.privacy.plan.clipping import Clipping, at_most_root
+from dpexp.privacy.plan.clipping import GroupClipping, at_most_root
 from dpexp.privacy.plan.groups import Vector, value_key
 
 if TYPE_CHECKING:
@@ -47,17 +47,17 @@ _given: ContextVar[tuple[dict[str, list[Any]], int | None]] = ContextVar("given"
 
 
 @dataclass(frozen=True)
-class Release:
+class MetricRelease:
     """A group of vectors: w_g, its share of the budget in a round that releases all groups, and that it is released in
     each round whose number, counted from 1, `every` divides."""
 
     vectors: tuple[Vector, ...]
-    clipping: Clipping
+    clipping: GroupClipping
     share: float
     every: int = 1
 
 
-def releases(asked: Mapping[str, Any]) -> dict[str, Release]:
+def releases(asked: Mapping[str, Any]) -> dict[str, MetricRelease]:
     """Reads a configuration's `metrics.release`: by the name of the value, `{S, share}`, with `d` for a value of d
     numbers (default 1) and `every` (default 1). Several values make one group, clipped together, by
     `values: {name: {alpha, d}}`, where S is at most √k for k values, its default (see `Joint`).
@@ -86,7 +86,7 @@ def shown_as(value: str, d: int) -> list[str]:
     return [value] if d == 1 else [f"{value}/{k}" for k in range(d)]
 
 
-def _release(key: str, name: str, entry: Any) -> Release:
+def _release(key: str, name: str, entry: Any) -> MetricRelease:
     if not isinstance(entry, Mapping) or not set(entry) <= {*_KEYS} or "share" not in entry:
         known = ", ".join(_KEYS)
         raise ConfigError(f"{key}={entry} must give S and share, such as {{S: 1, share: 0.01}}; known: {known}.")
@@ -96,7 +96,7 @@ def _release(key: str, name: str, entry: Any) -> Release:
         if "S" not in entry:
             raise ConfigError(f"{key}={dict(entry)} must give S, the bound on one record's value.")
         vector = Vector(name, (value_key(name),), whole(f"{key}.d", entry.get("d", 1)))
-        return Release((vector,), Clipping((1.0,), positive(f"{key}.S", entry["S"])), share, every)
+        return MetricRelease((vector,), GroupClipping((1.0,), positive(f"{key}.S", entry["S"])), share, every)
     values = entry["values"]
     if not isinstance(values, Mapping) or not values or "d" in entry:
         raise ConfigError(f"{key}.values={values} must name values, such as {{a: {{alpha: 1}}}}, each with its own d.")
@@ -109,7 +109,9 @@ def _release(key: str, name: str, entry: Any) -> Release:
         vectors.append(Vector(value, (value_key(value),), whole(f"{key}.values.{value}.d", one.get("d", 1))))
         alphas.append(positive(f"{key}.values.{value}.alpha", one["alpha"]))
     S = positive(f"{key}.S", entry.get("S", math.sqrt(len(vectors))))
-    return Release(tuple(vectors), Clipping(tuple(alphas), at_most_root(f"{key}.S={S}", S, len(vectors))), share, every)
+    return MetricRelease(
+        tuple(vectors), GroupClipping(tuple(alphas), at_most_root(f"{key}.S={S}", S, len(vectors))), share, every
+    )
 
 
 def release(name: str, value: Any) -> None:
@@ -196,7 +198,7 @@ class Values:
             raise ValueError(f"{told}; give a number or a tensor.") from error
 
 
-class Estimates:
+class MetricEstimates:
     """Estimates of the means of what records gave.
 
     Attributes:
@@ -240,7 +242,7 @@ def _of_round(now: "PrivacyPlan", released: Mapping[str, Tensor]) -> Iterator[tu
                     yield name, number, alpha * group.sigma / (now.sampling.q * now.n)
 
 
-class Signals:
+class GradientSignal:
     """What releases tell of the gradients of each group: `history` has by group, of each release, its round,
     Σ_j ‖v̂_j/α_j‖², d and the noise's standard deviation; and, of correlated noise, both factors."""
 
@@ -263,7 +265,7 @@ class Signals:
         self._added += 1
 
 
-class Course(NamedTuple):
+class SignalCurve(NamedTuple):
     """Of one group, over windows of rounds [m]: the last round of each; the mean of the signal's squared length, as
     estimated, and the standard deviation of that estimate; and of the noise's squared length."""
 
@@ -273,11 +275,11 @@ class Course(NamedTuple):
     noise: np.ndarray
 
 
-def course(history: Sequence[tuple[float, ...]]) -> Course:
+def course(history: Sequence[tuple[float, ...]]) -> SignalCurve:
     """The signal and the noise of a group, in about 20 windows of equally many rounds."""
     told = np.array(history, dtype=float)
     windows = np.array_split(told, min(_WINDOWS, len(told)))
-    return Course(*map(np.array, zip(*map(_over, windows), strict=True)))
+    return SignalCurve(*map(np.array, zip(*map(_over, windows), strict=True)))
 
 
 def _over(window: np.ndarray) -> tuple[float, float, float, float]:

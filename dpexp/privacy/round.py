@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpexp._torch_compat import has_gradient_hooks
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
-from dpexp.privacy.discrete_sums import WholeNoise, WholeSums
+from dpexp.privacy.discrete_sums import IntegerNoise, IntegerSums
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
@@ -23,7 +23,7 @@ from dpexp.privacy.gradients.traced import size_of_samples, usual_rows
 from dpexp.privacy.gradients.tracer import Tracer
 from dpexp.privacy.mechanism import add_noise, by_parameter
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
-from dpexp.privacy.plan.adaptive_clipping import Bounds
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
 from dpexp.privacy.plan.groups import trainable
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import Values
@@ -32,7 +32,7 @@ from dpexp.privacy.sampling.training_data import Memory
 _ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
 
 
-class Engine:
+class PrivateRound:
     """Carries out a plan's mechanisms on a module's gradients, and on the values that its step gives for release.
 
     Per sample: `start`, then `accumulate` for each chunk, then `finish` and `release`. What a record contributes
@@ -56,7 +56,7 @@ class Engine:
         module: nn.Module,
         noise: GaussianNoise,
         observe: bool = False,
-        bounds: Bounds | None = None,
+        bounds: AdaptiveState | None = None,
         processes: Processes | None = None,
         at_once: int | None = None,
         data: Memory | None = None,
@@ -64,9 +64,9 @@ class Engine:
     ) -> None:
         self.plan = self.now = plan
         self._processes = processes or Processes()
-        self._bounds = bounds or (Bounds(plan.following) if plan.following else None)
+        self._bounds = bounds or (AdaptiveState(plan.following) if plan.following else None)
         self._correlated = CorrelatedNoise(noise)
-        self._whole = WholeNoise(noise.stream) if plan.exact else None
+        self._whole = IntegerNoise(noise.stream) if plan.exact else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
@@ -82,7 +82,7 @@ class Engine:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         joint = self._bounds is not None and self._bounds.joint
-        self._clip = (WholeSums if plan.exact else ClippedSums)(plan.groups, joint, self._values.dtype)
+        self._clip = (IntegerSums if plan.exact else ClippedSums)(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
         run_pass = VmapPass(module, self._parameters, self._values)
         tracer = Tracer(

@@ -11,7 +11,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 _READINGS = 20  # besides those after 1, 2, 4, 8, … rounds
 
 
-class Readings:
+class RunningEpsilon:
     """
     Args:
         plan: that the training carries out.

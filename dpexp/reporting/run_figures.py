@@ -12,10 +12,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from pandas import DataFrame
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, PartsEvent
+from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
 from dpexp.accounting.releases import APPROXIMATIONS, releases
 from dpexp.accounting.tradeoff import type_two_errors
-from dpexp.privacy.private_metrics import Estimates, Signals, course
+from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, course
 from dpexp.reporting.comparisons import shared
 from dpexp.reporting.panels import caption
 from dpexp.reporting.wording import up
@@ -171,7 +171,7 @@ def epsilon_by_accountant(costs: DataFrame, told: str = "") -> Figure:
 _MOST = 8
 
 
-def signal_and_noise(signals: Signals) -> Figure:
+def signal_and_noise(signals: GradientSignal) -> Figure:
     """One panel a group: the length of the average gradient as releases tell it, where they tell it from 0, with a band
     of two standard deviations, beside the length of its noise. Of many groups the first eight are drawn."""
     shown = list(signals.history)[:_MOST]
@@ -193,7 +193,7 @@ def signal_and_noise(signals: Signals) -> Figure:
     return figure
 
 
-def values_over_rounds(estimates: Estimates) -> Figure:
+def values_over_rounds(estimates: MetricEstimates) -> Figure:
     """One panel a value: each release, and smoothed with a band of two standard deviations of its noise. Of many values
     the first eight are drawn."""
     shown = list(estimates.history)[:_MOST]
@@ -215,7 +215,7 @@ def values_over_rounds(estimates: Estimates) -> Figure:
     return figure
 
 
-def counts(numbers: Sequence[float], event: PartsEvent | None, name: str) -> Figure:
+def counts(numbers: Sequence[float], event: ParallelQueryEvent | None, name: str) -> Figure:
     """Bars, with a standard deviation of the noise each way, which is √2 b of Laplace noise.
 
     Args:

@@ -18,14 +18,14 @@ from rich.table import Table
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
-from dpexp.accounting.ledger import Ledger, PartsEvent, QueryEvent, Round, SamplingEvent, ledger_so_far
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
 from dpexp.accounting.membership_inference import Membership
 from dpexp.accounting.releases import unamplified
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import deviation
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.plan.schedules import Schedule
-from dpexp.privacy.private_metrics import Estimates
+from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.reporting.wording import in_words, up
 
 console = Console()
@@ -90,10 +90,10 @@ def announce_tuned(module: pl.LightningModule) -> None:
         )
 
 
-def before_training(event: QueryEvent | PartsEvent, plan: PrivacyPlan, delta: float) -> str:
+def before_training(event: OneTimeQueryEvent | ParallelQueryEvent, plan: PrivacyPlan, delta: float) -> str:
     """A preparation in words, with what it costs alone."""
-    parts = event.queries if isinstance(event, PartsEvent) else (event,)
-    disjoint = f", of {len(parts)} disjoint parts by {event.parts_by}" if isinstance(event, PartsEvent) else ""
+    parts = event.queries if isinstance(event, ParallelQueryEvent) else (event,)
+    disjoint = f", of {len(parts)} disjoint parts by {event.parts_by}" if isinstance(event, ParallelQueryEvent) else ""
     noise = "σ" if event.noise == "gaussian" else "Laplace noise b"
     scale = max(part.scale for part in parts)
     alone = Ledger(plan.adjacency, {Round(SamplingEvent("all", 1.0, plan.n), (event,)): 1})
@@ -176,7 +176,7 @@ class RoundBar(pl.callbacks.ProgressBar):
             self._progress = None
 
 
-def _released(estimates: Estimates) -> Iterator[str]:
+def _released(estimates: MetricEstimates) -> Iterator[str]:
     """The first few values."""
     for name in itertools.islice(estimates.history, 3):
         value, sd = estimates.smoothed(name)

@@ -40,7 +40,7 @@ from dpexp.errors import ConfigError
 from dpexp.reporting.wording import up
 from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.job_folder import PROMISED, RUN
-from dpexp.tracking.run_costs import AUDITS, BUDGET, DATA_ID, Charge, adjacencies, charge_of, promise, runs_on
+from dpexp.tracking.run_costs import AUDITS, BUDGET, DATA_ID, RunCost, adjacencies, cost_of_run, reserve, runs_on
 
 console = Console()
 
@@ -89,7 +89,7 @@ def reserved(cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output
         if kept is not None and asked is not None:
             _refuse_overdraft(cfg, client, kept, asked, output)
         if asked is not None and _spends(cfg):
-            promise(output, asked)
+            reserve(output, asked)
         yield
 
 
@@ -123,10 +123,10 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked
                 f"data.id={data_id}, which is {before} (order {before.order:g}); a budget holds only if it was fixed "
                 "before the first run was looked at, so give that one."
             )
-    taken = tally([charge_of(client, run) for run in runs], kept, data_id)
+    taken = budget_used([cost_of_run(client, run) for run in runs], kept, data_id)
     for name, note in taken.lost:
         warnings.warn(f"data.id={data_id}: of the run {name}, {note}")
-    own = Charge("this job", "", "", "", asked, "")
+    own = RunCost("this job", "", "", "", asked, "")
     _same_adjacency([*taken.charges, own], data_id)
     wanted = rho(asked, kept.order)
     name, worth = escape(data_id), f"ε = {up(kept.gaussian(wanted), 3)}"
@@ -168,7 +168,7 @@ def _only_repeats(admitted: Ledger, asked: Ledger) -> bool:
 
 
 @dataclass(frozen=True)
-class Tally:
+class BudgetUse:
     """What runs have taken of a budget.
 
     Attributes:
@@ -178,14 +178,14 @@ class Tally:
         lost: names of runs whose ledger is not at hand, with what that means.
     """
 
-    charges: list[Charge]
+    charges: list[RunCost]
     spent: float
     whole: float | None
     said: str
     lost: list[tuple[str, str]]
 
 
-def tally(charges: Sequence[Charge], kept: Budget, data_id: str) -> Tally:
+def budget_used(charges: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetUse:
     """Raises:
     ConfigError: no budget can be kept, because of a run that is not private, is unknown, or has no Rényi bound, or of
         runs that are stated for different adjacencies.
@@ -224,7 +224,7 @@ def tally(charges: Sequence[Charge], kept: Budget, data_id: str) -> Tally:
         else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
     )
     lost = [(charge.name, charge.note) for charge in charges if charge.lost]
-    return Tally(list(charges), spent, whole, said, lost)
+    return BudgetUse(list(charges), spent, whole, said, lost)
 
 
 def _percent(part: float, kept: Budget) -> str:
@@ -232,7 +232,7 @@ def _percent(part: float, kept: Budget) -> str:
     return f"{up(percent, 3) if percent < 999 else math.ceil(percent)} %"
 
 
-def _same_adjacency(charges: Sequence[Charge], data_id: str) -> None:
+def _same_adjacency(charges: Sequence[RunCost], data_id: str) -> None:
     found = list(adjacencies(list(charges)))
     if len(found) > 1:
         (first, one), (second, other) = found[:2]

@@ -32,7 +32,7 @@ _TOLD = ("ledger*.jsonl", "ledger*.end.json", PROMISED)
 
 
 @dataclass(frozen=True)
-class Charge:
+class RunCost:
     """A run, and what it counts as.
 
     Attributes:
@@ -58,14 +58,14 @@ class Charge:
     kept: Budget | None = None
 
 
-def promise(output: Path, ledger: Ledger) -> None:
+def reserve(output: Path, ledger: Ledger) -> None:
     """Says in a job's folder what it may come to release, before anybody is told that the job runs."""
     beside = output / f"{PROMISED}.part"
     write_ledger(beside, ledger)
     beside.replace(output / PROMISED)
 
 
-def charges_in(uri: str, data_id: str) -> list[Charge]:
+def costs_in(uri: str, data_id: str) -> list[RunCost]:
     """Of all runs of a store with that `data.id`, whatever their experiment, the oldest first; deleted, failed, killed
     and running ones included.
 
@@ -73,7 +73,7 @@ def charges_in(uri: str, data_id: str) -> list[Charge]:
         ConfigError: there is no such store, or it cannot be read.
     """
     client = existing(uri)
-    return [charge_of(client, run) for run in runs_on(client, uri, data_id)]
+    return [cost_of_run(client, run) for run in runs_on(client, uri, data_id)]
 
 
 def kept_in(uri: str, data_id: str) -> list[str]:
@@ -104,12 +104,12 @@ def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
     return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
 
 
-def charge_of(client: MlflowClient, run: Run) -> Charge:
+def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
     """What a run counts as, from its folder if that is here, else from what it has sent to its store."""
     tags, run_id, status = run.data.tags, run.info.run_id, run.info.status
     private = tags.get("dpexp.private", "yes")
     said = run.data.params.get("privacy.delta")
-    known = Charge(
+    known = RunCost(
         run.info.run_name or run_id, run_id, tags.get("mlflow.user", ""), status, None, "",
         exposed=None if private == "yes" else private.removeprefix("no: "), delta=float(said) if said else None,
         kept=Budget(**json.loads(tags[BUDGET])) if BUDGET in tags else None,
@@ -144,14 +144,14 @@ def charge_of(client: MlflowClient, run: Run) -> Charge:
         return found
 
 
-def charge_at(folder: Path) -> Charge:
+def cost_of_job(folder: Path) -> RunCost:
     """What the job in a folder counts as, whether or not it was tracked."""
     configuration = folder / "config.yaml"
     cfg = yaml.safe_load(configuration.read_text()) if configuration.exists() else {}
     privacy = cfg.get("privacy", {}) if isinstance(cfg, Mapping) else {}
     delta = privacy.get("delta")
     run_id = (folder / RUN).read_text() if (folder / RUN).exists() else ""
-    known = Charge(
+    known = RunCost(
         str(folder), run_id, "", "", None, "",
         delta=float(delta) if delta is not None else None, mark=str(folder.resolve()),
         kept=budget(privacy["budget"]) if privacy.get("budget") else None,
@@ -164,13 +164,13 @@ def charge_at(folder: Path) -> Charge:
     return _from_folder(known, folder, under_way(folder) is not False, nothing, audits)
 
 
-def charge_from(path: Path) -> Charge:
+def cost_from(path: Path) -> RunCost:
     """What a ledger file counts as."""
-    known = Charge(str(path), "", "", "", None, "", mark=str(path.resolve()))
+    known = RunCost(str(path), "", "", "", None, "", mark=str(path.resolve()))
     return _from_ledgers(known, [path])
 
 
-def once(charges: list[Charge]) -> list[Charge]:
+def once(charges: list[RunCost]) -> list[RunCost]:
     """Each run once, though it was found in two places; the first stays."""
     return list({charge.mark: charge for charge in reversed(charges)}.values())[::-1]
 
@@ -189,7 +189,7 @@ def _never_came_to_train(folder: Path) -> bool:
     return (folder / PROMISED).exists() and not left and under_way(folder) is False
 
 
-def _from_folder(known: Charge, folder: Path, running: bool, nothing: bool, audits: bool) -> Charge:
+def _from_folder(known: RunCost, folder: Path, running: bool, nothing: bool, audits: bool) -> RunCost:
     """
     Args:
         nothing: if there is no ledger in the folder, that is because none was begun.
@@ -224,7 +224,7 @@ def _admitted_whole(folder: Path, kept: Budget) -> bool:
         return True
 
 
-def _from_ledgers(known: Charge, paths: list[Path]) -> Charge:
+def _from_ledgers(known: RunCost, paths: list[Path]) -> RunCost:
     """The ledger of most rounds among a run's own and those that it rescued."""
     read, why = [], ""
     for path in paths:
@@ -248,7 +248,7 @@ def _from_ledgers(known: Charge, paths: list[Path]) -> Charge:
     )
 
 
-def _at_most(known: Charge, folder: Path, why: str, lost: bool) -> Charge:
+def _at_most(known: RunCost, folder: Path, why: str, lost: bool) -> RunCost:
     try:
         ledger = ledger_so_far(folder / PROMISED)
     except ConfigError:
@@ -256,7 +256,7 @@ def _at_most(known: Charge, folder: Path, why: str, lost: bool) -> Charge:
     return replace(known, ledger=ledger, note=f"{why}: counted as its whole plan", lost=lost)
 
 
-def adjacencies(charges: list[Charge]) -> Iterator[tuple[str, str]]:
+def adjacencies(charges: list[RunCost]) -> Iterator[tuple[str, str]]:
     """(adjacency, name of a run) for those adjacencies, and privacy units other than a record, that the runs are stated
     for; of each the first run."""
     seen = set()

@@ -25,7 +25,7 @@ def wrn(shape: Sequence[int], classes: int, depth: int = 16, width: int = 4) -> 
     blocks, rest = divmod(depth - 4, 6)
     if rest or blocks < 1:
         raise ConfigError(f"model.depth={depth} must be 4 more than a multiple of 6, such as 16, 28 or 40.")
-    layers: list[nn.Module] = [StandardisedConv2d(shape[0], _FIRST, 3, padding=1)]
+    layers: list[nn.Module] = [StandardizedConv2d(shape[0], _FIRST, 3, padding=1)]
     d = _FIRST
     for k in range(3):
         p = _FIRST * width * 2**k
@@ -51,11 +51,11 @@ class Block(nn.Module):
 
 
 def _convolved(d: int, p: int, size: int, stride: int = 1) -> nn.Sequential:
-    convolution = StandardisedConv2d(d, p, size, stride=stride, padding=size // 2)
+    convolution = StandardizedConv2d(d, p, size, stride=stride, padding=size // 2)
     return nn.Sequential(nn.ReLU(), nn.GroupNorm(GROUPS, d), convolution)
 
 
-class StandardisedConv2d(nn.Conv2d):
+class StandardizedConv2d(nn.Conv2d):
     """A convolution by gain·(w - mean)/sqrt(Σ (w - mean)²), with mean and sum over each output channel's weights (Qiao
     et al. 2019, arXiv 1903.10520; with gains Brock et al. 2021, arXiv 2101.08692)."""
 

@@ -228,7 +228,7 @@ LAWS = ("gaussian", "laplace")
 
 
 @dataclass(frozen=True)
-class QueryEvent:
+class OneTimeQueryEvent:
     """A query of all records was answered with noise on each coordinate.
 
     Attributes:
@@ -274,7 +274,7 @@ class QueryEvent:
 
 
 @dataclass(frozen=True)
-class PartsEvent:
+class ParallelQueryEvent:
     """Queries of disjoint parts of the records were answered, one of each part: parallel composition.
 
     Whoever writes this event has split the records by a function of one record, so that no record is in two parts, and
@@ -291,7 +291,7 @@ class PartsEvent:
 
     query: str
     parts_by: str
-    queries: tuple[QueryEvent, ...]
+    queries: tuple[OneTimeQueryEvent, ...]
 
     def __post_init__(self) -> None:
         if not isinstance(self.query, str):
@@ -317,12 +317,12 @@ class PartsEvent:
         return max(worst, sum(two) if self.noise == "laplace" else math.hypot(*two))
 
 
-def parts(query: str, parts_by: str, queries: Sequence[dict[str, Any]]) -> PartsEvent:
+def parts(query: str, parts_by: str, queries: Sequence[dict[str, Any]]) -> ParallelQueryEvent:
     """The same from what a line of a ledger says."""
-    return PartsEvent(query, parts_by, tuple(QueryEvent(**part) for part in queries))
+    return ParallelQueryEvent(query, parts_by, tuple(OneTimeQueryEvent(**part) for part in queries))
 
 
-Query = SumQueryEvent | DiscreteSumQueryEvent | QueryEvent | PartsEvent
+Query = SumQueryEvent | DiscreteSumQueryEvent | OneTimeQueryEvent | ParallelQueryEvent
 
 
 @dataclass(frozen=True)
@@ -341,8 +341,10 @@ class Round:
             )
 
     @property
-    def one_off(self) -> QueryEvent | PartsEvent | None:
-        return next((query for query in self.queries if isinstance(query, QueryEvent | PartsEvent)), None)
+    def one_off(self) -> OneTimeQueryEvent | ParallelQueryEvent | None:
+        return next(
+            (query for query in self.queries if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent)), None
+        )
 
     @property
     def bands(self) -> int:

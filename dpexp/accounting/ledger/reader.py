@@ -12,8 +12,8 @@ from dpexp.accounting.ledger.events import (
     ADJACENCIES,
     DiscreteSumQueryEvent,
     Ledger,
+    OneTimeQueryEvent,
     Query,
-    QueryEvent,
     Round,
     SamplingEvent,
     SumQueryEvent,
@@ -109,7 +109,7 @@ def _ended(read: Contents, lost: str | None, untold: str) -> Contents:
 
 def _version_1(path: Path, header: dict[str, Any], file: Iterable[bytes]) -> Contents:
     """{"round": spec} for a round; neither numbered nor linked nor closed. Equal lines are read once."""
-    told = _Told(path, header)
+    told = _LedgerFacts(path, header)
     lines = Counter(file)
     partial = any(not line.endswith(b"\n") for line in lines)
     for line, count in lines.items():
@@ -127,7 +127,7 @@ def _version_1(path: Path, header: dict[str, Any], file: Iterable[bytes]) -> Con
 
 def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
     chain = Chain()
-    told = _Told(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
+    told = _LedgerFacts(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
     counts: dict[bytes, int] = {}  # by spec, as round lines name it
     partial, closed_at, spec, before = False, 0, b"", ""
     for line in file:
@@ -193,7 +193,7 @@ def _keys(entry: Any) -> list[str] | None:
     return sorted(entry) if isinstance(entry, dict) else None
 
 
-class _Told:
+class _LedgerFacts:
     """What the lines of a file have told so far.
 
     Raises:
@@ -266,7 +266,7 @@ def _query(**facts: Any) -> Query:
     if "parts_by" in facts:
         return parts(**facts)
     if "query" in facts:
-        return QueryEvent(**facts)
+        return OneTimeQueryEvent(**facts)
     if isinstance(facts.get("bands"), list):
         facts["bands"] = tuple(facts["bands"])
     return DiscreteSumQueryEvent(**facts) if "sigma2" in facts else SumQueryEvent(**facts)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dpexp.privacy.gradients.compiled import computed_once
-from dpexp.privacy.gradients.layer_gradients import Dense, Use
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.per_example import Gradients
 from dpexp.privacy.mechanism import GroupMechanism, ScaledNorms
-from dpexp.privacy.plan.adaptive_clipping import within
+from dpexp.privacy.plan.adaptive_clipping import indicator
 from dpexp.privacy.plan.groups import value_key
 from dpexp.privacy.plan.plan import Group
 from dpexp.privacy.private_metrics import UNCLIPPED, WEIGHT
@@ -156,7 +156,7 @@ class ClippedSums:
 
     def _counts(
         self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: Gradients, rows: Tensor | None
-    ) -> Use:
+    ) -> LayerGradient:
         """Of each record ±1/2 for each norm that is counted (`dpexp.privacy.plan.adaptive_clipping`)."""
         losses = gradients.losses if rows is None else gradients.losses[rows]
         counted = []
@@ -168,8 +168,10 @@ class ClippedSums:
             if norms is not None:
                 parts = norms.by_vector(len(group.vectors)) if self._joint else norms.norms[None] / S_g
             k = len(group.vectors) if self._joint else 1
-            counted.append(within(parts) if parts is not None else losses.new_ones(k, len(losses), dtype=torch.float64))
-        return Dense(torch.cat(counted).T.to(self._dtype) - 0.5)
+            counted.append(
+                indicator(parts) if parts is not None else losses.new_ones(k, len(losses), dtype=torch.float64)
+            )
+        return DenseGradient(torch.cat(counted).T.to(self._dtype) - 0.5)
 
 
 def weights_of(gradients: Gradients) -> Tensor | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpexp._torch_compat import base_of, is_batched, is_wrapped, unbatched, version_of
-from dpexp.privacy.gradients.layer_gradients import Dense, OuterProducts, Use, merged
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, OuterProductGradient, merged
 from dpexp.privacy.gradients.torch_functions import is_torchs
 
 
@@ -58,13 +58,13 @@ class Derived:
         result = run(_PLAIN.get(func, func), args, kwargs)
         return None if any(map(_of_records, _tensors(result))) else (result,)
 
-    def passed_on(self, uses: dict[int, list[Use]]) -> Iterator[tuple[Tensor, Use]]:
+    def passed_on(self, uses: dict[int, list[LayerGradient]]) -> Iterator[tuple[Tensor, LayerGradient]]:
         """Turns uses of these tensors, which are removed, into uses of parameters.
 
         Raises:
             RuntimeError: one of them was changed in place after records had met it.
         """
-        parts: dict[int, dict[Part, list[Use]]] = {}
+        parts: dict[int, dict[Part, list[LayerGradient]]] = {}
         for tensor, version in self._used.values():
             if version_of(tensor) != version:
                 raise RuntimeError("what is computed from parameters is changed in place after data has met it.")
@@ -80,7 +80,7 @@ class Derived:
             shown = [(part, merged(found)) for part, found in parts.get(id(parameter), {}).items()]
             yield from ((parameter, use) for use in of_parameter(parameter, shown))
 
-    def _back(self, tensor: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, Use]]:
+    def _back(self, tensor: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, LayerGradient]]:
         """Jᵀ g^i for g [B, *tensor.shape]."""
         reached: list[Tensor] = []
 
@@ -91,7 +91,7 @@ class Derived:
 
         found = torch.func.vmap(one, chunk_size=max(1, _SLICE // max(1, tensor.numel())))(gradients)
         for parameter, gradient in zip(reached, found, strict=True):
-            yield parameter, Dense(gradient.to(torch.promote_types(torch.float32, parameter.dtype)))
+            yield parameter, DenseGradient(gradient.to(torch.promote_types(torch.float32, parameter.dtype)))
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -144,10 +144,10 @@ class Part:
         return tensors.as_strided((len(tensors), *self.size), (tensors.stride(0), *self.stride), self.offset)
 
 
-class Parts(Use):
+class ViewGradient(LayerGradient):
     """Uses of parts that have no place in common."""
 
-    def __init__(self, parts: list[tuple[Part, Use]], shape: torch.Size) -> None:
+    def __init__(self, parts: list[tuple[Part, LayerGradient]], shape: torch.Size) -> None:
         self._parts = parts
         self._shape = shape
 
@@ -174,8 +174,8 @@ class Parts(Use):
         for _, use in self._parts:
             use.change(change)
 
-    def in_float64(self, rows: Tensor) -> "Parts":
-        return Parts([(part, use.in_float64(rows)) for part, use in self._parts], self._shape)
+    def in_float64(self, rows: Tensor) -> "ViewGradient":
+        return ViewGradient([(part, use.in_float64(rows)) for part, use in self._parts], self._shape)
 
 
 def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:
@@ -196,24 +196,24 @@ def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:
     return whole, Part(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset() - whole.storage_offset()))
 
 
-def of_parameter(parameter: Tensor, parts: list[tuple[Part, Use]]) -> list[Use]:
+def of_parameter(parameter: Tensor, parts: list[tuple[Part, LayerGradient]]) -> list[LayerGradient]:
     """Uses of parts, no two of which are the same, as uses of the parameter."""
-    found: list[Use] = []
+    found: list[LayerGradient] = []
     others = []
     taken, apart = np.zeros(parameter.numel(), dtype=bool), True  # no tensor, for a trace would be asked what it holds
     for part, use in parts:
         if part.size == parameter.shape and part.stride == parameter.stride():
             found.append(use)
-        elif isinstance(use, OuterProducts) and _is_transpose(part, parameter):
-            found.append(OuterProducts(use.g, use.x))
+        elif isinstance(use, OuterProductGradient) and _is_transpose(part, parameter):
+            found.append(OuterProductGradient(use.g, use.x))
         else:
             others.append((part, use))
             here = np.lib.stride_tricks.as_strided(taken[part.offset :], part.size, part.stride)  # of a byte each
             apart = apart and (len(parts) == 1 or not here.any())
             here[...] = True
     if apart and others:
-        return [*found, Parts(others, parameter.shape)]
-    return [*found, *(Parts([other], parameter.shape) for other in others)]
+        return [*found, ViewGradient(others, parameter.shape)]
+    return [*found, *(ViewGradient([other], parameter.shape) for other in others)]
 
 
 def _is_transpose(part: Part, parameter: Tensor) -> bool:

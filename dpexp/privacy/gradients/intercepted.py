@@ -20,12 +20,12 @@ from dpexp._torch_compat import (
     unbatched,
     version_of,
 )
-from dpexp.privacy.gradients.layer_gradients import Dense, Use
-from dpexp.privacy.gradients.layer_rules import Call
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
+from dpexp.privacy.gradients.layer_rules import LayerCall
 from dpexp.privacy.gradients.recurrent import Steps
 
-Record = Callable[[Tensor, Use], None]
-OfOne = Callable[[Use], None]
+Record = Callable[[Tensor, LayerGradient], None]
+OfOne = Callable[[LayerGradient], None]
 
 
 class OnRecords(ABC):
@@ -76,7 +76,7 @@ class Captured(OnRecords):
     """The call of a rule, on the whole chunk at once."""
 
     @staticmethod
-    def vmap(B: int, in_dims: Any, anchor: Tensor, x: Tensor, call: Call, record: Record) -> tuple[Tensor, int]:
+    def vmap(B: int, in_dims: Any, anchor: Tensor, x: Tensor, call: LayerCall, record: Record) -> tuple[Tensor, int]:
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
         x = x.expand(B, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
@@ -196,5 +196,5 @@ class CopyTap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
-        ctx.record(Dense(g.to(ctx.dtype)))
+        ctx.record(DenseGradient(g.to(ctx.dtype)))
         return None, None, None, None

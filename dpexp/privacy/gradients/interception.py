@@ -13,8 +13,8 @@ from dpexp.privacy.gradients.branches import QUESTIONS, Node, answer, sees_behin
 from dpexp.privacy.gradients.derived_parameters import Derived, inner
 from dpexp.privacy.gradients.index_checks import INDEXED, clamped
 from dpexp.privacy.gradients.intercepted import Captured, Copied, Record, Stepped, attention, detached
-from dpexp.privacy.gradients.layer_gradients import Dense, outer_products
-from dpexp.privacy.gradients.layer_rules import RULES, Call
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
+from dpexp.privacy.gradients.layer_rules import RULES, LayerCall
 from dpexp.privacy.gradients.recurrent import CELLS, unrolled
 from dpexp.privacy.gradients.rewritten import EXTREMES, REWRITTEN, Extreme, multi_head_attention
 from dpexp.privacy.gradients.torch_functions import (
@@ -143,7 +143,7 @@ class Capture(Refusing):
         if any(version_of(tensor) != version for tensor, version in self._met):
             raise RuntimeError("what a function was given is modified in place after it was used.")
 
-    def _fits(self, call: Call) -> bool:
+    def _fits(self, call: LayerCall) -> bool:
         """A rule serves parameters, or what is computed from them alone, at least one of them trainable, that meet
         data."""
         given = [p for p in call.parameters.values() if p is not None]
@@ -180,7 +180,7 @@ class Capture(Refusing):
             if weight.requires_grad:
                 self.record(weight, outer_products(x, g))
             if bias is not None and bias.requires_grad:
-                self.record(bias, Dense(g.sum(1)))
+                self.record(bias, DenseGradient(g.sum(1)))
 
         h, c = self.with_copies((h, c))
         self._derived.use(weight)

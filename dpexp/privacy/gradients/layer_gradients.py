@@ -16,7 +16,7 @@ from dpexp.privacy.gradients.norms import UNIT, gram_norms, norms, pieces, row_n
 _SMALL = 3 * 2**16  # numbers of a record's gradient
 
 
-class Use(ABC):
+class LayerGradient(ABC):
     """The gradients v^i of B records with respect to one parameter, through one use of it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Use(ABC):
         """[B, *parameter.shape]."""
 
     @abstractmethod
-    def in_float64(self, rows: Tensor) -> "Use":
+    def in_float64(self, rows: Tensor) -> "LayerGradient":
         """Those of some records, from factors of float64."""
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -58,7 +58,7 @@ class Use(ABC):
         self.change(zeroed)
 
 
-class Dense(Use):
+class DenseGradient(LayerGradient):
     """Gradients held as they are, [B, *shape]."""
 
     def __init__(self, gradients: Tensor) -> None:
@@ -73,15 +73,15 @@ class Dense(Use):
     def dense(self) -> Tensor:
         return self._gradients
 
-    def in_float64(self, rows: Tensor) -> "Dense":
-        return Dense(self._gradients[rows].double())
+    def in_float64(self, rows: Tensor) -> "DenseGradient":
+        return DenseGradient(self._gradients[rows].double())
 
     def flat(self) -> Tensor:
         """[B, d]."""
         return self._gradients.reshape(len(self._gradients), -1)
 
 
-class OuterProducts(Use):
+class OuterProductGradient(LayerGradient):
     """v^i = Σ_t g_t^i ⊗ x_t^i over T positions, the gradient of a matrix [p, d]. x is [B, T, d], g is [B, T, p].
 
     Norms are ‖g‖²‖x‖² at T = 1, and Σ_ts (x_t·x_s)(g_t·g_s) otherwise, from Gram matrices.
@@ -108,11 +108,11 @@ class OuterProducts(Use):
     def dense(self) -> Tensor:
         return torch.bmm(self.g.transpose(1, 2), self.x)
 
-    def in_float64(self, rows: Tensor) -> "OuterProducts":
-        return _ExactProducts(self.x[rows].double(), self.g[rows].double())
+    def in_float64(self, rows: Tensor) -> "OuterProductGradient":
+        return _HighPrecisionOuterProduct(self.x[rows].double(), self.g[rows].double())
 
 
-class _ExactProducts(OuterProducts):
+class _HighPrecisionOuterProduct(OuterProductGradient):
     """Of which a few at a time are held for their norms: squares of what all but cancels would be lost in rounding
     a Gram matrix, in float64 too."""
 
@@ -124,18 +124,18 @@ class _ExactProducts(OuterProducts):
         return (found + 2 * T * UNIT[self.x.dtype] * norms(self.x) * norms(self.g)).square()  # as in Convolved
 
 
-def outer_products(x: Tensor, g: Tensor) -> Use:
+def outer_products(x: Tensor, g: Tensor) -> LayerGradient:
     """Σ_t g_t^i ⊗ x_t^i for x [B, T, d] and g [B, T, p]: itself, which serves norms and weighted sum alike, while it is
     smaller than x and g; else these (Bu et al. 2023, "Differentially private optimization on large model at small
     cost"). A small one may be up to twice as large: to hold it is faster (measured)."""
-    products = OuterProducts(x, g)
+    products = OuterProductGradient(x, g)
     _, T, d = x.shape
     p = g.shape[2]
     most = T * (d + p) * (2 if d * p < _SMALL else 1)
-    return Dense(products.dense()) if T > 1 and d * p <= most else products
+    return DenseGradient(products.dense()) if T > 1 and d * p <= most else products
 
 
-class Rows(Use):
+class EmbeddingGradient(LayerGradient):
     """An embedding table's gradients: row index_t^i receives g_t^i. index is [B, T], g is [B, T, d].
 
     Norms come from a comparison of all positions, [T, T], unless the table itself is smaller.
@@ -152,13 +152,13 @@ class Rows(Use):
 
     def squared_norms(self) -> Tensor:
         if self._table is not None:
-            return Dense(self._table).squared_norms()
+            return DenseGradient(self._table).squared_norms()
         found, self.allowance = row_norms(self.index[:, :, None] == self.index[:, None, :], self.g)
         return found.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         if self._table is not None:
-            return Dense(self._table).add_weighted_sum(c, total)
+            return DenseGradient(self._table).add_weighted_sum(c, total)
         total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
 
     def dense(self) -> Tensor:
@@ -167,15 +167,15 @@ class Rows(Use):
         table = self.g.new_zeros(len(self.g), self.rows, self.g.shape[2])
         return table.scatter_add_(1, self.index[..., None].expand_as(self.g), self.g)
 
-    def as_products(self) -> OuterProducts:
+    def as_products(self) -> OuterProductGradient:
         chosen = self.index[..., None] == torch.arange(self.rows, device=self.index.device)
-        return OuterProducts(self.g, chosen.to(self.g.dtype))
+        return OuterProductGradient(self.g, chosen.to(self.g.dtype))
 
-    def in_float64(self, rows: Tensor) -> "Rows":
-        return _ExactRows(self.index[rows], self.g[rows].double(), self.rows)
+    def in_float64(self, rows: Tensor) -> "EmbeddingGradient":
+        return _HighPrecisionEmbedding(self.index[rows], self.g[rows].double(), self.rows)
 
 
-class _ExactRows(Rows):
+class _HighPrecisionEmbedding(EmbeddingGradient):
     """Of which the rows are held for their norms, each as often as it is written to."""
 
     def squared_norms(self) -> Tensor:
@@ -184,7 +184,7 @@ class _ExactRows(Rows):
         return (found + 2 * same.shape[1] ** 1.5 * UNIT[self.g.dtype] * norms(self.g)).square()
 
 
-class Convolved(Use):
+class ConvolutionGradient(LayerGradient):
     """A convolution's weight gradients, never held for all records at once.
 
     Norms come from Gram matrices of the unfolded input where that takes fewer multiplications, else from the
@@ -234,28 +234,30 @@ class Convolved(Use):
     def dense(self) -> Tensor:
         return self._gradients(self._images, self._g)
 
-    def in_float64(self, rows: Tensor) -> "Convolved":
+    def in_float64(self, rows: Tensor) -> "ConvolutionGradient":
         x, g = self._images[rows].double(), self._g[rows].double()
-        return Convolved(x, g, self._weight_gradient, None, self._weight, self._positions)
+        return ConvolutionGradient(x, g, self._weight_gradient, None, self._weight, self._positions)
 
     def _gradients(self, images: Tensor, g: Tensor) -> Tensor:
         return torch.func.vmap(self._weight_gradient)(images, g)
 
 
-def merged(uses: Sequence[Use]) -> Use:
+def merged(uses: Sequence[LayerGradient]) -> LayerGradient:
     """A parameter's uses as one: their per-record gradients add up."""
     if len(uses) == 1:
         return uses[0]
-    if all(isinstance(use, Rows) for use in uses):
-        rows: Sequence[Rows] = uses  # type: ignore[assignment]
-        return Rows(torch.cat([use.index for use in rows], 1), torch.cat([use.g for use in rows], 1), rows[0].rows)
-    if all(isinstance(use, Rows | OuterProducts) for use in uses):
-        products = [use.as_products() if isinstance(use, Rows) else use for use in uses]
+    if all(isinstance(use, EmbeddingGradient) for use in uses):
+        rows: Sequence[EmbeddingGradient] = uses  # type: ignore[assignment]
+        return EmbeddingGradient(
+            torch.cat([use.index for use in rows], 1), torch.cat([use.g for use in rows], 1), rows[0].rows
+        )
+    if all(isinstance(use, EmbeddingGradient | OuterProductGradient) for use in uses):
+        products = [use.as_products() if isinstance(use, EmbeddingGradient) else use for use in uses]
         return outer_products(
             torch.cat([use.x for use in products], 1),  # type: ignore[attr-defined]
             torch.cat([use.g for use in products], 1),  # type: ignore[attr-defined]
         )
-    return Dense(sum(use.dense() for use in uses))  # type: ignore[arg-type]
+    return DenseGradient(sum(use.dense() for use in uses))  # type: ignore[arg-type]
 
 
 _HELD = 2**19  # numbers

@@ -1,7 +1,8 @@
 """Which uses of its parameters a call of a torch function makes.
 
-A rule takes the arguments of one record's call and returns a `Call`: how to run it on the whole chunk, and how the
-parameters' `Use`s follow from its input and output gradients. `rule` registers one for your own functions too.
+A rule takes the arguments of one record's call and returns a `LayerCall`: how to run it on the whole chunk, and how the
+parameters' `LayerGradient`s follow from its input and output gradients. `layer_rule` registers one for your own
+functions too.
 """
 
 import math
@@ -13,32 +14,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpexp.privacy.gradients.layer_gradients import Convolved, Dense, Rows, Use, held, outer_products
+from dpexp.privacy.gradients.layer_gradients import (
+    ConvolutionGradient,
+    DenseGradient,
+    EmbeddingGradient,
+    LayerGradient,
+    held,
+    outer_products,
+)
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a torch function in which parameters meet data.
 
     Attributes:
         x: the data input; inside the model of one record.
         parameters: by role, such as weight and bias; None where absent.
         run: x [B, ...] and the detached parameters -> output [B, ...].
-        uses: x [B, ...] and output gradient [B, ...] -> the `Use` of each role.
+        uses: x [B, ...] and output gradient [B, ...] -> the `LayerGradient` of each role.
     """
 
     x: Tensor
     parameters: dict[str, Tensor | None]
     run: Callable[..., Tensor]
-    uses: Callable[[Tensor, Tensor], dict[str, Use]]
+    uses: Callable[[Tensor, Tensor], dict[str, LayerGradient]]
 
 
-Rule = Callable[..., Call | None]
+Rule = Callable[..., LayerCall | None]
 RULES: dict[Callable[..., Any], Rule] = {}
 
 
-def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Registers a rule for torch functions. It takes their arguments and returns a `Call`, or None to decline."""
+def layer_rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Registers a rule for torch functions. It takes their arguments and returns a `LayerCall`, or None to decline."""
 
     def register(function_rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(functions, function_rule))
@@ -47,34 +55,36 @@ def rule(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     return register
 
 
-@rule(F.linear)
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+@layer_rule(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> LayerCall:
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
         x, g = _positions(x), _positions(g)
-        return {"weight": outer_products(x, g), "bias": Dense(_summed(g))}
+        return {"weight": outer_products(x, g), "bias": DenseGradient(_summed(g))}
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.contiguous(), weight, bias)
 
-    return Call(input, {"weight": weight, "bias": bias}, run, uses)
+    return LayerCall(input, {"weight": weight, "bias": bias}, run, uses)
 
 
-@rule(torch.addmm, Tensor.addmm)
-def sum_and_product(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call | None:
+@layer_rule(torch.addmm, Tensor.addmm)
+def sum_and_product(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> LayerCall | None:
     """A linear layer whose weight is [d, p]."""
     if (beta, alpha, mat1.dim(), mat2.dim()) != (1, 1, 2, 2) or input.shape != mat2.shape[1:]:
         return None
 
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
-        return {"weight": outer_products(g, x), "bias": Dense(_summed(g))}
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
+        return {"weight": outer_products(g, x), "bias": DenseGradient(_summed(g))}
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, x.flatten(0, 1), weight).view(*x.shape[:2], -1)
 
-    return Call(mat1, {"weight": mat2, "bias": input}, run, uses)
+    return LayerCall(mat1, {"weight": mat2, "bias": input}, run, uses)
 
 
-@rule(F.embedding)
+@layer_rule(F.embedding)
 def embedding(
     input: Tensor,
     weight: Tensor,
@@ -83,40 +93,40 @@ def embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Call | None:
+) -> LayerCall | None:
     if max_norm is not None or scale_grad_by_freq:
         return None
 
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
         index, g = x.reshape(len(x), -1), _positions(g)
-        return {"weight": Rows(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
+        return {"weight": EmbeddingGradient(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
 
-    return Call(input, {"weight": weight}, lambda x, weight: F.embedding(x, weight), uses)
+    return LayerCall(input, {"weight": weight}, lambda x, weight: F.embedding(x, weight), uses)
 
 
-@rule(torch.embedding)
+@layer_rule(torch.embedding)
 def embedding_of_torch(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Call | None:
+) -> LayerCall | None:
     """Here a negative padding_idx is none."""
     padding = padding_idx if padding_idx >= 0 else None
     return embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
 
 
-@rule(Tensor.__getitem__)
-def rows(table: Tensor, index: Any) -> Call | None:
+@layer_rule(Tensor.__getitem__)
+def rows(table: Tensor, index: Any) -> LayerCall | None:
     """table[index]; rows are counted from the end by negative numbers."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or table.dim() != 2:
         return None
     return embedding(torch.where(index < 0, index + len(table), index), table) if table.requires_grad else None
 
 
-@rule(torch.index_select, Tensor.index_select)
-def selected_rows(input: Tensor, dim: int, index: Tensor) -> Call | None:
+@layer_rule(torch.index_select, Tensor.index_select)
+def selected_rows(input: Tensor, dim: int, index: Tensor) -> LayerCall | None:
     return embedding(index, input) if input.dim() == 2 and dim in (0, -2) and index.dim() <= 1 else None
 
 
-@rule(F.embedding_bag)
+@layer_rule(F.embedding_bag)
 def embedding_bag(
     input: Tensor,
     weight: Tensor,
@@ -129,7 +139,7 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> Call | None:
+) -> LayerCall | None:
     """Bags of equal length, [bags, length]."""
     if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or mode == "max":
         return None
@@ -140,18 +150,18 @@ def embedding_bag(
         bags = F.embedding_bag(x.flatten(0, 1), weight, mode=mode, padding_idx=padding_idx)
         return bags.unflatten(0, x.shape[:2])
 
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
         if mode == "mean":
             kept = torch.ones_like(x) if padding_idx is None else x != padding_idx % len(weight)
             g = g / kept.sum(-1, keepdim=True).clamp(min=1)
         index = x.flatten(1)
         g = g[:, :, None].expand(*x.shape, -1).flatten(1, 2)
-        return {"weight": Rows(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
+        return {"weight": EmbeddingGradient(index, _padded(g, index, padding_idx, len(weight)), len(weight))}
 
-    return Call(input, {"weight": weight}, run, uses)
+    return LayerCall(input, {"weight": weight}, run, uses)
 
 
-@rule(F.layer_norm)
+@layer_rule(F.layer_norm)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -159,33 +169,36 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Call:
+) -> LayerCall:
     shape = tuple(normalized_shape)
 
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
         x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
-        return {"weight": Dense(_summed(F.layer_norm(x, shape, eps=eps) * g)), "bias": Dense(_summed(g))}
+        return {
+            "weight": DenseGradient(_summed(F.layer_norm(x, shape, eps=eps) * g)),
+            "bias": DenseGradient(_summed(g)),
+        }
 
     def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, shape, weight, bias, eps)
 
-    return Call(input, {"weight": weight, "bias": bias}, run, uses)
+    return LayerCall(input, {"weight": weight, "bias": bias}, run, uses)
 
 
-@rule(F.rms_norm)
+@layer_rule(F.rms_norm)
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Call:
+) -> LayerCall:
     shape = tuple(normalized_shape)
 
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
         x, g = (t.reshape(len(t), -1, *shape) for t in (x, g))
-        return {"weight": Dense(_summed(F.rms_norm(x, shape, eps=eps) * g))}
+        return {"weight": DenseGradient(_summed(F.rms_norm(x, shape, eps=eps) * g))}
 
-    return Call(input, {"weight": weight}, lambda x, weight=None: F.rms_norm(x, shape, weight, eps), uses)
+    return LayerCall(input, {"weight": weight}, lambda x, weight=None: F.rms_norm(x, shape, weight, eps), uses)
 
 
-@rule(F.group_norm)
+@layer_rule(F.group_norm)
 def group_norm(
     input: Tensor,
     num_groups: int,
@@ -193,14 +206,14 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Call:
+) -> LayerCall:
     def normalise(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return F.group_norm(x.flatten(0, 1), num_groups, weight, bias, eps).view(x.shape)
 
     return _per_channel(input, weight, bias, normalise)
 
 
-@rule(F.instance_norm)
+@layer_rule(F.instance_norm)
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -210,7 +223,7 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Call | None:
+) -> LayerCall | None:
     if not use_input_stats or running_mean is not None:
         return None
 
@@ -220,17 +233,19 @@ def instance_norm(
     return _per_channel(input, weight, bias, normalise)
 
 
-def _per_channel(input: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Callable[..., Tensor]) -> Call:
+def _per_channel(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Callable[..., Tensor]
+) -> LayerCall:
     """A normalisation of [B, N, C, *space] whose weight and bias are one number a channel."""
 
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
         others = (1, *range(3, g.dim()))
-        return {"weight": Dense((normalise(x) * g).sum(others)), "bias": Dense(g.sum(others))}
+        return {"weight": DenseGradient((normalise(x) * g).sum(others)), "bias": DenseGradient(g.sum(others))}
 
-    return Call(input, {"weight": weight, "bias": bias}, normalise, uses)
+    return LayerCall(input, {"weight": weight, "bias": bias}, normalise, uses)
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d)
+@layer_rule(F.conv1d, F.conv2d, F.conv3d)
 def convolution(
     input: Tensor,
     weight: Tensor,
@@ -239,7 +254,7 @@ def convolution(
     padding: str | int | tuple[int, ...] = 0,
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
-) -> Call | None:
+) -> LayerCall | None:
     space = weight.dim() - 2
     dilation = _tuple(dilation, space)
     if padding == "same":
@@ -252,7 +267,7 @@ def convolution(
     return _convolution(input, weight, bias, geometry)
 
 
-@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+@layer_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def transposed_convolution(
     input: Tensor,
     weight: Tensor,
@@ -262,13 +277,13 @@ def transposed_convolution(
     output_padding: int | tuple[int, ...] = 0,
     groups: int = 1,
     dilation: int | tuple[int, ...] = 1,
-) -> Call:
+) -> LayerCall:
     space = weight.dim() - 2
     stride, padding, dilation, more = (_tuple(v, space) for v in (stride, padding, dilation, output_padding))
     return _convolution(input, weight, bias, (stride, padding, dilation, True, more, groups))
 
 
-def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple) -> Call:
+def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple) -> LayerCall:
     space = weight.dim() - 2
     stride, padding, dilation, transposed, _, groups = geometry
 
@@ -293,9 +308,9 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: t
         windows = windows.unfold(2, dilation[1] * (of_w - 1) + 1, stride[1])[..., :: dilation[1]]
         return windows.movedim(3, -1).reshape(len(x), -1, weight[0].numel())
 
-    def uses(x: Tensor, g: Tensor) -> dict[str, Use]:
+    def uses(x: Tensor, g: Tensor) -> dict[str, LayerGradient]:
         x, g = images(x), images(g)
-        sums = Dense(g.sum((1, *range(3, g.dim()))))
+        sums = DenseGradient(g.sum((1, *range(3, g.dim()))))
         positions, p, d = g.shape[1] * math.prod(g.shape[3:]), len(weight), weight[0].numel()
         # Measured: a grouped convolution gives the gradients of all records at about the price of their sum, unless
         # the weight is large against the positions; then Gram matrices are 2 to 8 times faster. Keeping them for the
@@ -303,12 +318,14 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: t
         gram = space == 2 and groups == 1 and not transposed and positions * (d + p) < d * p
         if gram or (positions < 64 and not held(weight.numel())):
             terms = math.prod(x.shape[1:2] + x.shape[3:]) if transposed else positions
-            weights: Use = Convolved(x, g, weight_gradient, unfold if gram else None, weight.shape, terms)
+            weights: LayerGradient = ConvolutionGradient(
+                x, g, weight_gradient, unfold if gram else None, weight.shape, terms
+            )
         else:
-            weights = Dense(torch.func.vmap(weight_gradient)(x, g))
+            weights = DenseGradient(torch.func.vmap(weight_gradient)(x, g))
         return {"weight": weights, "bias": sums}
 
-    return Call(input, {"weight": weight, "bias": bias}, run, uses)
+    return LayerCall(input, {"weight": weight, "bias": bias}, run, uses)
 
 
 def _positions(x: Tensor) -> Tensor:

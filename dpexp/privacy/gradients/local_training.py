@@ -23,13 +23,13 @@ from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ONE_LOSS, backward, no_seeds
 from dpexp.privacy.gradients.torch_functions import Refusing
 from dpexp.privacy.private_metrics import Values
-from dpexp.privacy.sampling.privacy_unit import Local
+from dpexp.privacy.sampling.privacy_unit import LocalTraining
 
 
 class Training:
     """Users' training."""
 
-    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values, local: Local) -> None:
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values, local: LocalTraining) -> None:
         self._module = module
         self._parameters = parameters
         self._values = values

@@ -20,7 +20,7 @@ from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
 from dpexp.privacy.gradients.derived_parameters import Derived
 from dpexp.privacy.gradients.interception import Capture
-from dpexp.privacy.gradients.layer_gradients import Dense, Use, merged
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merged
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.torch_functions import Refusing, no_vmap_of_its_own
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -58,7 +58,7 @@ class Gradients:
         in_range: [B], whether all indices and labels of a record were.
     """
 
-    of: dict[str, Use]
+    of: dict[str, LayerGradient]
     losses: Tensor
     in_range: Tensor
 
@@ -77,9 +77,9 @@ class VmapPass:
             Exception: they cannot be processed together.
         """
         size = chunk.size
-        uses: dict[int, list[Use]] = defaultdict(list)
+        uses: dict[int, list[LayerGradient]] = defaultdict(list)
 
-        def record(parameter: Tensor, use: Use) -> None:
+        def record(parameter: Tensor, use: LayerGradient) -> None:
             uses[id(parameter)].append(use)
 
         device = next(iter(self._parameters.values())).device
@@ -133,7 +133,9 @@ class VmapPass:
             for parameter, use in derived.passed_on(uses):
                 record(parameter, use)
             found = {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses}
-            return Gradients(found | {key: Dense(value) for key, value in values.items()}, losses.detach(), in_range)
+            return Gradients(
+                found | {key: DenseGradient(value) for key, value in values.items()}, losses.detach(), in_range
+            )
 
 
 def gradients_of_one(

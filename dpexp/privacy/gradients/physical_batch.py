@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from dpexp._lightning_compat import validation_loader
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.round import Engine
-from dpexp.privacy.sampling.batches import Records, flattened
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.sampling.batches import RecordBatch, flattened
 
 ON_A_CPU = 640
 FIRST = 16  # on a GPU, and all that is risked where nothing can be tried
@@ -43,10 +43,10 @@ def fitting(
     most = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
     def attempt(size: int) -> None:
-        engine = Engine(plan, module, GaussianNoise(None), compiled=False)  # type: ignore[arg-type]
+        engine = PrivateRound(plan, module, GaussianNoise(None), compiled=False)  # type: ignore[arg-type]
         engine.start()
         copies = [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        records = Records(size, structure.unflatten(copies)).to(module.device)
+        records = RecordBatch(size, structure.unflatten(copies)).to(module.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             engine.accumulate(loss_of, records.batch, size)

@@ -17,7 +17,7 @@ from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graphs import Graphs
-from dpexp.privacy.gradients.layer_gradients import Dense
+from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.local_training import Training
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import Gradients, VmapPass, gradients_of_one, no_seeds
@@ -269,7 +269,9 @@ class Step:
                 found, loss = self._training.one(chunk, i)
             else:
                 found, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values)
-        dense: Any = {n: Dense(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()}
+        dense: Any = {
+            n: DenseGradient(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()
+        }
         return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
     def _clipped(self, gradients: Gradients, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:

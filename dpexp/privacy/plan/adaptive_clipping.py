@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dpexp.errors import ConfigError, positive
-from dpexp.privacy.plan.allocation import Allocation, Measured
-from dpexp.privacy.plan.clipping import RAMP, Clipping, Joint, Mechanism, Separate, by_group
+from dpexp.privacy.plan.allocation import AdaptiveMinVariance, Allocation
+from dpexp.privacy.plan.clipping import RAMP, GroupClipping, Joint, Mechanism, Separate, by_group
 from dpexp.privacy.plan.groups import Vector, value_key
-from dpexp.privacy.private_metrics import UNCLIPPED, Release
+from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan.plan import Group, PrivacyPlan
@@ -29,7 +29,7 @@ _FURTHEST = 1e8  # from where a bound began
 
 
 @dataclass(frozen=True)
-class Adaptive:
+class AdaptiveClipNorm:
     """Bounds that begin somewhere and follow a quantile.
 
     Args:
@@ -49,7 +49,7 @@ class Adaptive:
 
     def following(
         self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
-    ) -> "Following":
+    ) -> "AdaptiveTargets":
         """What a plan for some groups follows, if the mechanism's bounds can be followed."""
         if isinstance(mechanism, Joint) and mechanism.alpha is None:
             members = [(group, vector.name) for group, vectors in groups.items() for vector in vectors]
@@ -59,7 +59,9 @@ class Adaptive:
             raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
         gammas = tuple(by_group("bound.quantile", self.quantile, [group for group, _ in members], _fraction))
         rate = positive("bound.rate", self.rate)
-        return Following(tuple(members), isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, Measured))
+        return AdaptiveTargets(
+            tuple(members), isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, AdaptiveMinVariance)
+        )
 
 
 def _fraction(key: str, value: float) -> float:
@@ -69,14 +71,14 @@ def _fraction(key: str, value: float) -> float:
 
 
 @dataclass(frozen=True)
-class Following:
+class AdaptiveTargets:
     """What a plan's bounds follow.
 
     Attributes:
         members: (group, group) whose S_g is followed; or (group, vector) whose α_j is.
         joint: the latter.
         quantiles: γ of each; rate: η.
-        measured: shares of the budget follow as well (see `Measured`).
+        measured: shares of the budget follow as well (see `AdaptiveMinVariance`).
     """
 
     members: tuple[tuple[str, str], ...]
@@ -91,17 +93,17 @@ class Following:
         vectors = [vector for _, vector in self.members]
         return [v if vectors.count(v) == 1 else f"{group}/{v}" for group, v in self.members]
 
-    def counts(self, share: float) -> Release:
+    def counts(self, share: float) -> MetricRelease:
         """Of k counts: a record's vector holds ±1/2 for each, and so has the norm √k/2."""
         k = len(self.members)
         vector = Vector(UNCLIPPED, (value_key(UNCLIPPED),), k)
-        return Release((vector,), Clipping((1.0,), math.sqrt(k) / 2), share)
+        return MetricRelease((vector,), GroupClipping((1.0,), math.sqrt(k) / 2), share)
 
 
-class Bounds:
+class AdaptiveState:
     """Where the bounds have come to: `factors` of the initial ones."""
 
-    def __init__(self, following: Following) -> None:
+    def __init__(self, following: AdaptiveTargets) -> None:
         self._following, self.joint = following, following.joint
         self.factors = [1.0] * len(following.members)
 
@@ -125,7 +127,7 @@ class Bounds:
         self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
     ) -> dict[str, float]:
         """Moves the bounds by what the counts of round number `completed` say; returns the round's bounds, which are
-        added to `history` (see `Estimates`), and fractions as metrics."""
+        added to `history` (see `MetricEstimates`), and fractions as metrics."""
         shown = dict(self.shown(now))
         for name, bound in shown.items():
             history.setdefault(name, []).append((completed, bound, 0.0))
@@ -156,7 +158,7 @@ class Bounds:
         return replace(group, S=group.S * factor, sigma=group.sigma * factor)
 
 
-def within(parts: Tensor) -> Tensor:
+def indicator(parts: Tensor) -> Tensor:
     """1 for each norm, in units of its bound, that is within it, else 0. In between lies a ramp over the last
     hundredth, for the reason of `clips.Global`."""
     return ((1 - parts) / RAMP).nan_to_num(0, posinf=1, neginf=0).clamp(0, 1)
@@ -165,8 +167,8 @@ def within(parts: Tensor) -> Tensor:
 def _shared_anew(groups: Sequence["Group"]) -> Iterator["Group"]:
     """Divides what the groups of gradients have of the budget by their bounds as they are."""
     of_gradients = [group for group in groups if not group.is_of_values]
-    clipping = {group.name: Clipping(group.alphas, group.S) for group in of_gradients}
-    shares = Measured().shares({group.name: group.vectors for group in of_gradients}, clipping)
+    clipping = {group.name: GroupClipping(group.alphas, group.S) for group in of_gradients}
+    shares = AdaptiveMinVariance().shares({group.name: group.vectors for group in of_gradients}, clipping)
     whole = sum(group.share for group in of_gradients)
     for group in groups:
         share = whole * shares[group.name] if group.name in shares else group.share

@@ -10,21 +10,23 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dpexp.errors import ConfigError, positive
-from dpexp.privacy.plan.clipping import Clipping, check_names
+from dpexp.privacy.plan.clipping import GroupClipping, check_names
 from dpexp.privacy.plan.groups import Vector
 
 
 class Allocation(Protocol):
     """Gives each group's share of the budget, by name."""
 
-    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]: ...
+    def shares(
+        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]
+    ) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
 class Proportional:
     """w_g = 1/G, so that σ̃_g = z √G S_g."""
 
-    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         return {name: 1 / len(groups) for name in groups}
 
 
@@ -32,7 +34,7 @@ class Proportional:
 class DimensionAdjusted:
     """w_g = d_g/D, so that σ̃_g = z √(D/d_g) S_g."""
 
-    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         return _normalised({name: sum(v.d for v in vectors) for name, vectors in groups.items()})
 
 
@@ -44,7 +46,7 @@ class MinVariance:
     minimising Σ_g A_g z² S_g² / w_g subject to Σ w_g = 1 gives w_g ∝ S_g √A_g.
     """
 
-    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         sizes = {
             name: sum(a * a * v.d for a, v in zip(clipping[name].alphas, vectors, strict=True))
             for name, vectors in groups.items()
@@ -53,7 +55,7 @@ class MinVariance:
 
 
 @dataclass(frozen=True)
-class Measured(MinVariance):
+class AdaptiveMinVariance(MinVariance):
     """The same in every round anew, by the bounds that `bound=adaptive` has learnt: budget goes where signal is."""
 
 
@@ -63,7 +65,7 @@ class Weighted:
 
     weights: Mapping[str, float]
 
-    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         check_names("allocation.weights", self.weights, groups)
         weights = {name: positive(f"allocation.weights.{name}", self.weights[name]) for name in groups}
         if not math.isclose(sum(weights.values()), 1, rel_tol=1e-9):
@@ -78,14 +80,14 @@ class Explicit:
 
     sigma: Mapping[str, float]
 
-    def noise_multiplier(self, clipping: Mapping[str, Clipping]) -> float:
+    def noise_multiplier(self, clipping: Mapping[str, GroupClipping]) -> float:
         """z = (Σ_g (S_g/σ̃_g)²)^(-1/2)."""
         return sum(self._squares(clipping).values()) ** -0.5
 
-    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, Clipping]) -> dict[str, float]:
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         return _normalised(self._squares(clipping))
 
-    def _squares(self, clipping: Mapping[str, Clipping]) -> dict[str, float]:
+    def _squares(self, clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
         check_names("allocation.sigma", self.sigma, clipping)
         return {
             name: (c.S / positive(f"allocation.sigma.{name}", self.sigma[name])) ** 2 for name, c in clipping.items()

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 # One bound for each thing that is clipped by itself, from the name of its group and its dimension: S_g of a group under
 # separate clipping, the scale α_j of a vector under joint clipping.
-Bound = Callable[[Sequence[str], Sequence[int]], list[float]]
+ClipNorm = Callable[[Sequence[str], Sequence[int]], list[float]]
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedClipNorm:
     """One number for every group, or a number per group by name."""
 
     value: float | Mapping[str, float]
@@ -45,7 +45,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformClipNorm:
     """S*/√m each, so that m of them add up to a total L2 bound of S* (McMahan et al. 2018, section 2)."""
 
     total: float
@@ -55,7 +55,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Dimension:
+class DimensionClipNorm:
     """S*·√(d/D): in proportion to the root of the dimension, D being the sum of all d.
 
     The paper (section 2) prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
@@ -90,25 +90,26 @@ def check_names(key: str, given: Any, groups: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Clipping:
+class GroupClipping:
     """What one group's mechanism clips to: a scale α_j for each vector and the bound S on the scaled norm."""
 
     alphas: tuple[float, ...]
     S: float
 
 
-Mechanism = Callable[[Mapping[str, Sequence[Vector]], Bound], dict[str, Clipping]]
+Mechanism = Callable[[Mapping[str, Sequence[Vector]], ClipNorm], dict[str, GroupClipping]]
 
 
 @dataclass(frozen=True)
 class Separate:
     """The group is clipped as one concatenated vector to S_g, which `bound` gives."""
 
-    def __call__(self, groups: Mapping[str, Sequence[Vector]], bound: Bound) -> dict[str, Clipping]:
+    def __call__(self, groups: Mapping[str, Sequence[Vector]], bound: ClipNorm) -> dict[str, GroupClipping]:
         sizes = [sum(vector.d for vector in vectors) for vectors in groups.values()]
         bounds = bound(list(groups), sizes)
         return {
-            name: Clipping((1.0,) * len(vectors), S) for (name, vectors), S in zip(groups.items(), bounds, strict=True)
+            name: GroupClipping((1.0,) * len(vectors), S)
+            for (name, vectors), S in zip(groups.items(), bounds, strict=True)
         }
 
 
@@ -126,7 +127,7 @@ class Joint:
     alpha: float | Sequence[float] | None = None
     S: float | Sequence[float] | None = None
 
-    def __call__(self, groups: Mapping[str, Sequence[Vector]], bound: Bound) -> dict[str, Clipping]:
+    def __call__(self, groups: Mapping[str, Sequence[Vector]], bound: ClipNorm) -> dict[str, GroupClipping]:
         vectors = [(group, vector) for group, members in groups.items() for vector in members]
         if self.alpha is None:
             alphas = bound([group for group, _ in vectors], [vector.d for _, vector in vectors])
@@ -136,7 +137,7 @@ class Joint:
         roots = [math.sqrt(len(members)) for members in groups.values()]
         bounds = roots if self.S is None else _each("mechanism.S", self.S, list(groups), "groups")
         return {
-            name: Clipping(
+            name: GroupClipping(
                 tuple(scales[vector.parameters] for vector in members),
                 at_most_root(f"mechanism.S={S} of group {name}", S, len(members)),
             )
@@ -144,7 +145,7 @@ class Joint:
         }
 
 
-def same_as_separate(plan: "PrivacyPlan", bound: Bound, noise_given: bool) -> bool:
+def same_as_separate(plan: "PrivacyPlan", bound: ClipNorm, noise_given: bool) -> bool:
     """Whether joint clipping comes to what `Separate` with the same bound would do: where the scales of each group are
     one number α, min(1, S/(‖v‖/α)) is min(1, αS/‖v‖), with noise of ασ̃, and αS is what `bound` gives the group.
 
@@ -180,7 +181,7 @@ def _each(key: str, value: float | Sequence[float], names: Sequence[str], what: 
     return [positive(f"{key}[{i}]", number) for i, number in enumerate(value)]
 
 
-class Clip(Protocol):
+class ClipRule(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -248,13 +249,13 @@ class Global:
         return ((1 - x / (self.Z * S)) / RAMP).clamp(0, 1) / self.Z
 
 
-def asked(clip: Clip, norms: Tensor, S: Tensor) -> Tensor:
+def clip_rule_factors(clip: ClipRule, norms: Tensor, S: Tensor) -> Tensor:
     """c [B] for norms [B] in float64, each by itself. A copy of the rule answers, so that it remembers none of them."""
     rule = copy.deepcopy(clip)
     return torch.func.vmap(lambda x: rule(x, S))(norms.clone())
 
 
-def check_clip(clip: Any) -> None:
+def check_clip_rule(clip: Any) -> None:
     """Raises ConfigError: it is no rule, or could not be shown with the plan."""
     try:
         made = is_dataclass(clip) and not isinstance(clip, type) and hash(clip) is not None
@@ -265,7 +266,7 @@ def check_clip(clip: Any) -> None:
         raise ConfigError(f"{told} as those of dpexp.privacy.plan.clipping do.")
     norms = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
     try:
-        answered = asked(clip, norms, torch.ones((), dtype=torch.float64))
+        answered = clip_rule_factors(clip, norms, torch.ones((), dtype=torch.float64))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"clip={clip} cannot answer for a norm, a tensor under torch.func.vmap: {reason}") from error
@@ -273,7 +274,7 @@ def check_clip(clip: Any) -> None:
         raise ConfigError(f"clip={clip} must answer one real number for a norm.")
 
 
-def in_words(clip: Clip) -> str:
+def in_words(clip: ClipRule) -> str:
     """Its name and numbers."""
     numbers = [f"{f.name} = {getattr(clip, f.name)}" for f in fields(clip) if f.name != "name"]  # type: ignore[arg-type]
     return f"{clip.name} ({', '.join(numbers)})" if numbers else clip.name

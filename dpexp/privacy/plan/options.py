@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpexp.accounting.calibration import KNOBS
+from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.ledger import ADJACENCIES
-from dpexp.accounting.releases import adjacencies, check_advantage, check_claim, check_delta, check_tpr
+from dpexp.accounting.releases import adjacencies, check_advantage, check_covered, check_delta, check_tpr
 from dpexp.errors import ConfigError, exactly_one, positive, whole
 from dpexp.privacy.sampling.policies import Policy, make_policy
 
@@ -71,7 +71,7 @@ def claimed(sampling: str, adjacency: str | None) -> str:
     adjacency = adjacency or adjacencies(sampling)[0]
     if adjacency not in ADJACENCIES:
         raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
-    check_claim(sampling, adjacency)
+    check_covered(sampling, adjacency)
     return adjacency
 
 
@@ -123,8 +123,8 @@ def check_noise(
     tpr: Mapping[float, float] | None = None,
 ) -> None:
     """Whether there is one noise to be had. `explicit`: the allocation gives every σ̃_g."""
-    if calibrate not in KNOBS:
-        raise ConfigError(f"calibrate={calibrate} is unknown; choose one of {', '.join(KNOBS)}.")
+    if calibrate not in CALIBRATABLE:
+        raise ConfigError(f"calibrate={calibrate} is unknown; choose one of {', '.join(CALIBRATABLE)}.")
     if epsilon is not None:
         positive("privacy.epsilon", epsilon)
     if noise_multiplier is not None:

@@ -14,28 +14,38 @@ from dpexp.accounting.calibration import Calibration, solve
 from dpexp.accounting.ledger import (
     DiscreteSumQueryEvent,
     Ledger,
-    PartsEvent,
-    QueryEvent,
+    OneTimeQueryEvent,
+    ParallelQueryEvent,
     Round,
     SamplingEvent,
     SumQueryEvent,
 )
-from dpexp.accounting.releases import check_claim
-from dpexp.accounting.risk import Advantage, Epsilon, Target, Tpr
+from dpexp.accounting.releases import check_covered
+from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr, Target
 from dpexp.errors import ConfigError, positive
 from dpexp.privacy.noise.correlated import candidates, coefficients, error, least
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, Lattice, lattice
 from dpexp.privacy.plan import options
-from dpexp.privacy.plan.adaptive_clipping import Adaptive, Following
-from dpexp.privacy.plan.allocation import Allocation, Explicit, Measured, Proportional
-from dpexp.privacy.plan.clipping import Abadi, Bound, Clip, Clipping, Fixed, Mechanism, Separate, check_clip, in_words
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveTargets
+from dpexp.privacy.plan.allocation import AdaptiveMinVariance, Allocation, Explicit, Proportional
+from dpexp.privacy.plan.clipping import (
+    Abadi,
+    ClipNorm,
+    ClipRule,
+    FixedClipNorm,
+    GroupClipping,
+    Mechanism,
+    Separate,
+    check_clip_rule,
+    in_words,
+)
 from dpexp.privacy.plan.groups import Grouping, Vector, flat, trainable, vectors
 from dpexp.privacy.plan.options import AUTO, Banded
-from dpexp.privacy.plan.schedules import Factors, Schedule, schedule
+from dpexp.privacy.plan.schedules import Multipliers, Schedule, schedule
 from dpexp.privacy.preprocessing_methods import parts_of, queries
-from dpexp.privacy.private_metrics import UNCLIPPED, Release, releases
+from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, releases
 from dpexp.privacy.sampling.policies import CyclicPoisson, Policy
-from dpexp.privacy.sampling.privacy_unit import Record
+from dpexp.privacy.sampling.privacy_unit import Example
 from dpexp.privacy.unsupported import refuse_mixing_layers
 
 
@@ -60,7 +70,7 @@ class Group:
     share: float
     exact: bool = False
     every: int = 1
-    clip: Clip = field(default_factory=Abadi)
+    clip: ClipRule = field(default_factory=Abadi)
     bands: tuple[float, ...] = (1.0,)
 
     @property
@@ -106,10 +116,10 @@ class PrivacyPlan:
     groups: tuple[Group, ...]
     adjacency: str = "add_remove"
     schedule: Schedule = field(default_factory=Schedule)
-    following: Following | None = None
+    following: AdaptiveTargets | None = None
     calibration: Calibration | None = None
-    preparations: tuple[QueryEvent | PartsEvent, ...] = ()
-    record: Record = field(default_factory=Record)
+    preparations: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...] = ()
+    record: Example = field(default_factory=Example)
 
     @property
     def noise_multiplier(self) -> float:
@@ -173,9 +183,9 @@ class PrivacyPlan:
 
 
 @lru_cache(maxsize=256)
-def _in_round(plan: PrivacyPlan, by: Factors, due: tuple[bool, ...]) -> PrivacyPlan:
+def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...]) -> PrivacyPlan:
     """S of gradients alone is scaled: that of a metric belongs to what it measures."""
-    if by == Factors() and all(due):
+    if by == Multipliers() and all(due):
         return plan
     released = [group for group, now in zip(plan.groups, due, strict=True) if now]
     scales = [1.0 if group.is_of_values else by.S for group in released]
@@ -209,16 +219,16 @@ def make_plan(
     adjacency: str | None = None,
     group: Grouping | None = None,
     vectors_by: str = "layer",
-    bound: Bound | None = None,
+    bound: ClipNorm | None = None,
     mechanism: Mechanism | None = None,
-    clip: Clip | None = None,
+    clip: ClipRule | None = None,
     allocation: Allocation | None = None,
     schedules: Mapping[str, Any] | None = None,
     accountant: str = "pld",
     calibrate: str = "noise",
     noise: str | Banded = "gaussian",
     release: Mapping[str, Any] | None = None,
-    record: Record | None = None,
+    record: Example | None = None,
     users: int | None = None,
 ) -> PrivacyPlan:
     """The plan for training `module`'s trainable parameters.
@@ -247,7 +257,7 @@ def make_plan(
             layers mix records.
     """
     refuse_mixing_layers(module)
-    record, bound, mechanism = record or Record(), bound or Fixed(1.0), mechanism or Separate()
+    record, bound, mechanism = record or Example(), bound or FixedClipNorm(1.0), mechanism or Separate()
     allocation = allocation or Proportional()
     records = record.count(n, users)
     policy, rounds = options.sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, records, parts)
@@ -275,11 +285,11 @@ def make_plan(
     if following is not None:
         options.check_adaptive(schedules or {}, calibrate, noise)
     rule = Abadi() if clip is None else clip
-    check_clip(rule)
+    check_clip_rule(rule)
 
     preparations = queries(module, adjacency, target.mu if target else None)
     prepared = preparations[0].query if preparations else None
-    if prepared and record != Record():
+    if prepared and record != Example():
         raise ConfigError(f"prepare={prepared} bounds what an example gives, not a {record}; choose record=example.")
     if prepared and exact:
         raise ConfigError(f"noise=exact cannot be had for prepare={prepared}, in float64; choose noise=gaussian.")
@@ -290,7 +300,7 @@ def make_plan(
 
         def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
             gradients = {
-                name: Release(grouped[name], Clipping(own.alphas, scale * own.S), left * w[name])
+                name: MetricRelease(grouped[name], GroupClipping(own.alphas, scale * own.S), left * w[name])
                 for name, own in clipping.items()
             }
             groups = []
@@ -312,7 +322,7 @@ def make_plan(
             plan.ledger()  # every round's numbers make sense
             return _checked(plan)
         assert target is not None  # as `check_noise` has it
-        check_claim(sampling, adjacency, accountant)
+        check_covered(sampling, adjacency, accountant)
         z = z or 1.0
         ways: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
             "noise": (plan_at, 1.0),
@@ -338,9 +348,9 @@ def _target(
     epsilon: float | None, delta: float | None, advantage: float | None, tpr: Mapping[float, float] | None
 ) -> Target | None:
     if tpr is not None:
-        return Tpr(tpr)
+        return MaxTpr(tpr)
     if advantage is not None:
-        return Advantage(float(advantage))
+        return MaxAdvantage(float(advantage))
     if epsilon is None:
         return None
     if delta is None:
@@ -351,10 +361,10 @@ def _target(
 def _besides(
     grouped: Mapping[str, tuple[Vector, ...]],
     release: Mapping[str, Any],
-    bound: Bound,
+    bound: ClipNorm,
     mechanism: Mechanism,
     allocation: Allocation,
-) -> tuple[dict[str, Release], Following | None]:
+) -> tuple[dict[str, MetricRelease], AdaptiveTargets | None]:
     """What is released besides groups of gradients, by name, and what adaptive bounds follow by it."""
     values = releases(release)
     both = sorted(set(values) & set(grouped))
@@ -362,10 +372,10 @@ def _besides(
         raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
     if UNCLIPPED in {*values, *grouped, *(vector.name for value in values.values() for vector in value.vectors)}:
         raise ConfigError(f"{UNCLIPPED} is what bound=adaptive counts under; rename what else is called so.")
-    if isinstance(bound, Adaptive):
+    if isinstance(bound, AdaptiveClipNorm):
         following = bound.following(grouped, mechanism, allocation)
         return values | {UNCLIPPED: following.counts(positive("bound.share", bound.share))}, following
-    if isinstance(allocation, Measured):
+    if isinstance(allocation, AdaptiveMinVariance):
         raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
     return values, None
 

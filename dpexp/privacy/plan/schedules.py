@@ -11,12 +11,12 @@ from dpexp.errors import ConfigError, positive
 LINEAR_STEPS = 32  # a ramp of as many stairs keeps the ledger small and its accounting quick
 
 # (first round, factor) of each stretch
-Stretches = tuple[tuple[int, float], ...]
-CONSTANT: Stretches = ((0, 1.0),)
+Segments = tuple[tuple[int, float], ...]
+CONSTANT: Segments = ((0, 1.0),)
 
 
 @dataclass(frozen=True)
-class Factors:
+class Multipliers:
     """What z, q and S are multiplied by in one round."""
 
     z: float = 1.0
@@ -28,13 +28,13 @@ class Factors:
 class Schedule:
     """The factors of every round. S scales each S_g, and σ̃_g with it, since σ̃_g = z S_g/√w_g."""
 
-    z: Stretches = CONSTANT
-    q: Stretches = CONSTANT
-    S: Stretches = CONSTANT
+    z: Segments = CONSTANT
+    q: Segments = CONSTANT
+    S: Segments = CONSTANT
 
-    def at(self, t: int) -> Factors:
+    def at(self, t: int) -> Multipliers:
         kinds = (getattr(self, field.name) for field in fields(self))
-        return Factors(*(kind[bisect_right(kind, (t, math.inf)) - 1][1] for kind in kinds))
+        return Multipliers(*(kind[bisect_right(kind, (t, math.inf)) - 1][1] for kind in kinds))
 
     def stretches(self, rounds: int, breaks: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """(first round, number of rounds) over which nothing changes, nor any of `breaks` falls."""
@@ -57,7 +57,7 @@ def schedule(rounds: int, **kinds: Any) -> Schedule:
     return Schedule(**{name: _stretches(f"schedule.{name}", kind, rounds) for name, kind in kinds.items()})
 
 
-def _stretches(key: str, kind: Any, rounds: int) -> Stretches:
+def _stretches(key: str, kind: Any, rounds: int) -> Segments:
     if kind is None:
         return CONSTANT
     if isinstance(kind, int | float):
@@ -83,5 +83,5 @@ def _stretches(key: str, kind: Any, rounds: int) -> Stretches:
     )
 
 
-def _changes(pairs: Sequence[tuple[int, float]]) -> Stretches:
+def _changes(pairs: Sequence[tuple[int, float]]) -> Segments:
     return tuple(pair for k, pair in enumerate(pairs) if k == 0 or pair[1] != pairs[k - 1][1])

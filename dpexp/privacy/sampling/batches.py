@@ -23,7 +23,7 @@ from dpexp.errors import ConfigError, is_own, words_of
 
 
 @dataclass
-class Failed:
+class FailedRecord:
     """A record that cannot be fetched or collated.
 
     Attributes:
@@ -33,7 +33,7 @@ class Failed:
     reason: Exception
 
     @classmethod
-    def because(cls, error: BaseException) -> "Failed":
+    def because(cls, error: BaseException) -> "FailedRecord":
         """
         Raises:
             KeyboardInterrupt: it is one, which is of nobody.
@@ -44,15 +44,15 @@ class Failed:
         own = type(error) is ConfigError and is_own(error)
         return cls(ConfigError(said) if own else RuntimeError(f"{type(error).__name__}: {said}"))
 
-    def to(self, device: torch.device) -> "Failed":
+    def to(self, device: torch.device) -> "FailedRecord":
         return self
 
-    def pin_memory(self) -> "Failed":
+    def pin_memory(self) -> "FailedRecord":
         return self
 
 
 @dataclass
-class Records:
+class RecordBatch:
     """Records that look alike, to be processed together.
 
     Attributes:
@@ -64,11 +64,11 @@ class Records:
     size: int
     batch: Any
 
-    def to(self, device: torch.device) -> "Records":
-        return Records(self.size, move_data_to_device(self.batch, device))
+    def to(self, device: torch.device) -> "RecordBatch":
+        return RecordBatch(self.size, move_data_to_device(self.batch, device))
 
-    def pin_memory(self) -> "Records":
-        return Records(
+    def pin_memory(self) -> "RecordBatch":
+        return RecordBatch(
             self.size, tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self.batch)
         )
 
@@ -78,7 +78,7 @@ class _Tensor:
 
 
 @dataclass
-class Parcel:
+class PackedBatch:
     """Records on their way from a loader process, packed so that they arrive, whatever they hold.
 
     Attributes:
@@ -91,42 +91,42 @@ class Parcel:
     rest: bytes
 
     @classmethod
-    def of(cls, records: "Records | Failed") -> "Parcel | Failed":
-        if isinstance(records, Failed):
+    def of(cls, records: "RecordBatch | FailedRecord") -> "PackedBatch | FailedRecord":
+        if isinstance(records, FailedRecord):
             return records
         try:
             leaves, structure = flattened(records.batch)
             rest = tree_unflatten([_Tensor() if _is_bare(leaf) else leaf for leaf in leaves], structure)
             return cls(records.size, [leaf for leaf in leaves if _is_bare(leaf)], pickle.dumps(rest))
         except BaseException as error:
-            return Failed.because(error)
+            return FailedRecord.because(error)
 
-    def opened(self) -> "Records | Failed":
+    def opened(self) -> "RecordBatch | FailedRecord":
         try:
             leaves, structure = flattened(pickle.loads(self.rest))
             tensors = iter(self.tensors)
             leaves = [next(tensors) if type(leaf) is _Tensor else leaf for leaf in leaves]
-            return Records(self.size, tree_unflatten(leaves, structure))
+            return RecordBatch(self.size, tree_unflatten(leaves, structure))
         except BaseException as error:
-            return Failed.because(error)
+            return FailedRecord.because(error)
 
-    def pin_memory(self) -> "Parcel":
-        return Parcel(self.size, [tensor.pin_memory() for tensor in self.tensors], self.rest)
+    def pin_memory(self) -> "PackedBatch":
+        return PackedBatch(self.size, [tensor.pin_memory() for tensor in self.tensors], self.rest)
 
 
-class Alone:
+class SingleCollation:
     """Collates each item by itself with the user's `collate_fn`: [items] -> records, by what they look like."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[Any]) -> list[Records | Failed | Parcel]:
+    def __call__(self, items: list[Any]) -> list[RecordBatch | FailedRecord | PackedBatch]:
         found = self._stacked(items)
-        return [*map(Parcel.of, found)] if get_worker_info() is not None else [*found]
+        return [*map(PackedBatch.of, found)] if get_worker_info() is not None else [*found]
 
-    def _stacked(self, items: list[Any]) -> list[Records | Failed]:
-        found: list[Records | Failed] = [item for item in items if isinstance(item, Failed)]
-        items = [item for item in items if not isinstance(item, Failed)]
+    def _stacked(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
+        found: list[RecordBatch | FailedRecord] = [item for item in items if isinstance(item, FailedRecord)]
+        items = [item for item in items if not isinstance(item, FailedRecord)]
         # What default_collate does with items of one kind is known: it stacks them.
         kinds: dict[Hashable, list[Any]] = {}
         for item in items:
@@ -134,7 +134,7 @@ class Alone:
         others = kinds.pop(None, [])
         for some in kinds.values():
             try:
-                found.append(Records(len(some), tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))))
+                found.append(RecordBatch(len(some), tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))))
             except Exception:  # of one of them
                 others += some
         return found + self._each(others)
@@ -145,8 +145,8 @@ class Alone:
         except Exception:
             return None
 
-    def _each(self, items: list[Any]) -> list[Records | Failed]:
-        failed: list[Records | Failed] = []
+    def _each(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
+        failed: list[RecordBatch | FailedRecord] = []
         batches = []
         for item in items:
             try:
@@ -155,7 +155,7 @@ class Alone:
                 leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 batches.append((tuple(map(_look, leaves)), leaves, structure))
             except BaseException as error:
-                failed.append(Failed.because(error))
+                failed.append(FailedRecord.because(error))
         return failed + _stacked(batches)
 
 
@@ -175,7 +175,7 @@ def _kind(item: Any) -> Hashable:
     return None if any(part is None for _, part in kinds) else (kind, *kinds)
 
 
-def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[Records | Failed]:
+def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[RecordBatch | FailedRecord]:
     """Batches of one, stacked where all their tensors are of equal shapes and all else in them is equal."""
     alike: dict[Hashable, list[tuple[TreeSpec, list[list[Any]]]]] = {}
     for look, leaves, structure in batches:
@@ -186,14 +186,14 @@ def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[Re
                 break
         else:
             kinds.append((structure, [leaves]))
-    found: list[Records | Failed] = []
+    found: list[RecordBatch | FailedRecord] = []
     for kinds in alike.values():
         for structure, some in kinds:
             try:
                 batch = tree_unflatten([_together(part) for part in zip(*some, strict=True)], structure)
-                found.append(Records(len(some), batch))
+                found.append(RecordBatch(len(some), batch))
             except BaseException as error:
-                found += [Failed.because(error)] * len(some)
+                found += [FailedRecord.because(error)] * len(some)
     return found
 
 

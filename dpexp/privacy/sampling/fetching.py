@@ -32,7 +32,7 @@ from torch.utils.data.dataloader import default_collate
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound, bits_of
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, seed_everything
-from dpexp.privacy.sampling.batches import Alone, Failed, Parcel, Records, flattened
+from dpexp.privacy.sampling.batches import FailedRecord, PackedBatch, RecordBatch, SingleCollation, flattened
 from dpexp.privacy.sampling.privacy_unit import Units
 
 
@@ -42,11 +42,11 @@ class _Rows(Dataset):
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors
 
-    def __getitems__(self, indices: list[int]) -> list[Records]:
+    def __getitems__(self, indices: list[int]) -> list[RecordBatch]:
         if not indices:
             return []
         rows = torch.tensor(indices)
-        return [Records(len(indices), [tensor.index_select(0, rows).unsqueeze(1) for tensor in self._tensors])]
+        return [RecordBatch(len(indices), [tensor.index_select(0, rows).unsqueeze(1) for tensor in self._tensors])]
 
 
 class _RowsOfUnits(Dataset):
@@ -55,12 +55,13 @@ class _RowsOfUnits(Dataset):
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors
 
-    def __getitems__(self, drawn: list[list[int]]) -> list[Records]:
+    def __getitems__(self, drawn: list[list[int]]) -> list[RecordBatch]:
         by_size: dict[int, list[list[int]]] = {}
         for positions in drawn:
             by_size.setdefault(len(positions), []).append(positions)
         return [
-            Records(len(some), [tensor[torch.tensor(some)] for tensor in self._tensors]) for some in by_size.values()
+            RecordBatch(len(some), [tensor[torch.tensor(some)] for tensor in self._tensors])
+            for some in by_size.values()
         ]
 
 
@@ -77,7 +78,7 @@ class Seeding:
             self._also(worker)
 
 
-def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iterator[Records | Failed]:
+def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iterator[RecordBatch | FailedRecord]:
     """Every record of the user's loader once, each fetched and collated by itself; as for a sample, of what is drawn
     meanwhile nothing follows from what the data set did to the generators.
 
@@ -89,16 +90,17 @@ def all_records(loader: Any, physical_batch: int, randomness: KeyStream) -> Iter
     seeding.key = randomness.words(4).numpy().tobytes()
     order = BatchSampler(SequentialSampler(dataset), physical_batch, drop_last=False)  # type: ignore[arg-type]
     checks = Results()
-    for chunk in each_alone(loader, order, seeding, randomness):
+    for chunk in fetching_loader(loader, order, seeding, randomness):
         parts = opened(checks.without(chunk))
         seed_everything(randomness)
         yield from parts
 
 
-def each_alone(
+def fetching_loader(
     loader: Any, order: Sampler[list[Any]] | None, seeding: Seeding, stream: KeyStream, units: Units | None = None
 ) -> DataLoader:
-    """A loader of the user's records in chunks, each by itself: lists of `Records | Failed | Parcel | Checked`.
+    """A loader of the user's records in chunks, each by itself: lists of `RecordBatch | FailedRecord | PackedBatch |
+    Checked`.
 
     Args:
         order: None: a dry run, of no chunks where nothing of the user's runs.
@@ -115,8 +117,8 @@ def each_alone(
             i = int(stream.words(1)) % size
             return i if units is None else units.draw(i, stream)
 
-        dataset = EachAlone(dataset, loader.collate_fn, units)
-        chunks = WithChecks(order, draw, stream, max(1, loader.num_workers))
+        dataset = RecordFetcher(dataset, loader.collate_fn, units)
+        chunks = CheckSchedule(order, draw, stream, max(1, loader.num_workers))
     return DataLoader(
         dataset,
         batch_sampler=chunks,
@@ -136,19 +138,21 @@ def only_rows(loader: Any) -> bool:
     return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
 
 
-def fetched_alone(loader: Any, units: Units | None, drawn: Any) -> list[Any]:
+def fetch_one(loader: Any, units: Units | None, drawn: Any) -> list[Any]:
     """One record, fetched in this process."""
     dataset: Any = sampled_dataset(loader)
     if only_rows(loader):
         return (_Rows(dataset) if units is None else _RowsOfUnits(dataset)).__getitems__([drawn])
-    return EachAlone(dataset, loader.collate_fn, units).__getitems__(Request([drawn], [], b"", None))
+    return RecordFetcher(dataset, loader.collate_fn, units).__getitems__(Request([drawn], [], b"", None))
 
 
-def opened(parts: list[Records | Failed | Parcel]) -> list[Records | Failed]:
-    return [part.opened() if isinstance(part, Parcel) else part for part in parts]
+def opened(parts: list[RecordBatch | FailedRecord | PackedBatch]) -> list[RecordBatch | FailedRecord]:
+    return [part.opened() if isinstance(part, PackedBatch) else part for part in parts]
 
 
-def _unchanged(records: list[Records | Failed | Parcel]) -> list[Records | Failed | Parcel]:
+def _unchanged(
+    records: list[RecordBatch | FailedRecord | PackedBatch],
+) -> list[RecordBatch | FailedRecord | PackedBatch]:
     return records
 
 
@@ -218,7 +222,7 @@ class Checked:
     found: str | None
 
 
-class WithChecks(Sampler[Request]):
+class CheckSchedule(Sampler[Request]):
     """Asks for a check in every chunk that has records.
 
     Args:
@@ -243,13 +247,13 @@ class WithChecks(Sampler[Request]):
             yield Request(chunk, [self._draw() for _ in range(count)], key, t if t < self._first + _ALWAYS else None)
 
 
-class EachAlone(Dataset):
+class RecordFetcher(Dataset):
     """Fetches and collates each record of a chunk by itself, and checks what it is asked to: of a data set of which
     `__getitems__`, which is given several records at once, is not called."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], units: Units | None) -> None:
         self._dataset, self._collate, self._units = dataset, collate, units
-        self._alone = Alone(collate if units is None else self._collate_unit)
+        self._alone = SingleCollation(collate if units is None else self._collate_unit)
         self._began: float | None = None
         self._checking = 0.0  # seconds
         self._before: tuple[int | None, list[tuple[Any, bytes, Any]]] = None, []  # of a round: what was fetched first
@@ -280,7 +284,7 @@ class EachAlone(Dataset):
         try:
             return self._dataset[record] if self._units is None else self._units.examples(self._dataset, record)
         except BaseException as error:
-            return Failed.because(error)
+            return FailedRecord.because(error)
 
     def _collate_unit(self, items: list[Any]) -> Any:
         return self._collate(items[0])
@@ -292,11 +296,11 @@ class EachAlone(Dataset):
             try:
                 return item, _bits(item), _bits(self._collate([item] if self._units is None else item)), _bits(item)
             except BaseException as error:
-                return Failed.because(error)
+                return FailedRecord.because(error)
 
     def _changed(self, before: Any, after: Any) -> str | None:
         """What gave another value; nothing is said of a record that failed."""
-        if any(isinstance(one, Failed) or isinstance(one[0], Failed) for one in (before, after)):
+        if any(isinstance(one, FailedRecord) or isinstance(one[0], FailedRecord) for one in (before, after)):
             return None
         item, fetched, collated, left = before
         if fetched != after[1] or left != _bits(item):  # the latter where each record is written to the same memory
@@ -316,7 +320,7 @@ def refuse_order(
     """
     drawn = [(draw(), KeyStream().key) for _ in range(_DRY_RUN)]
     try:
-        there, back = (EachAlone(_copied(dataset), collate, units) for _ in range(2))
+        there, back = (RecordFetcher(_copied(dataset), collate, units) for _ in range(2))
     except Exception:  # of a data set that cannot be copied
         return
     first = [there._snapshot(record, key) for record, key in drawn]

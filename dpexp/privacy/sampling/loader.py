@@ -2,8 +2,8 @@
 
 Whatever is given several records at once, such as a `collate_fn` that pads to the longest, can let one of them change
 another. So each is fetched and collated alone, as a batch of one, and only those batches are stacked whose tensors have
-equal shapes. Lightning and its hooks are handed one sealed `Sample` a round, so that what they count are rounds, and
-nothing that they keep, log or save has seen a record.
+equal shapes. Lightning and its hooks are handed one sealed `SealedSample` a round, so that what they count are rounds,
+and nothing that they keep, log or save has seen a record.
 """
 
 import math
@@ -22,13 +22,13 @@ from dpexp.privacy.checks import StateFound
 from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, renew
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.privacy.sampling.batches import Failed, Parcel, Records
+from dpexp.privacy.sampling.batches import FailedRecord, PackedBatch, RecordBatch
 from dpexp.privacy.sampling.fetching import (
     WRITES,
     Results,
     Seeding,
-    each_alone,
-    fetched_alone,
+    fetch_one,
+    fetching_loader,
     mixing,
     only_rows,
     opened,
@@ -44,7 +44,7 @@ _ALONE = 8  # records of a chunk, to say that each is processed alone
 
 
 @dataclass
-class Sample:
+class SealedSample:
     """A round's sample as Lightning passes it about: sealed.
 
     Attributes:
@@ -69,7 +69,7 @@ _SEALED = (
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkPosition:
     """One physical part of a process's part of a sample: first and last of its round or not. `epoch`: see Policy.event.
     `round`: counted from 0. `digest`: of the whole sample, where several processes have a part."""
 
@@ -119,10 +119,10 @@ class RoundSampler(Sampler[list[Any]]):
         self.turns: list[Sequence[int]] = []  # whose it is, one after the other; drawn before the first round
         self.sampled_from: dict[int, Sequence[int]] = {}  # in each round, for those who look for canaries
         self._first = 0  # this job's
-        self.pending: deque[Chunk] = deque()
+        self.pending: deque[ChunkPosition] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        pending: deque[Chunk] = deque()
+        pending: deque[ChunkPosition] = deque()
         self.pending = pending
         if not self.turns:
             self.turns, self._first = self.policy_at(0).parted(self.size, self.stream), self.completed
@@ -136,7 +136,7 @@ class RoundSampler(Sampler[list[Any]]):
             rows, self.sampled_from[t] = [part[k] for k in samples.popleft()], part
             digest = 0 if self.processes.alone else digest_of_rows(rows)
             for k, chunk in enumerate(chunks := self._parts(rows)):
-                pending.append(Chunk(k == 0, k == len(chunks) - 1, began, t, digest))
+                pending.append(ChunkPosition(k == 0, k == len(chunks) - 1, began, t, digest))
                 yield chunk
 
     def _parts(self, rows: list[int]) -> list[list[Any]]:
@@ -192,7 +192,7 @@ def _drawn(size: int, units: Units | None) -> Any:
     return i if units is None else units.draw(i, stream)
 
 
-class Rounds:
+class RoundLoader:
     """What Lightning takes for the training loader: one sealed sample a round. An iteration is one epoch.
 
     Args:
@@ -244,32 +244,32 @@ class Rounds:
         self._seeding, self.randomness = Seeding(loader.worker_init_fn), randomness
         self._users_loader, self._units, self.only_rows = loader, units, only_rows(loader)
         self.training_data, self.of_examples = TrainingData(dataset), plan.record.told() is None
-        self._loader = each_alone(loader, self.sampler, self._seeding, randomness, units)
+        self._loader = fetching_loader(loader, self.sampler, self._seeding, randomness, units)
         self._checks = Results()
         if not only_rows(loader):
             refuse_order(dataset, loader.collate_fn, units, lambda: _drawn(size, units))
         dry = Seeding(loader.worker_init_fn)
         dry.key = KeyStream().key
         with own_randomness(torch.device("cpu"), KeyStream()):
-            for parts in each_alone(loader, None, dry, KeyStream(), units):
+            for parts in fetching_loader(loader, None, dry, KeyStream(), units):
                 self._checks.without(parts)
-        self._chunks: Iterator[list[Records | Failed | Parcel]] = iter(())
+        self._chunks: Iterator[list[RecordBatch | FailedRecord | PackedBatch]] = iter(())
         self._said_alone = False
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[SealedSample]:
         """Draws nothing before it is asked for the first: Lightning begins an iteration just to see whether it can."""
         self._seeding.key = self.randomness.words(4).numpy().tobytes()
         self._chunks = iter(self._loader)
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
-            yield Sample(torch.tensor(t))
+            yield SealedSample(torch.tensor(t))
 
-    def examples(self) -> Iterator[Records | Failed]:
+    def examples(self) -> Iterator[RecordBatch | FailedRecord]:
         """Some records, of which shapes, types and structure may be used."""
         tried = min(_LOOKED_AT, self.sampler.size)
         for i in (k * self.sampler.size // tried for k in range(tried)):
             drawn = i if self._units is None else self._units.draw(i, KeyStream())
             with own_randomness(torch.device("cpu"), KeyStream()):
-                parts = fetched_alone(self._users_loader, self._units, drawn)
+                parts = fetch_one(self._users_loader, self._units, drawn)
             yield from parts
 
     def mixing(self) -> str | None:
@@ -284,7 +284,7 @@ class Rounds:
 
     def sample(
         self, device: torch.device, watched: Callable[[], dict[tuple[str, int], Any]] = dict
-    ) -> Iterator[tuple[Chunk, list[Records | Failed]]]:
+    ) -> Iterator[tuple[ChunkPosition, list[RecordBatch | FailedRecord]]]:
         """The chunks of the round under way. What the data set, or a collate_fn, did to this process's random number
         generators reaches no step on the device: they go on from other secret states.
 

@@ -140,7 +140,7 @@ class Shuffle(Policy):
 
 
 @dataclass(frozen=True)
-class All(Policy):
+class FullBatch(Policy):
     """Every record, every round."""
 
     q: float = 1.0
@@ -156,7 +156,7 @@ class All(Policy):
 
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Poisson, TruncatedPoisson, FixedSize, Shuffle, All, CyclicPoisson)
+    policy.name: policy for policy in (Poisson, TruncatedPoisson, FixedSize, Shuffle, FullBatch, CyclicPoisson)
 }
 
 

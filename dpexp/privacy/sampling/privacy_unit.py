@@ -6,7 +6,7 @@ differ in one of them. A record's examples are collated as one batch, which is w
 mean loss gives the mean v = (1/m) Σ ∇ℓ of the record's m gradients, clipped once.
 
 What is claimed of units, and of one example of theirs, is in docs/records.md, as is local training, by which a user's
-vector may be found (`Local`).
+vector may be found (`LocalTraining`).
 
 Imports nothing slow.
 """
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Record:
+class Example:
     """A record is what the data set gives for an index: an example."""
 
     kind: str = field(default="example", init=False)
 
     @property
-    def local(self) -> "Local | None":
+    def local(self) -> "LocalTraining | None":
         return None
 
     @property
@@ -67,7 +67,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Microbatch(Record):
+class Microbatch(Example):
     """Record i is the examples [ik, (i+1)k), by position."""
 
     k: int = 1
@@ -93,7 +93,7 @@ class Microbatch(Record):
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalTraining:
     """How a user's vector is found by training (see `dpexp.privacy.gradients.local_training`).
 
     Attributes:
@@ -124,7 +124,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class User(Record):
+class User(Example):
     """A record is what one user has.
 
     Attributes:
@@ -136,7 +136,7 @@ class User(Record):
 
     most: int = 1
     by: str | None = None
-    local: Local | None = None  # type: ignore[assignment]
+    local: LocalTraining | None = None  # type: ignore[assignment]
     kind: str = field(default="user", init=False)
 
     def __post_init__(self) -> None:
@@ -238,13 +238,13 @@ class _Lists(Units):
 _OF_LISTS = "record.by=null takes a data set that has for each index a list of a user's examples"
 
 
-def make_record(
+def make_privacy_unit(
     kind: str = "example",
     k: int | None = None,
     most: int | None = None,
     by: str | None = None,
     local: Mapping[str, Any] | None = None,
-) -> Record:
+) -> Example:
     """What a record is, as a configuration says it."""
     given = {"k": k, "most": most, "by": by, "local": local}
     takes = {"example": (), "microbatch": ("k",), "user": ("most", "by", "local")}
@@ -256,9 +256,9 @@ def make_record(
     if kind == "microbatch":
         return Microbatch(k)  # type: ignore[arg-type]
     if kind == "example":
-        return Record()
+        return Example()
     try:
-        return User(most, by, None if local is None else Local(**local))  # type: ignore[arg-type]
+        return User(most, by, None if local is None else LocalTraining(**local))  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError(
             f"record.local={dict(local or {})} must give lr, and steps or epochs, and may give batch_size ({error})."
