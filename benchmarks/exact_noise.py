@@ -73,8 +73,8 @@ def per_record() -> None:
     }
 
     def work(engine: PrivateRound) -> None:
-        engine.start()
-        engine.accumulate(lambda one: F.cross_entropy(module(one[0]), one[1]), batch, size)
+        engine.begin()
+        engine.add_chunk(lambda one: F.cross_entropy(module(one[0]), one[1]), batch, size)
 
     times = least(*(lambda engine=engine: work(engine) for engine in engines.values()))
     for kind, seconds in zip(engines, times, strict=True):

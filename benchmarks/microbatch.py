@@ -42,9 +42,9 @@ def step_of(model, x, y, k):
         query = commit = lambda self, *_: None
 
     def private():
-        engine.start()
-        engine.accumulate(loss_of, units, B // k)
-        engine.finish()
+        engine.begin()
+        engine.add_chunk(loss_of, units, B // k)
+        engine.end()
         engine.release(Nowhere())
 
     return private

@@ -147,9 +147,10 @@ def adaptive(seeds: int) -> None:
         ("fixed 0.1", FixedClipNorm(0.1)), ("fixed 0.3", FixedClipNorm(0.3)), ("fixed 1", FixedClipNorm(1.0)),
         ("fixed 3", FixedClipNorm(3.0)),
         ("adaptive from 0.01", AdaptiveClipNorm(0.01)), ("adaptive from 100", AdaptiveClipNorm(100.0)),
-        ("adaptive from 1", AdaptiveClipNorm()), ("adaptive from 1, quantile 0.1", AdaptiveClipNorm(quantile=0.1)),
-        ("adaptive from 0.01, rate 0.5, quantile 0.1", AdaptiveClipNorm(0.01, rate=0.5, quantile=0.1)),
-        ("adaptive from 100, rate 0.5, quantile 0.1", AdaptiveClipNorm(100.0, rate=0.5, quantile=0.1)),
+        ("adaptive from 1", AdaptiveClipNorm()), ("adaptive from 1, quantile 0.1",
+        AdaptiveClipNorm(target_quantile=0.1)),
+        ("adaptive from 0.01, rate 0.5, quantile 0.1", AdaptiveClipNorm(0.01, learning_rate=0.5, target_quantile=0.1)),
+        ("adaptive from 100, rate 0.5, quantile 0.1", AdaptiveClipNorm(100.0, learning_rate=0.5, target_quantile=0.1)),
     ):  # fmt: skip
         tried = tuple(rate * f for rate in rates for f in ((1.0,) if "fixed" in name else (0.2, 1.0)))
         print(f"| {name} | {best(make, tried, seeds, bound=bound)} |", flush=True)
@@ -172,7 +173,7 @@ def joint(seeds: int) -> None:
                 ("separate, S total 1", Separate(), UniformClipNorm(1.0)),
                 ("joint, by dimension", Joint(), DimensionClipNorm(1.0)),
                 ("joint, learnt", Joint(), AdaptiveClipNorm()),
-                ("joint, learnt, quantile 0.2", Joint(), AdaptiveClipNorm(quantile=0.2)),
+                ("joint, learnt, quantile 0.2", Joint(), AdaptiveClipNorm(target_quantile=0.2)),
                 ("separate, learnt", Separate(), AdaptiveClipNorm()),
             ):
                 told = best(model, (0.05, 0.1, 0.2, 0.4), seeds, epsilon=2.0, mechanism=mechanism, bound=bound, **group)

@@ -161,7 +161,7 @@ class Program:
 
     @property
     def records(self) -> int:
-        return (self.record or Example()).count(self.n, max(WHOSE) + 1)
+        return (self.record or Example()).num_records(self.n, max(WHOSE) + 1)
 
 
 PROGRAMS: list[Program] = []
@@ -1762,7 +1762,7 @@ def microbatch_with_a_gradient_hook(data: Examples) -> Any:
 
 # --- Stateful: users
 
-BY_USER = User(most=2, by="user_of")
+BY_USER = User(max_examples=2, user_attribute="user_of")
 
 
 @stateful("users", record=BY_USER)
@@ -1780,7 +1780,7 @@ def user_with_a_class_attribute(data: Examples) -> Any:
     return Job(), data.of_users()
 
 
-@stateful("users", record=User(most=2), n=EXAMPLES // 2)
+@stateful("users", record=User(max_examples=2), n=EXAMPLES // 2)
 def user_as_a_list_with_a_bank(data: Examples) -> Any:
     """Each index is a list of a user's examples; a list has all users' last examples as negatives."""
     bank: list[Tensor] = []
@@ -1810,7 +1810,7 @@ def user_with_a_curriculum(data: Examples) -> Any:
     return Job(), data.of_users()
 
 
-@stateful("users", record=User(most=2, by="user_of", local=LocalTraining(lr=0.3, steps=3)))
+@stateful("users", record=User(max_examples=2, user_attribute="user_of", local_training=LocalTraining(lr=0.3, steps=3)))
 def local_training_with_a_mean(data: Examples) -> Any:
     """Users train locally, three steps each, on inputs centred by a mean that goes on from user to user."""
 
@@ -1828,7 +1828,7 @@ def local_training_with_a_mean(data: Examples) -> Any:
     return Job(), data.of_users()
 
 
-@stateful("users", record=User(most=2, by="user_of", local=LocalTraining(lr=0.3, steps=3)))
+@stateful("users", record=User(max_examples=2, user_attribute="user_of", local_training=LocalTraining(lr=0.3, steps=3)))
 def local_training_with_a_count(data: Examples) -> Any:
     """The k-th local step of all users together says which targets are shifted: itertools.count in a closure."""
     steps = itertools.count()
@@ -2448,7 +2448,7 @@ def users_with_a_cache(data: Examples) -> Any:
     return Job(), data.of_users()
 
 
-@plain("data", record=User(most=2, by="user_of", local=LocalTraining(lr=0.1, steps=3)))
+@plain("data", record=User(max_examples=2, user_attribute="user_of", local_training=LocalTraining(lr=0.1, steps=3)))
 def users_that_train_locally(data: Examples) -> Any:
     """Three local steps for each user, whose losses are kept in a list."""
 
@@ -2642,7 +2642,9 @@ def examples(without: int | None, per_record: int) -> Examples:
 
 def removed(program: Program, without: int | None) -> Examples:
     of_users = isinstance(program.record, User)
-    return examples(without, program.record.largest if program.record and not of_users else 2 if of_users else 1)
+    return examples(
+        without, program.record.max_examples_in_round if program.record and not of_users else 2 if of_users else 1
+    )
 
 
 def built(program: Program, data: Examples) -> tuple[pl.LightningModule, DataLoader[Any]]:
@@ -2684,7 +2686,7 @@ def privately(program: Program, without: int | None, batch: int, rounds: int) ->
     try:
         module, loader = built(program, removed(program, without))
         whose: dict[str, Any] = {"record": program.record} if program.record else {}
-        if isinstance(program.record, User) and program.record.by:
+        if isinstance(program.record, User) and program.record.user_attribute:
             whose["users"] = max(WHOSE) + 1
         plan = dpexp.make_plan(
             module, n=program.n, sampling="all", q=1.0, steps=rounds, noise_multiplier=1e-6, delta=1e-5,
@@ -2705,7 +2707,7 @@ def privately(program: Program, without: int | None, batch: int, rounds: int) ->
 def unguarded(program: Program, without: int | None, rounds: int) -> Ran:
     """Trains by a plain loop over records that clips each one's gradient, and does nothing else for privacy."""
     module, loader = built(program, removed(program, without))
-    local = program.record.local if program.record else None
+    local = program.record.local_training if program.record else None
     module.log = module.log_dict = lambda *a, **k: None  # type: ignore[assignment, method-assign]
     parameters = [p for p in module.parameters() if p.requires_grad]
     stub = module._trainer = types.SimpleNamespace(global_step=0, current_epoch=0)  # type: ignore[assignment]
@@ -2753,9 +2755,9 @@ def records_of(program: Program, dataset: Any) -> list[Any]:
     """Which items of a data set each record has; a number where an item is a list of a user's."""
     record, n = program.record, len(dataset)
     if isinstance(record, Microbatch):
-        return [range(i, min(i + record.k, n)) for i in range(0, n, record.k)]
+        return [range(i, min(i + record.size, n)) for i in range(0, n, record.size)]
     if isinstance(record, User):
-        return positions(dataset.user_of) if record.by else [*range(n)]
+        return positions(dataset.user_of) if record.user_attribute else [*range(n)]
     return [[i] for i in range(n)]
 
 

@@ -37,16 +37,16 @@ SAMPLINGS = {
 }
 MECHANISMS = {
     "separate": {"bound": clipping.FixedClipNorm(0.5)},
-    "joint": {"mechanism": clipping.Joint(alpha=3.0, S=0.7)},
+    "joint": {"mechanism": clipping.Joint(alpha=3.0, clip_norm=0.7)},
     "joint by size": {"mechanism": clipping.Joint(), "bound": clipping.DimensionClipNorm(1.0)},
 }
 RELEASED = {
     "metrics": {
         "release": {"train_loss": {"S": 0.5, "share": 0.3}, "train_accuracy": {"S": 1, "share": 0.1, "every": 2}}
     },
-    "adaptive": {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive": {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
     "adaptive, joint": {
-        "bound": adaptive_clipping.AdaptiveClipNorm(rate=1.0, share=0.2),
+        "bound": adaptive_clipping.AdaptiveClipNorm(learning_rate=1.0, budget_share=0.2),
         "mechanism": clipping.Joint(),
     },
 }
@@ -278,7 +278,7 @@ def all_records_in_each_part(patch):
 
 
 def a_parts_rounds_in_a_row(patch):
-    parted = CyclicPoisson.parted
+    parted = CyclicPoisson.partition
 
     class InARow(list):
         def __getitem__(self, k):
@@ -305,7 +305,7 @@ def a_round_that_no_ledger_tells_of(patch):
 
 
 def the_true_size_as_divisor(patch):
-    accumulate, add_to, start = round.PrivateRound.accumulate, GaussianNoise.add_to, round.PrivateRound.start
+    accumulate, add_to, start = round.PrivateRound.add_chunk, GaussianNoise.add_to, round.PrivateRound.begin
 
     def counting(self, loss_of, batch, size):
         self._correlated._gaussian.size += size

@@ -395,7 +395,7 @@ def test_the_noise_is_that_of_the_event(kind, tmp_path):
     for k in range(40):
         (tmp_path / str(k)).mkdir()
         plan, _ = written(tmp_path / str(k), module)
-    (event,) = plan.preparations
+    (event,) = plan.preprocessing
     parts = event.queries if isinstance(event, ParallelQueryEvent) else (event,)
     assert {part.scale for part in parts} == {40.0 * own.S} and event.noise == own.noise
     noise = (torch.stack(seen) - total(own, *records())).flatten()
@@ -501,7 +501,7 @@ def test_the_noise_that_is_solved_for_is_right_by_dp_accounting():
     module = module_of(pca=made("pca", share=0.2), counts=made("laplace_counts", noise_multiplier=30.0))
     plan = make_plan(module, n=6000, q=0.02, steps=300, epsilon=2.0, delta=1e-5)
     directly = pld.PLDAccountant(value_discretization_interval=1e-4)
-    directly.compose(dp_accounting.GaussianDpEvent(plan.preparations[0].scale))
+    directly.compose(dp_accounting.GaussianDpEvent(plan.preprocessing[0].scale))
     directly.compose(dp_accounting.LaplaceDpEvent(30.0))
     one = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(plan.noise_multiplier))
     directly.compose(one, 300)
@@ -528,7 +528,7 @@ def test_a_resumed_training_has_its_preparations_and_does_none_again(tmp_path):
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     again = module_of(pca=made("pca"), counts=made("laplace_counts"))
     fit(tmp_path, again, plan, ckpt=tmp_path / "c.ckpt")
-    prepared, before = again.model.preparations, module.model.preparations
+    prepared, before = again.model.preprocessing, module.model.preprocessing
     assert torch.equal(prepared["pca"].components, before["pca"].components)
     assert torch.equal(prepared["counts"].counts, before["counts"].counts) and prepared["counts"].counts.any()
     assert read_ledger(tmp_path / "l.jsonl") == plan.ledger()
@@ -547,14 +547,14 @@ def test_a_training_resumed_amid_its_preparations_does_the_rest(tmp_path):
 
     plan = make_plan(module_of(pca=made("pca"), counts=made("laplace_counts")), n=N, q=0.2, steps=2, noise_multiplier=1)
     module = module_of(pca=made("pca"), counts=made("laplace_counts"))
-    module.model.preparations["counts"].sums = interrupt
+    module.model.preprocessing["counts"].sums = interrupt
     with pytest.raises(ConfigError, match="no record can be used"):
         fit(tmp_path, module, plan, callbacks=[Saving(tmp_path / "c.ckpt")])
     assert [round_.queries[0].query for round_ in read_ledger(tmp_path / "l.jsonl").rounds] == ["pca"]
     again = module_of(pca=made("pca"), counts=made("laplace_counts"))
     fit(tmp_path, again, plan, ckpt=tmp_path / "c.ckpt")
-    prepared = again.model.preparations
-    assert torch.equal(prepared["pca"].components, module.model.preparations["pca"].components)
+    prepared = again.model.preprocessing
+    assert torch.equal(prepared["pca"].components, module.model.preprocessing["pca"].components)
     assert prepared["counts"].counts.any() and read_ledger(tmp_path / "l.jsonl") == plan.ledger()
 
 
@@ -607,9 +607,9 @@ def test_a_job_prepares_trains_and_keeps_what_takes_raw_inputs(dpexp_job, tmp_pa
     assert "Before the first round: pca: " in (output / "card.md").read_text()
     model = dpexp.load(output)
     x = torch.randn(5, 1, 8, 8)
-    hidden = model.preparations["pca"](model.preparations["standardise"](x))
+    hidden = model.preprocessing["pca"](model.preprocessing["standardise"](x))
     assert hidden.shape == (5, 20) and torch.equal(model(x), model.model(hidden))
-    assert not torch.equal(model.preparations["pca"].components, torch.eye(20, 64))
+    assert not torch.equal(model.preprocessing["pca"].components, torch.eye(20, 64))
     np.save(tmp_path / "x.npy", x.numpy())
     table = predict([str(output), f"data={tmp_path / 'x.npy'}"])
     assert np.allclose(table.iloc[:, 1:], model(x).softmax(1).detach(), atol=1e-6)
@@ -621,7 +621,7 @@ def test_two_trainings_get_different_noise_and_those_with_a_seed_the_same(tmp_pa
         (tmp_path / str(k)).mkdir()
         module = module_of(counts=made("laplace_counts"))
         fit(tmp_path / str(k), module, make_plan(module, n=N, q=0.2, steps=1, noise_multiplier=1.0), noise_seed=seed)
-        counts.append(module.model.preparations["counts"].counts)
+        counts.append(module.model.preprocessing["counts"].counts)
     assert not torch.equal(counts[0], counts[1]) and torch.equal(counts[2], counts[3])
 
 
@@ -634,7 +634,7 @@ def test_the_twin_without_privacy_is_prepared_without_noise(dpexp_job):
 
 def test_averaged_weights_keep_them(dpexp_job):
     output = dpexp_job(*JOB, *QUICK, "callbacks=[ema]")
-    components = dpexp.load(output).preparations["pca"].components
+    components = dpexp.load(output).preprocessing["pca"].components
     assert torch.allclose(components @ components.T, torch.eye(20), atol=1e-4)
 
 
@@ -710,7 +710,7 @@ def test_a_lightning_module_holds_its_own(tmp_path):
     ]
     fit(tmp_path, module, plan)
     assert read_ledger(tmp_path / "l.jsonl") == plan.ledger()
-    assert not torch.equal(module.net.preparations["pca"].components, torch.eye(5, 12))
+    assert not torch.equal(module.net.preprocessing["pca"].components, torch.eye(5, 12))
 
 
 def test_a_new_preparation_is_a_few_lines(tmp_path):
@@ -732,7 +732,7 @@ def test_a_new_preparation_is_a_few_lines(tmp_path):
 
     module = module_of(records=Records(noise_multiplier=0.01))
     written(tmp_path, module)
-    assert module.model.preparations["records"].many.item() == pytest.approx(N, abs=0.1)
+    assert module.model.preprocessing["records"].many.item() == pytest.approx(N, abs=0.1)
 
 
 def test_figures_and_account_tell_rounds_from_what_was_before(tmp_path, capsys):

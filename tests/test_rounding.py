@@ -119,9 +119,9 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
     module = nn.Linear(d, 1, bias=False)
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
     engine = PrivateRound(plan, module, GaussianNoise())
-    engine.start()
+    engine.begin()
     x = torch.full((1, 1, d), value)
-    engine.accumulate(lambda one: 1e6 * module(one).sum(), x, 1)
+    engine.add_chunk(lambda one: 1e6 * module(one).sum(), x, 1)
     reached = exact(engine._sums["weight"]) / S
     assert 1 - 1e-6 < reached <= 1
     dense = DenseGradient(x.view(1, -1).expand(3, -1).contiguous())
@@ -137,8 +137,8 @@ def test_norms_that_underflow(d):
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
     engine = PrivateRound(plan, module, GaussianNoise())
     for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
-        engine.start()
-        engine.accumulate(lambda one, factor=factor: factor * module(one).sum(), torch.full((1, 1, d), value), 1)
+        engine.begin()
+        engine.add_chunk(lambda one, factor=factor: factor * module(one).sum(), torch.full((1, 1, d), value), 1)
         assert exact(engine._sums["weight"]) <= S
     x = torch.full((2, 3, 50), 1e-25)
     true = torch.bmm(torch.full((2, 60, 3), 1e20, dtype=torch.float64), x.double()).flatten(1).norm(dim=1)
@@ -189,6 +189,6 @@ def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
     found = mechanism.exact_norms(enlarged, torch.tensor([0, 2]))
     assert (found.norms >= true[[0, 2]]).all() and (found.norms <= 1.01 * true[[0, 2]]).all()
     total = {"weight": torch.zeros(8, d)}
-    c = clip_factors(group.clip, found.norms, bound, torch.float32).double()
+    c = clip_factors(group.clip_rule, found.norms, bound, torch.float32).double()
     mechanism.add(found, bound, total)
     torch.testing.assert_close(total["weight"].double(), c[0] * expected[0] + c[1] * expected[2], atol=1e-9, rtol=1e-3)

@@ -22,10 +22,10 @@ class Calibratable:
         whole: it is a whole number.
     """
 
-    rising: bool
+    epsilon_rises: bool
     lowest: float
     highest: float
-    whole: bool = False
+    is_integer: bool = False
 
 
 # `q` holds each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4); `q_at_fixed_z`
@@ -34,7 +34,7 @@ CALIBRATABLE = {
     "noise": Calibratable(False, 2.0**-6, 2.0**20),
     "q": Calibratable(False, 2.0**-40, 1.0),
     "q_at_fixed_z": Calibratable(True, 2.0**-40, 1.0),
-    "steps": Calibratable(True, 1, 2**40, whole=True),
+    "steps": Calibratable(True, 1, 2**40, is_integer=True),
     "bound": Calibratable(True, 2.0**-20, 2.0**20),
 }
 
@@ -89,28 +89,28 @@ def solve(
     target.check(accountant)
     facts = CALIBRATABLE[knob]
     low, high = math.log(max(facts.lowest, lowest or 0)), math.log(facts.highest)
-    cheap, dear = (low, high) if facts.rising else (high, low)
+    cheap, dear = (low, high) if facts.epsilon_rises else (high, low)
     search = _Search(
-        lambda value: target.cost(ledger_at(value), accountant), target.most, precision, facts.whole
+        lambda value: target.cost(ledger_at(value), accountant), target.limit, precision, facts.is_integer
     )  # fmt: skip
     if knob == "q":
         found = search.between_neighbours(cheap, dear, math.log(0.75))
     else:
         near, step = min(max(math.log(start), low), high), math.log(4)
         if accountant == "pld" and isinstance(target, Epsilon):
-            rough = _Search(lambda value: target.rough(ledger_at(value)), target.most, 0.01, facts.whole)
+            rough = _Search(lambda value: target.estimate(ledger_at(value)), target.limit, 0.01, facts.is_integer)
             found = rough.around(near, cheap, dear, step)
             near, step = (math.log(found[0]), math.log(1.02)) if found else (near, step)
         found = search.around(near, cheap, dear, step)
     if found is None:
         value, cost = min(search.trace, key=lambda probe: probe[1])
-        best = ", ".join(f"{name}={figure:.4g}" for name, figure in target.spent(cost).items())
+        best = ", ".join(f"{name}={figure:.4g}" for name, figure in target.figures(cost).items())
         raise ConfigError(
             f"{target} cannot be reached by calibrate={knob}: the best is {best}, at {knob}={value:.4g}; ask for more, "
             "or change another knob."
         )
     value, cost = found
-    return Calibration(knob, value, target.name, cost, tuple(target.spent(cost).items()), tuple(search.trace))
+    return Calibration(knob, value, target.name, cost, tuple(target.figures(cost).items()), tuple(search.trace))
 
 
 class _Enough(Exception):

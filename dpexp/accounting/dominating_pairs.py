@@ -58,7 +58,7 @@ class LaplacePair:
         return self
 
     @property
-    def most(self) -> float:
+    def max_loss(self) -> float:
         return self.pure
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = np.inf) -> tuple[int, Array, float]:
@@ -121,7 +121,7 @@ class Pair(Protocol):
         """Q against P."""
 
     @property
-    def most(self) -> float:
+    def max_loss(self) -> float:
         """No loss is larger; infinite if there is no such bound."""
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
@@ -159,7 +159,7 @@ class PoissonPair:
         return PoissonPair(self.z, self.q, 1 - self.a)
 
     @property
-    def most(self) -> float:
+    def max_loss(self) -> float:
         return -math.log1p(-self.q) if self.a == 0 else math.inf
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
@@ -253,7 +253,7 @@ class FixedSizePair:
         return self
 
     @property
-    def most(self) -> float:
+    def max_loss(self) -> float:
         return math.inf
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
@@ -298,8 +298,8 @@ class TruncatedPoissonPair:
         return TruncatedPoissonPair(self.z, self.q, self.n, self.maximum, 1 - self.a)
 
     @property
-    def most(self) -> float:
-        return max(pair.most for _, pair in self._parts())
+    def max_loss(self) -> float:
+        return max(pair.max_loss for _, pair in self._parts())
 
     def _parts(self) -> list[tuple[float, PoissonPair]]:
         others = binom(self.n - 1, self.q)

@@ -146,7 +146,7 @@ class _OneWay:
         self._pairs, self._counts, self._cumulants = pairs, counts, cumulants
         self._rounds = float(counts.sum())
         self._coarse = 2.0 if len(pairs) > _MANY else 1.0
-        self.most = float(counts @ np.array([pair.most for pair in pairs]))
+        self.most = float(counts @ np.array([pair.max_loss for pair in pairs]))
         self._first = lru_cache(_FIRST)(self._first)  # type: ignore[method-assign]
         self._kept: dict[int, _Composed] = {}
 

@@ -267,9 +267,9 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
         check_covered(sampling.policy, ledger.adjacency, accountant)
         for query in round_.queries:
             _check_noise(query, accountant)
-        if round_.one_off is not None:
-            z = 1 / round_.one_off.ratio(ledger.adjacency)
-            counts[Release(z, policy="laplace" if round_.one_off.noise == "laplace" else "poisson")] += count
+        if round_.one_time_query is not None:
+            z = 1 / round_.one_time_query.ratio(ledger.adjacency)
+            counts[Release(z, policy="laplace" if round_.one_time_query.noise == "laplace" else "poisson")] += count
             continue
         check_bands(round_)
         z = round_.noise_multiplier / SENSITIVITY[ledger.adjacency]

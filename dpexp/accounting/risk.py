@@ -101,7 +101,7 @@ class Target(Protocol):
     name: str
 
     @property
-    def most(self) -> float: ...
+    def limit(self) -> float: ...
 
     def check(self, accountant: str) -> None:
         """Raises:
@@ -111,7 +111,7 @@ class Target(Protocol):
     def cost(self, ledger: Ledger, accountant: str) -> float:
         """What the ledger spends."""
 
-    def spent(self, cost: float) -> dict[str, float]:
+    def figures(self, cost: float) -> dict[str, float]:
         """The figures that a cost stands for."""
 
     @property
@@ -121,32 +121,32 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Epsilon:
-    most: float
+    limit: float
     delta: float
     name = "epsilon"
 
     def __str__(self) -> str:
-        return f"privacy.epsilon={self.most:g} at privacy.delta={self.delta:g}"
+        return f"privacy.epsilon={self.limit:g} at privacy.delta={self.delta:g}"
 
     def check(self, accountant: str) -> None:
         check_delta(self.delta)
-        if not (math.isfinite(self.most) and self.most > 0):
-            raise ConfigError(f"privacy.epsilon={self.most} must be a finite number above 0.")
+        if not (math.isfinite(self.limit) and self.limit > 0):
+            raise ConfigError(f"privacy.epsilon={self.limit} must be a finite number above 0.")
 
     def cost(self, ledger: Ledger, accountant: str) -> float:
         return epsilon(ledger, self.delta, accountant)
 
-    def rough(self, ledger: Ledger) -> float:
+    def estimate(self, ledger: Ledger) -> float:
         """Nearly the cost by `pld`, but quick."""
         return estimate(ledger, self.delta)
 
-    def spent(self, cost: float) -> dict[str, float]:
+    def figures(self, cost: float) -> dict[str, float]:
         return {"ε": cost}
 
     @property
     def mu(self) -> float:
         def excess(log_mu: float) -> float:
-            return GaussianMechanism(math.exp(log_mu)).delta(self.most) - self.delta
+            return GaussianMechanism(math.exp(log_mu)).delta(self.limit) - self.delta
 
         return math.exp(brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12))
 
@@ -155,25 +155,25 @@ class Epsilon:
 class MaxAdvantage:
     """The largest TPR - FPR of a test for one record."""
 
-    most: float
+    limit: float
     name = "advantage"
 
     def __str__(self) -> str:
-        return f"privacy.advantage={self.most:g}"
+        return f"privacy.advantage={self.limit:g}"
 
     def check(self, accountant: str) -> None:
-        check_advantage(self.most)
+        check_advantage(self.limit)
         check_bound(str(self), accountant)
 
     def cost(self, ledger: Ledger, accountant: str) -> float:
         return largest_advantage(ledger, accountant)
 
-    def spent(self, cost: float) -> dict[str, float]:
+    def figures(self, cost: float) -> dict[str, float]:
         return {"advantage": cost}
 
     @property
     def mu(self) -> float:
-        return 2 * float(ndtri((1 + self.most) / 2))
+        return 2 * float(ndtri((1 + self.limit) / 2))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class MaxTpr:
 
     rates: Mapping[float, float]
     name = "tpr"
-    most = 1.0
+    limit = 1.0
 
     def __str__(self) -> str:
         return f"privacy.tpr={{{', '.join(f'{fpr:g}: {tpr:g}' for fpr, tpr in self.rates.items())}}}"
@@ -194,7 +194,7 @@ class MaxTpr:
     def cost(self, ledger: Ledger, accountant: str) -> float:
         return max((largest_tpr(ledger, fpr, accountant) - fpr) / (tpr - fpr) for fpr, tpr in self.rates.items())
 
-    def spent(self, cost: float) -> dict[str, float]:
+    def figures(self, cost: float) -> dict[str, float]:
         return {f"TPR at FPR {fpr:g}": min(fpr + cost * (tpr - fpr), 1.0) for fpr, tpr in self.rates.items()}
 
     @property

@@ -90,9 +90,9 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
         if charge.ledger is None:
             rounds, cost = "?", "unknown"
         else:
-            rounds = str(charge.ledger.trained)
+            rounds = str(charge.ledger.training_rounds)
             cost = up(epsilon(charge.ledger, delta, cfg.accountant), 4) if charge.ledger.rounds else "0"
-            cost = f"unknown, at most {cost}" if charge.lost else cost
+            cost = f"unknown, at most {cost}" if charge.ledger_missing else cost
         matter = [f"({charge.note})"] if charge.note else []
         facts = [
             charge.run_id,
@@ -105,7 +105,7 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
         ]
         console.print(escape("  ".join(fact for fact in facts if fact)), soft_wrap=True, highlight=False)
     for charge in charges:
-        if charge.lost:
+        if charge.ledger_missing:
             console.print(
                 f"[bold red]What {escape(charge.name)} spent is unknown[/]: {escape(charge.note)}.", soft_wrap=True
             )
@@ -123,7 +123,7 @@ def spent(arguments: Sequence[str]) -> dict[str, float]:
     unknown = sum(charge.ledger is None or charge.exposed is not None for charge in charges)
     composed = epsilon(joined(known), delta, cfg.accountant) if known else 0.0
     found = {"composed": composed, "unknown": float(unknown)}
-    lost = any(charge.lost for charge in charges)
+    lost = any(charge.ledger_missing for charge in charges)
     more = f"at most {up(composed, 4)}" if lost else up(composed, 4)
     if unknown:
         more = f"more than {up(composed, 4)}, by an amount that nobody knows"
@@ -317,7 +317,7 @@ def _accountants(cfg: Options, ledger: Ledger) -> list[str]:
 
 def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
     for source in sources:
-        if source.ledger.truncated:
+        if source.ledger.incomplete:
             console.print(
                 f"[bold red]The ledger of {escape(source.name)} ends early[/], after {len(source.ledger)} rounds: "
                 f"{escape(early(source.ledger))}."
@@ -325,12 +325,14 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
         elif source.ledger.untold is not None:
             console.print(f"{escape(source.name)}: {escape(source.ledger.untold)}.", soft_wrap=True)
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
-    distinct = sum(round_.one_off is None for round_ in ledger.rounds)
+    distinct = sum(round_.one_time_query is None for round_ in ledger.rounds)
     kinds = f"{distinct} distinct" if distinct > 1 else "all alike"
-    once = len(ledger) - ledger.trained
+    once = len(ledger) - ledger.training_rounds
     before = f", {once} release{'s' * (once > 1)} before training" if once else ""
     of = f" of a {ledger.unit}" if ledger.record else ""
-    console.print(f"{runs}{ledger.trained} rounds ({kinds}){before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}")
+    console.print(
+        f"{runs}{ledger.training_rounds} rounds ({kinds}){before}, adjacency {ledger.adjacency}{of}, δ = {up(at, 4)}"
+    )
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
         also = [up(delta(ledger, e, name), 4)] if e is not None else []

@@ -61,7 +61,7 @@ def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The same at some noise or other, which takes no time: whether all but the noise makes sense."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preparation in preprocessing_of(module).values():
-        preparation.share, preparation.noise_multiplier = None, 1.0
+        preparation.budget_share, preparation.noise_multiplier = None, 1.0
     kind = noise_of(cfg)
     if isinstance(kind, Banded) and kind.bands == AUTO:
         kind = replace(kind, bands=1)
@@ -112,7 +112,7 @@ def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
     if not isinstance(mechanism, Joint) or not same_as_separate(plan, bound, isinstance(allocation, Explicit)):
         return ""
     same = "mechanism=joint is mechanism=separate here"
-    groups = [group.vectors for group in plan.groups if not group.is_of_values]
+    groups = [group.vectors for group in plan.groups if not group.is_metric]
     if all(len(vectors) == 1 for vectors in groups):
         return f"{same}, since each group is one vector; in larger ones bound=dimension or bound=adaptive differ."
     options = ["bound=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
@@ -146,7 +146,7 @@ def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
     Raises:
         ConfigError: one that is asked for does not compose a preparation.
     """
-    before = Ledger(plan.adjacency, {round_: 1 for round_ in plan.ledger().rounds if round_.one_off is not None})
+    before = Ledger(plan.adjacency, {round_: 1 for round_ in plan.ledger().rounds if round_.one_time_query is not None})
     if "all" not in cfg.accountant.names:
         for name in cfg.accountant.names:
             releases(before, name)
@@ -274,7 +274,7 @@ def _prepared(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
         modes = {layer: layer.training for layer in model.modules()}
         try:
             with torch.no_grad():
-                for name, preparation in prepared.preparations.items():
+                for name, preparation in prepared.preprocessing.items():
                     x = _through(name, preparation, x)
                 model.eval()(x)
         except ConfigError:

@@ -72,7 +72,7 @@ def result_of(
     seconds: float,
 ) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "private": is_private(cfg) and (ledger is None or ledger.exposed is None),
+        "private": is_private(cfg) and (ledger is None or ledger.not_private_reason is None),
         "trained": cfg.train,
         "rounds": rounds,
         "metrics": metrics,
@@ -84,7 +84,7 @@ def result_of(
             "delta": cfg.privacy.delta,
             "risk": risk(ledger, reported(cfg)).figures(),
             "adjacency": plan.adjacency,
-            "unit": str(plan.record),
+            "unit": str(plan.privacy_unit),
             "noise_multiplier": plan.noise_multiplier,
             "q": plan.sampling.q,
             "n": plan.n,

@@ -89,7 +89,7 @@ def _documents(trials: DataFrame, uri: str) -> Documents:
             accountants = claimable(ledger)
             reported = run["accountant"] if run["accountant"] in accountants else accountants[0]
             spent[run["run_id"]] = (ledger, run["delta"], reported)
-            if ledger.truncated:
+            if ledger.incomplete:
                 notes.append(f"The ledger of {run['name']} ({run['run_id']}) ends early, after {len(ledger)} rounds.")
         except (ValueError, KeyError, TypeError) as error:  # a document from elsewhere
             notes.append(f"Left out: {run['name']} ({run['run_id']}): {error}")

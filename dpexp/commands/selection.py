@@ -53,7 +53,7 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
         sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
     try:
         costs["all_composed"] = epsilon(joined(list(every.values())), delta)
-        early = sum(ledger.truncated for ledger in every.values())
+        early = sum(ledger.incomplete for ledger in every.values())
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
         begun += f", {early} with a ledger that ends early" if early else ""
         sentences.append(

@@ -213,7 +213,7 @@ def _at_its_end(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledg
     own, audits = plan.ledger(), audit_trainings(cfg)
     if cfg.checkpoint.resume:
         before = ledger_so_far(output / "ledger.jsonl")
-        own = replace(joined([before, plan.ledger(completed(output / CHECKPOINT))]), truncated=False)
+        own = replace(joined([before, plan.ledger(completed(output / CHECKPOINT))]), incomplete=False)
     return joined([*([own] if cfg.train or not audits else []), *[plan.ledger()] * audits])
 
 
@@ -250,14 +250,14 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     try:
         with (
             room_for(bare(module), output / RESERVED),
-            begun(output, lambda: released[0].begun) if named else nullcontext(),
+            begun(output, lambda: released[0].ledger_opened) if named else nullcontext(),
         ):
             trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     except (KeyboardInterrupt, SystemExit):
         terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
     except OSError:
-        if released and released[0].begun:
+        if released and released[0].ledger_opened:
             terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
     except (MisconfigurationException, RuntimeError, ValueError) as error:
@@ -303,7 +303,7 @@ def _released(estimates: MetricEstimates, output: Path) -> dict[str, dict[str, f
     from dpexp.reporting.run_figures import values_over_rounds
 
     _save(values_over_rounds(estimates), output / "released.png")
-    smoothed = {name: estimates.smoothed(name) for name in estimates.history}
+    smoothed = {name: estimates.moving_average(name) for name in estimates.history}
     return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 
 
@@ -370,8 +370,8 @@ def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.
 
 def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path) -> dict[str, Any]:
     """What preparations tell, and counts of classes as a figure."""
-    told = {name: numbers for name, found in preprocessing_of(module).items() if (numbers := found.told())}
-    parts = [event for event in plan.preparations if isinstance(event, ParallelQueryEvent)] if plan else []
+    told = {name: numbers for name, found in preprocessing_of(module).items() if (numbers := found.released_values())}
+    parts = [event for event in plan.preprocessing if isinstance(event, ParallelQueryEvent)] if plan else []
     for name, numbers in told.items():
         event = next((event for event in parts if event.query == name), None)
         _save(counts(numbers, event, name), output / f"{name}.png")

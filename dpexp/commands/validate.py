@@ -147,7 +147,7 @@ def _check_class_weights(cfg: DictConfig) -> None:
     key, classes = f"data.class_weights={weights}", cfg.data.classes
     if classes is None:
         raise ConfigError(f"{key} needs data that has classes, and data.classes is null; set data.class_weights=null.")
-    if cfg.privacy.enabled and record_of(cfg).local is not None:
+    if cfg.privacy.enabled and record_of(cfg).local_training is not None:
         raise ConfigError(
             f"{key} weighs a record's gradient, and with record.local a user has many, clipped together; set "
             "data.class_weights=null, or record.local=null."
@@ -219,7 +219,7 @@ def _check_mislabelled(cfg: DictConfig) -> None:
             f"{record_of(cfg)}; choose audit=dirac."
         )
     policy, adjacency = cfg.sampling.policy, cfg.privacy.adjacency
-    if cfg.privacy.enabled and POLICIES[policy].relies_on_n and claimed(policy, adjacency) == "replace_null":
+    if cfg.privacy.enabled and POLICIES[policy].needs_exact_n and claimed(policy, adjacency) == "replace_null":
         raise ConfigError(
             f"audit=mislabelled has no null record to put where a canary is left out, which is what sampling={policy} "
             "with adjacency=replace_null compares with; choose sampling=poisson, or audit=dirac."
@@ -239,7 +239,7 @@ def _check_accountants(names: list[str]) -> None:
 def _check_privacy(cfg: DictConfig) -> None:
     asked, privacy, kinds = cfg.sampling, cfg.privacy, OmegaConf.to_container(cfg.schedule, resolve=True)
     record, users = record_of(cfg), OmegaConf.select(cfg, "data.users")
-    records = record.count(cfg.data.n, users) if privacy.enabled else None
+    records = record.num_records(cfg.data.n, users) if privacy.enabled else None
     parts = asked.get("parts")  # which older configurations have not
     policy, rounds = sampled(
         cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs, records,

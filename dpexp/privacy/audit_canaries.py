@@ -69,7 +69,7 @@ def unsampled(plan: PrivacyPlan) -> PrivacyPlan:
     policy: Policy = FullBatch()
     rounds = min(max(math.ceil(4 * plan.noise_multiplier**2), 4), 64)
     if isinstance(plan.sampling, CyclicPoisson):
-        parts = plan.sampling.parts
+        parts = plan.sampling.partitions
         policy, rounds = replace(plan.sampling, q=1 / parts), parts * max(1, min(4, plan.rounds // parts))
     return replace(plan, sampling=policy, rounds=rounds, schedule=replace(plan.schedule, q=CONSTANT))
 
@@ -104,7 +104,7 @@ class Canaries(pl.Callback):
         stream: KeyStream | None,
         reader: "Attack | Contributions",
     ) -> None:
-        self.replacing = plan.sampling.relies_on_n
+        self.replacing = plan.sampling.needs_exact_n
         self.count = min(count, plan.n) if self.replacing else count
         self.included = np.ones(self.count, dtype=np.bool_)
         if stream is not None:
@@ -125,9 +125,11 @@ class Canaries(pl.Callback):
             )
             groups.append(replace(group, vectors=vectors))
         module.add_module(_TABLES, self._tables)
-        self.plan = replace(plan, groups=tuple(groups), preparations=())  # which canaries, having no input, are not in
-        self._record, local = plan.record, plan.record.local
-        self._reach = local.lr * len(local.batches(plan.record.largest)) if local else 1.0  # of a user who trains
+        self.plan = replace(plan, groups=tuple(groups), preprocessing=())  # which canaries, having no input, are not in
+        self._record, local = plan.privacy_unit, plan.privacy_unit.local_training
+        self._reach = (
+            local.lr * len(local.batches(plan.privacy_unit.max_examples_in_round)) if local else 1.0
+        )  # of a user who trains
         self._round = 0
         self._turns = plan.sampling.event(plan.n, 0).parts or 1
         if self._turns > plan.rounds:
@@ -187,24 +189,26 @@ class Canaries(pl.Callback):
     def _records(self, dataset: Any) -> Dataset:
         """The user's records, as many as are kept, and then canaries: a user of its own, or a unit of equal examples.
         Where canaries take places, it is those of the last records."""
-        record, examples = self._record, self._record.largest
+        record, examples = self._record, self._record.max_examples_in_round
         values = [1.0 if included else self.absent for included in self.included]
         canaries = [(torch.zeros(()), i, value) for i, value in enumerate(values) if value is not None]
-        if isinstance(record, User) and record.by is None:
+        if isinstance(record, User) and record.user_attribute is None:
             own = _Own(dataset, range(self._kept(len(dataset))), lists=True)
             return ConcatDataset([own, [[canary] * examples for canary in canaries]])  # type: ignore[list-item]
         added = [canary for canary in canaries for _ in range(examples)]
         if not isinstance(record, User):
             kept = self._kept(len(dataset) // examples) * examples  # a last unit may be shorter
             return ConcatDataset([_Own(dataset, range(kept)), added])  # type: ignore[list-item]
-        of = [int(user) for user in getattr(dataset, str(record.by))]
+        of = [int(user) for user in getattr(dataset, str(record.user_attribute))]
         users = [*dict.fromkeys(of)]
         staying = {*users[: self._kept(len(users))]}
         positions = [position for position, user in enumerate(of) if user in staying]
         found: Dataset = ConcatDataset([_Own(dataset, positions), added])  # type: ignore[list-item]
         first = max(users, default=0) + 1
         setattr(
-            found, str(record.by), [of[position] for position in positions] + [first + which for _, which, _ in added]
+            found,
+            str(record.user_attribute),
+            [of[position] for position in positions] + [first + which for _, which, _ in added],
         )
         return found
 
@@ -237,7 +241,7 @@ def _length(group: Group) -> float:
     """LENGTH, if the group's clip rule lets such a canary contribute all but the most, or else the length that
     contributes the most. Norms count as 0.1 % longer, since they are never taken for too small."""
     lengths = _LENGTHS * group.S
-    contributed = (clip_rule_factors(group.clip, 1.001 * lengths, torch.tensor(group.S).double()) * lengths).clamp(
+    contributed = (clip_rule_factors(group.clip_rule, 1.001 * lengths, torch.tensor(group.S).double()) * lengths).clamp(
         max=group.S
     )
     return float(lengths[0 if contributed[0] >= 0.98 * contributed.max() else contributed.argmax()])

@@ -82,13 +82,13 @@ class PrivacyCallback(pl.Callback):
         self.plan = plan
         self.ledger_path = Path(ledger)
         self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
-        self.physical_batch = physical_batch
+        self.max_physical_batch_size = physical_batch
         self.compile, self.compiling = compile, ""  # whether; and why, once that is known
         self.unsafe_diagnostics = unsafe_diagnostics
         self.estimates = MetricEstimates()
         self.signals = GradientSignal()
-        self.bounds = AdaptiveState(plan.following) if plan.following else None
-        self.completed = 0
+        self.adaptive_state = AdaptiveState(plan.adaptive) if plan.adaptive else None
+        self.rounds_done = 0
         self._noise_seed = noise_seed
         self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
         self._rounds_undone = 0  # rounds in the ledger that the checkpoint resumed from does not know
@@ -110,13 +110,13 @@ class PrivacyCallback(pl.Callback):
         self._engine: PrivateRound | None = None
 
     @property
-    def now(self) -> PrivacyPlan:
+    def current_plan(self) -> PrivacyPlan:
         """The plan of the round that is under way, or comes next."""
-        plan = self.plan.at(self.completed)
-        return self.bounds.now(plan) if self.bounds else plan
+        plan = self.plan.at_round(self.rounds_done)
+        return self.adaptive_state.apply(plan) if self.adaptive_state else plan
 
     @property
-    def begun(self) -> bool:
+    def ledger_opened(self) -> bool:
         """Whether a ledger was opened."""
         return self._ledger is not None
 
@@ -134,9 +134,9 @@ class PrivacyCallback(pl.Callback):
         self._processes = processes = Processes.of(trainer)
         sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
         resume = trainer.ckpt_path is not None
-        at_once = self.physical_batch or first_batch(pl_module.device)
-        self._fitted = self.physical_batch is not None or pl_module.device.type != "cuda"
-        with processes.together():
+        at_once = self.max_physical_batch_size or first_batch(pl_module.device)
+        self._fitted = self.max_physical_batch_size is not None or pl_module.device.type != "cuda"
+        with processes.fail_together():
             unsupported.refuse_settings(trainer, pl_module, self.plan.rounds)
             if self.unsafe_diagnostics:
                 processes.refuse_several_processes("diagnostics=unsafe shows one process's records")
@@ -146,33 +146,33 @@ class PrivacyCallback(pl.Callback):
             loader = training_loader(trainer)
             rounds = RoundLoader(loader, self.plan, at_once, sampling, randomness, processes, dealing)
             self._engine = PrivateRound(
-                self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.bounds, processes,
-                max(1, at_once // self.plan.record.largest), rounds.training_data.memory,
-                self.compile if self.compile is not None or processes.alone else False,
+                self.plan, pl_module, GaussianNoise(noise), self.unsafe_diagnostics, self.adaptive_state, processes,
+                max(1, at_once // self.plan.privacy_unit.max_examples_in_round), rounds.training_data.memory,
+                self.compile if self.compile is not None or processes.is_single else False,
             )  # fmt: skip
             if resume and self._position is None:
                 raise ConfigError(unsupported.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
-        processes.same(plan=digest_of_plan(self.plan), records=rounds.digest)
+        processes.assert_equal(plan=digest_of_plan(self.plan), records=rounds.digest)
         about = (
             self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._exposed(),
-            self.plan.record.told(),
+            self.plan.privacy_unit.to_header(),
         )  # fmt: skip
         self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *about))
-        begun = self._ledger.ledger.trained
-        self._rounds_undone = begun - self.completed
+        begun = self._ledger.ledger.training_rounds
+        self._rounds_undone = begun - self.rounds_done
         if self.readings:
-            self.readings.begin(self._ledger.ledger, self.completed)
+            self.readings.begin(self._ledger.ledger, self.rounds_done)
         if self._noise_seed is not None:
-            own = "randomness" if processes.first else f"randomness of process {processes.rank}"
+            own = "randomness" if processes.is_main else f"randomness of process {processes.rank}"
             for purpose, stream in zip(("sampling", "dealing", "noise", own), streams, strict=True):
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
         processes.share(sampling)
         processes.share(dealing)
-        if self.plan.preparations:
+        if self.plan.preprocessing:
             self._preparing = prepare(
                 pl_module, self.plan, loader, at_once, self._ledger, noise, randomness, self._prepared, processes
             )
-        self._rounds, rounds.sampler.completed = rounds, self.completed
+        self._rounds, rounds.sampler.completed = rounds, self.rounds_done
         replace_training_loader(trainer, rounds)
 
     def _exposed(self) -> str | None:
@@ -184,19 +184,19 @@ class PrivacyCallback(pl.Callback):
         self._validated = {*trainer.callback_metrics}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with self._processes.together():
+        with self._processes.fail_together():
             unsupported.refuse_optimizers(trainer, pl_module)
         for _ in self._preparing:
             self._prepared += 1
         muted_logging.mute(pl_module, self._logged)
-        trainer.should_stop = trainer.should_stop or self.completed >= self.plan.rounds
+        trainer.should_stop = trainer.should_stop or self.rounds_done >= self.plan.rounds
 
     # One round
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.completed >= self.plan.rounds:
+        if self.rounds_done >= self.plan.rounds:
             raise ConfigError(f"the plan's {self.plan.rounds} rounds are spent; training beyond them is refused.")
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
@@ -212,9 +212,9 @@ class PrivacyCallback(pl.Callback):
     ) -> None:
         assert self._ledger and self._engine
         released = self._engine.release(self._ledger)
-        self._metrics = self.estimates.add(self._engine.now, self.completed + 1, released)
-        self.signals.add(self._engine.now, self.completed + 1, released)
-        if self.bounds:
+        self._metrics = self.estimates.add(self._engine.current_plan, self.rounds_done + 1, released)
+        self.signals.add(self._engine.current_plan, self.rounds_done + 1, released)
+        if self.adaptive_state:
             self._counts = released[value_key(UNCLIPPED)]
         for layer in self._normalizing:
             if (key := value_key(str(layer.given_as))) in released:
@@ -229,19 +229,21 @@ class PrivacyCallback(pl.Callback):
         assert self._rounds and self._engine
         if not self._released:
             raise ConfigError(
-                f"round {self.completed} released no average, because the optimizer did not step through Lightning's "
+                f"round {self.rounds_done} released no average, because the optimizer did not step through Lightning's "
                 "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
             )
-        if self.bounds:
+        if self.adaptive_state:
             history = self.estimates.history
-            self._metrics |= self.bounds.follow(self._engine.now, self._counts, self.completed + 1, history)
-        self.completed = self._rounds.sampler.completed = self.completed + 1
-        done = self.completed >= self.plan.rounds
-        if self.readings and self.readings.due(self.completed):
+            self._metrics |= self.adaptive_state.move(
+                self._engine.current_plan, self._counts, self.rounds_done + 1, history
+            )
+        self.rounds_done = self._rounds.sampler.completed = self.rounds_done + 1
+        done = self.rounds_done >= self.plan.rounds
+        if self.readings and self.readings.due(self.rounds_done):
             self._read_epsilon(trainer)
             muted_logging.log_although_mute(pl_module, "epsilon", self.readings.shown, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
-            logger.log_metrics(self._metrics, step=self.completed)
+            logger.log_metrics(self._metrics, step=self.rounds_done)
         for name, value in self._metrics.items():
             if name.endswith("_smooth"):
                 muted_logging.log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
@@ -257,14 +259,14 @@ class PrivacyCallback(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         muted_logging.mute(pl_module, self._logged)
-        if self.readings and self.completed != self.readings.read_at:
+        if self.readings and self.rounds_done != self.readings.read_at:
             self._read_epsilon(trainer)
 
     def _read_epsilon(self, trainer: pl.Trainer) -> None:
         assert self._ledger and self.readings
-        self.readings.read(self._ledger.ledger, self.completed)
+        self.readings.read(self._ledger.ledger, self.rounds_done)
         for logger in trainer.loggers:
-            logger.log_metrics({"epsilon": self.readings.epsilon}, step=self.completed)
+            logger.log_metrics({"epsilon": self.readings.epsilon}, step=self.rounds_done)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         give_back(trainer)
@@ -277,19 +279,19 @@ class PrivacyCallback(pl.Callback):
         if self._ledger is not None:
             self._ledger.sync()  # no checkpoint may outlive the rounds that it knows of
         position = self._ledger.position if self._ledger is not None else self._position
-        factors = self.bounds.factors if self.bounds else []
+        factors = self.adaptive_state.multipliers if self.adaptive_state else []
         return {
-            "completed": self.completed, "prepared": self._prepared, "ledger": position, "bounds": factors,
+            "completed": self.rounds_done, "prepared": self._prepared, "ledger": position, "bounds": factors,
             "values": self.estimates.history, "signals": self.signals.history, "compiled": self.compile,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.completed, self._position = state_dict["completed"], state_dict.get("ledger")
-        self._prepared = state_dict.get("prepared", len(self.plan.preparations))
+        self.rounds_done, self._position = state_dict["completed"], state_dict.get("ledger")
+        self._prepared = state_dict.get("prepared", len(self.plan.preprocessing))
         self.estimates = MetricEstimates(state_dict.get("values"))
         self.signals = GradientSignal(state_dict.get("signals"))
-        if self.bounds:
-            self.bounds.restore(state_dict.get("bounds", []))
+        if self.adaptive_state:
+            self.adaptive_state.restore(state_dict.get("bounds", []))
         if self.compile is None:
             self.compile = state_dict.get("compiled")
         self._ledger = None
@@ -310,7 +312,7 @@ class PrivacyCallback(pl.Callback):
             engine_step, rounds, step = self._engine.step, self._rounds, 0
             with (
                 self._noting_state(),
-                self._processes.together(),
+                self._processes.fail_together(),
                 muted_logging.nothing_collected(),
                 muted_logging.nothing_logged(trainer),
             ):
@@ -333,16 +335,16 @@ class PrivacyCallback(pl.Callback):
                     step = engine_step.digest
                     self.compile, self.compiling = engine_step.compiling.decided, engine_step.compiling.reason
                 else:
-                    engine_step.trace_again(loss_of, self.completed, epoch_begins=bool(args) and args[0] == 0)
+                    engine_step.trace_again(loss_of, self.rounds_done, epoch_begins=bool(args) and args[0] == 0)
                 draws = engine_step.mode != TRACED or engine_step.is_random or not rounds.only_rows
                 with own_randomness(pl_module.device, rounds.randomness) if draws else nullcontext():
                     sample = self._process_sample(pl_module, loss_of)
                     self._engine.check_state()
-            with self._noting_state(), self._processes.together():
-                self._engine.finish()
-            if not self._processes.alone:
-                now = digest_of_plan(self._engine.now)
-                self._processes.same(plan=now, step=step, sample=sample, weights=digest_of_weights(pl_module))
+            with self._noting_state(), self._processes.fail_together():
+                self._engine.end()
+            if not self._processes.is_single:
+                now = digest_of_plan(self._engine.current_plan)
+                self._processes.assert_equal(plan=now, step=step, sample=sample, weights=digest_of_weights(pl_module))
             return torch.zeros((), device=pl_module.device, requires_grad=True)
 
         self._until_closed.enter_context(patch.object(pl_module, "training_step", private_step))
@@ -353,7 +355,7 @@ class PrivacyCallback(pl.Callback):
         try:
             yield
         except StateFound as found:
-            if self.completed and self._ledger is not None:
+            if self.rounds_done and self._ledger is not None:
                 since = f"the bound may not have held since round {found.last_clean_round + 1}"
                 self._ledger.not_private(f"{since} ({found})")
             raise
@@ -365,19 +367,19 @@ class PrivacyCallback(pl.Callback):
         for chunk, parts in self._rounds.sample(pl_module.device, engine.step.versions):
             if chunk.first:
                 epoch = chunk.epoch + self._rounds_undone
-                self._ledger.sample(self.plan.at(self.completed).sampling.event(self.plan.n, epoch))
-                engine.start(self.completed)
+                self._ledger.sample(self.plan.at_round(self.rounds_done).sampling.event(self.plan.n, epoch))
+                engine.begin(self.rounds_done)
             for records in parts:
                 if isinstance(records, FailedRecord):
-                    engine.fail(1, records.reason)
+                    engine.skip(1, records.reason)
                     continue
                 try:
                     records = records.to(pl_module.device)
                 except Exception as error:
-                    engine.fail(records.size, error)
+                    engine.skip(records.size, error)
                 else:
                     with muted_logging.signals_wait(pl_module.trainer):
-                        engine.accumulate(loss_of, records.batch, records.size)
+                        engine.add_chunk(loss_of, records.batch, records.size)
         return chunk.digest
 
     def _close(self, pl_module: pl.LightningModule) -> None:

@@ -31,11 +31,11 @@ class IntegerSums(ClippedSums):
             if not members:
                 continue
             vectors = torch.cat(
-                [DenseGradient(use.dense()).flat().cpu().double() / alpha for alpha, _, use in members], 1
+                [DenseGradient(use.materialize()).flat().cpu().double() / alpha for alpha, _, use in members], 1
             )
             found = outputs[f"norm:{group.name}"] = norms(vectors)
-            c = clip_rule_factors(group.clip, found, torch.tensor(group.S).double())
-            c = c if weights is None or group.is_of_values else c * weights.cpu()
+            c = clip_rule_factors(group.clip_rule, found, torch.tensor(group.S).double())
+            c = c if weights is None or group.is_metric else c * weights.cpu()
             whole = group.lattice.rounded(vectors, found, c)
             sizes = [sums[name].numel() for _, name, _ in members]
             for (_, name, _), part in zip(members, whole.split(sizes, 1), strict=True):

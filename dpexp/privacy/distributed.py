@@ -59,27 +59,27 @@ class Processes:
         return cls(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this one writes the ledger and adds the noise."""
         return self.rank == 0
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.count == 1
 
     def refuse_several_processes(self, why: str) -> None:
         """Raises ConfigError: there are several, where that is of no use."""
-        if not self.alone:
+        if not self.is_single:
             raise ConfigError(f"{why}, and there are {self.count}; train in one.")
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """What goes wrong in one process meanwhile ends all of them.
 
         Raises:
             ConfigError: of another process, with what it says.
         """
-        if self.alone:
+        if self.is_single:
             yield
             return
         wrong: Exception | None = None
@@ -103,14 +103,14 @@ class Processes:
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """The whole numbers of each process, of 64 bits."""
         own = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device=self._device)
-        if self.alone:
+        if self.is_single:
             return [own.tolist()]
         every = [torch.empty_like(own) for _ in range(self.count)]
         with _lost():
             dist.all_gather(every, own)
         return torch.stack(every).tolist()
 
-    def same(self, **digests: int) -> None:
+    def assert_equal(self, **digests: int) -> None:
         """
         Raises:
             ConfigError: a number is not the same in all processes.
@@ -120,31 +120,31 @@ class Processes:
             if len({numbers[k] for numbers in every}) > 1:
                 raise ConfigError(_DIFFER[what])
 
-    def told(self, what: Any = None) -> Any:
+    def broadcast_object(self, what: Any = None) -> Any:
         """What the first process tells the others; it has to be small."""
         box = [what]
-        if not self.alone:
+        if not self.is_single:
             with _lost():
                 dist.broadcast_object_list(box, 0, device=self._device)
         return box[0]
 
     def share(self, stream: KeyStream) -> None:
         """Gives all processes the first one's key, from memory to memory."""
-        stream.key = self.told(stream.key)
+        stream.key = self.broadcast_object(stream.key)
 
-    def add_up(self, sums: Mapping[str, Tensor]) -> None:
+    def reduce_to_main(self, sums: Mapping[str, Tensor]) -> None:
         """Adds the other processes' parts to the first one's tensors, which alone is sent them: a reduction would pass
         sums of several through the others."""
-        if not self.alone:
+        if not self.is_single:
             self._in_turn([*sums.values()], self._gather)
 
-    def hand_out(self, released: Mapping[str, Tensor]) -> None:
+    def broadcast(self, released: Mapping[str, Tensor]) -> None:
         """Gives all processes what the first one's tensors hold."""
-        if not self.alone:
+        if not self.is_single:
             self._in_turn([*released.values()], lambda flat: dist.broadcast(flat, 0))
 
     def _gather(self, flat: Tensor) -> None:
-        every = [torch.empty_like(flat) for _ in range(self.count)] if self.first else None
+        every = [torch.empty_like(flat) for _ in range(self.count)] if self.is_main else None
         dist.gather(flat, every, 0)
         for other in (every or [])[1:]:
             flat += other
@@ -277,7 +277,7 @@ def take_over(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     def configure() -> None:
         processes = Processes.of(trainer)
         kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        processes.hand_out({name: tensor.detach() for name, tensor in kept.items()})
+        processes.broadcast({name: tensor.detach() for name, tensor in kept.items()})
 
     strategy.configure_ddp = configure  # type: ignore[method-assign]
 
@@ -305,18 +305,18 @@ class SharedLedger:
     def __init__(self, processes: Processes, begin: Callable[[], LedgerWriter]) -> None:
         self._processes = processes
         self._writer: LedgerWriter | None = None
-        with processes.together():
-            if processes.first:
+        with processes.fail_together():
+            if processes.is_main:
                 self._writer = begin()
-        found: Ledger = processes.told(self._writer.ledger if self._writer else None)
-        self._adjacency, self._counts, self._exposed = found.adjacency, Counter(found.rounds), found.exposed
+        found: Ledger = processes.broadcast_object(self._writer.ledger if self._writer else None)
+        self._adjacency, self._counts, self._exposed = found.adjacency, Counter(found.rounds), found.not_private_reason
         self._sampling: SamplingEvent | None = None
         self._queries: list[Query] = []
 
     @property
     def ledger(self) -> Ledger:
         """What has been committed so far."""
-        return Ledger(self._adjacency, dict(self._counts), exposed=self._exposed)
+        return Ledger(self._adjacency, dict(self._counts), not_private_reason=self._exposed)
 
     @property
     def position(self) -> dict[str, Any] | None:
@@ -339,7 +339,7 @@ class SharedLedger:
         Raises:
             ConfigError: it is not, in every process.
         """
-        with self._processes.together():
+        with self._processes.fail_together():
             if self._writer:
                 self._writer.commit()
         if self._sampling is None:
@@ -363,4 +363,4 @@ class SharedLedger:
 
 
 def ledger_of(processes: Processes, begin: Callable[[], LedgerWriter]) -> LedgerWriter | SharedLedger:
-    return begin() if processes.alone else SharedLedger(processes, begin)
+    return begin() if processes.is_single else SharedLedger(processes, begin)

@@ -116,7 +116,7 @@ def _check_loss_of_a_batch(
             return
         raise ConfigError(f"model: training_step fails for a record by itself ({why(error)})") from None
     names = [name for name, p in module.named_parameters() if p.requires_grad]
-    unreached = [name for name in names if name not in alone or not bool(alone[name].dense().any())]
+    unreached = [name for name in names if name not in alone or not bool(alone[name].materialize().any())]
     if len(unreached) == len(names) and (mixed or by_label):
         raise ConfigError(_NONE_ALONE)
     said = weighed is not None or WEIGHT in alone

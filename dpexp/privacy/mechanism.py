@@ -119,7 +119,7 @@ class GroupMechanism:
             totals = [sums[name] for name in part.names]
             dtype = totals[0].dtype
             if dtype not in factors:
-                c = clip_factors(self.group.clip, found.norms, S, dtype, found.weights)
+                c = clip_factors(self.group.clip_rule, found.norms, S, dtype, found.weights)
                 factors[dtype] = c if counted is None else torch.where(counted, c, 0)
             c = factors[dtype].double() if found.in_float64 else factors[dtype]
             if len(totals) == 1 and not found.in_float64:
@@ -132,7 +132,7 @@ class GroupMechanism:
                 total.view(-1).add_(share)
 
     def _doubtful(self, parts: list[Part], squares: Tensor, norms: Tensor, S: Tensor) -> Tensor | None:
-        given = [(part.gradient.allowance, part.alpha) for part in parts]
+        given = [(part.gradient.rounding_allowance, part.alpha) for part in parts]
         allowed = {i: _over(own, alpha, 1) for i, (own, alpha) in enumerate(given) if own is not None}
         if not allowed:
             return None
@@ -140,8 +140,8 @@ class GroupMechanism:
         share = torch.where(norms.isfinite(), _loose(allowances / norms).nan_to_num(0), 0)
         index = torch.tensor([*allowed], device=norms.device)
         least = squares.index_copy(0, index, (squares[index].sqrt() - allowances).clamp(min=0).square())
-        moved = clip_rule_factors(self.group.clip, norms, S) - clip_rule_factors(
-            self.group.clip, least.sum(0).sqrt(), S
+        moved = clip_rule_factors(self.group.clip_rule, norms, S) - clip_rule_factors(
+            self.group.clip_rule, least.sum(0).sqrt(), S
         )
         share = share * _loose(moved.abs() * norms / S).nan_to_num(1)
         return torch.zeros_like(squares).index_copy(0, index, share)

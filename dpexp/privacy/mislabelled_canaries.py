@@ -63,7 +63,7 @@ def put_into(
 ) -> None:  # fmt: skip
     """Lets a data module's training loader give the included canaries too, on top of the records. Where sampling relies
     on n, they take the places of records, and a canary that is not included stands there with its right label."""
-    replacing = plan is not None and plan.sampling.relies_on_n
+    replacing = plan is not None and plan.sampling.needs_exact_n
 
     def with_canaries(dataset: Any) -> Dataset:
         size = len(dataset)

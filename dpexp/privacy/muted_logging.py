@@ -136,7 +136,7 @@ def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None
     values: dict[str, float] = {"unsafe/sample_size": float(sizes)}
     if sizes:
         values["unsafe/train_loss"] = float(torch.cat([chunk["loss"] for chunk in observed]).float().mean())
-    for group in engine.now.groups:
+    for group in engine.current_plan.groups:
         norms = [chunk[key] for chunk in observed if (key := f"norm/{group.name}") in chunk]
         if norms:
             joined = torch.cat(norms)

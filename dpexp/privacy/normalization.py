@@ -39,7 +39,7 @@ class RunningNorm(nn.Module):
 
     def __init__(self, layer: BatchNorm, given_as: str | None = None, rate: float = 1.0) -> None:
         super().__init__()
-        self.given_as = given_as
+        self.metric_name = given_as
         self.rate = rate
         self.eps = layer.eps
         self.channels = layer.num_features
@@ -57,9 +57,9 @@ class RunningNorm(nn.Module):
         shape = (1, -1, *(1,) * (x.dim() - 2))
         scale = (self.running_var + self.eps).rsqrt()
         x = (x - self.running_mean.view(shape)) * scale.view(shape)
-        if self.given_as is not None and self.training:
+        if self.metric_name is not None and self.training:
             u = x.detach().transpose(0, 1).flatten(1)
-            release(self.given_as, torch.cat([u.mean(1), u.square().mean(1) - 1]))
+            release(self.metric_name, torch.cat([u.mean(1), u.square().mean(1) - 1]))
         if self.weight is None:
             return x
         return x * self.weight.view(shape) + self.bias.view(shape)
@@ -84,24 +84,24 @@ class PrivateBatchNorm:
         rate: see `RunningNorm`.
     """
 
-    share: float = 0.1
-    scale: float = 1.0
-    rate: float = 1.0
+    budget_share: float = 0.1
+    clip_scale: float = 1.0
+    initial_rate: float = 1.0
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        positive("batchnorm.share", self.share)
-        if not 0 < self.rate <= 1:
-            raise ConfigError(f"batchnorm.rate={self.rate} must lie in (0, 1].")
-        return _replaced(module, lambda name, layer: RunningNorm(layer, f"{BATCHNORM}/{name}", self.rate))
+        positive("batchnorm.share", self.budget_share)
+        if not 0 < self.initial_rate <= 1:
+            raise ConfigError(f"batchnorm.rate={self.initial_rate} must lie in (0, 1].")
+        return _replaced(module, lambda name, layer: RunningNorm(layer, f"{BATCHNORM}/{name}", self.initial_rate))
 
     def release(self, module: nn.Module) -> dict[str, Any]:
         """What `make_plan` is to release for the module's layers."""
-        scale = positive("batchnorm.scale", self.scale)
+        scale = positive("batchnorm.scale", self.clip_scale)
         values = {
             layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "d": 2 * layer.channels}
             for layer in private_norm_layers(module)
         }
-        return {BATCHNORM: {"share": self.share, "values": values}} if values else {}
+        return {BATCHNORM: {"share": self.budget_share, "values": values}} if values else {}
 
 
 @dataclass(frozen=True)

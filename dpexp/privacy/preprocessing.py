@@ -46,7 +46,7 @@ def prepare(
     """
     processes = processes or Processes()
     found = preprocessing_of(module)
-    events = plan.preparations, [one.query(name, plan.adjacency, 1.0) for name, one in found.items()]
+    events = plan.preprocessing, [one.query(name, plan.adjacency, 1.0) for name, one in found.items()]
     # How far a record moves each part, whatever its noise.
     planned, own = (
         [(e.query, [(part.noise, part.S, part.S_replaced) for part in parts_of(e)]) for e in those] for those in events
@@ -56,26 +56,26 @@ def prepare(
             f"the plan was made for a module with the preparations {_told(planned)}, and this one has {_told(own)}; "
             "make the plan for the module that is trained."
         )
-    for preparation, event in zip(found.values(), plan.preparations, strict=True):
+    for preparation, event in zip(found.values(), plan.preprocessing, strict=True):
         one = parts_of(event)[0]
         preparation.sd = one.scale * (math.sqrt(2) if one.noise == "laplace" else 1)
     for k, (name, preparation) in [*enumerate(found.items())][done:]:
-        event, before = plan.preparations[k], [*found.values()][:k]
+        event, before = plan.preprocessing[k], [*found.values()][:k]
         total = torch.zeros(preparation.d, dtype=torch.float64)
-        with processes.together(), own_randomness(module.device, randomness):
-            if processes.first:
+        with processes.fail_together(), own_randomness(module.device, randomness):
+            if processes.is_main:
                 total = _total(name, preparation, before, loader, physical_batch, randomness)
         ledger.sample(SamplingEvent("all", 1.0, plan.n))
         ledger.query(event)
         ledger.commit()
         parts = parts_of(event)  # of each a number, or of the one all
         sums = [(part, query.scale) for part, query in zip(total.chunk(len(parts)), parts, strict=True)]
-        if processes.first and event.noise == "laplace":
+        if processes.is_main and event.noise == "laplace":
             add_laplace(sums, noise)
-        elif processes.first:
+        elif processes.is_main:
             GaussianNoise(noise).add_to(sums)
-        processes.hand_out({name: total})
-        preparation.use(total.float(), plan.n)
+        processes.broadcast({name: total})
+        preparation.fit(total.float(), plan.n)
         yield
 
 
@@ -97,7 +97,7 @@ class NonPrivatePreprocessing(pl.Callback):
         for k, (name, preparation) in enumerate(found.items()):
             before = [*found.values()][:k]
             total = _total(name, preparation, before, loader, self._physical_batch, KeyStream())
-            preparation.use(total.float(), self._n)
+            preparation.fit(total.float(), self._n)
 
 
 def _total(

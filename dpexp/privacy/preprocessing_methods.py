@@ -43,7 +43,7 @@ class Preprocessing(nn.Module, ABC):
     sd: float = 0.0
     d: int
     S: float
-    S_replaced: float
+    replace_sensitivity: float
 
     def __init__(self, share: float | None = None, noise_multiplier: float | None = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Preprocessing(nn.Module, ABC):
             raise ConfigError(f"{name}.share={share} must lie strictly between 0 and 1; 0.1 is a tenth.")
         if noise_multiplier is not None:
             positive(f"{name}.noise_multiplier", noise_multiplier)
-        self.share, self.noise_multiplier = share, noise_multiplier
+        self.budget_share, self.noise_multiplier = share, noise_multiplier
 
     def query(self, name: str, adjacency: str, mu: float | None) -> OneTimeQueryEvent | ParallelQueryEvent:
         """The event that the release writes. `mu`: μ* of what may be spent; None if no target is known.
@@ -62,18 +62,19 @@ class Preprocessing(nn.Module, ABC):
             ConfigError: a share of what is not known.
         """
         if self.noise_multiplier is not None:
-            return OneTimeQueryEvent(name, self.noise, self.S, self.S_replaced, self.noise_multiplier * self.S)
-        assert self.share is not None
+            return OneTimeQueryEvent(name, self.noise, self.S, self.replace_sensitivity, self.noise_multiplier * self.S)
+        assert self.budget_share is not None
         if mu is None:
             raise ConfigError(
-                f"prepare.{name}.share={self.share} is a part of privacy.epsilon, advantage or tpr, of which none is "
+                f"prepare.{name}.share={self.budget_share} is a part of privacy.epsilon, advantage or tpr, of which "
+                f"none is "
                 f"given; give one of them, or prepare.{name}.noise_multiplier."
             )
-        own = math.sqrt(self.share) * mu
+        own = math.sqrt(self.budget_share) * mu
         if self.noise == "laplace":
             own = pure_below(own)
-        moved = self.S_replaced if adjacency == "replace_one" else self.S
-        return OneTimeQueryEvent(name, self.noise, self.S, self.S_replaced, moved / own)
+        moved = self.replace_sensitivity if adjacency == "replace_one" else self.S
+        return OneTimeQueryEvent(name, self.noise, self.S, self.replace_sensitivity, moved / own)
 
     @abstractmethod
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
@@ -86,14 +87,14 @@ class Preprocessing(nn.Module, ABC):
         """
 
     @abstractmethod
-    def use(self, noisy: Tensor, n: int) -> None:
+    def fit(self, noisy: Tensor, n: int) -> None:
         """Takes in the noisy sum [d]. n: the published number of records."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, …] inputs as the model shall see them."""
         return x
 
-    def told(self) -> list[float]:
+    def released_values(self) -> list[float]:
         """Numbers to be shown, which are released."""
         return []
 
@@ -123,22 +124,22 @@ class Pca(Preprocessing):
             )
         if not isinstance(origin, int | float) or not abs(origin) < _FARTHEST:
             raise ConfigError(f"prepare.pca.origin={origin} must be a number within ±{_FARTHEST:g}.")
-        self.origin, self._size, self.d = origin, size, size * (size + 1) // 2
+        self.center, self._size, self.d = origin, size, size * (size + 1) // 2
         self.register_buffer("components", torch.eye(k, size))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
-        rows = x.double().reshape(len(x), self._size) - self.origin
+        rows = x.double().reshape(len(x), self._size) - self.center
         length = norms(rows)[:, None]
         usable = (length > 1e-300) & torch.isfinite(length)
         unit = torch.where(usable, rows / length, 0.0) * _MARGIN
         return _upper(unit.T @ unit)
 
-    def use(self, noisy: Tensor, n: int) -> None:
+    def fit(self, noisy: Tensor, n: int) -> None:
         _, vectors = torch.linalg.eigh(_from_upper(noisy.double(), self._size), UPLO="U")
         self.components.copy_(vectors.T.flip(0)[: len(self.components)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.flatten(1) - self.origin) @ self.components.T
+        return (x.flatten(1) - self.center) @ self.components.T
 
 
 class Standardize(Preprocessing):
@@ -160,7 +161,7 @@ class Standardize(Preprocessing):
         features = shape[0]
         self.S = math.sqrt(2 * features) if S is None else positive("prepare.standardise.S", S)
         self.d = 2 * features
-        self.S_replaced = 2 * self.S
+        self.replace_sensitivity = 2 * self.S
         self._shape = tuple(shape)
         per_feature = (features, *(1 for _ in shape[1:]))
         self.register_buffer("mean", torch.zeros(per_feature))
@@ -173,7 +174,7 @@ class Standardize(Preprocessing):
         factor = (_MARGIN * self.S / length.clamp(min=1e-300)).clamp(max=1.0)
         return torch.where(torch.isfinite(length), v * factor, 0.0).sum(0)
 
-    def use(self, noisy: Tensor, n: int) -> None:
+    def fit(self, noisy: Tensor, n: int) -> None:
         mean, square = (noisy.double() / n).chunk(2)
         least = _LEAST * square.mean().clamp(min=1e-6)
         self.mean.copy_(mean.view_as(self.mean))
@@ -224,10 +225,10 @@ class Whiten(Preprocessing):
         channels = shape[0]
         self._own = slice(None) if start is None else slice(start, start + math.prod(shape))
         self.S = math.sqrt(channels * (channels + 1)) if S is None else positive("prepare.whiten.S", S)
-        self.S_replaced = 2 * self.S
+        self.replace_sensitivity = 2 * self.S
         self._places = math.prod(shape[1:])
         self.d = channels * self._places + channels * (channels + 1) // 2
-        self.power, self.floor, self._channels = power, floor, channels
+        self.power, self.min_eigenvalue, self._channels = power, floor, channels
         self.register_buffer("mean", torch.zeros(channels, self._places))
         self.register_buffer("matrix", torch.eye(channels))
 
@@ -244,12 +245,12 @@ class Whiten(Preprocessing):
         rows, others = (v.transpose(0, 1).flatten(1) for v in (clipped, torch.where(usable, scaled, 0.0)))
         return torch.cat([clipped.sum(0).flatten(), _upper(rows @ others.T)])
 
-    def use(self, noisy: Tensor, n: int) -> None:
+    def fit(self, noisy: Tensor, n: int) -> None:
         scaled, products = (noisy.double() / n).tensor_split([self.mean.numel()])
         scaled = scaled.view_as(self.mean)
         covariance = _from_upper(products, self._channels) - scaled @ scaled.T
         values, vectors = torch.linalg.eigh(covariance, UPLO="U")
-        values = values.clamp(min=self.floor * float(values[-1].clamp(min=1e-6)))
+        values = values.clamp(min=self.min_eigenvalue * float(values[-1].clamp(min=1e-6)))
         self.matrix.copy_((vectors * (self.scale * values.pow(-self.power))) @ vectors.T)
         self.mean.copy_(scaled * math.sqrt(self._places))
 
@@ -281,7 +282,7 @@ class ClassCounts(Preprocessing):
         if noise not in ("laplace", "gaussian"):
             raise ConfigError(f"prepare.class_counts.noise={noise} is unknown; choose laplace or gaussian.")
         self.noise, self.d = noise, whole("prepare.class_counts.classes", classes)
-        self.S_replaced = 2.0 if noise == "laplace" else math.sqrt(2)
+        self.replace_sensitivity = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
 
     def query(self, name: str, adjacency: str, mu: float | None) -> ParallelQueryEvent:
@@ -296,10 +297,10 @@ class ClassCounts(Preprocessing):
         known = y[(y >= 0) & (y < self.d)]
         return torch.bincount(known.long(), minlength=self.d).double()
 
-    def use(self, noisy: Tensor, n: int) -> None:
+    def fit(self, noisy: Tensor, n: int) -> None:
         self.counts.copy_(noisy)
 
-    def told(self) -> list[float]:
+    def released_values(self) -> list[float]:
         return [float(count) for count in self.counts]
 
     def weights(self) -> Tensor:
@@ -327,11 +328,11 @@ class PreprocessedModel(nn.Module):
 
     def __init__(self, preparations: Mapping[str, Preprocessing], model: nn.Module) -> None:
         super().__init__()
-        self.preparations = nn.ModuleDict(preparations)
+        self.preprocessing = nn.ModuleDict(preparations)
         self.model = model
 
     def forward(self, x: Tensor) -> Any:
-        for preparation in self.preparations.values():
+        for preparation in self.preprocessing.values():
             x = preparation(x)
         return self.model(x)
 
@@ -341,13 +342,15 @@ def preprocessing_of(module: nn.Module) -> dict[str, Preprocessing]:
     found = [layer for layer in module.modules() if isinstance(layer, PreprocessedModel)]
     if len(found) > 1:
         raise ConfigError("model: it has several parts that are Prepared; give one all of the preparations.")
-    return dict(found[0].preparations.items()) if found else {}  # type: ignore[arg-type]
+    return dict(found[0].preprocessing.items()) if found else {}  # type: ignore[arg-type]
 
 
 def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTimeQueryEvent | ParallelQueryEvent, ...]:
     """What the preparations of a module will release, as for `Preprocessing.query`."""
     found = preprocessing_of(module)
-    shares = {name: preparation.share for name, preparation in found.items() if preparation.share is not None}
+    shares = {
+        name: preparation.budget_share for name, preparation in found.items() if preparation.budget_share is not None
+    }
     if sum(shares.values()) >= 1:
         asked = " and ".join(f"prepare.{name}.share={share:g}" for name, share in shares.items())
         raise ConfigError(f"{asked} leave nothing for training; together they must be below 1.")

@@ -53,8 +53,8 @@ class MetricRelease:
 
     vectors: tuple[Vector, ...]
     clipping: GroupClipping
-    share: float
-    every: int = 1
+    budget_share: float
+    every_n_rounds: int = 1
 
 
 def releases(asked: Mapping[str, Any]) -> dict[str, MetricRelease]:
@@ -68,7 +68,7 @@ def releases(asked: Mapping[str, Any]) -> dict[str, MetricRelease]:
     if not isinstance(asked, Mapping) or not all(isinstance(name, str) and name for name in asked):
         raise ConfigError(f"metrics.release={asked} must name values, such as {{train_loss: {{S: 4, share: 0.01}}}}.")
     found = {name: _release(f"metrics.release.{name}", name, entry) for name, entry in asked.items()}
-    total = sum(release.share for release in found.values())
+    total = sum(release.budget_share for release in found.values())
     if total >= 1:
         raise ConfigError(f"metrics.release: the shares add up to {total:.6g}; gradients need the rest of 1.")
     vectors = [vector for release in found.values() for vector in release.vectors]
@@ -216,11 +216,11 @@ class MetricEstimates:
         metrics: dict[str, float] = {}
         for name, estimate, sd in _of_round(now, released):
             self.history.setdefault(name, []).append((completed, estimate, sd))
-            smooth, _ = self.smoothed(name)
+            smooth, _ = self.moving_average(name)
             metrics |= {f"private/{name}": estimate, f"private/{name}_sd": sd, f"private/{name}_smooth": smooth}
         return metrics
 
-    def smoothed(self, name: str, releases: int | None = None) -> tuple[float, float]:
+    def moving_average(self, name: str, releases: int | None = None) -> tuple[float, float]:
         """The mean of the last fifth of a value's releases, or of the first so many, and the standard deviation of its
         noise."""
         history, totals = self.history[name], self._totals.setdefault(name, [(0.0, 0.0)])
@@ -252,7 +252,7 @@ class GradientSignal:
 
     def add(self, now: "PrivacyPlan", completed: int, released: Mapping[str, Tensor]) -> None:
         """Notes what round number `completed`, counted from 1, released: v̂ by parameter."""
-        groups = [group for group in now.groups if not group.is_of_values]
+        groups = [group for group in now.groups if not group.is_metric]
         squares = torch.stack([_square(group, released) for group in groups]).tolist()
         for group, square in zip(groups, squares, strict=True):
             sd = group.sigma / (now.sampling.q * now.n)

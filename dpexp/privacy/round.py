@@ -62,11 +62,11 @@ class PrivateRound:
         data: Memory | None = None,
         compiled: bool | None = None,
     ) -> None:
-        self.plan = self.now = plan
+        self.plan = self.current_plan = plan
         self._processes = processes or Processes()
-        self._bounds = bounds or (AdaptiveState(plan.following) if plan.following else None)
+        self._bounds = bounds or (AdaptiveState(plan.adaptive) if plan.adaptive else None)
         self._correlated = CorrelatedNoise(noise)
-        self._whole = IntegerNoise(noise.stream) if plan.exact else None
+        self._whole = IntegerNoise(noise.stream) if plan.discrete else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
@@ -82,7 +82,7 @@ class PrivateRound:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         joint = self._bounds is not None and self._bounds.joint
-        self._clip = (IntegerSums if plan.exact else ClippedSums)(plan.groups, joint, self._values.dtype)
+        self._clip = (IntegerSums if plan.discrete else ClippedSums)(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
         run_pass = VmapPass(module, self._parameters, self._values)
         tracer = Tracer(
@@ -90,12 +90,12 @@ class PrivateRound:
             self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
         )  # fmt: skip
         compiling = CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
-        local = plan.record.local
+        local = plan.privacy_unit.local_training
         training = Training(module, self._parameters, self._values, local) if local else None
         # With discrete noise, what is rounded otherwise among others may be another integer.
         self.step = Step(
             module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training,
-            plan.exact, self._device,
+            plan.discrete, self._device,
         )  # fmt: skip
         self._round = 0
         self._succeeded = False
@@ -116,7 +116,7 @@ class PrivateRound:
         """Why the job is not traced."""
         return self.step.reason
 
-    def start(self, t: int = 0) -> None:
+    def begin(self, t: int = 0) -> None:
         """Begins round t's sample: all sums are zero.
 
         Raises:
@@ -137,13 +137,13 @@ class PrivateRound:
                 f"model: {', '.join(hooked)} has hooks on its gradient, which here is never that of a batch; change "
                 "the private gradient in on_before_optimizer_step instead."
             )
-        self.now = self._bounds.now(self.plan.at(t)) if self._bounds else self.plan.at(t)
+        self.current_plan = self._bounds.apply(self.plan.at_round(t)) if self._bounds else self.plan.at_round(t)
         self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
         self.observations = []
         self._round = t
         self.step.begin_round(t)
 
-    def accumulate(self, loss_of: LossOf, batch: Any, size: int) -> None:
+    def add_chunk(self, loss_of: LossOf, batch: Any, size: int) -> None:
         """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing,
         unless none ever could.
 
@@ -160,11 +160,11 @@ class PrivateRound:
             parameter.grad = None
         if self.step.mode is None:
             self.step.decide(chunk)
-        numbers = self._clip.numbers(self.now.groups, self._device)
+        numbers = self._clip.numbers(self.current_plan.groups, self._device)
         for found in self.step.add(chunk, numbers, self._sums):
-            self.fail(1, found) if isinstance(found, Exception) else self._note(found)
+            self.skip(1, found) if isinstance(found, Exception) else self._note(found)
 
-    def fail(self, count: int, reason: Exception) -> None:
+    def skip(self, count: int, reason: Exception) -> None:
         """Notes records that contribute nothing, because they could not even be fetched, or have no loss.
 
         Raises:
@@ -175,14 +175,14 @@ class PrivateRound:
             self._said.add("failure")
             said = f"{type(reason).__name__}: {words_of(reason)}"
             warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {said}")
-        if self._failed >= _ENOUGH and self._processes.alone:
-            self.finish()
+        if self._failed >= _ENOUGH and self._processes.is_single:
+            self.end()
 
     def check_state(self) -> None:
         """Looks, once a round that is checked, whether the step has kept something of the sample's records."""
         self.step.check_state(self._round)
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Ends the sample.
 
         Raises:
@@ -203,19 +203,19 @@ class PrivateRound:
     def release(self, ledger: LedgerWriter | SharedLedger) -> dict[str, Tensor]:
         """Writes the sum query events, and only then returns v̂ for each parameter, and each value by its key:
         (Σ_i c_i v^i + α N(0, σ̃²)) / qn. Of several processes the first adds the noise, to the sum of all parts."""
-        for group in self.now.groups:
+        for group in self.current_plan.groups:
             ledger.query(group.query())
         ledger.commit()
-        names = [name for _, _, name in by_parameter(self.now.groups)]
+        names = [name for _, _, name in by_parameter(self.current_plan.groups)]
         released = {name: self._sums[name] if name in self._sums else self._zeros(name) for name in names}
         self._sums = {}
-        self._processes.add_up(released)
-        if self._processes.first:
+        self._processes.reduce_to_main(released)
+        if self._processes.is_main:
             released = self._noised(released)
         else:
             kinds = {name: self._kind(name) for name in released}
             released = {n: torch.empty(s.shape, device=kinds[n][0], dtype=kinds[n][1]) for n, s in released.items()}
-        self._processes.hand_out(released)
+        self._processes.broadcast(released)
         return released
 
     def close(self) -> None:
@@ -224,8 +224,11 @@ class PrivateRound:
 
     def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._whole:
-            return {name: total.to(*self._kind(name)) for name, total in self._whole.released(self.now, sums).items()}
-        add_noise(self.now.groups, sums, self._correlated, self.now.sampling.q * self.now.n)
+            return {
+                name: total.to(*self._kind(name))
+                for name, total in self._whole.released(self.current_plan, sums).items()
+            }
+        add_noise(self.current_plan.groups, sums, self._correlated, self.current_plan.sampling.q * self.current_plan.n)
         return sums
 
     def _numbers(self, parameters: Iterable[str]) -> int:
@@ -246,7 +249,7 @@ class PrivateRound:
         failed = int((~found["in_range"]).sum())
         self._succeeded = self._succeeded or failed < size
         if failed:
-            self.fail(failed, RecordError("an index or a label is out of range."))
+            self.skip(failed, RecordError("an index or a label is out of range."))
         if size > 1 and "finite" not in self._said and not bool(found["finite"].any()):
             self._said.add("finite")
             warnings.warn(

@@ -40,7 +40,7 @@ class RunningEpsilon:
 
     def begin(self, ledger: Ledger, completed: int) -> None:
         """A fit begins, or goes on after so many rounds; the ledger may have more, which were undone."""
-        self._before, self._since = replace(ledger, record=self._plan.record.told()), completed
+        self._before, self._since = replace(ledger, record=self._plan.privacy_unit.to_header()), completed
         self._look_ahead(completed)
 
     def due(self, completed: int) -> bool:

@@ -46,7 +46,7 @@ def card(
     elif not result["private"]:
         lines += ["**Not private**: the noise seed is known, or private statistics were shown.", ""]
     elif "epsilon" in result:
-        adjacency, most = neighbours(plan.adjacency, str(plan.record)), next(iter(result["epsilon"].values()))
+        adjacency, most = neighbours(plan.adjacency, str(plan.privacy_unit)), next(iter(result["epsilon"].values()))
         lines += [f"**ε = {up(most, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.", ""]
     metrics = result.get("metrics", {})
     if metrics:
@@ -66,13 +66,13 @@ def card(
 
 
 def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: PrivacyPlan) -> list[str]:
-    adjacency = neighbours(plan.adjacency, str(plan.record))
+    adjacency = neighbours(plan.adjacency, str(plan.privacy_unit))
     lines = ["## Privacy", "", f"(ε, δ)-differentially private {adjacency}, with δ = {up(result['delta'], 4)} and", ""]
     lines += ["| accountant | ε |", "|---|---|"]
     lines += [f"| {name} | {up(value, 4)} |" for name, value in result["epsilon"].items()]
     lines.append("")
     risk = result["risk"]
-    lines += [f"No test for whether a {plan.record} was among the data does better than this:", ""]
+    lines += [f"No test for whether a {plan.privacy_unit} was among the data does better than this:", ""]
     lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
     lines += [
         f"| 1 in {1 / fpr:.0f} of those who were not there | {found(risk, fpr)} of those who were |"
@@ -82,15 +82,15 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     if "mu" in risk:
         lines.append(f"As {gaussian(risk)}.")
     lines.append("")
-    happened = [plan.at(start) for start, _ in plan.schedule.stretches(max(1, result["rounds"]))]
+    happened = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
     q = _range((now.sampling.q for now in happened), 5)
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
     lines += [
         f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
-        f"{plan.record.plural}; "
-        + ("exact noise, " if plan.exact else "")
+        f"{plan.privacy_unit.plural}; "
+        + ("exact noise, " if plan.discrete else "")
         + _correlated(plan)
-        + (f"clip {plan.clip}, " if plan.clip else "")
+        + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
         + f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}"
         f"{schedule}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
@@ -99,7 +99,7 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
         named = [one for now in happened for one in now.groups if one.name == group.name]
         S, sigma = _range(one.S for one in named or [group]), _range(one.sigma for one in named or [group])
         lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
-    for event in plan.preparations:
+    for event in plan.preprocessing:
         lines += ["", f"Before the first round: {before_training(event, plan, result['delta'])}."]
     lines += [
         "", "The guarantee covers the weights, and every checkpoint of the same run. It does not cover", "",

@@ -28,7 +28,7 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
     """ε spent against rounds done, one line an accountant. Rounds of a kind are taken together."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot(xlabel=_rounds([ledger]), ylabel=f"ε at δ = {up(delta, 4)}")
-    total = ledger.trained
+    total = ledger.training_rounds
     marks = sorted({max(1, round(total * k / POINTS)) for k in range(1, POINTS + 1)}) if total else []
     curves = {name: [epsilon(_first(ledger, mark), delta, name) for mark in marks] for name in accountants}
     _draw(axes, marks, curves)
@@ -43,7 +43,7 @@ def epsilon_over_rounds(ledger: Ledger, delta: float, accountants: Sequence[str]
 
 def _rounds(ledgers: Sequence[Ledger]) -> str:
     """A ledger keeps how many rounds of each kind there were; a figure must not claim their order."""
-    several = any(sum(round_.one_off is None for round_ in ledger.rounds) > 1 for ledger in ledgers)
+    several = any(sum(round_.one_time_query is None for round_ in ledger.rounds) > 1 for ledger in ledgers)
     return "round, those of a kind together" if several else "round"
 
 
@@ -68,7 +68,7 @@ def _called(accountant: str) -> str:
 
 def _first(ledger: Ledger, count: int) -> Ledger:
     """Its first rounds of training, and all that was released before them."""
-    rounds = {round_: times for round_, times in ledger.rounds.items() if round_.one_off is not None}
+    rounds = {round_: times for round_, times in ledger.rounds.items() if round_.one_time_query is not None}
     for round_, times in ledger.rounds.items():
         if round_ in rounds:
             continue
@@ -123,7 +123,7 @@ def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: Dat
     )
     for k, members in enumerate(drawn):
         ledger, delta, accountant = runs[members[0]]
-        total = ledger.trained
+        total = ledger.training_rounds
         marks = sorted({min(1, total), *(round(total * part / POINTS) for part in range(POINTS + 1))})
         values = [epsilon(_first(ledger, mark), delta, accountant) for mark in marks]
         label = shared(settings.loc[members], settings.loc[[*runs]])
@@ -202,7 +202,7 @@ def values_over_rounds(estimates: MetricEstimates) -> Figure:
         axes = figure.add_subplot(len(shown), 1, k + 1, ylabel=name)
         rounds, values, _ = zip(*estimates.history[name], strict=True)
         axes.plot(rounds, values, ".", color="C0", alpha=0.35, markersize=3)
-        means, sds = zip(*(estimates.smoothed(name, m + 1) for m in range(len(rounds))), strict=True)
+        means, sds = zip(*(estimates.moving_average(name, m + 1) for m in range(len(rounds))), strict=True)
         axes.plot(rounds, means, color="C0", label="mean of the last fifth")
         low, high = ([m + sign * 2 * sd for m, sd in zip(means, sds, strict=True)] for sign in (-1, 1))
         axes.fill_between(rounds, low, high, color="C0", alpha=0.2, label="± 2 sd of its noise")

@@ -48,18 +48,19 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None, told: str = "") -> None:
         return
     console.print(
         f"[bold]Plan[/]: {plan.rounds} rounds, sampling {plan.sampling.name} at q = {plan.sampling.q:.5g} of "
-        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.record.plural}), z = {plan.noise_multiplier:.4g}"
+        f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.privacy_unit.plural}), z = "
+        f"{plan.noise_multiplier:.4g}"
         + (", on a schedule" if plan.schedule != Schedule() else "")
-        + (", exact noise" if plan.exact else "")
+        + (", exact noise" if plan.discrete else "")
         + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
-        + (f", clip {plan.clip}" if plan.clip else ""),
+        + (f", clip {plan.clip_rules}" if plan.clip_rules else ""),
         soft_wrap=True,
     )
     if plan.calibration is not None:
         solved = plan.calibration
         spent = ", ".join(f"{name} = {up(figure, 4)}" for name, figure in solved.spent)
         console.print(f"Solved for {solved.knob} = {solved.value:.6g}, which costs {spent}")
-    for event in plan.preparations:
+    for event in plan.preprocessing:
         console.print(f"Before the first round: {before_training(event, plan, cfg.privacy.delta)}", soft_wrap=True)
     console.print(plan_table(plan))
     if (without := unamplified(plan.ledger())) is not None:
@@ -69,7 +70,7 @@ def announce(cfg: DictConfig, plan: PrivacyPlan | None, told: str = "") -> None:
     if cfg.privacy.delta >= 1 / plan.n:
         console.print(
             f"[bold red]privacy.delta={cfg.privacy.delta:g} is not below 1/n = {1 / plan.n:.2g}[/]: such a δ allows "
-            f"even that one {plan.record}, picked at random, is published as it is. Well below 1/n is usual."
+            f"even that one {plan.privacy_unit}, picked at random, is published as it is. Well below 1/n is usual."
         )
     if cfg.privacy.noise_seed is not None:
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
@@ -109,7 +110,7 @@ def plan_table(plan: PrivacyPlan) -> Table:
         noises = [alpha * deviation(group.sigma, group.bands) / (plan.sampling.q * plan.n) for alpha in group.alphas]
         low, high = f"{min(noises):.3g}", f"{max(noises):.3g}"
         table.add_row(
-            group.name + (f", every {group.every} rounds" if group.every > 1 else ""),
+            group.name + (f", every {group.every_n_rounds} rounds" if group.every_n_rounds > 1 else ""),
             str(len(group.vectors)),
             f"{group.d:,}",
             f"{group.S:.4g}",
@@ -179,7 +180,7 @@ class RoundBar(pl.callbacks.ProgressBar):
 def _released(estimates: MetricEstimates) -> Iterator[str]:
     """The first few values."""
     for name in itertools.islice(estimates.history, 3):
-        value, sd = estimates.smoothed(name)
+        value, sd = estimates.moving_average(name)
         yield f"{escape(name)} {value:.3g}" + (f" ± {sd:.1g}" if sd else "")
 
 
@@ -191,13 +192,13 @@ def interrupted(plan: PrivacyPlan | None, output: Path, delta: float, accountant
         return
     ledger = ledger_so_far(path)
     console.print(
-        f"[bold]Interrupted[/] after {ledger.trained} of {plan.rounds} rounds: "
+        f"[bold]Interrupted[/] after {ledger.training_rounds} of {plan.rounds} rounds: "
         f"ε = {up(epsilon(ledger, delta, accountant), 4)} at δ = {up(delta, 4)} is spent."
     )
     console.print(f"Ledger up to the last release: {path}", soft_wrap=True)
     if (output / "last.ckpt").exists():
         console.print(f"Go on with: python -m dpexp resume {shlex.quote(str(output))}", soft_wrap=True)
-    if ledger.truncated:
+    if ledger.incomplete:
         console.print("[bold red]It has no closing line[/], so that it reads as one that ends early.")
 
 

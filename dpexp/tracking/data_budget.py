@@ -223,7 +223,7 @@ def budget_used(charges: Sequence[RunCost], kept: Budget, data_id: str) -> Budge
         if whole is None
         else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
     )
-    lost = [(charge.name, charge.note) for charge in charges if charge.lost]
+    lost = [(charge.name, charge.note) for charge in charges if charge.ledger_missing]
     return BudgetUse(list(charges), spent, whole, said, lost)
 
 

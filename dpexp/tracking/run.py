@@ -172,7 +172,7 @@ class Tracked:
             "delta": self._cfg.privacy.delta,
             "epsilon_planned": epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0]),
         }
-        for event in plan.preparations:
+        for event in plan.preprocessing:
             figure = "epsilon" if event.noise == "laplace" else "mu"
             values |= {f"prepare/{_plain(event.query)}/{figure}": event.ratio(plan.adjacency)}
         solved = plan.calibration
@@ -222,8 +222,8 @@ class Tracked:
             ledger = ledger_so_far(self._output / "ledger.jsonl")
         except ConfigError:  # none was begun, or it was damaged; the run's own end says so
             return
-        if ledger.exposed is not None:  # whatever the configuration says by now
-            self._outbox.tags({"dpexp.private": f"no: {ledger.exposed}"})
+        if ledger.not_private_reason is not None:  # whatever the configuration says by now
+            self._outbox.tags({"dpexp.private": f"no: {ledger.not_private_reason}"})
         figure = epsilon_over_rounds(ledger, self._cfg.privacy.delta, self._accountants)
         with suppress(OSError):  # a full disk; the run's own end says so
             figure.savefig(self._output / "epsilon.png", dpi=150)
@@ -357,7 +357,11 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     found |= origin() | {"dpexp.private": private, "dpexp.pid": str(os.getpid())}
     found |= {"dpexp.trial": trial_key(cfg), "dpexp.seed": str(cfg.seed)}
     if plan is not None:
-        found |= {"dpexp.adjacency": plan.adjacency, "dpexp.unit": str(plan.record), "dpexp.calibrate": cfg.calibrate}
+        found |= {
+            "dpexp.adjacency": plan.adjacency,
+            "dpexp.unit": str(plan.privacy_unit),
+            "dpexp.calibrate": cfg.calibrate,
+        }
     parent = parent_id()
     return found | ({"mlflow.parentRunId": parent} if parent else {})
 

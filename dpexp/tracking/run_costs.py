@@ -51,10 +51,10 @@ class RunCost:
     status: str
     ledger: Ledger | None
     note: str
-    lost: bool = False
+    ledger_missing: bool = False
     exposed: str | None = None
     delta: float | None = None
-    mark: str = ""
+    identity: str = ""
     kept: Budget | None = None
 
 
@@ -115,7 +115,7 @@ def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
         kept=Budget(**json.loads(tags[BUDGET])) if BUDGET in tags else None,
     )  # fmt: skip
     if private.startswith("no: trained without"):
-        return replace(known, note="it was trained without privacy", mark=run_id)
+        return replace(known, note="it was trained without privacy", identity=run_id)
     folder = Path(tags[OUTPUT])
     if _is_at(folder, run_id):
         running = under_way(folder)
@@ -125,9 +125,9 @@ def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
         elif status == "RUNNING" and not running:
             known = replace(known, status="KILLED")  # which the next job in its experiment will tell the store
         nothing = not (folder / BEGUN).exists()
-        return _from_folder(replace(known, mark=str(folder.resolve())), folder, running, nothing, AUDITS in tags)
+        return _from_folder(replace(known, identity=str(folder.resolve())), folder, running, nothing, AUDITS in tags)
     if tags.get("dpexp.host") == HOST and _never_came_to_train(folder):
-        return replace(known, ledger=Ledger("", {}), note="it ended before its first round", mark=run_id)
+        return replace(known, ledger=Ledger("", {}), note="it ended before its first round", identity=run_id)
     with tempfile.TemporaryDirectory() as copied:
         try:
             for artifact in sorted(client.list_artifacts(run_id), key=lambda one: str(one.path)):  # ends before ledgers
@@ -135,9 +135,9 @@ def cost_of_run(client: MlflowClient, run: Run) -> RunCost:
                     client.download_artifacts(run_id, artifact.path, copied)
         except (MlflowException, OSError) as error:
             why = f"its folder is not here, and its artifacts cannot be fetched: {' '.join(str(error).split())[:200]}"
-            return replace(known, note=why, lost=True, mark=run_id)
+            return replace(known, note=why, ledger_missing=True, identity=run_id)
         nothing = tags.get(RELEASED) == "nothing"
-        known = replace(known, mark=run_id)
+        known = replace(known, identity=run_id)
         found = _from_folder(known, Path(copied), status == "RUNNING", nothing, AUDITS in tags)
         if status not in ("RUNNING", "FINISHED") and found.ledger is not None and found.ledger.rounds:
             return _at_most(found, Path(copied), "its folder is not here, and it may have been resumed", lost=True)
@@ -153,7 +153,7 @@ def cost_of_job(folder: Path) -> RunCost:
     run_id = (folder / RUN).read_text() if (folder / RUN).exists() else ""
     known = RunCost(
         str(folder), run_id, "", "", None, "",
-        delta=float(delta) if delta is not None else None, mark=str(folder.resolve()),
+        delta=float(delta) if delta is not None else None, identity=str(folder.resolve()),
         kept=budget(privacy["budget"]) if privacy.get("budget") else None,
     )  # fmt: skip
     if privacy.get("enabled") is False:
@@ -166,13 +166,13 @@ def cost_of_job(folder: Path) -> RunCost:
 
 def cost_from(path: Path) -> RunCost:
     """What a ledger file counts as."""
-    known = RunCost(str(path), "", "", "", None, "", mark=str(path.resolve()))
+    known = RunCost(str(path), "", "", "", None, "", identity=str(path.resolve()))
     return _from_ledgers(known, [path])
 
 
 def once(charges: list[RunCost]) -> list[RunCost]:
     """Each run once, though it was found in two places; the first stays."""
-    return list({charge.mark: charge for charge in reversed(charges)}.values())[::-1]
+    return list({charge.identity: charge for charge in reversed(charges)}.values())[::-1]
 
 
 def _is_at(folder: Path, run_id: str) -> bool:
@@ -206,10 +206,10 @@ def _from_folder(known: RunCost, folder: Path, running: bool, nothing: bool, aud
         return _at_most(known, folder, "its audit trains on the data too", lost=False)
     if folder / _LEDGER not in begun:
         return _at_most(known, folder, "its ledger is missing", lost=True)
-    if found.lost or found.ledger is None:
+    if found.ledger_missing or found.ledger is None:
         return _at_most(known, folder, found.note, lost=True)
     ended = known.status in ("FINISHED", "FAILED") or (folder / "result.json").exists()
-    if found.ledger.truncated and ended:  # whoever ends a training closes its ledger
+    if found.ledger.incomplete and ended:  # whoever ends a training closes its ledger
         return _at_most(known, folder, "its ledger has lost its end", lost=True)
     if known.kept is not None and _admitted_whole(folder, known.kept):
         return _at_most(known, folder, "its whole plan was admitted, before any result", lost=False)
@@ -233,18 +233,23 @@ def _from_ledgers(known: RunCost, paths: list[Path]) -> RunCost:
         except ConfigError as error:
             why = str(error).removesuffix(".")
     if why or not read:
-        return replace(known, note=why, lost=True)
+        return replace(known, note=why, ledger_missing=True)
     found, path = max(read, key=lambda pair: len(pair[0].ledger))
     ledger = found.ledger
     if ledger.lost is not None:
-        return replace(known, note=f"its ledger has lost lines: {ledger.lost}", lost=True, exposed=ledger.exposed)
+        return replace(
+            known,
+            note=f"its ledger has lost lines: {ledger.lost}",
+            ledger_missing=True,
+            exposed=ledger.not_private_reason,
+        )
     early = "its ledger ends early: the run was killed, or lines are missing and more was spent"
     return replace(
         known,
         ledger=ledger,
-        note=early if ledger.truncated else "",
-        exposed=ledger.exposed or known.exposed,
-        mark=hashlib.sha256(path.read_bytes()).hexdigest() if "run" in found.header else known.mark,
+        note=early if ledger.incomplete else "",
+        exposed=ledger.not_private_reason or known.exposed,
+        identity=hashlib.sha256(path.read_bytes()).hexdigest() if "run" in found.header else known.identity,
     )
 
 
@@ -252,8 +257,8 @@ def _at_most(known: RunCost, folder: Path, why: str, lost: bool) -> RunCost:
     try:
         ledger = ledger_so_far(folder / PROMISED)
     except ConfigError:
-        return replace(known, note=f"{why}, and its plan is not at hand", lost=True)
-    return replace(known, ledger=ledger, note=f"{why}: counted as its whole plan", lost=lost)
+        return replace(known, note=f"{why}, and its plan is not at hand", ledger_missing=True)
+    return replace(known, ledger=ledger, note=f"{why}: counted as its whole plan", ledger_missing=lost)
 
 
 def adjacencies(charges: list[RunCost]) -> Iterator[tuple[str, str]]:

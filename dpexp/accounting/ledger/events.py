@@ -334,14 +334,14 @@ class Round:
     queries: tuple[Query, ...]
 
     def __post_init__(self) -> None:
-        if self.one_off is not None and (len(self.queries) > 1 or self.sampling.policy != "all"):
+        if self.one_time_query is not None and (len(self.queries) > 1 or self.sampling.policy != "all"):
             raise ConfigError(
-                f"query {self.one_off.query!r} must be alone in its round, and of all records; it is one of "
+                f"query {self.one_time_query.query!r} must be alone in its round, and of all records; it is one of "
                 f"{len(self.queries)} on a sample by {self.sampling.policy}."
             )
 
     @property
-    def one_off(self) -> OneTimeQueryEvent | ParallelQueryEvent | None:
+    def one_time_query(self) -> OneTimeQueryEvent | ParallelQueryEvent | None:
         return next(
             (query for query in self.queries if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent)), None
         )
@@ -371,8 +371,8 @@ class Ledger:
 
     adjacency: str
     rounds: Mapping[Round, int]
-    truncated: bool = False
-    exposed: str | None = field(default=None, compare=False)
+    incomplete: bool = False
+    not_private_reason: str | None = field(default=None, compare=False)
     record: Mapping[str, Any] | None = None
     lost: str | None = field(default=None, compare=False)
     untold: str | None = field(default=None, compare=False)
@@ -386,9 +386,9 @@ class Ledger:
         return unit(self.record)
 
     @property
-    def trained(self) -> int:
+    def training_rounds(self) -> int:
         """How many of them are rounds of training, and no queries that were answered once."""
-        return sum(count for round_, count in self.rounds.items() if round_.one_off is None)
+        return sum(count for round_, count in self.rounds.items() if round_.one_time_query is None)
 
 
 def joined(ledgers: Sequence[Ledger]) -> Ledger:
@@ -413,7 +413,7 @@ def joined(ledgers: Sequence[Ledger]) -> Ledger:
                     round_ = replace(round_, sampling=replace(round_.sampling, **{name: number + begun}))
             rounds[round_] += count
         begun = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
-    exposed = next((ledger.exposed for ledger in ledgers if ledger.exposed is not None), None)
+    exposed = next((ledger.not_private_reason for ledger in ledgers if ledger.not_private_reason is not None), None)
     lost = next((ledger.lost for ledger in ledgers if ledger.lost is not None), None)
-    truncated = any(ledger.truncated for ledger in ledgers)
+    truncated = any(ledger.incomplete for ledger in ledgers)
     return Ledger(adjacencies[0], dict(rounds), truncated, exposed, ledgers[0].record, lost)

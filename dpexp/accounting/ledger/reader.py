@@ -35,7 +35,7 @@ def read_ledger(path: str | Path) -> Ledger:
             a round that makes no sense.
     """
     ledger = ledger_so_far(path)
-    if ledger.truncated:
+    if ledger.incomplete:
         warnings.warn(
             f"the ledger {path} ends early, after {len(ledger)} rounds: {early(ledger)}.",
             stacklevel=2,
@@ -102,8 +102,8 @@ def contents(path: Path) -> Contents:
 
 
 def _ended(read: Contents, lost: str | None, untold: str) -> Contents:
-    truncated = read.ledger.truncated or lost is not None
-    ledger = replace(read.ledger, truncated=truncated, lost=lost, untold=None if truncated else untold)
+    truncated = read.ledger.incomplete or lost is not None
+    ledger = replace(read.ledger, incomplete=truncated, lost=lost, untold=None if truncated else untold)
     return replace(read, ledger=ledger)
 
 
@@ -234,7 +234,7 @@ class _LedgerFacts:
         except ConfigError as error:
             raise ConfigError(f"{where}: round spec {number}: {error}") from error
         planned = self._header.get("sampling")
-        if planned is None or self._specs[number].one_off is not None:
+        if planned is None or self._specs[number].one_time_query is not None:
             return
         if not isinstance(planned, dict) or not isinstance(planned.get("q"), list):
             raise ConfigError(f"{where}: the header's sampling {planned!r} is not understood.")

@@ -98,7 +98,7 @@ class LedgerWriter:
     def _refuse_used(self) -> None:
         """A run that was refused before its first round leaves a ledger that the next may take."""
         before = contents(self.path).ledger
-        if before.rounds or before.truncated:
+        if before.rounds or before.incomplete:
             raise ConfigError(
                 f"ledger={self.path} already holds another run's rounds; name a new file."
                 if before.rounds
@@ -152,7 +152,7 @@ class LedgerWriter:
                 f"ledger={self.path} was begun with record={before.ledger.record or 'example'}, but the run that would "
                 f"continue it plans {self._record or 'example'}."
             )
-        if self._exposed is not None and before.ledger.exposed is None:
+        if self._exposed is not None and before.ledger.not_private_reason is None:
             raise ConfigError(
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
                 f"({self._exposed}), of which no reader would learn; begin a new run."
@@ -172,13 +172,13 @@ class LedgerWriter:
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
         self._chain, self._written = before.chain, bytearray(written)
-        self._exposed, self._closed = before.ledger.exposed, not before.ledger.truncated
+        self._exposed, self._closed = before.ledger.not_private_reason, not before.ledger.incomplete
         os.ftruncate(self._file.fileno(), self._chain.size)
 
     @property
     def ledger(self) -> Ledger:
         """What has been committed so far."""
-        return Ledger(self._adjacency, dict(self._counts), exposed=self._exposed, record=self._record)
+        return Ledger(self._adjacency, dict(self._counts), not_private_reason=self._exposed, record=self._record)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -354,13 +354,13 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
             chain.header(
                 {"adjacency": ledger.adjacency}
                 | _of(ledger.record)
-                | _planned(round_.sampling for round_ in ledger.rounds if round_.one_off is None)
+                | _planned(round_.sampling for round_ in ledger.rounds if round_.one_time_query is None)
             )
         )
         for spec, (round_, count) in enumerate(ledger.rounds.items()):
             file.write(chain.spec(round_))
             file.writelines(chain.round(spec) for _ in range(count))
-        if not ledger.truncated:
+        if not ledger.incomplete:
             file.write(chain.closing())
 
 

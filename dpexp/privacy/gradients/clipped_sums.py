@@ -106,7 +106,7 @@ class ClippedSums:
             if mechanism.group.name == UNCLIPPED:
                 gradients.of[value_key(UNCLIPPED)] = self._counts(found, S, gradients, None)
             found.append(own := mechanism.norms(gradients.of, S_g, scales))
-            if own is not None and not mechanism.group.is_of_values:
+            if own is not None and not mechanism.group.is_metric:
                 own.weights = weights
         outputs = {
             f"norm:{m.group.name}": f.norms for m, f in zip(self._mechanisms, found, strict=True) if f is not None
@@ -162,7 +162,7 @@ class ClippedSums:
         counted = []
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=False):
             group = mechanism.group
-            if group.is_of_values:
+            if group.is_metric:
                 continue
             parts = None
             if norms is not None:
@@ -177,10 +177,10 @@ class ClippedSums:
 def weights_of(gradients: Gradients) -> Tensor | None:
     """[B] in float64: the records' weights, each brought into [0, 1], and NaN to 0; None: they have none."""
     given = gradients.of.pop(WEIGHT, None)
-    return None if given is None else given.dense()[:, 0].double().nan_to_num(0.0).clamp(0, 1)
+    return None if given is None else given.materialize()[:, 0].double().nan_to_num(0.0).clamp(0, 1)
 
 
 def _zero(found: Sequence[ScaledNorms | None], rows: Tensor) -> None:
     for one in found:
         for part in one.parts if one is not None else ():
-            part.gradient.zero(rows)
+            part.gradient.mask_out(rows)

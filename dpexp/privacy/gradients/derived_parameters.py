@@ -75,7 +75,7 @@ class Derived:
             if where is not None and self.trains(where[0]):
                 parts.setdefault(id(where[0]), {}).setdefault(where[1], []).extend(found)
             else:
-                yield from self._back(tensor, merged(found).dense().to(tensor.dtype))
+                yield from self._back(tensor, merged(found).materialize().to(tensor.dtype))
         for parameter in self._parameters:
             shown = [(part, merged(found)) for part, found in parts.get(id(parameter), {}).items()]
             yield from ((parameter, use) for use in of_parameter(parameter, shown))
@@ -153,8 +153,8 @@ class ViewGradient(LayerGradient):
 
     def squared_norms(self) -> Tensor:
         squares = torch.stack([use.squared_norms() for _, use in self._parts]).sum(0)
-        allowances = [use.allowance for _, use in self._parts if use.allowance is not None]
-        self.allowance = torch.stack(allowances).sum(0) if allowances else None
+        allowances = [use.rounding_allowance for _, use in self._parts if use.rounding_allowance is not None]
+        self.rounding_allowance = torch.stack(allowances).sum(0) if allowances else None
         return squares
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -163,8 +163,8 @@ class ViewGradient(LayerGradient):
             use.add_weighted_sum(c, here)
             part.of(total).add_(here)
 
-    def dense(self) -> Tensor:
-        each = [use.dense() for _, use in self._parts]
+    def materialize(self) -> Tensor:
+        each = [use.materialize() for _, use in self._parts]
         gradients = each[0].new_zeros(len(each[0]), *self._shape)
         for (part, _), gradient in zip(self._parts, each, strict=True):
             part.of_each(gradients).copy_(gradient)

@@ -80,7 +80,7 @@ class Captured(OnRecords):
         if in_dims[0] is None:
             raise RuntimeError("a vmap inside the model is not supported by the fast path.")
         x = x.expand(B, *x.shape) if in_dims[1] is None else x.movedim(in_dims[1], 0)
-        y = call.run(x, **{role: p.detach() for role, p in call.parameters.items() if p is not None})
+        y = call.forward(x, **{role: p.detach() for role, p in call.parameters.items() if p is not None})
         if not torch.is_grad_enabled():
             return y, 0
         roles = {role: p for role, p in call.parameters.items() if p is not None and p.requires_grad}
@@ -95,7 +95,7 @@ class Captured(OnRecords):
                 raise RuntimeError("an input of a layer was modified in place after the layer had used it.")
             with no_torch_functions(), torch.autocast(g.device.type, enabled=False), torch.no_grad():
                 saved = saved.to(dtype) if saved.is_floating_point() else saved
-                for role, use in call.uses(saved, g.reshape(y_shape).to(dtype)).items():
+                for role, use in call.gradients(saved, g.reshape(y_shape).to(dtype)).items():
                     if role in roles:
                         record(roles[role], use)
 

@@ -96,7 +96,7 @@ class Capture(Refusing):
             if call is not None and self._fits(call):
                 if func in _INDEXING:
                     self.met((args, kwargs))
-                return Captured.apply(self.anchor, self.with_copies(call.x), call, self.record)
+                return Captured.apply(self.anchor, self.with_copies(call.input), call, self.record)
         if known in CELLS and self._steps_through(args):
             with self:
                 return unrolled(CELLS[known], self._steps, *args, **kwargs)

@@ -23,7 +23,7 @@ class LayerGradient(ABC):
         allowance: [B] in float64, how much of the norms is allowed for rounding; known with them. None: nothing much.
     """
 
-    allowance: Tensor | None = None
+    rounding_allowance: Tensor | None = None
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
@@ -34,7 +34,7 @@ class LayerGradient(ABC):
         """Adds Σ_i c_i v^i, for c [B], to `total`, which has the parameter's shape."""
 
     @abstractmethod
-    def dense(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """[B, *parameter.shape]."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class LayerGradient(ABC):
             if isinstance(factor, Tensor):
                 setattr(self, name, change(factor))
 
-    def zero(self, rows: Tensor) -> None:
+    def mask_out(self, rows: Tensor) -> None:
         """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
 
         def zeroed(factor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class DenseGradient(LayerGradient):
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         total.view(-1).addmv_(self.flat().T, c)
 
-    def dense(self) -> Tensor:
+    def materialize(self) -> Tensor:
         return self._gradients
 
     def in_float64(self, rows: Tensor) -> "DenseGradient":
@@ -94,7 +94,7 @@ class OuterProductGradient(LayerGradient):
     def squared_norms(self) -> Tensor:
         if self.x.shape[1] == 1:
             return (norms(self.x) * norms(self.g)).square()
-        found, self.allowance = gram_norms(self.x, self.g)
+        found, self.rounding_allowance = gram_norms(self.x, self.g)
         return found.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -105,7 +105,7 @@ class OuterProductGradient(LayerGradient):
             g = g * c[:, None, None]
         total.addmm_(g.flatten(0, 1).T, x.flatten(0, 1))
 
-    def dense(self) -> Tensor:
+    def materialize(self) -> Tensor:
         return torch.bmm(self.g.transpose(1, 2), self.x)
 
     def in_float64(self, rows: Tensor) -> "OuterProductGradient":
@@ -132,7 +132,7 @@ def outer_products(x: Tensor, g: Tensor) -> LayerGradient:
     _, T, d = x.shape
     p = g.shape[2]
     most = T * (d + p) * (2 if d * p < _SMALL else 1)
-    return DenseGradient(products.dense()) if T > 1 and d * p <= most else products
+    return DenseGradient(products.materialize()) if T > 1 and d * p <= most else products
 
 
 class EmbeddingGradient(LayerGradient):
@@ -148,12 +148,12 @@ class EmbeddingGradient(LayerGradient):
         self._table: Tensor | None = None
         _, T, d = g.shape
         if rows * d < 3 * T * T:  # measured
-            self._table = self.dense()
+            self._table = self.materialize()
 
     def squared_norms(self) -> Tensor:
         if self._table is not None:
             return DenseGradient(self._table).squared_norms()
-        found, self.allowance = row_norms(self.index[:, :, None] == self.index[:, None, :], self.g)
+        found, self.rounding_allowance = row_norms(self.index[:, :, None] == self.index[:, None, :], self.g)
         return found.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -161,7 +161,7 @@ class EmbeddingGradient(LayerGradient):
             return DenseGradient(self._table).add_weighted_sum(c, total)
         total.index_add_(0, self.index.flatten(), (self.g * c[:, None, None]).flatten(0, 1))
 
-    def dense(self) -> Tensor:
+    def materialize(self) -> Tensor:
         if self._table is not None:
             return self._table
         table = self.g.new_zeros(len(self.g), self.rows, self.g.shape[2])
@@ -216,7 +216,7 @@ class ConvolutionGradient(LayerGradient):
     def squared_norms(self) -> Tensor:
         if self._unfold is not None:
             x, g = self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)
-            found, self.allowance = gram_norms(x, g)
+            found, self.rounding_allowance = gram_norms(x, g)
             return found.square()
         records = max(1, _HELD // self._size)
         parts = zip(pieces(self._images, records), pieces(self._g, records), strict=True)
@@ -224,14 +224,14 @@ class ConvolutionGradient(LayerGradient):
         # These are not the gradients that are summed later, so that the rounding of both counts (`rounding`, 3 and 4):
         # Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
         most = norms(self._g) * norms(self._images) * self._kernel**0.5
-        self.allowance = 2 * self._positions * UNIT[self._g.dtype] * most
-        return (found + self.allowance).square()
+        self.rounding_allowance = 2 * self._positions * UNIT[self._g.dtype] * most
+        return (found + self.rounding_allowance).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
         weighted = self._g * c.reshape(-1, *(1,) * (self._g.dim() - 1))
         total += self._weight_gradient(self._images.flatten(0, 1), weighted.flatten(0, 1))
 
-    def dense(self) -> Tensor:
+    def materialize(self) -> Tensor:
         return self._gradients(self._images, self._g)
 
     def in_float64(self, rows: Tensor) -> "ConvolutionGradient":
@@ -257,7 +257,7 @@ def merged(uses: Sequence[LayerGradient]) -> LayerGradient:
             torch.cat([use.x for use in products], 1),  # type: ignore[attr-defined]
             torch.cat([use.g for use in products], 1),  # type: ignore[attr-defined]
         )
-    return DenseGradient(sum(use.dense() for use in uses))  # type: ignore[arg-type]
+    return DenseGradient(sum(use.materialize() for use in uses))  # type: ignore[arg-type]
 
 
 _HELD = 2**19  # numbers

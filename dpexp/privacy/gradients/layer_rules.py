@@ -35,10 +35,10 @@ class LayerCall:
         uses: x [B, ...] and output gradient [B, ...] -> the `LayerGradient` of each role.
     """
 
-    x: Tensor
+    input: Tensor
     parameters: dict[str, Tensor | None]
-    run: Callable[..., Tensor]
-    uses: Callable[[Tensor, Tensor], dict[str, LayerGradient]]
+    forward: Callable[..., Tensor]
+    gradients: Callable[[Tensor, Tensor], dict[str, LayerGradient]]
 
 
 Rule = Callable[..., LayerCall | None]

@@ -44,12 +44,12 @@ def fitting(
 
     def attempt(size: int) -> None:
         engine = PrivateRound(plan, module, GaussianNoise(None), compiled=False)  # type: ignore[arg-type]
-        engine.start()
+        engine.begin()
         copies = [leaf.expand(size, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         records = RecordBatch(size, structure.unflatten(copies)).to(module.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            engine.accumulate(loss_of, records.batch, size)
+            engine.add_chunk(loss_of, records.batch, size)
         if torch.cuda.max_memory_allocated(module.device) > _ROOM * torch.cuda.mem_get_info(module.device)[1]:
             raise torch.OutOfMemoryError
 

@@ -321,7 +321,7 @@ class Step:
                 each = [self.of_one(one, 0) for one in probed]
             finally:
                 set_all_random_states(self._device, *before)
-            return [t for one in each for t in (one.losses, *(use.dense() for use in one.of.values()))]
+            return [t for one in each for t in (one.losses, *(use.materialize() for use in one.of.values()))]
 
         check = StateCheck(self._module, probe)
         try:

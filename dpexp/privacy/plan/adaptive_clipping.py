@@ -40,14 +40,14 @@ class AdaptiveClipNorm:
     """
 
     initial: float | Mapping[str, float] = 1.0
-    quantile: float | Mapping[str, float] = 0.5
-    rate: float = 0.2
-    share: float = 0.01
+    target_quantile: float | Mapping[str, float] = 0.5
+    learning_rate: float = 0.2
+    budget_share: float = 0.01
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
         return by_group("bound.initial", self.initial, groups)
 
-    def following(
+    def targets(
         self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
     ) -> "AdaptiveTargets":
         """What a plan for some groups follows, if the mechanism's bounds can be followed."""
@@ -57,8 +57,8 @@ class AdaptiveClipNorm:
             members = [(group, group) for group in groups]
         else:
             raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
-        gammas = tuple(by_group("bound.quantile", self.quantile, [group for group, _ in members], _fraction))
-        rate = positive("bound.rate", self.rate)
+        gammas = tuple(by_group("bound.quantile", self.target_quantile, [group for group, _ in members], _fraction))
+        rate = positive("bound.rate", self.learning_rate)
         return AdaptiveTargets(
             tuple(members), isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, AdaptiveMinVariance)
         )
@@ -83,8 +83,8 @@ class AdaptiveTargets:
 
     members: tuple[tuple[str, str], ...]
     joint: bool
-    quantiles: tuple[float, ...]
-    rate: float
+    target_quantiles: tuple[float, ...]
+    learning_rate: float
     measured: bool
 
     @property
@@ -105,7 +105,7 @@ class AdaptiveState:
 
     def __init__(self, following: AdaptiveTargets) -> None:
         self._following, self.joint = following, following.joint
-        self.factors = [1.0] * len(following.members)
+        self.multipliers = [1.0] * len(following.members)
 
     def restore(self, factors: Sequence[float]) -> None:
         """Goes on from those of a checkpoint.
@@ -113,17 +113,17 @@ class AdaptiveState:
         Raises:
             ConfigError: they are of another plan, or there are none.
         """
-        if len(factors) != len(self.factors):
+        if len(factors) != len(self.multipliers):
             raise ConfigError("the checkpoint holds no bounds that bound=adaptive could go on from; begin a new run.")
-        self.factors = [*factors]
+        self.multipliers = [*factors]
 
-    def now(self, plan: "PrivacyPlan") -> "PrivacyPlan":
+    def apply(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the bounds as they are."""
-        by = dict(zip(self._following.members, self.factors, strict=True))
-        groups = [group if group.is_of_values else self._bounded(group, by) for group in plan.groups]
+        by = dict(zip(self._following.members, self.multipliers, strict=True))
+        groups = [group if group.is_metric else self._bounded(group, by) for group in plan.groups]
         return replace(plan, groups=tuple(_shared_anew(groups) if self._following.measured else groups))
 
-    def follow(
+    def move(
         self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
     ) -> dict[str, float]:
         """Moves the bounds by what the counts of round number `completed` say; returns the round's bounds, which are
@@ -137,16 +137,18 @@ class AdaptiveState:
     def update(self, released: Tensor) -> dict[str, float]:
         """Follows a round's counts Σ_i b_i/qn [k], noise included; returns b̂ by name."""
         found = {}
-        for k, (name, gamma) in enumerate(zip(self._following.names, self._following.quantiles, strict=True)):
+        for k, (name, gamma) in enumerate(zip(self._following.names, self._following.target_quantiles, strict=True)):
             found[name] = float(released[k]) + 0.5
-            factor = self.factors[k] * math.exp(max(-1.0, min(1.0, -self._following.rate * (found[name] - gamma))))
-            self.factors[k] = min(max(factor, 1 / _FURTHEST), _FURTHEST)
+            factor = self.multipliers[k] * math.exp(
+                max(-1.0, min(1.0, -self._following.learning_rate * (found[name] - gamma)))
+            )
+            self.multipliers[k] = min(max(factor, 1 / _FURTHEST), _FURTHEST)
         return found
 
     def shown(self, now: "PrivacyPlan") -> Iterator[tuple[str, float]]:
         """The bounds of a round by what they are called: S/group or alpha/vector."""
-        alphas = [alpha for group in now.groups if not group.is_of_values for alpha in group.alphas]
-        bounds = [group.S for group in now.groups if not group.is_of_values]
+        alphas = [alpha for group in now.groups if not group.is_metric for alpha in group.alphas]
+        bounds = [group.S for group in now.groups if not group.is_metric]
         for name, bound in zip(self._following.names, alphas if self.joint else bounds, strict=True):
             yield f"{'alpha' if self.joint else 'S'}/{name}", bound
 
@@ -166,7 +168,7 @@ def indicator(parts: Tensor) -> Tensor:
 
 def _shared_anew(groups: Sequence["Group"]) -> Iterator["Group"]:
     """Divides what the groups of gradients have of the budget by their bounds as they are."""
-    of_gradients = [group for group in groups if not group.is_of_values]
+    of_gradients = [group for group in groups if not group.is_metric]
     clipping = {group.name: GroupClipping(group.alphas, group.S) for group in of_gradients}
     shares = AdaptiveMinVariance().shares({group.name: group.vectors for group in of_gradients}, clipping)
     whole = sum(group.share for group in of_gradients)

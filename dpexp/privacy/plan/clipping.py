@@ -38,20 +38,20 @@ ClipNorm = Callable[[Sequence[str], Sequence[int]], list[float]]
 class FixedClipNorm:
     """One number for every group, or a number per group by name."""
 
-    value: float | Mapping[str, float]
+    clip_norm: float | Mapping[str, float]
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return by_group("bound.value", self.value, groups)
+        return by_group("bound.value", self.clip_norm, groups)
 
 
 @dataclass(frozen=True)
 class UniformClipNorm:
     """S*/√m each, so that m of them add up to a total L2 bound of S* (McMahan et al. 2018, section 2)."""
 
-    total: float
+    clip_norm: float
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return [positive("bound.total", self.total) / math.sqrt(len(dimensions))] * len(dimensions)
+        return [positive("bound.total", self.clip_norm) / math.sqrt(len(dimensions))] * len(dimensions)
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class DimensionClipNorm:
     The paper (section 2) prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
     """
 
-    total: float
+    clip_norm: float
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        total = positive("bound.total", self.total)
+        total = positive("bound.total", self.clip_norm)
         return [total * math.sqrt(d / sum(dimensions)) for d in dimensions]
 
 
@@ -93,8 +93,8 @@ def check_names(key: str, given: Any, groups: Iterable[str]) -> None:
 class GroupClipping:
     """What one group's mechanism clips to: a scale α_j for each vector and the bound S on the scaled norm."""
 
-    alphas: tuple[float, ...]
-    S: float
+    scales: tuple[float, ...]
+    clip_norm: float
 
 
 Mechanism = Callable[[Mapping[str, Sequence[Vector]], ClipNorm], dict[str, GroupClipping]]
@@ -125,7 +125,7 @@ class Joint:
     """
 
     alpha: float | Sequence[float] | None = None
-    S: float | Sequence[float] | None = None
+    clip_norm: float | Sequence[float] | None = None
 
     def __call__(self, groups: Mapping[str, Sequence[Vector]], bound: ClipNorm) -> dict[str, GroupClipping]:
         vectors = [(group, vector) for group, members in groups.items() for vector in members]
@@ -135,7 +135,7 @@ class Joint:
             alphas = _each("mechanism.alpha", self.alpha, [vector.name for _, vector in vectors], "vectors")
         scales = dict(zip((vector.parameters for _, vector in vectors), alphas, strict=True))
         roots = [math.sqrt(len(members)) for members in groups.values()]
-        bounds = roots if self.S is None else _each("mechanism.S", self.S, list(groups), "groups")
+        bounds = roots if self.clip_norm is None else _each("mechanism.S", self.clip_norm, list(groups), "groups")
         return {
             name: GroupClipping(
                 tuple(scales[vector.parameters] for vector in members),
@@ -152,15 +152,15 @@ def same_as_separate(plan: "PrivacyPlan", bound: ClipNorm, noise_given: bool) ->
     Args:
         noise_given: σ̃ does not follow from S.
     """
-    groups = {group.name: group for group in plan.groups if not group.is_of_values}
-    if plan.following is not None and any(len(group.vectors) > 1 for group in groups.values()):
+    groups = {group.name: group for group in plan.groups if not group.is_metric}
+    if plan.adaptive is not None and any(len(group.vectors) > 1 for group in groups.values()):
         return False  # each scale goes its own way
     scaled = plan.calibration.value if plan.calibration and plan.calibration.knob == "bound" else 1.0
     separate = Separate()({name: group.vectors for name, group in groups.items()}, bound)
     for name, group in groups.items():
         alpha = group.alphas[0]
-        equal = math.isclose(alpha * group.S, scaled * separate[name].S, rel_tol=1e-9)
-        own = noise_given or group.exact or group.clip != Abadi()  # lengths that α does not scale
+        equal = math.isclose(alpha * group.S, scaled * separate[name].clip_norm, rel_tol=1e-9)
+        own = noise_given or group.discrete or group.clip_rule != Abadi()  # lengths that α does not scale
         if len({*group.alphas}) > 1 or not equal or (alpha != 1 and own):
             return False
     return True
@@ -239,14 +239,14 @@ class Global:
     hundredth before Z, since a rule must not jump. Z is in units of S, and goes with it wherever that goes.
     """
 
-    Z: float
+    threshold: float
     name: str = field(default="global", init=False)
 
     def __post_init__(self) -> None:
-        positive("clip.Z", self.Z)
+        positive("clip.Z", self.threshold)
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
-        return ((1 - x / (self.Z * S)) / RAMP).clamp(0, 1) / self.Z
+        return ((1 - x / (self.threshold * S)) / RAMP).clamp(0, 1) / self.threshold
 
 
 def clip_rule_factors(clip: ClipRule, norms: Tensor, S: Tensor) -> Tensor:

@@ -68,13 +68,13 @@ class Group:
     S: float
     sigma: float
     share: float
-    exact: bool = False
-    every: int = 1
-    clip: ClipRule = field(default_factory=Abadi)
+    discrete: bool = False
+    every_n_rounds: int = 1
+    clip_rule: ClipRule = field(default_factory=Abadi)
     bands: tuple[float, ...] = (1.0,)
 
     @property
-    def is_of_values(self) -> bool:
+    def is_metric(self) -> bool:
         """Not of gradients."""
         return self.vectors[0].is_value
 
@@ -89,7 +89,7 @@ class Group:
 
     def query(self) -> SumQueryEvent | DiscreteSumQueryEvent:
         """The event that one release of this group writes."""
-        if self.exact:
+        if self.discrete:
             return DiscreteSumQueryEvent(self.name, self.lattice.grid, self.lattice.S2, SIGMA2)
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
 
@@ -116,10 +116,10 @@ class PrivacyPlan:
     groups: tuple[Group, ...]
     adjacency: str = "add_remove"
     schedule: Schedule = field(default_factory=Schedule)
-    following: AdaptiveTargets | None = None
+    adaptive: AdaptiveTargets | None = None
     calibration: Calibration | None = None
-    preparations: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...] = ()
-    record: Example = field(default_factory=Example)
+    preprocessing: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...] = ()
+    privacy_unit: Example = field(default_factory=Example)
 
     @property
     def noise_multiplier(self) -> float:
@@ -132,19 +132,23 @@ class PrivacyPlan:
         return max((group.bands for group in self.groups), key=len)
 
     @property
-    def exact(self) -> bool:
-        return any(group.exact for group in self.groups)
+    def discrete(self) -> bool:
+        return any(group.discrete for group in self.groups)
 
     @property
-    def clip(self) -> str:
+    def clip_rules(self) -> str:
         """The clip rules other than Abadi's, in words; empty if there are none."""
-        return " and ".join(dict.fromkeys(in_words(group.clip) for group in self.groups if group.clip != Abadi()))
+        return " and ".join(
+            dict.fromkeys(in_words(group.clip_rule) for group in self.groups if group.clip_rule != Abadi())
+        )
 
-    def at(self, t: int) -> "PrivacyPlan":
+    def at_round(self, t: int) -> "PrivacyPlan":
         """The plan of round t alone."""
         if self.schedule == Schedule() and not self._pauses:
             return self
-        return _in_round(self, self.schedule.at(t), tuple((t + 1) % group.every == 0 for group in self.groups))
+        return _in_round(
+            self, self.schedule.at_round(t), tuple((t + 1) % group.every_n_rounds == 0 for group in self.groups)
+        )
 
     def ledger(self, since: int = 0) -> Ledger:
         """What carrying out the whole plan would write, or its rounds from number `since` on, before the first of which
@@ -152,20 +156,20 @@ class PrivacyPlan:
         per_epoch = self.sampling.rounds_per_epoch
         epochs = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         rounds: Counter[Round] = Counter()
-        for event in () if since else self.preparations:
+        for event in () if since else self.preprocessing:
             rounds[Round(SamplingEvent("all", 1.0, self.n), (event,))] += 1
-        for start, count in self.schedule.stretches(self.rounds, (*epochs, since)):
+        for start, count in self.schedule.segments(self.rounds, (*epochs, since)):
             if start < since:
                 continue
             epoch = start - start % per_epoch if isinstance(per_epoch, int) else since
             for t, times in self._alike(start, count):
-                now = self.at(t)
+                now = self.at_round(t)
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += times
-        return Ledger(self.adjacency, dict(rounds), record=self.record.told())
+        return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header())
 
     @property
     def _pauses(self) -> tuple[int, ...]:
-        return tuple(sorted({group.every for group in self.groups} - {1}))
+        return tuple(sorted({group.every_n_rounds for group in self.groups} - {1}))
 
     def _alike(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """(a round, how many like it) for each choice of groups that is released in some of `count` rounds."""
@@ -178,8 +182,8 @@ class PrivacyPlan:
 
     def sampling_events(self) -> tuple[SamplingEvent, ...]:
         """Those that the rounds may report, but for their epochs."""
-        starts = [start for start, _ in self.schedule.stretches(self.rounds)]
-        return tuple(self.at(start).sampling.event(self.n, 0) for start in starts)
+        starts = [start for start, _ in self.schedule.segments(self.rounds)]
+        return tuple(self.at_round(start).sampling.event(self.n, 0) for start in starts)
 
 
 @lru_cache(maxsize=256)
@@ -188,12 +192,12 @@ def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...]) -> Priv
     if by == Multipliers() and all(due):
         return plan
     released = [group for group, now in zip(plan.groups, due, strict=True) if now]
-    scales = [1.0 if group.is_of_values else by.S for group in released]
+    scales = [1.0 if group.is_metric else by.S for group in released]
     return replace(
         plan,
         sampling=plan.sampling if by.q == 1 else replace(plan.sampling, q=plan.sampling.q * by.q),
         groups=tuple(
-            replace(group, S=group.S * scale, sigma=group.sigma * scale * by.z, every=1)
+            replace(group, S=group.S * scale, sigma=group.sigma * scale * by.z, every_n_rounds=1)
             for group, scale in zip(released, scales, strict=True)
         ),
         schedule=Schedule(),
@@ -259,7 +263,7 @@ def make_plan(
     refuse_mixing_layers(module)
     record, bound, mechanism = record or Example(), bound or FixedClipNorm(1.0), mechanism or Separate()
     allocation = allocation or Proportional()
-    records = record.count(n, users)
+    records = record.num_records(n, users)
     policy, rounds = options.sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, records, parts)
     rate, n = policy.q, records
     adjacency = options.claimed(sampling, adjacency)
@@ -279,7 +283,7 @@ def make_plan(
     clipping = mechanism(grouped, bound)
     w = allocation.shares(grouped, clipping)
     values, following = _besides(grouped, release or {}, bound, mechanism, allocation)
-    left = 1 - sum(value.share for value in values.values())
+    left = 1 - sum(value.budget_share for value in values.values())
     if left <= 0:
         raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
     if following is not None:
@@ -296,22 +300,42 @@ def make_plan(
 
     def with_bands(b: int) -> PrivacyPlan:
         c = coefficients(banded, b, rounds) if banded else (1.0,)
-        sampled_by = replace(policy, parts=parts or b) if isinstance(policy, CyclicPoisson) else policy
+        sampled_by = replace(policy, partitions=parts or b) if isinstance(policy, CyclicPoisson) else policy
 
         def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
             gradients = {
-                name: MetricRelease(grouped[name], GroupClipping(own.alphas, scale * own.S), left * w[name])
+                name: MetricRelease(grouped[name], GroupClipping(own.scales, scale * own.clip_norm), left * w[name])
                 for name, own in clipping.items()
             }
             groups = []
             for name, one in (gradients | values).items():
                 own, ruled = one.clipping, (rule, c) if name in gradients else ()
-                sigma = z * own.S / math.sqrt(one.share)
-                groups.append(Group(name, one.vectors, own.alphas, own.S, sigma, one.share, exact, one.every, *ruled))
+                sigma = z * own.clip_norm / math.sqrt(one.budget_share)
+                groups.append(
+                    Group(
+                        name,
+                        one.vectors,
+                        own.scales,
+                        own.clip_norm,
+                        sigma,
+                        one.budget_share,
+                        exact,
+                        one.every_n_rounds,
+                        *ruled,
+                    )
+                )
             by_q = sampled_by if q == rate else replace(sampled_by, q=q)
             varied = schedule(steps, **(schedules or {}))
             return PrivacyPlan(
-                by_q, n, steps, tuple(groups), adjacency, varied, following, preparations=preparations, record=record
+                by_q,
+                n,
+                steps,
+                tuple(groups),
+                adjacency,
+                varied,
+                following,
+                preprocessing=preparations,
+                privacy_unit=record,
             )
 
         z = noise_multiplier
@@ -373,8 +397,8 @@ def _besides(
     if UNCLIPPED in {*values, *grouped, *(vector.name for value in values.values() for vector in value.vectors)}:
         raise ConfigError(f"{UNCLIPPED} is what bound=adaptive counts under; rename what else is called so.")
     if isinstance(bound, AdaptiveClipNorm):
-        following = bound.following(grouped, mechanism, allocation)
-        return values | {UNCLIPPED: following.counts(positive("bound.share", bound.share))}, following
+        following = bound.targets(grouped, mechanism, allocation)
+        return values | {UNCLIPPED: following.counts(positive("bound.share", bound.budget_share))}, following
     if isinstance(allocation, AdaptiveMinVariance):
         raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
     return values, None
@@ -387,12 +411,12 @@ def _checked(plan: PrivacyPlan) -> PrivacyPlan:
         (f"group {g.name}: the bound S", g.S * by) for g in plan.groups for by in (min(scheduled), max(scheduled))
     ]
     bounds += [(f"group {group.name}: the bound α", alpha) for group in plan.groups for alpha in group.alphas]
-    bounds += [(f"prepare.{one.query}: the bound S", part.S) for one in plan.preparations for part in parts_of(one)]
+    bounds += [(f"prepare.{one.query}: the bound S", part.S) for one in plan.preprocessing for part in parts_of(one)]
     for told, number in bounds:
         if not 1e-20 <= number <= 1e20:
             raise ConfigError(f"{told}={number:g} must lie between 1e-20 and 1e20.")
-    if plan.exact:
-        for start, _ in plan.schedule.stretches(plan.rounds):
-            for group in plan.at(start).groups:
+    if plan.discrete:
+        for start, _ in plan.schedule.segments(plan.rounds):
+            for group in plan.at_round(start).groups:
                 group.lattice.check(group.name, group.d, plan.n)
     return plan

@@ -32,11 +32,11 @@ class Schedule:
     q: Segments = CONSTANT
     S: Segments = CONSTANT
 
-    def at(self, t: int) -> Multipliers:
+    def at_round(self, t: int) -> Multipliers:
         kinds = (getattr(self, field.name) for field in fields(self))
         return Multipliers(*(kind[bisect_right(kind, (t, math.inf)) - 1][1] for kind in kinds))
 
-    def stretches(self, rounds: int, breaks: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
+    def segments(self, rounds: int, breaks: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """(first round, number of rounds) over which nothing changes, nor any of `breaks` falls."""
         starts = {start for field in fields(self) for start, _ in getattr(self, field.name)}
         ordered = sorted(start for start in {*starts, *breaks} if start < rounds)

@@ -125,16 +125,16 @@ class RoundSampler(Sampler[list[Any]]):
         pending: deque[ChunkPosition] = deque()
         self.pending = pending
         if not self.turns:
-            self.turns, self._first = self.policy_at(0).parted(self.size, self.stream), self.completed
+            self.turns, self._first = self.policy_at(0).partition(self.size, self.stream), self.completed
         samples: deque[list[int]] = deque()
         began = self._first
         for t in range(self.completed, self.epoch_end()):
             policy, part = self.policy_at(t), self.turns[t % len(self.turns)]
             if not samples:
-                samples.extend(policy.samples(len(part), self.stream))
-                began = self._first if policy.in_blocks else t
+                samples.extend(policy.draw(len(part), self.stream))
+                began = self._first if policy.is_cyclic else t
             rows, self.sampled_from[t] = [part[k] for k in samples.popleft()], part
-            digest = 0 if self.processes.alone else digest_of_rows(rows)
+            digest = 0 if self.processes.is_single else digest_of_rows(rows)
             for k, chunk in enumerate(chunks := self._parts(rows)):
                 pending.append(ChunkPosition(k == 0, k == len(chunks) - 1, began, t, digest))
                 yield chunk
@@ -162,7 +162,7 @@ class RoundSampler(Sampler[list[Any]]):
 
     def _own(self, sample: list[Any]) -> list[Any]:
         """What this process takes of it."""
-        if self.processes.alone:
+        if self.processes.is_single:
             return sample
         taken = self.dealing.words(len(sample)).remainder(self.processes.count).eq(self.processes.rank)
         return [sample[k] for k in taken.nonzero().flatten().tolist()]
@@ -221,11 +221,11 @@ class RoundLoader:
         dealing: KeyStream | None = None,
     ) -> None:
         dataset = sampled_dataset(loader)
-        units = plan.record.units(dataset)
+        units = plan.privacy_unit.units(dataset)
         size = len(dataset if units is None else units)  # type: ignore[arg-type]
-        counted = plan.record.counted_by
-        kind = plan.record.plural
-        if plan.sampling.relies_on_n and size != plan.n:
+        counted = plan.privacy_unit.count_key
+        kind = plan.privacy_unit.plural
+        if plan.sampling.needs_exact_n and size != plan.n:
             raise ConfigError(
                 f"{counted}={plan.n}, but the training set holds {size} {kind}; sampling={plan.sampling.name} is only "
                 "what is accounted if they are equal."
@@ -237,13 +237,13 @@ class RoundLoader:
                 f"(ε, δ) holds all the same. Set {counted} to a published number near it."
             )
         processes = processes or Processes()
-        self.digest = 0 if processes.alone else digest_of_records(dataset, units)
+        self.digest = 0 if processes.is_single else digest_of_records(dataset, units)
         self.sampler = RoundSampler(
-            lambda t: plan.at(t).sampling, size, plan.rounds, physical_batch, stream, units, processes, dealing
+            lambda t: plan.at_round(t).sampling, size, plan.rounds, physical_batch, stream, units, processes, dealing
         )
         self._seeding, self.randomness = Seeding(loader.worker_init_fn), randomness
         self._users_loader, self._units, self.only_rows = loader, units, only_rows(loader)
-        self.training_data, self.of_examples = TrainingData(dataset), plan.record.told() is None
+        self.training_data, self.of_examples = TrainingData(dataset), plan.privacy_unit.to_header() is None
         self._loader = fetching_loader(loader, self.sampler, self._seeding, randomness, units)
         self._checks = Results()
         if not only_rows(loader):

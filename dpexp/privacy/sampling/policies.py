@@ -20,8 +20,8 @@ class Policy(ABC):
 
     q: float
     name: ClassVar[str]
-    relies_on_n: ClassVar[bool] = True  # the training set must hold exactly n records
-    in_blocks: ClassVar[bool] = False  # all of a job's samples depend on one another
+    needs_exact_n: ClassVar[bool] = True  # the training set must hold exactly n records
+    is_cyclic: ClassVar[bool] = False  # all of a job's samples depend on one another
 
     def __post_init__(self) -> None:
         if not isinstance(self.q, Real) or not 0 < self.q <= 1:
@@ -41,12 +41,12 @@ class Policy(ABC):
         nearest = round(rounds)
         return nearest if math.isclose(rounds, nearest, rel_tol=1e-9) else math.ceil(rounds)
 
-    def parted(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
+    def partition(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
         """The records in parts, whose turn it is one after the other as long as a job runs: here, all in one."""
         return [range(size)]
 
     @abstractmethod
-    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         """Indices of the next sample from a part of that size, or of the next several that depend on each other."""
 
 
@@ -55,9 +55,9 @@ class Poisson(Policy):
     """Each record enters a sample independently with probability q (paper, section 5: i.i.d. samples)."""
 
     name: ClassVar[str] = "poisson"
-    relies_on_n: ClassVar[bool] = False
+    needs_exact_n: ClassVar[bool] = False
 
-    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [_independent(self.q, size, stream)]
 
 
@@ -67,26 +67,26 @@ class CyclicPoisson(Policy):
     independently with probability q·b (Choquette-Choo et al. 2023, arXiv 2306.08153). So a record's rounds are at least
     b apart."""
 
-    parts: int = 1
+    partitions: int = 1
     name: ClassVar[str] = "cyclic_poisson"
-    relies_on_n: ClassVar[bool] = False
-    in_blocks: ClassVar[bool] = True
+    needs_exact_n: ClassVar[bool] = False
+    is_cyclic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rate_in_part(self.q, whole("sampling.parts", self.parts))
+        rate_in_part(self.q, whole("sampling.parts", self.partitions))
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
-        return SamplingEvent(self.name, self.q, n, parts=self.parts, block=epoch)
+        return SamplingEvent(self.name, self.q, n, parts=self.partitions, block=epoch)
 
-    def parted(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
-        if self.parts == 1:
-            return super().parted(size, stream)
-        part_of = stream.words(size) % self.parts
-        return [part_of.eq(part).nonzero().flatten().tolist() for part in range(self.parts)]
+    def partition(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
+        if self.partitions == 1:
+            return super().partition(size, stream)
+        part_of = stream.words(size) % self.partitions
+        return [part_of.eq(part).nonzero().flatten().tolist() for part in range(self.partitions)]
 
-    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
-        return [_independent(rate_in_part(self.q, self.parts), size, stream)]
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
+        return [_independent(rate_in_part(self.q, self.partitions), size, stream)]
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,19 @@ class TruncatedPoisson(Policy):
     """As Poisson, but of a sample larger than `maximum` a random subset of that size is kept (arXiv 2508.15089).
     A maximum of q·n plus six times its square root hardly ever binds."""
 
-    maximum: int
+    max_batch_size: int
     name: ClassVar[str] = "truncated_poisson"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("sampling.maximum", self.maximum)
+        whole("sampling.maximum", self.max_batch_size)
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
-        return SamplingEvent(self.name, self.q, n, maximum=self.maximum)
+        return SamplingEvent(self.name, self.q, n, maximum=self.max_batch_size)
 
-    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         sample = _independent(self.q, size, stream)
-        kept = stream.permutation(len(sample))[: self.maximum]
+        kept = stream.permutation(len(sample))[: self.max_batch_size]
         return [[sample[k] for k in kept]]
 
 
@@ -116,7 +116,7 @@ class FixedSize(Policy):
 
     name: ClassVar[str] = "fixed_size"
 
-    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [stream.permutation(size)[: whole_batch(self.q, size)].tolist()]
 
 
@@ -133,7 +133,7 @@ class Shuffle(Policy):
     def rounds_per_epoch(self) -> int:
         return math.floor(1 / self.q + 1e-9)
 
-    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         order = stream.permutation(size)
         batch = whole_batch(self.q, size)
         return [order[k * batch : (k + 1) * batch].tolist() for k in range(self.rounds_per_epoch)]
@@ -145,13 +145,13 @@ class FullBatch(Policy):
 
     q: float = 1.0
     name: ClassVar[str] = "all"
-    relies_on_n: ClassVar[bool] = False
+    needs_exact_n: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.q != 1:
             raise ConfigError(f"sampling.q={self.q} must be 1 for sampling=all.")
 
-    def samples(self, size: int, stream: "KeyStream") -> list[list[int]]:
+    def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [list(range(size))]
 
 

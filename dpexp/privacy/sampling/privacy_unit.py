@@ -32,20 +32,20 @@ class Example:
     kind: str = field(default="example", init=False)
 
     @property
-    def local(self) -> "LocalTraining | None":
+    def local_training(self) -> "LocalTraining | None":
         return None
 
     @property
-    def largest(self) -> int:
+    def max_examples_in_round(self) -> int:
         """How many examples it may have."""
         return 1
 
     @property
-    def counted_by(self) -> str:
+    def count_key(self) -> str:
         """The key of the published number of records."""
         return "data.n"
 
-    def count(self, n: int, users: int | None = None) -> int:
+    def num_records(self, n: int, users: int | None = None) -> int:
         """The published number of records, of n examples of so many users."""
         return n
 
@@ -53,12 +53,12 @@ class Example:
         """None: the data set gives records as they are."""
         return None
 
-    def told(self) -> dict[str, Any] | None:
+    def to_header(self) -> dict[str, Any] | None:
         """As in a ledger's header, which says nothing of examples."""
         return None if self.kind == "example" else asdict(self)
 
     def __str__(self) -> str:
-        return unit(self.told())
+        return unit(self.to_header())
 
     @property
     def plural(self) -> str:
@@ -70,25 +70,25 @@ class Example:
 class Microbatch(Example):
     """Record i is the examples [ik, (i+1)k), by position."""
 
-    k: int = 1
+    size: int = 1
     kind: str = field(default="microbatch", init=False)
 
     def __post_init__(self) -> None:
-        whole("record.k", self.k)
+        whole("record.k", self.size)
 
     @property
-    def largest(self) -> int:
-        return self.k
+    def max_examples_in_round(self) -> int:
+        return self.size
 
     @property
-    def counted_by(self) -> str:
+    def count_key(self) -> str:
         return "data.n/record.k"
 
-    def count(self, n: int, users: int | None = None) -> int:
-        return math.ceil(n / self.k)
+    def num_records(self, n: int, users: int | None = None) -> int:
+        return math.ceil(n / self.size)
 
     def units(self, dataset: Any) -> "Units":
-        n, k = len(dataset), self.k
+        n, k = len(dataset), self.size
         return Units([range(start, min(start + k, n)) for start in range(0, n, k)])
 
 
@@ -134,24 +134,24 @@ class User(Example):
         local: how its vector is found by training; None: it is the mean gradient.
     """
 
-    most: int = 1
-    by: str | None = None
-    local: LocalTraining | None = None  # type: ignore[assignment]
+    max_examples: int = 1
+    user_attribute: str | None = None
+    local_training: LocalTraining | None = None  # type: ignore[assignment]
     kind: str = field(default="user", init=False)
 
     def __post_init__(self) -> None:
-        whole("record.most", self.most)
+        whole("record.most", self.max_examples)
 
     @property
-    def largest(self) -> int:
-        return self.most
+    def max_examples_in_round(self) -> int:
+        return self.max_examples
 
     @property
-    def counted_by(self) -> str:
-        return "data.users" if self.by is not None else "data.n"
+    def count_key(self) -> str:
+        return "data.users" if self.user_attribute is not None else "data.n"
 
-    def count(self, n: int, users: int | None = None) -> int:
-        if self.by is not None and users is None:
+    def num_records(self, n: int, users: int | None = None) -> int:
+        if self.user_attribute is not None and users is None:
             raise ConfigError(
                 "record=user counts users: give data.users, their published number, or record.by=null for a data set "
                 "of which each index is a user."
@@ -159,7 +159,7 @@ class User(Example):
         return n if users is None else whole("data.users", users)
 
     def units(self, dataset: Any) -> "Units":
-        if self.by is None:
+        if self.user_attribute is None:
             from torch.utils.data import TensorDataset  # slow, and of no use before there are data
 
             if isinstance(dataset, TensorDataset):
@@ -167,19 +167,20 @@ class User(Example):
                     f"{_OF_LISTS}; a TensorDataset has tensors. Name with record.by its attribute that has the user of "
                     "each example."
                 )
-            return _Lists([()] * len(dataset), self.most, self.local is not None)
-        user_of: Any = getattr(dataset, self.by, None)
+            return _Lists([()] * len(dataset), self.max_examples, self.local_training is not None)
+        user_of: Any = getattr(dataset, self.user_attribute, None)
         listed = hasattr(user_of, "__len__") and hasattr(user_of, "__getitem__") and not isinstance(user_of, Mapping)
         if not listed or len(user_of) != len(dataset) or not all(map(_is_number, user_of)):
             has = f"none on its {type(dataset).__name__}" if user_of is None else f"a {type(user_of).__name__}"
             raise ConfigError(
-                f"record.by={self.by} must be an attribute of the training data set that has the user of each of its "
+                f"record.by={self.user_attribute} must be an attribute of the training data set that has the user "
+                f"of each of its "
                 f"examples, a list of as many whole numbers; there is {has}."
             )
         examples: dict[int, list[int]] = defaultdict(list)
         for position, user in enumerate(user_of):
             examples[int(user)].append(position)
-        return Units([*examples.values()], self.most, self.local is not None)
+        return Units([*examples.values()], self.max_examples, self.local_training is not None)
 
 
 class Units:
