@@ -24,7 +24,7 @@ from truncated_grid import theirs as truncated
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent
-from dpexp.accounting.releases import ACCOUNTANTS, CLAIMS
+from dpexp.accounting.coverage import ACCOUNTANTS, CLAIMS
 
 POINTS, WITHIN = 300, 0.01
 RELATIONS = {

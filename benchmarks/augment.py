@@ -19,7 +19,8 @@ from torch import nn
 VIEWS = (None, 1, 4, 16)
 JOB = (
     "data=cifar10", "model._target_=augment.small", "privacy.epsilon=8", "sampling.expected_batch_size=512",
-    "sampling.steps=200", "trainer.physical_batch=64", "trainer.threads=1", "trainer.evaluations=0", "tracking=none",
+    "sampling.steps=200", "trainer.max_physical_batch_size=64", "trainer.threads=1", "trainer.num_evaluations=0",
+    "tracking=none",
 )  # fmt: skip
 
 

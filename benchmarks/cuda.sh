@@ -29,7 +29,7 @@ echo "== Noise: speed and distribution"
 $python benchmarks/noise.py --device $device --numbers $numbers
 
 echo "== The callback: a whole job, with records in chunks that fit, compiled, and in half precision"
-for options in "" "trainer.physical_batch=auto" "trainer.compile=true" "trainer.precision=bf16-mixed"; do
+for options in "" "trainer.max_physical_batch_size=auto" "trainer.compile=true" "trainer.precision=bf16-mixed"; do
     echo "-- $options"
     $job sampling.steps=$steps hydra.run.dir="$kept/job_${options//[^a-z0-9]/_}" $options | grep -E "The step is|Test accuracy|ε ="
 done

@@ -1,4 +1,5 @@
-"""noise=exact beside ordinary noise: time per number, time per record, and accuracy on the digits at the same ε.
+"""noise=discrete_gaussian beside ordinary noise: time per number, time per record, and accuracy on the digits at the
+same ε.
 
     python benchmarks/exact_noise.py                # all of it, about ten minutes
     python benchmarks/exact_noise.py --seeds 0      # times alone

@@ -122,7 +122,7 @@ FAULTS = [
     fault("exact vectors are not checked as whole numbers", "privacy/noise/discrete_gaussian.py",
           "square > self.S2 for",
           "square > 2 * self.S2 for", "exact_noise -k vector"),
-    fault("statistics for standardising are not clipped", "privacy/preprocessing_methods.py",
+    fault("statistics for standardizing are not clipped", "privacy/preprocessing_methods.py",
           "length.clamp(min=1e-300)).clamp(max=1.0)\n", "length.clamp(min=1e-300)).clamp(min=1.0)\n",
           "preparations -k one_record_more"),
     fault("a user trains on all examples", "privacy/sampling/privacy_unit.py",

@@ -21,10 +21,10 @@ from dpexp.training.data.base import TensorData
 
 EPSILONS = (1.0, 8.0, math.inf)
 JOBS = {  # δ, and what else is not the default
-    "digits": (1e-4, "data=digits", "sampling.steps=100", "audit.attacked=8"),
+    "digits": (1e-4, "data=digits", "sampling.steps=100", "audit.target_models=8"),
     "Adult": (
-        1e-4, "data=adult", "sampling.steps=400", "sampling.expected_batch_size=512", "audit.attacked=4",
-        "audit.canaries_count=500", "optimizer=adam", "optimizer.lr=0.003", "model.hidden=[256,256]",
+        1e-4, "data=adult", "sampling.steps=400", "sampling.expected_batch_size=512", "audit.target_models=4",
+        "audit.num_canaries=500", "optimizer=adam", "optimizer.lr=0.003", "model.hidden=[256,256]",
     ),
 }  # fmt: skip
 CONFIGURATION = """\

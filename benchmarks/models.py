@@ -97,7 +97,7 @@ def vit(frozen: bool = False) -> nn.Module:
     return module
 
 
-def standardised() -> nn.Module:
+def standardized() -> nn.Module:
     layers: list[nn.Module] = []
     for d, p, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2)):
         layers += [ScaledStdConv2d(d, p, 3, stride, 1), nn.ReLU()]
@@ -134,7 +134,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Data, int]] = {
     "BERT 2×64, 32×128, 2-D mask": (bert, classified(True), 32),
     "ResNet18-GN, 32×32, B 32": (resnet, vectors(3, 32, 32), 32),
     "ViT-tiny, depth 3, B 8": (vit, vectors(3, 224, 224), 8),
-    "weight-standardised convolutions, B 64": (standardised, vectors(3, 32, 32), 64),
+    "weight-standardized convolutions, B 64": (standardized, vectors(3, 32, 32), 64),
     "nn.MultiheadAttention, 32×64×128": (Attention, vectors(64, 128), 32),
     "encoder and decoder, 16×64": (EncoderDecoder, language(64), 16),
 }

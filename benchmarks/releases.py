@@ -153,7 +153,7 @@ def adaptive(seeds: int) -> None:
         ("adaptive from 100, rate 0.5, quantile 0.1", AdaptiveClipNorm(100.0, learning_rate=0.5, target_quantile=0.1)),
     ):  # fmt: skip
         tried = tuple(rate * f for rate in rates for f in ((1.0,) if "fixed" in name else (0.2, 1.0)))
-        print(f"| {name} | {best(make, tried, seeds, bound=bound)} |", flush=True)
+        print(f"| {name} | {best(make, tried, seeds, clip_norm=bound)} |", flush=True)
     print(
         "\nThe same with Adam, whose steps do not grow with the bound\n\n| bound | test accuracy | a round |\n"
         "|---|---|---|"

@@ -75,7 +75,7 @@ ROWS = {
 }  # fmt: skip
 
 
-SPEED = ("trainer.threads", "trainer.physical_batch", "trainer.workers")
+SPEED = ("trainer.threads", "trainer.max_physical_batch_size", "trainer.num_workers")
 ASIDE = ("tracking.", "data.root=", "data.module.cache=", *(f"{key}=" for key in SPEED))  # what changes no figure
 
 

@@ -23,14 +23,14 @@ SERVERS = {
     "DP-FedAvg": [],
     "DP-FedAdam": ["optimizer=adam", "optimizer.lr=0.03", "~optimizer.momentum"],
 }
-PLAIN = ["privacy.epsilon=null", "privacy.noise_multiplier=1e-5", "bound.value=1000"]
+PLAIN = ["privacy.epsilon=null", "privacy.noise_multiplier=1e-5", "clip_norm.value=1000"]
 
 
 def job(overrides: list[str]) -> tuple[float, float]:
     """Accuracy and seconds of training."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "dpexp", "experiment=shakespeare_users", "tracking=none"]
-        command += ["trainer.evaluations=0", f"hydra.run.dir={folder}", *overrides, *sys.argv[1:]]
+        command += ["trainer.num_evaluations=0", f"hydra.run.dir={folder}", *overrides, *sys.argv[1:]]
         subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         result = json.loads((Path(folder) / "result.json").read_text())
     return result["metrics"]["test_accuracy"], result["seconds"]

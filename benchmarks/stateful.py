@@ -1076,7 +1076,7 @@ def buffer_made_anew(data: Examples) -> Any:
 
 @stateful("running statistics")
 def welford_in_floats(data: Examples) -> Any:
-    """Welford's mean and variance of the losses in Python numbers; losses are standardised by them."""
+    """Welford's mean and variance of the losses in Python numbers; losses are standardized by them."""
 
     class Job(Net):
         count, mean, m2 = 1, 0.0, 1.0
@@ -1125,7 +1125,7 @@ def statistics_in_a_forward_hook(data: Examples) -> Any:
 
 @stateful("running statistics")
 def numpy_moments_of_targets(data: Examples) -> Any:
-    """Targets are standardised by moments in a NumPy array (pop-art), updated in place at each call."""
+    """Targets are standardized by moments in a NumPy array (pop-art), updated in place at each call."""
 
     class Job(Net):
         def __init__(self) -> None:

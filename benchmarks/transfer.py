@@ -25,7 +25,7 @@ NAMES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 
 def job(root: Path, folder: Path, data: str, *overrides: str) -> dict:
     given = (
-        "experiment=transfer", f"data={data}", f"data.root={root / data}", "tracking=none", "trainer.evaluations=0",
+        "experiment=transfer", f"data={data}", f"data.root={root / data}", "tracking=none", "trainer.num_evaluations=0",
         f"hydra.run.dir={folder}", *overrides,
     )  # fmt: skip
     with mock.patch.object(sys, "argv", ["dpexp", *given]):
@@ -44,7 +44,7 @@ def measure(root: Path, found: Path, overrides: list[str]) -> None:
                 if (private, way, target) in done:
                     continue
                 weights = folder / "weights.safetensors" if WAYS[way] else "null"
-                given = (f"privacy.epsilon={target}", f"tuning={WAYS[way] or 'all'}", f"model.weights={weights}")
+                given = (f"privacy.epsilon={target}", f"fine_tuning={WAYS[way] or 'all'}", f"model.weights={weights}")
                 result = job(root, Path(name) / f"{private}{k}", private, *given, *overrides)
                 row = {"private": private, "way": way, "target": target, "epsilon": result["epsilon"]["pld"],
                        "accuracy": result["metrics"]["test_accuracy"], "rounds": result["rounds"]}  # fmt: skip

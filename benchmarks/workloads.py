@@ -69,10 +69,10 @@ def llama(lora: bool = False) -> nn.Module:
     return Scores(get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])) if lora else model)
 
 
-def wide_resnet(standardised: bool) -> nn.Module:
-    """WRN-16-2 with GroupNorm, as dpexp has it with standardised weights, or with ordinary ones."""
+def wide_resnet(standardized: bool) -> nn.Module:
+    """WRN-16-2 with GroupNorm, as dpexp has it with standardized weights, or with ordinary ones."""
     module = wrn([3, 32, 32], 10, depth=16, width=2)
-    for parent in [] if standardised else [*module.modules()]:
+    for parent in [] if standardized else [*module.modules()]:
         for name, c in parent.named_children():
             if isinstance(c, StandardizedConv2d):
                 own = nn.Conv2d(c.in_channels, c.out_channels, c.kernel_size, c.stride, c.padding, bias=False)
@@ -137,6 +137,6 @@ WORKLOADS: dict[str, Workload] = {
     "llama": Workload("Llama 2×128, T 64", llama, texts, 16, 60, 1.85, 1.25),
     "lora": Workload("the same, LoRA", lambda: llama(lora=True), texts, 16, 60, 1.54, 1.05),
     "wrn": Workload("WRN-16-2, 32×32", lambda: wide_resnet(False), vectors(3, 32, 32), 32, 20, 1.54, 1.45),
-    "wrn_ws": Workload("the same, standardised", lambda: wide_resnet(True), vectors(3, 32, 32), 32, 20),
+    "wrn_ws": Workload("the same, standardized", lambda: wide_resnet(True), vectors(3, 32, 32), 32, 20),
     "wide": Workload("MLP 784-4096-10", lambda: dense(784, 4096, 10), vectors(784), 4096, 4, batches=4),
 }

@@ -10,20 +10,42 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "make_plan": "dpexp.privacy.plan.plan",
-    "PrivacyPlan": "dpexp.privacy.plan.plan",
-    "PrivacyCallback": "dpexp.privacy.callback",
-    "release": "dpexp.privacy.private_metrics",
-    "weigh": "dpexp.privacy.private_metrics",
-    "views": "dpexp.training.classifier",
-    "read_ledger": "dpexp.accounting.ledger",
-    "epsilon": "dpexp.accounting.accountants",
-    "compose": "dpexp.commands.notebook",
-    "plan": "dpexp.commands.notebook",
-    "load": "dpexp.commands.saved_jobs",
-    "ConfigError": "dpexp.errors",
+_EXPORTS = {
+    "dpexp.privacy.plan.make": ["make_plan", "Clipping"],
+    "dpexp.privacy.plan.plan": ["PrivacyPlan"],
+    "dpexp.privacy.plan.options": ["Sampling", "Target", "Noise", "Schedules"],
+    "dpexp.privacy.plan.clipping": [
+        "FixedClipNorm",
+        "UniformClipNorm",
+        "DimensionClipNorm",
+        "Separate",
+        "Joint",
+        "Abadi",
+        "Automatic",
+        "Psac",
+        "Global",
+    ],
+    "dpexp.privacy.plan.adaptive_clipping": ["AdaptiveClipNorm"],
+    "dpexp.privacy.plan.allocation": [
+        "Proportional",
+        "DimensionAdjusted",
+        "MinVariance",
+        "AdaptiveMinVariance",
+        "Weighted",
+        "Explicit",
+    ],
+    "dpexp.privacy.plan.groups": ["Groups", "flat", "per_layer", "conv_fc"],
+    "dpexp.privacy.sampling.privacy_unit": ["Example", "Microbatch", "User", "LocalTraining"],
+    "dpexp.privacy.callback": ["PrivacyCallback"],
+    "dpexp.privacy.private_metrics": ["release", "weigh"],
+    "dpexp.training.classifier": ["Classifier", "views"],
+    "dpexp.accounting.ledger": ["Ledger", "read_ledger"],
+    "dpexp.accounting.accountants": ["delta", "epsilon"],
+    "dpexp.commands.notebook": ["compose", "plan"],
+    "dpexp.commands.saved_jobs": ["load"],
+    "dpexp.errors": ["ConfigError"],
 }
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = list(_HOMES)
 
 

@@ -34,8 +34,8 @@ class Data:
 class Privacy:
     enabled: bool = True
     epsilon: float | None = None
-    advantage: float | None = None
-    tpr: Any = None
+    max_advantage: float | None = None
+    max_tpr_at_fpr: Any = None
     noise_multiplier: float | None = None
     delta: float = MISSING
     adjacency: str | None = None
@@ -44,12 +44,12 @@ class Privacy:
 
 
 @dataclass
-class Record:
+class PrivacyUnit:
     kind: str = "example"
-    k: int | None = None
-    most: int | None = None
-    by: str | None = None
-    local: Any = None
+    size: int | None = None
+    max_examples: int | None = None
+    user_attribute: str | None = None
+    local_training: Any = None
 
 
 @dataclass
@@ -63,17 +63,17 @@ class Noise:
 
 
 @dataclass
-class Metrics:
+class PrivateMetrics:
     release: Any = None
 
 
 @dataclass
 class Sampling:
     policy: str = MISSING
-    q: float | None = None
+    sampling_rate: float | None = None
     expected_batch_size: float | None = None
-    maximum: int | None = None
-    parts: int | None = None
+    max_batch_size: int | None = None
+    partitions: int | None = None
     steps: int | None = None
     epochs: float | None = None
 
@@ -94,11 +94,11 @@ class Accountant:
 class Trainer:
     accelerator: str = "cpu"
     precision: str = "32-true"
-    physical_batch: Any = 512
+    max_physical_batch_size: Any = 512
     compile: Any = "auto"
-    workers: int = 0
+    num_workers: int = 0
     threads: int | None = None
-    evaluations: int = 10
+    num_evaluations: int = 10
     devices: int = 1
     num_nodes: int = 1
     strategy: str = "auto"
@@ -106,18 +106,19 @@ class Trainer:
 
 @dataclass
 class Checkpoint:
-    every: int | None = None
+    every_n_rounds: int | None = None
     resume: bool = False
 
 
 @dataclass
 class Audit:
-    """`attacked`, `references`: trainings with mislabelled canaries, whose coins the attacker guesses, and knows."""
+    """`target_models`, `shadow_models`: trainings with mislabelled canaries, whose coins the attacker guesses, and
+    knows."""
 
-    canaries: str = "dirac"
-    canaries_count: int = 4000
-    attacked: int | None = None
-    references: int | None = None
+    canary_type: str = "dirac"
+    num_canaries: int = 4000
+    target_models: int | None = None
+    shadow_models: int | None = None
     deltas: list[float] = MISSING
     confidence: float = 0.95
 
@@ -127,7 +128,7 @@ class Tracking:
     uri: str | None = None
     artifacts: str | None = None
     experiment: str = "dpexp"
-    unsent: str = "${cwd:}/outputs/unsent"
+    offline_dir: str = "${cwd:}/outputs/unsent"
     resume: bool = True
     run_name: str | None = None
 
@@ -141,22 +142,22 @@ class Config:
     optimizer: Any = None
     scheduler: Any = None
     callbacks: Any = None
-    prepare: Any = None
+    preprocessing: Any = None
     augment: Any = None
-    tuning: Any = None
+    fine_tuning: Any = None
     audit: Audit | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     rounds: int | None = None
     debug: bool = False
     verbose: bool = False
     group: Any = None
-    bound: Any = None
+    clip_norm: Any = None
     mechanism: Any = None
-    clip: Any = None
+    clip_rule: Any = None
     allocation: Any = None
     noise: Noise = field(default_factory=Noise)
-    record: Record = field(default_factory=Record)
-    metrics: Metrics = field(default_factory=Metrics)
+    privacy_unit: PrivacyUnit = field(default_factory=PrivacyUnit)
+    private_metrics: PrivateMetrics = field(default_factory=PrivateMetrics)
     batchnorm: Any = None
     sampling: Sampling = field(default_factory=Sampling)
     accountant: Accountant = field(default_factory=Accountant)
@@ -164,8 +165,7 @@ class Config:
     tracking: Tracking = field(default_factory=Tracking)
     privacy: Privacy = field(default_factory=Privacy)
     schedule: Schedule = field(default_factory=Schedule)
-    norms: str = "exact"
-    calibrate: str = "noise"
+    calibrate: str = "noise_multiplier"
     train: bool = True
     objective: str = "test_accuracy"
     draw: int | None = None
@@ -197,8 +197,8 @@ def exposed(cfg: Any) -> str | None:
 
 def audit_trainings(cfg: Any) -> int:
     """How many trainings on the data, besides the job's own, its audit shows something of."""
-    audit = OmegaConf.select(cfg, "audit")  # older configurations have none
-    return audit.attacked + audit.references if audit is not None and audit.canaries == "mislabelled" else 0
+    audit = cfg.audit
+    return audit.target_models + audit.shadow_models if audit is not None and audit.canary_type == "mislabelled" else 0
 
 
 def tracking_uri() -> str:

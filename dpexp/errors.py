@@ -2,6 +2,7 @@
 
 import math
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,16 @@ def is_own(error: BaseException) -> bool:
     here, last = Path(__file__).parent, traceback.extract_tb(error.__traceback__)[-1:]
     own = not last or Path(last[0].filename).is_relative_to(here) or "site-packages" in last[0].filename
     return own and (error.__cause__ is None or is_own(error.__cause__))
+
+
+def named(path: str) -> Any:
+    """What a dotted name, such as `package.Name`, stands for.
+
+    Raises:
+        ConfigError: nothing of that name can be imported.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be imported: {error}.") from error

@@ -85,7 +85,9 @@ def test_a_ledger_that_ends_early_is_read_so_far_and_said_once(written, capsys, 
 
 
 def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_job, capsys):
-    output = dpexp_job("sampling.steps=3", "trainer.evaluations=0", "privacy.noise_multiplier=3", "privacy.delta=1e-6")
+    output = dpexp_job(
+        "sampling.steps=3", "trainer.num_evaluations=0", "privacy.noise_multiplier=3", "privacy.delta=1e-6"
+    )
     client = MlflowClient(f"sqlite:///{output.parents[1] / 'mlflow.db'}")
     (run,) = client.search_runs(["1"])
     run_id = run.info.run_id

@@ -197,7 +197,7 @@ def test_a_schedule_is_audited(tmp_path, monkeypatch):
     assert attacked(tmp_path / "sabotaged", **choices).exceeded
 
 
-SMALL = ("model=logistic", "sampling.steps=2", "sampling=all", "audit.canaries_count=1000", "privacy.noise_seed=1")
+SMALL = ("model=logistic", "sampling.steps=2", "sampling=full_batch", "audit.num_canaries=1000", "privacy.noise_seed=1")
 
 
 def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
@@ -234,7 +234,7 @@ def test_an_audit_shows_nothing_that_all_records_had_a_part_in(dpexp_job, monkey
     monkeypatch.setattr(
         Progress, "update", lambda *args, **fields: (shown.append(fields["released"]), update(*args, **fields))
     )
-    released = ("metrics=train", "bound=adaptive", "tracking=none")
+    released = ("private_metrics=train", "clip_norm=adaptive", "tracking=none")
     dpexp_job("audit", "audit=dirac", *SMALL, *released)
     assert {*shown} == {""}
     dpexp_job(*SMALL[:3], *released)
@@ -259,9 +259,9 @@ def test_help_on_audit_is_of_the_command_and_the_group():
     "arguments, message",
     [
         (["privacy.enabled=false"], "there is none"),
-        (["audit.canaries_count=10"], "at least 100"),
-        (["audit.canaries=swapped"], "known: dirac, mislabelled"),
-        (["audit.references=8"], "is of audit=mislabelled"),
+        (["audit.num_canaries=10"], "at least 100"),
+        (["audit.canary_type=swapped"], "known: dirac, mislabelled"),
+        (["audit.shadow_models=8"], "is of audit=mislabelled"),
         (["audit.confidence=1"], "strictly between"),
     ],
 )

@@ -147,7 +147,7 @@ def test_what_goes_with_x_is_repeated():
     "make, words",
     [
         (lambda: FlipCrop(padding="mirror"), "augment.padding=mirror is unknown; choose reflect or zeros"),
-        (lambda: FlipCrop(-1), "augment.pixels=-1"),
+        (lambda: FlipCrop(-1), "augment.max_shift=-1"),
         (lambda: FlipCrop(4)(torch.zeros(20)), r"takes images \[C, H, W\].*shape \[20\]"),
         (lambda: FlipCrop(8)(torch.zeros(1, 8, 8)), "of more pixels than that"),
         (lambda: views({"input_ids": torch.zeros(1, 5)}, FlipCrop()), "a batch of the data is a dict; set augment"),
@@ -173,7 +173,7 @@ def test_a_record_that_cannot_be_augmented_contributes_nothing():
 @pytest.mark.parametrize("privacy", ["privacy.epsilon=3", "privacy.enabled=false"])
 def test_a_job_and_its_twin_train_on_views(privacy, dpexp_job, read_lines):
     output = dpexp_job(
-        "augment=flip_crop", "augment.multiplicity=3", "augment.pixels=1", "augment.flip=false", "sampling.steps=2",
+        "augment=flip_crop", "augment.multiplicity=3", "augment.max_shift=1", "augment.flip=false", "sampling.steps=2",
         "tracking=none", privacy,
     )  # fmt: skip
     assert "multiplicity: 3" in (output / "config.yaml").read_text()

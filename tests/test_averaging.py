@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from dpexp.errors import ConfigError
 from dpexp.training.callbacks import WarmAveraging
 
-QUICK = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
+QUICK = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.num_evaluations=0")
 
 
 def test_averages_with_a_warm_up_forget_the_beginning():

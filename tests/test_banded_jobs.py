@@ -11,7 +11,7 @@ from dpexp.accounting.releases import releases
 from dpexp.commands.validate import noise_of
 from dpexp.privacy.plan.options import Banded
 
-SMALL = ("model=logistic", "trainer.evaluations=0", "sampling.expected_batch_size=64")
+SMALL = ("model=logistic", "trainer.num_evaluations=0", "sampling.expected_batch_size=64")
 
 
 def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
@@ -31,7 +31,7 @@ def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
 
 def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
     output = dpexp_job(
-        *SMALL, "noise=banded", "noise.bands=3", "sampling.parts=5", "sampling.steps=12", "tracking=none",
+        *SMALL, "noise=banded", "noise.bands=3", "sampling.partitions=5", "sampling.steps=12", "tracking=none",
         "privacy.noise_multiplier=1.0", "optimizer=adam",
     )  # fmt: skip
     ((round_, _),) = read_ledger(output / "ledger.jsonl").rounds.items()
@@ -44,13 +44,19 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
         (["noise=banded", "sampling=poisson"], "choose sampling=cyclic_poisson"),
         (["noise=banded", "noise.bands=0"], "noise.bands=0 must be a whole number of at least 1, or auto"),
         (["noise=banded", "noise.bands=99"], "at most 22 parts"),
-        (["noise=banded", "sampling.parts=2", "noise.bands=3"], "must be at most sampling.parts=2"),
+        (["noise=banded", "sampling.partitions=2", "noise.bands=3"], "must be at most sampling.partitions=2"),
         (["noise=banded", "schedule.z=[1,2]"], "cannot be had with sampling=cyclic_poisson"),
         (["noise=banded", "privacy.noise_multiplier=1"], "noise.bands=auto goes by the noise that a target needs"),
-        (["noise=exact", "noise.bands=2"], "noise.bands=2 is of noise=banded alone"),
-        (["sampling.parts=2"], "sampling.parts=2"),
+        (["noise=discrete_gaussian", "noise.bands=2"], "noise.bands=2 is of noise=banded alone"),
+        (["sampling.partitions=2"], "sampling.partitions=2"),
         (
-            ["noise=banded", "noise.bands=2", "calibrate=q", "privacy.noise_multiplier=1", "privacy.epsilon=2"],
+            [
+                "noise=banded",
+                "noise.bands=2",
+                "calibrate=sampling_rate",
+                "privacy.noise_multiplier=1",
+                "privacy.epsilon=2",
+            ],
             "needs a q that can take any value",
         ),
     ],

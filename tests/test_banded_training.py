@@ -339,14 +339,17 @@ def test_measured_shares_leave_z_as_it_is(tmp_path):
     "choices, message",
     [
         ({"sampling": "poisson"}, "noise.bands=3 needs samples .* choose sampling=cyclic_poisson"),
-        ({"sampling": "all", "q": 1.0}, "sampling=all does not"),
-        ({"parts": 2}, "noise.bands=3 must be at most sampling.parts=2"),
+        ({"sampling": "all", "q": 1.0}, "sampling=full_batch does not"),
+        ({"parts": 2}, "noise.bands=3 must be at most sampling.partitions=2"),
         ({"noise": Banded(9)}, "choose at most 6 parts"),
         ({"noise": Banded()}, "noise.bands=auto goes by the noise that a target needs"),
         ({"schedules": {"z": {"linear": [1, 2]}}}, "schedule.z=.* cannot be had with sampling=cyclic_poisson"),
         ({"schedules": {"S": {"linear": [1, 2]}}}, "schedule.S=.* cannot be had"),
         ({"calibrate": "q", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
-        ({"noise": "gaussian", "sampling": "poisson", "parts": 2}, "sampling.parts=2 is of sampling=cyclic_poisson"),
+        (
+            {"noise": "gaussian", "sampling": "poisson", "parts": 2},
+            "sampling.partitions=2 is of sampling=cyclic_poisson",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(choices, message):

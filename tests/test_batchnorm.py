@@ -166,7 +166,13 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
     torch.testing.assert_close(found[".value batchnorm/norm"], mean, atol=1e-3, rtol=1e-4)
 
 
-QUICK = ("model=resnet", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "tracking=none")
+QUICK = (
+    "model=resnet",
+    "sampling.steps=4",
+    "privacy.noise_multiplier=1.0",
+    "trainer.num_evaluations=0",
+    "tracking=none",
+)
 
 
 def test_a_job_with_private_statistics(dpexp_job):
@@ -206,8 +212,8 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "choice, said",
     [
-        (PrivateBatchNorm(share=-1), "batchnorm.share=-1"),
-        (PrivateBatchNorm(rate=0), "batchnorm.rate=0"),
+        (PrivateBatchNorm(share=-1), "batchnorm.budget_share=-1"),
+        (PrivateBatchNorm(rate=0), "batchnorm.initial_rate=0"),
         (FrozenBatchNorm(), "no batch norm"),
     ],
 )

@@ -77,9 +77,9 @@ def test_what_follows_from_the_rest_is_not_said_to_be_fixed():
 
 
 def test_names_that_would_be_the_same_are_whole():
-    frame = trials(*({"optimizer.q": a, "sampling.q": b} for a in (1, 2) for b in (1, 2)))
+    frame = trials(*({"optimizer.q": a, "sampling.sampling_rate": b} for a in (1, 2) for b in (1, 2)))
     table = settings(frame)
-    assert labels(table, apart(table))[0] == "optimizer.q=1 · sampling.q=1"
+    assert labels(table, apart(table))[0] == "optimizer.q=1 · sampling.sampling_rate=1"
 
 
 def test_several_drawn_as_one_are_named_by_what_no_others_are():

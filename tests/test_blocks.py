@@ -140,7 +140,7 @@ def test_a_writer_takes_blocks_as_they_come(tmp_path):
     "event, message",
     [
         ({"policy": "poisson", "q": 0.1}, "choose sampling=cyclic_poisson with at least 4 parts"),
-        ({"policy": "all", "q": 1.0}, "sampling=all with 1 part has none"),
+        ({"policy": "all", "q": 1.0}, "sampling=full_batch with 1 part has none"),
         ({"policy": "cyclic_poisson", "q": 0.1, "parts": 3, "block": 0}, "cyclic_poisson with 3 parts has none"),
     ],
 )

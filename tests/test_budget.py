@@ -32,7 +32,7 @@ from dpexp.tracking.run_costs import BUDGET, costs_in, once, reserve
 
 FORK = multiprocessing.get_context("fork")
 KEPT = "privacy.budget={epsilon: 4, delta: 1e-5}"
-QUICK = ("model=logistic", "sampling.steps=4", "trainer.evaluations=0", "data.id=digits")
+QUICK = ("model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "data.id=digits")
 Q, EVENT = 0.25, SamplingEvent("poisson", 0.25, 1000)
 
 
@@ -385,7 +385,7 @@ def killed_in_round(number, *arguments):
 
 def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_resumed(dpexp_job, tmp_path, monkeypatch):
     dpexp_job(*QUICK, KEPT, "privacy.epsilon=0.5")
-    process = FORK.Process(target=killed_in_round, args=(3, KEPT, "privacy.epsilon=2", "checkpoint.every=1"))
+    process = FORK.Process(target=killed_in_round, args=(3, KEPT, "privacy.epsilon=2", "checkpoint.every_n_rounds=1"))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -408,7 +408,7 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
 
 def test_a_resumed_job_is_refused_what_others_have_taken_meanwhile(dpexp_job, tmp_path, monkeypatch):
     dpexp_job(*QUICK, KEPT, "privacy.epsilon=0.5")
-    process = FORK.Process(target=killed_in_round, args=(2, KEPT, "privacy.epsilon=2", "checkpoint.every=1"))
+    process = FORK.Process(target=killed_in_round, args=(2, KEPT, "privacy.epsilon=2", "checkpoint.every_n_rounds=1"))
     process.start()
     process.join(60)
     (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
@@ -422,7 +422,7 @@ def test_a_resumed_job_is_refused_what_others_have_taken_meanwhile(dpexp_job, tm
 
 def test_a_folder_that_is_put_back_is_not_resumed(dpexp_job, tmp_path, monkeypatch):
     """What its job has done meanwhile would count nowhere."""
-    process = FORK.Process(target=killed_in_round, args=(2, KEPT, "privacy.epsilon=2", "checkpoint.every=1"))
+    process = FORK.Process(target=killed_in_round, args=(2, KEPT, "privacy.epsilon=2", "checkpoint.every_n_rounds=1"))
     monkeypatch.chdir(tmp_path)
     process.start()
     process.join(60)
@@ -515,7 +515,7 @@ def test_the_trials_of_a_sweep_are_counted_and_held_to_the_budget(dpexp_job, tmp
         (["data.id=d", KEPT, "privacy.noise_seed=1"], "not private .the noise seed is known."),
         (["data.id=d", "privacy.budget=8"], "privacy.budget=8 is not understood; give"),
         (
-            ["data.id=d", KEPT, "sampling=truncated_poisson", "sampling.maximum=700"],
+            ["data.id=d", KEPT, "sampling=truncated_poisson", "sampling.max_batch_size=700"],
             "sampling=truncated_poisson under adjacency=replace_null has no bound; choose sampling=poisson",
         ),
         (["data.id=d", KEPT, "privacy.adjacency=replace_one"], "sampling=poisson under adjacency=replace_one has no"),

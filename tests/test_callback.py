@@ -682,7 +682,7 @@ def test_a_plan_for_other_sizes_is_refused(tmp_path):
 
 
 def test_a_physical_batch_is_a_whole_number(tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer.physical_batch=2.5 must be a whole number"):
+    with pytest.raises(ConfigError, match=r"trainer.max_physical_batch_size=2.5 must be a whole number"):
         dpexp.PrivacyCallback(plan_for(Model()), tmp_path / "l.jsonl", physical_batch=2.5)
 
 

@@ -15,7 +15,8 @@ from dpexp.accounting.ledger import (
     SamplingEvent,
     write_ledger,
 )
-from dpexp.accounting.releases import ACCOUNTANTS, NAMES, check_covered, releases, unamplified
+from dpexp.accounting.coverage import ACCOUNTANTS, NAMES, check_covered
+from dpexp.accounting.releases import releases, unamplified
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger

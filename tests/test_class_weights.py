@@ -272,12 +272,12 @@ def test_a_classifier_weighs_by_class_and_its_twin_has_the_weighted_mean():
     assert "class_weights" not in one.state_dict()
 
 
-QUICK = ("data=synthetic", "model=logistic", "tracking=none", "sampling.steps=2", "checkpoint.every=null")
+QUICK = ("data=synthetic", "model=logistic", "tracking=none", "sampling.steps=2", "checkpoint.every_n_rounds=null")
 
 
 @pytest.mark.parametrize("weights", ["[1,2,3,4,5]", "counts"])
 def test_a_job_takes_class_weights(weights, dpexp_job, recwarn):
-    asked = ("prepare=[class_counts]",) if weights == "counts" else ()
+    asked = ("preprocessing=[class_counts]",) if weights == "counts" else ()
     output = dpexp_job(*QUICK, *asked, f"data.class_weights={weights}")
     assert json.loads((output / "result.json").read_text())["rounds"] == 2
     assert not [w for w in recwarn if "weights of" in str(w.message) or "neither parameters" in str(w.message)]
@@ -290,9 +290,10 @@ def test_a_job_takes_class_weights(weights, dpexp_job, recwarn):
         (("data.class_weights=[1,2,3,4,-5]",), "none below 0"),
         (("data.class_weights=[0,0,0,0,0]",), "one above"),
         (("data.class_weights=rare",), "or counts"),
-        (("data.class_weights=counts",), "add prepare=\\[class_counts\\]"),
+        (("data.class_weights=counts",), "add preprocessing=\\[class_counts\\]"),
         (("data.class_weights=[1]", "data.classes=null", "model.classes=5", "data.module.classes=5"), "needs data"),
-        (("data.class_weights=counts", "prepare=[class_counts]", "prepare.class_counts.classes=4"), "not 4"),
+        (("data.class_weights=counts", "preprocessing=[class_counts]", "preprocessing.class_counts.classes=4"),
+        "not 4"),
     ],
 )  # fmt: skip
 def test_class_weights_that_cannot_be_honoured_are_refused(overrides, sentence, dpexp_job):
@@ -301,10 +302,10 @@ def test_class_weights_that_cannot_be_honoured_are_refused(overrides, sentence, 
 
 
 def test_users_who_train_locally_have_no_weights(dpexp_job):
-    with pytest.raises(SystemExit, match=r"with record.local a user has many"):
+    with pytest.raises(SystemExit, match=r"with privacy_unit.local_training a user has many"):
         dpexp_job(
-            "record=user",
-            "record.local={lr: 0.1, steps: 2}",
+            "privacy_unit=user",
+            "privacy_unit.local_training={lr: 0.1, steps: 2}",
             "data.class_weights=[1,1,1,1,1,1,1,1,1,9]",
             "tracking=none",
         )

@@ -15,7 +15,7 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.help import help
 from dpexp.errors import ConfigError
 
-QUICK = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.evaluations=0")
+QUICK = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0")
 
 
 def test_the_default_job_leaves_a_result(dpexp_job, capsys):
@@ -57,7 +57,7 @@ def test_loader_processes_are_started_and_change_nothing_and_a_known_noise_seed_
     monkeypatch.setattr(TensorData, "train_dataloader", lambda self: (workers.append(self.workers), loader(self))[1])
     results = []
     for count in (0, 2):
-        output = dpexp_job(*QUICK, "privacy.noise_seed=1", f"trainer.workers={count}")
+        output = dpexp_job(*QUICK, "privacy.noise_seed=1", f"trainer.num_workers={count}")
         results.append(json.loads((output / "result.json").read_text()))
     assert set(workers) == {0, 2} and results[0]["metrics"] == results[1]["metrics"]
     assert results[0]["private"] is False
@@ -128,33 +128,34 @@ BAD = {
     "trainer.physcal_batch=3": "trainer has no key 'physcal_batch'; did you mean 'physical_batch'",
     "bound.totl=1": "bound has no key 'totl'; did you mean 'total'",
     "trainer.compile=maybe": "trainer.compile=maybe must be true, false or auto",
-    "trainer.physical_batch=many": "trainer.physical_batch=many must be a whole number of at least 1, or auto",
-    "trainer.physical_batch=0": "trainer.physical_batch=0 must be a whole number of at least 1",
+    "trainer.max_physical_batch_size=many": "trainer.max_physical_batch_size=many must be a whole number of at "
+    "least 1, or auto",
+    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be a whole number of at least 1",
     "trainer.accelerator=abacus": "trainer.accelerator=abacus with trainer.precision=32-true cannot be had here",
     "trainer.precision=12": "with trainer.precision=12 cannot be had here: Precision '12' is invalid",
-    "trainer.evaluations=-1": "trainer.evaluations=-1 must be at least 0",
-    "trainer.workers=-1": "trainer.workers=-1 must be at least 0",
+    "trainer.num_evaluations=-1": "trainer.num_evaluations=-1 must be at least 0",
+    "trainer.num_workers=-1": "trainer.num_workers=-1 must be at least 0",
     "seed=-1": "seed=-1 must lie between",
     "privacy.epsilon=0": "privacy.epsilon=0.0 must be a finite number above 0",
     "privacy.epsilon=-1": "privacy.epsilon=-1.0 must be a finite number above 0",
     "privacy.delta=1": "privacy.delta=1.0 must lie strictly between 0 and 1",
-    "privacy.epsilon=1e-9 privacy.delta=1e-12 sampling.q=1 sampling.steps=1000000": "cannot be reached",
+    "privacy.epsilon=1e-9 privacy.delta=1e-12 sampling.sampling_rate=1 sampling.steps=1000000": "cannot be reached",
     "privacy.epsilon=1 privacy.noise_multiplier=1": "exactly one of privacy.epsilon or privacy.noise_multiplier",
-    "sampling.q=1.5": "sampling.q=1.5 must lie in (0, 1]",
+    "sampling.sampling_rate=1.5": "sampling.sampling_rate=1.5 must lie in (0, 1]",
     "sampling.expected_batch_size=2000": "exceeds data.n=1437",
     "sampling.steps=0": "sampling.steps=0 must be a whole number of at least 1",
     "data.n=0": "data.n=0 must be a whole number of at least 1",
     "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
     "mechanism=joint mechanism.alpha=0": "mechanism.alpha=0 must be a finite number above 0",
     "mechanism=joint mechanism.alpha=[1,-1,1,1]": "mechanism.alpha[1]=-1 must be a finite number above 0",
-    "mechanism=joint mechanism.S=3": "mechanism.S=3.0 of group all must lie in (0, √k]",
-    "bound=fixed bound.value={fc:1}": "bound.value names the groups fc; the model has all",
-    "clip=automatic clip.gamma=0": "clip.gamma=0 must be a finite number above 0",
-    "clip=psac clip.r=-1": "clip.r=-1 must be a finite number above 0",
-    "clip=global": "clip.Z must be given",
-    "clip=global clip.Z=inf": "clip.Z=inf must be a finite number above 0",
-    "clip=global clip.Z=large": "clip.Z=large must be a finite number above 0",
-    "clip._target_=builtins.dict": "clip={} is no clip rule; give a frozen dataclass with a name",
+    "mechanism=joint mechanism.clip_norm=3": "mechanism.clip_norm=3.0 of group all must lie in (0, √k]",
+    "clip_norm=fixed clip_norm.value={fc:1}": "clip_norm.value names the groups fc; the model has all",
+    "clip_rule=automatic clip_rule.gamma=0": "clip_rule.gamma=0 must be a finite number above 0",
+    "clip_rule=psac clip_rule.r=-1": "clip_rule.r=-1 must be a finite number above 0",
+    "clip_rule=global": "clip_rule.threshold must be given",
+    "clip_rule=global clip_rule.threshold=inf": "clip_rule.threshold=inf must be a finite number above 0",
+    "clip_rule=global clip_rule.threshold=large": "clip_rule.threshold=large must be a finite number above 0",
+    "clip_rule._target_=builtins.dict": "clip_rule={} is no clip rule; give a frozen dataclass with a name",
     "allocation=weighted": "allocation.weights must be given",
     "group=conv_fc allocation=weighted allocation.weights={conv:0.5,fc:0.4}": "add up to 0.9; they must add up to 1",
     "allocation=explicit allocation.sigma={all:1}": "allocation=explicit fixes the noise itself",
@@ -165,7 +166,8 @@ BAD = {
     "group=custom group.groups={fc:{layers:[Linear]}}":
         "group: parameter model.0.weight falls in no group",
     "group._target_=nowhere.f": "group: nowhere.f cannot be made",
-    "bound=adaptive +bound.value=0.1": "bound.value=0.1 is no option of dpexp.privacy.plan.adaptive_clipping.Adaptive",
+    "clip_norm=adaptive +clip_norm.value=0.1": "clip_norm.value=0.1 is no option of "
+    "dpexp.privacy.plan.adaptive_clipping.Adaptive",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",
@@ -210,13 +212,13 @@ EARLY = {
     "privacy.adjacency=neighbours": "privacy.adjacency=neighbours is unknown",
     "sampling=fixed_size privacy.adjacency=add_remove": "adjacency=add_remove cannot be claimed for sampling=fixed",
     "sampling=fixed_size accountant=strong": "accountant=strong has no bound for sampling=fixed_size",
-    "sampling=fixed_size sampling.q=0.3": "q·n = 431.1 must be a whole number of records",
+    "sampling=fixed_size sampling.sampling_rate=0.3": "q·n = 431.1 must be a whole number of records",
     "sampling.epochs=0": "sampling.epochs=0.0 must be a finite number above 0",
-    "sampling.q=0": "sampling.q=0.0 must lie in (0, 1]",
-    "sampling.maximum=5": "sampling.maximum=5: sampling=truncated_poisson needs it",
-    "sampling=truncated_poisson": "sampling.maximum=None: sampling=truncated_poisson needs it",
+    "sampling.sampling_rate=0": "sampling.sampling_rate=0.0 must lie in (0, 1]",
+    "sampling.max_batch_size=5": "sampling.max_batch_size=5: sampling=truncated_poisson needs it",
+    "sampling=truncated_poisson": "sampling.max_batch_size=None: sampling=truncated_poisson needs it",
     "schedule.z={linear:[1]}": "schedule.z={'linear': [1]} is not understood",
-    "sampling=shuffle sampling.q=0.5 data.n=2000 schedule.q=2": "schedule.q=2 needs sampling=poisson",
+    "sampling=shuffle sampling.sampling_rate=0.5 data.n=2000 schedule.q=2": "schedule.q=2 needs sampling=poisson",
     "calibrate=beta": "calibrate=beta is unknown",
     "norms=jl": "norms=jl cannot be accounted for: norms estimated by r random projections may be too small",
     "norms=rough": "norms=rough is unknown; known: exact",
@@ -227,7 +229,7 @@ EARLY = {
     "data.shape=8": "data.shape=8: ",
     "data.n=???": "data.n must be given",
     "--config-dir broken model=mine": 'not YAML: mapping values are not allowed here in "',
-    "trainer.physical_batch=0": "trainer.physical_batch=0 must be a whole number of at least 1",
+    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be a whole number of at least 1",
     "trainer.threads=0": "trainer.threads=0 must be at least 1",
     "accountant=moments accountant.names=[gdp]": "gdp is an approximation",
     "train=perhaps": "train=perhaps: ",

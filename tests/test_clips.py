@@ -316,11 +316,12 @@ def test_bad_values_are_refused(make, value):
 
 
 @pytest.mark.parametrize("group", ["flat", "per_layer"])
-@pytest.mark.parametrize("clip", ["clip=abadi", "clip=global clip.Z=16"])
+@pytest.mark.parametrize("clip", ["clip_rule=abadi", "clip_rule=global clip_rule.threshold=16"])
 def test_local_and_global_flat_and_layerwise(clip, group, dpexp_job):
     output = dpexp_job(
-        *clip.split(), f"group={group}", "bound=fixed", "model=mlp", "privacy.noise_multiplier=1", "sampling.steps=2",
-        "tracking=none", "trainer.evaluations=0",
+        *clip.split(), f"group={group}", "clip_norm=fixed", "model=mlp", "privacy.noise_multiplier=1",
+            "sampling.steps=2",
+        "tracking=none", "trainer.num_evaluations=0",
     )  # fmt: skip
     result = json.loads((output / "result.json").read_text())
     assert result["trained"] and result["rounds"] == 2
@@ -328,7 +329,12 @@ def test_local_and_global_flat_and_layerwise(clip, group, dpexp_job):
 
 def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
     output = dpexp_job(
-        "clip=global", "clip.Z=8", "model=logistic", "group=per_layer", "trainer.evaluations=0", "sampling.steps=2"
+        "clip_rule=global",
+        "clip_rule.threshold=8",
+        "model=logistic",
+        "group=per_layer",
+        "trainer.num_evaluations=0",
+        "sampling.steps=2",
     )
     assert "clip global (Z = 8" in capsys.readouterr().out
     plan = json.loads((output / "plan.json").read_text())
@@ -340,7 +346,7 @@ def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
 
 
 def test_a_job_older_than_the_choice_is_loaded(dpexp_job):
-    output = dpexp_job("model=logistic", "tracking=none", "trainer.evaluations=0", "sampling.steps=2")
+    output = dpexp_job("model=logistic", "tracking=none", "trainer.num_evaluations=0", "sampling.steps=2")
     cfg = yaml.safe_load((output / "config.yaml").read_text())
     del cfg["clip"], cfg["norms"]
     (output / "config.yaml").write_text(yaml.safe_dump(cfg))

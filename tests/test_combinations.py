@@ -37,8 +37,8 @@ def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_
     if allocation == "explicit":
         noise = ["privacy.epsilon=null", f"allocation.sigma={by_name(NAMES[group], 20)}"]
     output = dpexp_job(
-        "tracking=none", "trainer.evaluations=0", "bound=dimension", "bound.total=0.6",
-        f"sampling.q={Q}", f"sampling.steps={ROUNDS}",
+        "tracking=none", "trainer.num_evaluations=0", "clip_norm=dimension", "clip_norm.total=0.6",
+        f"sampling.sampling_rate={Q}", f"sampling.steps={ROUNDS}",
         f"group={group}", f"mechanism={mechanism}", f"allocation={allocation}", *noise,
     )  # fmt: skip
 

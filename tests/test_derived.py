@@ -41,12 +41,12 @@ class Of(nn.Module):
         return self.call(x, *self.parameters_)
 
 
-def standardised(weight):
+def standardized(weight):
     mean, deviation = weight.mean((1, 2, 3), keepdim=True), weight.std((1, 2, 3), keepdim=True)
     return (weight - mean) / (deviation + 1e-5)
 
 
-def scaled_standardised(weight, gain):
+def scaled_standardized(weight, gain):
     """As timm's ScaledStdConv2d has it."""
     flat_weight = weight.reshape(1, len(weight), -1)
     return F.batch_norm(flat_weight, None, None, weight=0.3 * gain.view(-1), training=True, eps=1e-6).view_as(weight)
@@ -109,9 +109,9 @@ def attended(queries, x):
 
 
 CALLS = {
-    "standardised convolution": (lambda x, w, g: F.conv2d(x, standardised(w) * g), (6, 3, 2, 2), (6, 1, 1, 1)),
-    "scaled and standardised": (lambda x, w, g: F.conv2d(x, scaled_standardised(w, g)), (6, 3, 2, 2), (6,)),
-    "transposed convolution": (lambda x, w: F.conv_transpose2d(x, standardised(w)), (3, 6, 2, 2)),
+    "standardized convolution": (lambda x, w, g: F.conv2d(x, standardized(w) * g), (6, 3, 2, 2), (6, 1, 1, 1)),
+    "scaled and standardized": (lambda x, w, g: F.conv2d(x, scaled_standardized(w, g)), (6, 3, 2, 2), (6,)),
+    "transposed convolution": (lambda x, w: F.conv_transpose2d(x, standardized(w)), (3, 6, 2, 2)),
     "normalised": (lambda x, w: F.linear(x, F.normalize(w)), (4, 3)),
     "scaled": (lambda x, w, s: F.linear(x, w * s.exp()) * s, (4, 3), (1,)),
     "merged adapter": (adapted, (4, 3), (2, 3), (4, 2)),
@@ -163,7 +163,7 @@ def test_calls(name):
 def assert_call_equals_reference(name):
     torch.manual_seed(0)
     call, *shapes = CALLS[name]
-    x = torch.randn(B, 3, 4, 4) if "convolution" in name or "standardised" in name else torch.randn(B, 4, 3, 3)
+    x = torch.randn(B, 3, 4, 4) if "convolution" in name or "standardized" in name else torch.randn(B, 4, 3, 3)
     for group in (flat(), per_parameter):
         assert_equals_reference(Of(call, *shapes), x, torch.float64, "truth" not in name, group)
 
@@ -181,7 +181,7 @@ def test_a_number_of_a_weight_is_asked_for_in_every_round():
     assert engine.mode == "vmap" and "a weight's or a buffer's number" in engine.reason
 
 
-@pytest.mark.parametrize("name", ["standardised convolution", "scaled", "twice"])
+@pytest.mark.parametrize("name", ["standardized convolution", "scaled", "twice"])
 def test_some_records_after_others(name, monkeypatch):
     monkeypatch.setattr(derived_parameters, "_SLICE", 1)
     assert_call_equals_reference(name)
@@ -295,12 +295,12 @@ def test_gradients_within_the_model(of):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("name", ["scaled and standardised", "merged adapter", "chunks", "transpose"])
+@pytest.mark.parametrize("name", ["scaled and standardized", "merged adapter", "chunks", "transpose"])
 def test_a_non_finite_record_contributes_nothing(name, bad):
     torch.manual_seed(0)
     call, *shapes = CALLS[name]
     module = Weighted(Of(call, *shapes)).double()
-    x = (torch.randn(B, 3, 4, 4) if "standardised" in name else torch.randn(B, 4, 3, 3)).double()
+    x = (torch.randn(B, 3, 4, 4) if "standardized" in name else torch.randn(B, 4, 3, 3)).double()
     x[2].view(-1)[0] = bad
     plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
     sums = dict(sums_of(PrivateRound(plan, module, GaussianNoise()), module.loss, x, B, B))
@@ -369,7 +369,7 @@ def test_no_record_contributes_more_than_its_bound(name):
     for seed in range(8):
         torch.manual_seed(seed)
         module.load_state_dict(Weighted(Of(call, *shapes)).state_dict())
-        x = torch.randn(1, 3, 4, 4) if "convolution" in name or "standardised" in name else torch.randn(1, 4, 3, 3)
+        x = torch.randn(1, 3, 4, 4) if "convolution" in name or "standardized" in name else torch.randn(1, 4, 3, 3)
         sums = sums_of(engine, lambda one: 1e4 * module.loss(one), x, 1, 1)
         reached = math.hypot(*map(exact, sums.values()))
         assert 0.999 * S < reached <= S

@@ -25,7 +25,7 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.ledger.events import SMOOTHING
 from dpexp.accounting.rdp import log_moments
-from dpexp.accounting.releases import NAMES
+from dpexp.accounting.coverage import NAMES
 from dpexp.errors import ConfigError
 
 SIGMA2 = 2**48

@@ -1,4 +1,5 @@
-"""noise=exact from configuration to release: sensitivity in whole numbers, training by hand, an attack on last bits."""
+"""noise=discrete_gaussian from configuration to release: sensitivity in whole numbers, training by hand, an attack on
+last bits."""
 
 import json
 import math
@@ -234,7 +235,7 @@ def test_a_target_is_calibrated_for_the_event_that_will_be_written():
 
 def test_a_job_is_told_to_by_its_configuration(dpexp_job, read_lines):
     output = dpexp_job(
-        "noise=exact", "model=logistic", "tracking=none", "trainer.evaluations=0", "sampling.steps=2",
+        "noise=discrete_gaussian", "model=logistic", "tracking=none", "trainer.num_evaluations=0", "sampling.steps=2",
         "sampling.expected_batch_size=5", "group=per_layer",
     )  # fmt: skip
     spec = read_lines(output / "ledger.jsonl")[1]

@@ -17,11 +17,14 @@ def told(*overrides):
 @pytest.mark.parametrize(
     "overrides, differs",
     [
-        (("group=conv_fc",), "bound=dimension or bound=adaptive"),
-        (("group=flat", "allocation=min_variance", "bound.total=3"), "bound=dimension or bound=adaptive"),
-        (("group=per_layer", "bound=dimension", "allocation=dimension_adjusted"), "each group is one vector"),
-        (("group=per_layer", "bound=adaptive"), "each group is one vector"),
-        (("group=flat", "clip=automatic", "mechanism.alpha=1", "bound=fixed", "bound.value=2"), "mechanism.alpha"),
+        (("group=conv_fc",), "clip_norm=dimension or clip_norm=adaptive"),
+        (("group=flat", "allocation=min_variance", "clip_norm.total=3"), "clip_norm=dimension or clip_norm=adaptive"),
+        (("group=per_layer", "clip_norm=dimension", "allocation=dimension_adjusted"), "each group is one vector"),
+        (("group=per_layer", "clip_norm=adaptive"), "each group is one vector"),
+        (
+            ("group=flat", "clip_rule=automatic", "mechanism.alpha=1", "clip_norm=fixed", "clip_norm.value=2"),
+            "mechanism.alpha",
+        ),
     ],
 )
 def test_it_is_said_where_bounds_and_noise_are_equal(overrides, differs):
@@ -37,12 +40,12 @@ def test_it_is_said_where_bounds_and_noise_are_equal(overrides, differs):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("group=conv_fc", "bound=dimension"),
-        ("group=conv_fc", "bound=adaptive"),
-        ("group=conv_fc", "bound=fixed"),  # √2 of what separate would clip to
-        ("group=conv_fc", "clip=automatic"),  # γ is a length
-        ("group=conv_fc", "noise=exact"),
-        ("group=conv_fc", "mechanism.S=1"),
+        ("group=conv_fc", "clip_norm=dimension"),
+        ("group=conv_fc", "clip_norm=adaptive"),
+        ("group=conv_fc", "clip_norm=fixed"),  # √2 of what separate would clip to
+        ("group=conv_fc", "clip_rule=automatic"),  # γ is a length
+        ("group=conv_fc", "noise=discrete_gaussian"),
+        ("group=conv_fc", "mechanism.clip_norm=1"),
     ],
 )
 def test_and_not_elsewhere(overrides):

@@ -156,7 +156,7 @@ def test_a_copy_takes_its_end_along_and_may_be_read_only(resumed, tmp_path):
 
 
 def test_both_travel_to_the_store_and_back(dpexp_job, tmp_path, capsys):
-    output = dpexp_job("model=logistic", "sampling.steps=3", "trainer.evaluations=0")
+    output = dpexp_job("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
     said = json.loads(end_of(output / "ledger.jsonl").read_text())
     assert said["bytes"] == (output / "ledger.jsonl").stat().st_size
     run_id, uri = (output / "mlflow_run_id").read_text(), f"uri=sqlite:///{tmp_path}/outputs/mlflow.db"

@@ -18,7 +18,13 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.trainer import OWN, REFUSED
 from dpexp.training import callbacks
 
-QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6", "trainer.evaluations=0")
+QUICK = (
+    "tracking=none",
+    "privacy.noise_multiplier=1.0",
+    "model=logistic",
+    "sampling.steps=6",
+    "trainer.num_evaluations=0",
+)
 HONOURED = {
     "strategy": "auto",
     "devices": 1,
@@ -171,8 +177,8 @@ def test_debug_is_three_rounds_and_leaves_nothing_in_mlflow(dpexp_job, tmp_path)
 
 # Stop and go on
 
-LONG = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=150", "trainer.evaluations=2",
-        "trainer.threads=1", "checkpoint.every=3")  # fmt: skip
+LONG = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=150", "trainer.num_evaluations=2",
+        "trainer.threads=1", "checkpoint.every_n_rounds=3")  # fmt: skip
 
 
 def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forked, tmp_path):
@@ -290,7 +296,7 @@ def test_no_edit_of_the_configuration_makes_a_run_private(
 def test_a_training_that_ended_early_goes_on(dpexp_job, tmp_path):
     folder = tmp_path / "job"
     dpexp_job(
-        *LONG, "trainer.evaluations=9", "tracking=none", "optimizer.lr=0", "callbacks=[early_stopping]",
+        *LONG, "trainer.num_evaluations=9", "tracking=none", "optimizer.lr=0", "callbacks=[early_stopping]",
         "callbacks.early_stopping.patience=1", "+trainer.max_time=00:01:00:00", f"hydra.run.dir={folder}",
     )  # fmt: skip
     before = result_of(folder)["rounds"]
@@ -306,7 +312,7 @@ def test_a_training_that_ended_early_goes_on(dpexp_job, tmp_path):
 def test_a_job_is_only_resumed_as_it_was(dpexp_job, tmp_path):
     folder = tmp_path / "job"
     stopped = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1", "optimizer.lr=0")
-    dpexp_job(*LONG, *stopped, "trainer.evaluations=9", "tracking=none", f"hydra.run.dir={folder}")
+    dpexp_job(*LONG, *stopped, "trainer.num_evaluations=9", "tracking=none", f"hydra.run.dir={folder}")
     (folder / "result.json").unlink()
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("vectors: layer", "vectors: parameter"))

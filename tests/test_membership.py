@@ -214,7 +214,7 @@ def test_labels_keep_their_type(y, kind):
     ],
 )
 def test_what_has_no_canaries_is_refused(test, message):
-    with pytest.raises(ConfigError, match=f"audit.canaries=mislabelled.* {message}"):
+    with pytest.raises(ConfigError, match=f"audit.canary_type=mislabelled.* {message}"):
         mislabelled(Of(test), 300, 0)
 
 
@@ -234,10 +234,10 @@ def test_more_canaries_than_places_are_refused():
 # Audits
 
 TINY = (
-    "audit=mislabelled", "data=synthetic", "data.n=400", "sampling=all", "privacy.noise_seed=1", "tracking=none",
-    "audit.references=4", "+trainer.enable_progress_bar=false", "trainer.evaluations=0",
+    "audit=mislabelled", "data=synthetic", "data.n=400", "sampling=full_batch", "privacy.noise_seed=1", "tracking=none",
+    "audit.shadow_models=4", "+trainer.enable_progress_bar=false", "trainer.num_evaluations=0",
 )  # fmt: skip
-OVERFITTED = (*TINY, "model=mlp", "optimizer.lr=2", "sampling.steps=40", "audit.attacked=3")
+OVERFITTED = (*TINY, "model=mlp", "optimizer.lr=2", "sampling.steps=40", "audit.target_models=3")
 
 
 def found_by(output):
@@ -268,8 +268,9 @@ def test_without_privacy_it_says_what_an_attacker_gets(dpexp_job, capsys):
     assert "nothing is claimed" in capsys.readouterr().out and not list((output / "audit").glob("ledger*.jsonl"))
 
 
-QUICK = ("audit=mislabelled", "model=logistic", "sampling.steps=2", "audit.references=4", "trainer.evaluations=0",
-         "audit.canaries_count=100", "privacy.noise_multiplier=4")  # fmt: skip
+QUICK = ("audit=mislabelled", "model=logistic", "sampling.steps=2", "audit.shadow_models=4",
+    "trainer.num_evaluations=0",
+         "audit.num_canaries=100", "privacy.noise_multiplier=4")  # fmt: skip
 
 
 def test_its_trainings_are_accounted_with_the_jobs(dpexp_job, tmp_path):
@@ -327,7 +328,7 @@ def test_an_audit_alone_spends_its_trainings(dpexp_job, tmp_path):
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(charge.ledger) == 10
     with pytest.raises(SystemExit, match="this job's plan asks for"):
-        dpexp_job("audit", *QUICK, *kept, "audit.references=200")
+        dpexp_job("audit", *QUICK, *kept, "audit.shadow_models=200")
 
 
 class Broken(Digits):
@@ -369,7 +370,12 @@ class Own(pl.LightningModule):
 
 
 def test_modules_of_ones_own_are_audited(dpexp_job):
-    own = ("model._target_=tests.test_membership.Own", "privacy.enabled=false", "sampling.steps=60", "audit.attacked=2")
+    own = (
+        "model._target_=tests.test_membership.Own",
+        "privacy.enabled=false",
+        "sampling.steps=60",
+        "audit.target_models=2",
+    )
     found = found_by(dpexp_job("audit", *QUICK, *own, "tracking=none", "privacy.noise_multiplier=null"))
     assert found["canaries"] == 200 and found["share_right_low"] > 0.6
 
@@ -377,11 +383,11 @@ def test_modules_of_ones_own_are_audited(dpexp_job):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["audit.references=3"], "audit.references=3 must be at least 4"),
-        (["audit.attacked=0"], "audit.attacked=0 must be at least 1"),
-        (["audit.canaries_count=99"], "at least 100"),
-        (["draw=1"], "private_select"),
-        (["sampling=truncated_poisson", "sampling.maximum=600"], "no null record .* sampling=truncated_poisson"),
+        (["audit.shadow_models=3"], "audit.shadow_models=3 must be at least 4"),
+        (["audit.target_models=0"], "audit.target_models=0 must be at least 1"),
+        (["audit.num_canaries=99"], "at least 100"),
+        (["draw=1"], "private_selection"),
+        (["sampling=truncated_poisson", "sampling.max_batch_size=600"], "no null record .* sampling=truncated_poisson"),
         (["sampling=shuffle", "privacy.adjacency=replace_null"], "no null record"),
         (["data.module._target_=tests.test_membership.Unlabelled"], "needs records"),
     ],

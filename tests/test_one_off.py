@@ -30,7 +30,8 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.multiple_runs import ORDERS, rho, run_rdp
 from dpexp.accounting.rdp import laplace_moments
-from dpexp.accounting.releases import NAMES, claimable, composing
+from dpexp.accounting.coverage import NAMES, composing
+from dpexp.accounting.releases import claimable
 from dpexp.accounting.risk import largest_advantage, risk
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.errors import ConfigError

@@ -17,7 +17,7 @@ from dpexp.tracking import run
 from dpexp.tracking.client import address
 from dpexp.tracking.provenance import origin, write_patch
 
-QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
+QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
 GROUPS = ("data", "model", "group", "mechanism")
 
@@ -142,7 +142,7 @@ def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):
     assert set(params.items()) <= shared
     assert {key for key, _ in shared if not key.startswith("plan.")} - set(params) <= {
         *("model.classes", "model.shape", "model.weights", "privacy.delta"),
-        *("rounds", "checkpoint.every", "checkpoint.resume"),
+        *("rounds", "checkpoint.every_n_rounds", "checkpoint.resume"),
     }
 
 

@@ -1,4 +1,4 @@
-"""trainer.physical_batch=auto: as many records as fit."""
+"""trainer.max_physical_batch_size=auto: as many records as fit."""
 
 import json
 
@@ -82,9 +82,9 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
 
 
 def test_a_job_on_a_cpu_takes_the_usual_number(dpexp_job):
-    fast = ("model=logistic", "sampling.steps=2", "tracking=none", "trainer.evaluations=0", "privacy.noise_seed=3")
-    of = [dpexp_job(*fast, *more) / "result.json" for more in ((), ("trainer.physical_batch=auto",))]
+    fast = ("model=logistic", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0", "privacy.noise_seed=3")
+    of = [dpexp_job(*fast, *more) / "result.json" for more in ((), ("trainer.max_physical_batch_size=auto",))]
     losses = [json.loads(path.read_text())["metrics"]["test_loss"] for path in of]
     assert losses[0] == losses[1]
     with pytest.raises(SystemExit, match=r"trainer\.physical_batch=many must be a whole number"):
-        dpexp_job(*fast, "trainer.physical_batch=many")
+        dpexp_job(*fast, "trainer.max_physical_batch_size=many")

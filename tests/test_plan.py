@@ -273,7 +273,7 @@ def test_rounds_from_epochs_lose_no_step():
         ({"q": 1.5}, r"sampling\.q=1\.5"),
         ({"q": 0.0}, r"sampling\.q=0"),
         ({"q": "0.2"}, r"sampling\.q='0.2' must lie in"),
-        ({"bound": FixedClipNorm({1: 2.0})}, "bound.value names the groups 1; the model has all"),
+        ({"bound": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
         ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
         (
             {"allocation": Explicit([1.0]), "noise_multiplier": None},
@@ -295,8 +295,8 @@ def test_rounds_from_epochs_lose_no_step():
         ({"noise_multiplier": None, "epsilon": 1.0}, "privacy.delta must be given"),
         ({"n": 0}, r"data\.n=0"),
         ({"vectors_by": "neuron"}, "vectors=neuron"),
-        ({"bound": FixedClipNorm(math.inf)}, "bound.value=inf"),
-        ({"bound": FixedClipNorm(-1.0)}, "bound.value=-1"),
+        ({"bound": FixedClipNorm(math.inf)}, "clip_norm.value=inf"),
+        ({"bound": FixedClipNorm(-1.0)}, "clip_norm.value=-1"),
         ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
         (
             {"sampling": "fixed_size", "adjacency": "add_remove"},

@@ -106,7 +106,7 @@ def test_its_low_ranks_are_clipped_right_and_together(tiny, recwarn):
     assert engine.mode == "traced" and not [w for w in recwarn if "record" in str(w.message)]
 
 
-JOB = ("tracking=none", "sampling.steps=2", "sampling.expected_batch_size=8", "trainer.evaluations=0", "data.n=36")
+JOB = ("tracking=none", "sampling.steps=2", "sampling.expected_batch_size=8", "trainer.num_evaluations=0", "data.n=36")
 
 
 @pytest.mark.parametrize("experiment", ["text_head", "text_lora"])

@@ -44,7 +44,7 @@ from dpexp.training.classifier import Classifier
 N, SHAPE = 60, [3, 2, 2]
 KINDS = {
     "pca": lambda **noise: Pca(SHAPE, 5, origin=0.5, **noise),
-    "standardise": lambda **noise: Standardize(SHAPE, S=1.5, **noise),
+    "standardize": lambda **noise: Standardize(SHAPE, S=1.5, **noise),
     "whiten": lambda **noise: Whiten(SHAPE, S=3.0, **noise),
     "laplace_counts": lambda **noise: ClassCounts(4, "laplace", **noise),
     "gaussian_counts": lambda **noise: ClassCounts(4, "gaussian", **noise),
@@ -129,7 +129,7 @@ def test_a_record_that_fails_contributes_nothing_and_takes_no_other_with_it(kind
     if kind in ("laplace_counts", "gaussian_counts"):
         broken.pop(1)
     own = made(kind)
-    with pytest.warns(UserWarning, match="prepare.it: some records cannot be used"):
+    with pytest.warns(UserWarning, match="preprocessing.it: some records cannot be used"):
         found = _total("it", own, (), DataLoader(Uneven(x, y, broken), batch_size=9), 16, KeyStream())
     assert torch.allclose(found, total(own, x, y), rtol=1e-12)
 
@@ -163,7 +163,7 @@ def test_a_record_with_another_label_than_one_class_is_in_none(noise, label):
 )  # fmt: skip
 def test_a_sum_that_is_not_d_finite_real_numbers_counts_for_nothing(of_many):
     """Not of the records either that were added together with the one that causes it."""
-    own = made("standardise")
+    own = made("standardize")
     honest = own.sums
     own.sums = lambda x, y: of_many(honest(x, y)) if bool((y == 3).any()) else honest(x, y)
     x, y = records()
@@ -221,7 +221,7 @@ def test_the_sums_are_those_of_one_record_at_a_time():
         factor = min(1, 3.0 / math.sqrt(np.sum(places**2) / 4 + np.sum(product**2)))
         means += factor * places / 2
         products += factor * product
-    assert np.allclose(total(made("standardise"), x, y), moments, rtol=1e-9)
+    assert np.allclose(total(made("standardize"), x, y), moments, rtol=1e-9)
     upper = np.triu_indices(12)
     weights = np.where(upper[0] == upper[1], 1, math.sqrt(2))
     found = total(made("pca"), x, y).numpy()
@@ -248,7 +248,7 @@ def test_pca_projects_onto_the_principal_components():
     assert torch.allclose(own(x), (rows.float() @ own.components.T), atol=1e-5)
 
 
-def test_standardise_gives_mean_0_and_variance_1():
+def test_standardize_gives_mean_0_and_variance_1():
     x, y = records(400)
     x = 0.1 * x + torch.tensor([0.3, -0.2, 0.0])[:, None, None]
     own = Standardize(SHAPE, noise_multiplier=1.0)
@@ -326,7 +326,7 @@ def test_of_directions_that_noise_hides_none_grows_without_bound():
 )
 def test_whitening_that_makes_no_sense_is_a_sentence(wrong):
     (key,) = wrong
-    with pytest.raises(ConfigError, match=f"prepare.whiten.{key}="):
+    with pytest.raises(ConfigError, match=f"preprocessing.whiten.{key}="):
         Whiten([3], noise_multiplier=1.0, **wrong)
 
 
@@ -351,7 +351,7 @@ def test_one_record_moves_what_comes_after_another_preparation_by_no_more_than_i
 
 def test_each_preparation_sees_what_those_before_have_left():
     x, y = records()
-    first, second = made("standardise"), Pca(SHAPE, 5, noise_multiplier=1.0)
+    first, second = made("standardize"), Pca(SHAPE, 5, noise_multiplier=1.0)
     first.use(total(first, x, y).float(), N)
     expected = total(second, copy.deepcopy(first).double()(x.double()), y)
     assert torch.allclose(total(second, x, y, before=[first]), expected, rtol=1e-9)
@@ -590,7 +590,7 @@ def test_a_plan_for_other_preparations_of_the_same_name_is_refused(trained, tmp_
     assert not read_ledger(tmp_path / "l.jsonl").rounds
 
 
-JOB = ("model=mlp", "model.shape=[20]", "prepare=[class_counts,standardise,pca]", "prepare.pca.k=20")
+JOB = ("model=mlp", "model.shape=[20]", "preprocessing=[class_counts,standardize,pca]", "preprocessing.pca.k=20")
 QUICK = ("sampling.steps=4", "tracking=none")
 
 
@@ -599,7 +599,7 @@ def test_a_job_prepares_trains_and_keeps_what_takes_raw_inputs(dpexp_job, tmp_pa
     said = capsys.readouterr().out
     assert "Before the first round: pca: S = 1, σ = 3.868" in said and "of 10 disjoint parts by class" in said
     ledger = read_ledger(output / "ledger.jsonl")
-    assert [r.one_off.query for r in ledger.rounds if r.one_off] == ["class_counts", "standardise", "pca"]
+    assert [r.one_off.query for r in ledger.rounds if r.one_off] == ["class_counts", "standardize", "pca"]
     result = json.loads((output / "result.json").read_text())
     assert result["epsilon"]["pld"] == pytest.approx(epsilon(ledger, 1e-4), rel=1e-9) and result["epsilon"]["pld"] <= 3
     assert len(result["prepared"]["class_counts"]) == 10 and (output / "class_counts.png").exists()
@@ -607,7 +607,7 @@ def test_a_job_prepares_trains_and_keeps_what_takes_raw_inputs(dpexp_job, tmp_pa
     assert "Before the first round: pca: " in (output / "card.md").read_text()
     model = dpexp.load(output)
     x = torch.randn(5, 1, 8, 8)
-    hidden = model.preprocessing["pca"](model.preprocessing["standardise"](x))
+    hidden = model.preprocessing["pca"](model.preprocessing["standardize"](x))
     assert hidden.shape == (5, 20) and torch.equal(model(x), model.model(hidden))
     assert not torch.equal(model.preprocessing["pca"].components, torch.eye(20, 64))
     np.save(tmp_path / "x.npy", x.numpy())
@@ -640,8 +640,8 @@ def test_averaged_weights_keep_them(dpexp_job):
 
 def test_an_audit_attacks_the_rounds_alone(dpexp_job):
     output = dpexp_job(
-        "model=logistic", "prepare=[class_counts]", "audit=dirac", "audit.canaries_count=100", "sampling.steps=2",
-        "tracking=none", "sampling=all", "audit.confidence=0.9999",
+        "model=logistic", "preprocessing=[class_counts]", "audit=dirac", "audit.num_canaries=100", "sampling.steps=2",
+        "tracking=none", "sampling=full_batch", "audit.confidence=0.9999",
     )  # fmt: skip
     assert read_ledger(output / "audit" / "ledger.jsonl").trained == len(read_ledger(output / "audit" / "ledger.jsonl"))
 
@@ -649,7 +649,7 @@ def test_an_audit_attacks_the_rounds_alone(dpexp_job):
 def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
     import mlflow
 
-    dpexp_job("model=logistic", "prepare=[class_counts]", "sampling.steps=3")
+    dpexp_job("model=logistic", "preprocessing=[class_counts]", "sampling.steps=3")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/outputs/mlflow.db")
     (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
     assert run.data.metrics["prepare/class_counts/epsilon"] < 1 and "class_counts/9" in run.data.metrics
@@ -663,18 +663,21 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
 @pytest.mark.parametrize(
     "arguments, wrong",
     [
-        (("prepare=[pca]", "model=mlp"), r"does not take the inputs \[60\] .*try model.shape=\[60\]"),
-        (("prepare=[pca,whiten]", "model=mlp"), r"prepare.whiten does not .* try prepare.whiten.shape=\[60\]"),
-        (("prepare=[pca]", "prepare.pca.k=65"), "k=65 must be a whole number between 1 and 64"),
-        (("prepare=[pca]", "prepare.pca.share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
-        (("prepare=[class_counts]", "prepare.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
-        (("prepare=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is not stated for the noise"),
-        (("prepare=[class_counts]", "noise=exact"), "noise=exact cannot be had for prepare=class_counts"),
-        (("prepare=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 is a part of privacy.epsilon"),
-        (("prepare=[class_counts]", "prepare.class_counts.noise_multiplier=2", "prepare.class_counts.share=0.1"),
-         "exactly one of prepare.ClassCounts.share or prepare.ClassCounts.noise_multiplier"),
-        (("prepare=[class_counts]", "prepare.class_counts._target_=null"), "does not say what to make"),
-        (("prepare=[class_counts,standardise]", "prepare.class_counts.share=0.6", "prepare.standardise.share=0.5"),
+        (("preprocessing=[pca]", "model=mlp"), r"does not take the inputs \[60\] .*try model.shape=\[60\]"),
+        (("preprocessing=[pca,whiten]", "model=mlp"), r"preprocessing.whiten does not .* try preprocessing.whiten.shape=\[60\]"),
+        (("preprocessing=[pca]", "preprocessing.pca.k=65"), "k=65 must be a whole number between 1 and 64"),
+        (("preprocessing=[pca]", "preprocessing.pca.budget_share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
+        (("preprocessing=[class_counts]", "preprocessing.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
+        (("preprocessing=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is not stated for the noise"),
+        (("preprocessing=[class_counts]", "noise=discrete_gaussian"),
+        "noise=discrete_gaussian cannot be had for preprocessing=class_counts"),
+        (("preprocessing=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 is a part of privacy.epsilon"),
+        (("preprocessing=[class_counts]", "preprocessing.class_counts.noise_multiplier=2",
+        "preprocessing.class_counts.budget_share=0.1"),
+         "exactly one of preprocessing.ClassCounts.budget_share or preprocessing.ClassCounts.noise_multiplier"),
+        (("preprocessing=[class_counts]", "preprocessing.class_counts._target_=null"), "does not say what to make"),
+        (("preprocessing=[class_counts,standardize]", "preprocessing.class_counts.budget_share=0.6",
+        "preprocessing.standardize.budget_share=0.5"),
          "leave nothing for training"),
     ],
 )  # fmt: skip
@@ -684,7 +687,7 @@ def test_what_cannot_be_had_is_refused(arguments, wrong, dpexp_job):
 
 
 def test_all_accountants_leave_out_the_one_that_refuses(dpexp_job):
-    output = dpexp_job("model=logistic", "prepare=[class_counts]", "accountant=all", *QUICK)
+    output = dpexp_job("model=logistic", "preprocessing=[class_counts]", "accountant=all", *QUICK)
     assert list(json.loads((output / "result.json").read_text())["epsilon"]) == [
         "pld", "rdp", "moments", "strong", "basic",
     ]  # fmt: skip

@@ -105,7 +105,7 @@ def test_the_error_that_a_convolution_states_holds():
     for few in (0.0, 1.0):  # by transforms, and by sums
         convolution = Convolution(1024)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pld_numerics, "_FEW", few)
+            patch.setattr(pld_numerics, "_SPARSE", few)
             convolution.add([3], [(weights / sum(weights)).astype(float)], np.array([40.0]))
         mass, error = convolution.masses(120)
         off = float(np.linalg.norm(mass[: len(exact)] - exact))
@@ -115,7 +115,7 @@ def test_the_error_that_a_convolution_states_holds():
 def test_many_kinds_of_rounds_by_sums_and_by_transforms(monkeypatch):
     run = many(zip(np.linspace(0.9, 3, 60).tolist(), np.linspace(0.005, 0.06, 60).tolist(), strict=True))
     by_sums = epsilon(run, 1e-6)
-    monkeypatch.setattr(pld_numerics, "_FEW", 0.0)
+    monkeypatch.setattr(pld_numerics, "_SPARSE", 0.0)
     z_and_q = [(r.noise_multiplier, r.sampling.q) for r in run.rounds]
     pairs, counts = [PoissonPair(z, q) for z, q in z_and_q], np.ones(60)
     by_transforms = pld.ComposedLoss(pairs, counts, pld.Gaussian(1e3)).epsilon(1e-6)

@@ -91,7 +91,13 @@ def test_a_mistake_of_one_process_is_a_sentence_in_all_and_a_resumed_fit_goes_on
     assert len(read_ledger(tmp_path / "resumed" / "plain.jsonl")) == ROUNDS
 
 
-JOB = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=3", "trainer.evaluations=1")
+JOB = (
+    "tracking=none",
+    "privacy.noise_multiplier=1.0",
+    "model=logistic",
+    "sampling.steps=3",
+    "trainer.num_evaluations=1",
+)
 
 
 def test_a_job_of_two_processes_leaves_one_folder(dpexp_job, tmp_path):

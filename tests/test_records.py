@@ -304,13 +304,16 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
     "given, said",
     [
         ({"kind": "group"}, "record.kind=group is unknown; known: example, microbatch, user"),
-        ({"kind": "microbatch"}, "record.k=None must be a whole number"),
-        ({"kind": "microbatch", "k": 0}, "record.k=0 must be a whole number"),
-        ({"kind": "example", "k": 2}, "record.k=2 is not for record=example"),
-        ({"kind": "user", "most": 0}, "record.most=0 must be a whole number"),
-        ({"kind": "user", "most": 1, "local": {"lr": 1}}, "exactly one of record.local.steps or record.local.epochs"),
+        ({"kind": "microbatch"}, "privacy_unit.size=None must be a whole number"),
+        ({"kind": "microbatch", "k": 0}, "privacy_unit.size=0 must be a whole number"),
+        ({"kind": "example", "k": 2}, "privacy_unit.size=2 is not for privacy_unit=example"),
+        ({"kind": "user", "most": 0}, "privacy_unit.max_examples=0 must be a whole number"),
+        (
+            {"kind": "user", "most": 1, "local": {"lr": 1}},
+            "exactly one of privacy_unit.local_training.steps or privacy_unit.local_training.epochs",
+        ),
         ({"kind": "user", "most": 1, "local": {"steps": 1}}, "must give lr"),
-        ({"kind": "user", "most": 1, "local": {"steps": 1, "lr": -1}}, "record.local.lr=-1 must be"),
+        ({"kind": "user", "most": 1, "local": {"steps": 1, "lr": -1}}, "privacy_unit.local_training.lr=-1 must be"),
     ],
 )
 def test_what_a_record_cannot_be_is_said(given, said):
@@ -320,18 +323,23 @@ def test_what_a_record_cannot_be_is_said(given, said):
 
 def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
     x, y = rows(11)
-    with pytest.raises(ConfigError, match=r"record=user counts users: give data.users"):
+    with pytest.raises(ConfigError, match=r"privacy_unit=user counts users: give data.users"):
         released(tmp_path, TensorDataset(x, y), User(8, "user_of"))
-    with pytest.raises(ConfigError, match=r"record.by=user_of must be an attribute of the training data set"):
+    with pytest.raises(
+        ConfigError, match=r"privacy_unit.user_attribute=user_of must be an attribute of the training data set"
+    ):
         released(tmp_path, TensorDataset(x, y), User(8, "user_of"), users=4)
 
 
 @pytest.mark.parametrize(
     "arguments, unit, n",
-    [(["record=microbatch", "record.k=8"], "unit of 8 examples", 180), (["record=user"], "user", 200)],
+    [
+        (["privacy_unit=microbatch", "privacy_unit.size=8"], "unit of 8 examples", 180),
+        (["privacy_unit=user"], "user", 200),
+    ],
 )
 def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
-    quick = ("model=logistic", "privacy.noise_multiplier=1", "sampling.steps=2", "trainer.evaluations=0")
+    quick = ("model=logistic", "privacy.noise_multiplier=1", "sampling.steps=2", "trainer.num_evaluations=0")
     output = dpexp_job(*arguments, *quick, "sampling.epochs=null", "tracking.experiment=units")
     result = json.loads((output / "result.json").read_text())
     assert (result["unit"], result["n"]) == (unit, n)

@@ -18,7 +18,7 @@ from dpexp.errors import ConfigError
 from dpexp.reporting.wording import up
 from dpexp.tracking import read
 
-QUICK = ("model=logistic", "sampling.steps=4", "trainer.evaluations=0", "privacy.noise_multiplier=2")
+QUICK = ("model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "privacy.noise_multiplier=2")
 
 
 class Tables(HTMLParser):

@@ -334,7 +334,9 @@ def test_other_policies_may_be_targets_too():
 
 
 def test_a_job_shows_it_everywhere(dpexp_job, capsys):
-    output = dpexp_job("model=logistic", "sampling.steps=5", "privacy.tpr={0.01: 0.05}", "trainer.evaluations=0")
+    output = dpexp_job(
+        "model=logistic", "sampling.steps=5", "privacy.max_tpr_at_fpr={0.01: 0.05}", "trainer.num_evaluations=0"
+    )
     printed = " ".join(capsys.readouterr().out.split())
     expected = risk(read_ledger(output / "ledger.jsonl")).figures()
     assert set(expected) == set(FIGURES) and 0.0499 < expected["tpr_at_fpr_0.01"] <= 0.05

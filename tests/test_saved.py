@@ -25,7 +25,7 @@ from dpexp.tracking.registered_model import description
 from dpexp.training.data import Digits
 from dpexp.training.pretrained import about, save_weights
 
-QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=0", "model=logistic")
+QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
 
 @pytest.fixture(scope="module")
@@ -304,9 +304,9 @@ def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precis
 
 
 def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job):
-    names = ("standardise", "whiten", "pca")
-    noise = [f"prepare.{name}.{key}" for name in names for key in ("share=null", "noise_multiplier=1")]
-    output = dpexp_job(*QUICK, f"prepare=[{','.join(names)}]", *noise, "model.shape=[60]")
+    names = ("standardize", "whiten", "pca")
+    noise = [f"preprocessing.{name}.{key}" for name in names for key in ("share=null", "noise_multiplier=1")]
+    output = dpexp_job(*QUICK, f"preprocessing=[{','.join(names)}]", *noise, "model.shape=[60]")
     kept, own = mlflow.pyfunc.load_model(str(output / "mlflow_model")), dpexp.load(output)
     for size in (1, 2, 5):
         x = np.random.default_rng(size).normal(size=(size, 1, 8, 8)).astype(np.float32)

@@ -92,7 +92,9 @@ def test_what_cannot_be_told_from_noise_is_not_drawn(length):
 
 
 def test_a_run_draws_them(dpexp_job, tmp_path):
-    output = dpexp_job("model=logistic", "sampling.steps=4", "trainer.evaluations=0", "privacy.noise_multiplier=1.0")
+    output = dpexp_job(
+        "model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "privacy.noise_multiplier=1.0"
+    )
     assert (output / "signal.png").read_bytes().startswith(b"\x89PNG")
     run = json.loads((output / "result.json").read_text())["mlflow_run_id"]
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")

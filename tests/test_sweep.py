@@ -22,7 +22,7 @@ from dpexp.accounting.rdp import log_moments
 from dpexp.errors import ConfigError
 from tests.test_accountants import ledger
 
-QUICK = ("model=logistic", "sampling.steps=3", "trainer.evaluations=0")
+QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
 
 
 class Store:
@@ -74,7 +74,7 @@ def test_a_parent_stands_above_its_trials(dpexp_job, store, tmp_path, capsys):
 
 
 def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is_missing(dpexp_job, store, monkeypatch):
-    sweep = ("-m", *QUICK, "calibrate=q", "privacy.noise_multiplier=2", "privacy.epsilon=1e-3,3,5")
+    sweep = ("-m", *QUICK, "calibrate=sampling_rate", "privacy.noise_multiplier=2", "privacy.epsilon=1e-3,3,5")
     with pytest.raises(SystemExit, match="cannot be reached"):
         dpexp_job(*sweep)
     (parent,) = store.parents()
@@ -101,7 +101,7 @@ def lines_of(path):
 
 
 def test_a_sweep_killed_in_mid_training_is_resumed(forked, tmp_path, store):
-    endless = ["model=logistic", "privacy.noise_multiplier=20", "trainer.evaluations=0"]
+    endless = ["model=logistic", "privacy.noise_multiplier=20", "trainer.num_evaluations=0"]
     sweep = ("-m", *endless, "sampling.steps=3,1000000")
 
     def ledgers():
@@ -152,7 +152,12 @@ def test_all_trials_are_checked_before_the_first_starts(dpexp_job, store, tmp_pa
 
 def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(forked, tmp_path, store):
     """One after the other SIGTERM, SIGKILL; then the sweep is started again in the same folder."""
-    common = ["model=logistic", "trainer.evaluations=0", "privacy.noise_multiplier=20", "checkpoint.every=40"]
+    common = [
+        "model=logistic",
+        "trainer.num_evaluations=0",
+        "privacy.noise_multiplier=20",
+        "checkpoint.every_n_rounds=40",
+    ]
     sweep = ("-m", *common, "hydra.sweep.dir=outputs/multirun/a/b", "sampling.steps=3,400")
     ledger = tmp_path / "outputs/multirun/a/b/1/ledger.jsonl"
 
@@ -181,7 +186,8 @@ def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(forked, tmp_path, 
 
 
 def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(forked, tmp_path, store):
-    sweep = ("-m", "model=logistic", "trainer.evaluations=0", "sampling.steps=300", "privacy.noise_multiplier=20,21",
+    sweep = ("-m", "model=logistic", "trainer.num_evaluations=0", "sampling.steps=300",
+        "privacy.noise_multiplier=20,21",
              "hydra.sweep.dir=outputs/multirun/a/b")  # fmt: skip
     ledger = tmp_path / "outputs/multirun/a/b/0/ledger.jsonl"
     job = forked(*sweep)
@@ -269,7 +275,7 @@ def test_an_objective_of_ones_own_module_is_only_known_afterwards(dpexp_job, tmp
 
     returned, run = [], train.run
     monkeypatch.setattr(train, "run", lambda cfg: returned.append(run(cfg)))
-    own = (*own, "privacy.noise_multiplier=1", "trainer.evaluations=0")
+    own = (*own, "privacy.noise_multiplier=1", "trainer.num_evaluations=0")
     dpexp_job(*own, "objective=f1", "tracking=none")
     assert returned == [0.5]
     with pytest.raises(SystemExit, match="objective=f2 is not among what this job gives: f1, epsilon"):
@@ -338,7 +344,7 @@ def test_a_sweep_whose_parent_cannot_begin_does_not_train(dpexp_job, monkeypatch
 
 def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, monkeypatch):
     monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", lambda mean, shape, random: 3)
-    sweep = ("-m", "hydra/sweeper=private_select", "hydra.sweeper.mean=4", *QUICK, "privacy.noise_multiplier=8",
+    sweep = ("-m", "hydra/sweeper=private_selection", "hydra.sweeper.mean=4", *QUICK, "privacy.noise_multiplier=8",
              "optimizer.lr=0.1,0.2,0.4")  # fmt: skip
     dpexp_job(*sweep)
     (parent,) = store.parents()
@@ -371,7 +377,13 @@ def selected_geometrically(z, q, rounds, mean, delta):
     return np.min(best + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1))
 
 
-SELECT = ("-m", "hydra/sweeper=private_select", "hydra.sweeper.mean=1", "model=logistic", "trainer.evaluations=0")
+SELECT = (
+    "-m",
+    "hydra/sweeper=private_selection",
+    "hydra.sweeper.mean=1",
+    "model=logistic",
+    "trainer.num_evaluations=0",
+)
 
 
 def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(dpexp_job, store, monkeypatch):

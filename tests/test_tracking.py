@@ -29,7 +29,7 @@ from dpexp.reporting import terminal
 from dpexp.tracking.run import keep_error
 from dpexp.training.classifier import Classifier
 
-QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.evaluations=2", "model=logistic")
+QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=2", "model=logistic")
 
 
 def client(folder):
@@ -162,7 +162,7 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     assert not recwarn
 
 
-ENDLESS = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.evaluations=0")
+ENDLESS = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.num_evaluations=0")
 
 
 @pytest.fixture

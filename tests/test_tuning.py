@@ -47,7 +47,7 @@ def test_lora_trains_low_ranks_and_the_head_and_begins_where_the_model_was():
 @pytest.mark.parametrize(
     "tune, words",
     [
-        (lambda: Head("classifier")(body()), "tuning.head=classifier names no module.* is 5"),
+        (lambda: Head("classifier")(body()), "fine_tuning.head=classifier names no module.* is 5"),
         (lambda: Lora(layers=["query"])(body()), r"the model has no layers \['query'\]"),
         (lambda: Lora()(nn.Sequential(nn.Linear(3, 2))), "no linear layer but its head"),
         (lambda: head_of(nn.Tanh()), "no parameters"),
@@ -83,7 +83,7 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
         begin_from(same, tmp_path / "nowhere.safetensors", head_of(same))
 
 
-FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.evaluations=0")
+FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0")
 PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
 
 
@@ -100,7 +100,7 @@ def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
     first = dpexp_job(*FAST, *PUBLIC) / "weights.safetensors"
     capsys.readouterr()
     with pytest.warns(UserWarning, match="begins anew"):  # 5 classes, and 10
-        second = dpexp_job(*FAST, "tuning=head", f"model.weights={first}")
+        second = dpexp_job(*FAST, "fine_tuning=head", f"model.weights={first}")
     given, found = load_file(first), load_file(second / "weights.safetensors")
     assert torch.equal(found["1.weight"], given["1.weight"]) and torch.equal(found["1.bias"], given["1.bias"])
     assert json.loads((second / "result.json").read_text())["groups"].keys() == {"all"}
@@ -110,7 +110,7 @@ def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
 
 
 def test_a_model_that_was_tuned_by_lora_is_found_again(dpexp_job):
-    output = dpexp_job(*FAST, "tuning=lora", "tuning.rank=2")
+    output = dpexp_job(*FAST, "fine_tuning=lora", "fine_tuning.rank=2")
     x = torch.randn(3, 1, 8, 8)
     model = dpexp.load(output)
     assert model(x).shape == (3, 10)

@@ -212,8 +212,8 @@ def test_what_is_not_due_is_not_released(tmp_path):
     assert ".value histogram" in released(engine, tmp_path / "2", batch, lambda b: step(model, b), rounds=2)
 
 
-SMALL = ("model=logistic", "sampling.steps=4", "trainer.evaluations=0", "tracking=none")
-ASKED = "metrics.release={train_loss: {S: 4, share: 0.1}, train_accuracy: {S: 1, share: 0.2, every: 2}}"
+SMALL = ("model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "tracking=none")
+ASKED = "private_metrics.release={train_loss: {S: 4, share: 0.1}, train_accuracy: {S: 1, share: 0.2, every: 2}}"
 
 
 def test_one_round_holds_gradients_metrics_and_their_cost(dpexp_job, read_lines):
@@ -240,8 +240,8 @@ def test_one_round_holds_gradients_metrics_and_their_cost(dpexp_job, read_lines)
 def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
     """Read with json alone: one sampling event, all queries, and the cost of each round that of the planned z."""
     output = dpexp_job(
-        "group=per_layer", "model=mlp", "bound=adaptive", "allocation=measured",
-        "metrics.release={train_loss: {S: 4, share: 0.1}}", *SMALL[1:], "privacy.noise_multiplier=1.0",
+        "group=per_layer", "model=mlp", "clip_norm=adaptive", "allocation=adaptive_min_variance",
+        "private_metrics.release={train_loss: {S: 4, share: 0.1}}", *SMALL[1:], "privacy.noise_multiplier=1.0",
     )  # fmt: skip
     lines = read_lines(output / "ledger.jsonl")
     specs = [line for line in lines if isinstance(line, dict) and "spec" in line]
@@ -332,9 +332,9 @@ def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
         ({"a": {"S": 1}}, "must give S and share"),
         ({"a": {"share": 0.1}}, "must give S, the bound"),
         ({"a": {"S": 1, "share": 1.0}}, "add up to 1"),
-        ({"a": {"S": -1, "share": 0.1}}, "metrics.release.a.S=-1"),
-        ({"a": {"S": 1, "share": 0.1, "every": 0}}, "metrics.release.a.every=0"),
-        ({"a": {"S": 1, "share": 0.1, "d": 1.5}}, "metrics.release.a.d=1.5"),
+        ({"a": {"S": -1, "share": 0.1}}, "private_metrics.release.a.S=-1"),
+        ({"a": {"S": 1, "share": 0.1, "every": 0}}, "private_metrics.release.a.every=0"),
+        ({"a": {"S": 1, "share": 0.1, "d": 1.5}}, "private_metrics.release.a.d=1.5"),
         ({"a": {"S": 1, "share": 0.1, "k": 2}}, "known: "),
         ({"all": {"S": 1, "share": 0.1}}, "name of a group of gradients too"),
         ({"a": {"share": 0.1, "values": {"b": {"alpha": 1}}, "S": 1.1}}, "at most 1"),

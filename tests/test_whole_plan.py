@@ -219,7 +219,7 @@ def test_jobs_that_race_for_a_budget_of_one_plan(dpexp_job, tmp_path):
 
 
 def test_a_killed_job_of_a_whole_plan_leaves_nothing_and_goes_on(dpexp_job, tmp_path, monkeypatch, capfd):
-    asked = ("privacy.budget={epsilon: 1, delta: 1e-4}", "privacy.epsilon=1", "checkpoint.every=1")
+    asked = ("privacy.budget={epsilon: 1, delta: 1e-4}", "privacy.epsilon=1", "checkpoint.every_n_rounds=1")
     dpexp_job(*QUICK, "data.id=other")
     process = FORK.Process(target=killed_in_round, args=(2, *asked))
     process.start()

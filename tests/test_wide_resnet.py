@@ -54,11 +54,11 @@ def test_every_normalization_is_fed_by_a_relu_and_feeds_a_convolution_but_the_la
     assert pooled.shape == (2, 64, 2, 2)
 
 
-def test_standardised_weights():
+def test_standardized_weights():
     torch.manual_seed(0)
     layer = StandardizedConv2d(4, 5, 3)
     layer.gain.data *= 3
-    w = layer.standardised()
+    w = layer.standardized()
     assert torch.allclose(w.mean((1, 2, 3)), torch.zeros(5), atol=1e-6)
     assert torch.allclose(w.square().sum((1, 2, 3)), torch.full((5,), 9.0))
     x = torch.randn(2, 4, 6, 6)

@@ -28,6 +28,7 @@ from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
 from dpexp.accounting.composition import BasicComposition, GaussianMechanism, StrongComposition, central_limit, composed
+from dpexp.accounting.coverage import check_delta, check_names
 from dpexp.accounting.dominating_pairs import (
     FixedSizePair,
     LaplacePair,
@@ -39,8 +40,8 @@ from dpexp.accounting.dominating_pairs import (
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
 from dpexp.accounting.rdp import Array, Mask, best_order, laplace_moments, moments_of
-from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release, check_delta, check_names, releases
-from dpexp.errors import ConfigError
+from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release, releases
+from dpexp.errors import ConfigError, named
 
 MOMENTS = range(1, 33)  # λ
 WHOLE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
@@ -193,14 +194,14 @@ def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guar
     z = np.array([release.z for release, _ in counts])
     q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release, _ in counts])
     times = np.array([float(count) for _, count in counts])
-    return _OTHERS[accountant](z, q, times, _laplace(release for release, _ in counts))
+    return (_OTHERS.get(accountant) or named(accountant))(z, q, times, _laplace(release for release, _ in counts))
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
     """ε such that what the ledger records is (ε, δ)-differentially private; 0 for an empty ledger.
 
     Args:
-        accountant: one of NAMES, each an upper bound except `gdp`.
+        accountant: one of NAMES, each an upper bound except `gdp`; or the dotted name of a class of your own.
 
     Raises:
         ConfigError: δ outside (0, 1), an unknown accountant, or one that has no bound for this ledger.

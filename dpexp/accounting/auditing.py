@@ -189,7 +189,8 @@ class Audit:
             samples are independent. Then it is far sharper.
         mu_claimed: of the Gaussian DP that is as hard to tell at even odds: δ(0) = 2Φ(μ/2) - 1. Exact where nothing is
             amplified by sampling.
-        mu_found: the distance of the scores of canaries that were included and that were not, in standard deviations.
+        mu_estimate: the distance of the scores of canaries that were included and that were not, in standard
+            deviations.
         mu_error: its standard error; mu_bound: a lower bound on μ, at `confidence`; mu_bound_if_independent: the same
             if canaries are independent, by the rates of right and false alarms (Nasr et al. 2023, arXiv 2302.07956).
         mu_refuted: the claimed trade-off curve does not allow these rates.
@@ -206,7 +207,7 @@ class Audit:
     p: float
     p_independent: float
     mu_claimed: float
-    mu_found: float
+    mu_estimate: float
     mu_error: float
     mu_bound: float
     mu_bound_if_independent: float
@@ -218,7 +219,7 @@ class Audit:
         """Its numbers, by name."""
         found = {
             "canaries": self.canaries, "right": self.right, "p": self.p, "p_independent": self.p_independent,
-            "mu_claimed": self.mu_claimed, "mu_found": self.mu_found, "mu_error": self.mu_error,
+            "mu_claimed": self.mu_claimed, "mu_estimate": self.mu_estimate, "mu_error": self.mu_error,
             "mu_at_least": self.mu_bound, "mu_at_least_if_independent": self.mu_bound_if_independent,
             "refuted": float(bool(self.exceeded)),
         }  # fmt: skip
@@ -229,8 +230,8 @@ class Audit:
             at = f"delta_{bound.delta:g}"
             found |= {
                 f"epsilon_claimed/{at}": bound.claimed,
-                f"epsilon_at_least/{at}": bound.found,
-                f"epsilon_at_least_if_independent/{at}": bound.if_independent,
+                f"epsilon_lower_bound/{at}": bound.found,
+                f"epsilon_lower_bound_if_independent/{at}": bound.if_independent,
             }
         return found
 
@@ -246,7 +247,7 @@ class Audit:
         if min(self.p, self.p_independent) < 1 - self.confidence or self.mu_refuted:
             found.append(
                 f"the attacker is right more often than the claimed trade-off allows (p = {self.p:.2g}, or if canaries "
-                f"are independent {self.p_independent:.2g}; μ = {self.mu_found:.3g} was found, at "
+                f"are independent {self.p_independent:.2g}; μ = {self.mu_estimate:.3g} was found, at "
                 f"least {self.mu_bound_if_independent:.3g} if they are, and {self.mu_claimed:.3g} claimed)"
             )
         return found + [check.words() for check in self.checks if check.refuted]
@@ -301,7 +302,7 @@ def audit(
         p=min(1.0, p * tests),
         p_independent=min(1.0, tests * float(binom.sf(right - 1, m, (1 + total_variation) / 2))),
         mu_claimed=2 * float(ndtri((1 + total_variation) / 2)),
-        mu_found=mu,
+        mu_estimate=mu,
         mu_error=math.sqrt(1 / len(yes) + 1 / len(no) + mu**2 / (2 * m)),
         mu_bound=max(mu_bound(m, r, c, level) for r, c in guesses),
         mu_bound_if_independent=max(0.0, *(float(ndtri(right) - ndtri(wrong)) for right, wrong in rates)),

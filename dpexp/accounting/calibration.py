@@ -10,7 +10,7 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dpexp.accounting.risk import Target
+    from dpexp.accounting.risk import PrivacyTarget
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Calibratable:
     is_integer: bool = False
 
 
-# `q` holds each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4); `q_at_fixed_z`
-# holds z. `bound` scales every S_g at fixed σ̃_g.
+# `sampling_rate` holds each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4);
+# `sampling_rate_at_fixed_noise` holds z. `clip_norm` scales every S_g at fixed σ̃_g.
 CALIBRATABLE = {
-    "noise": Calibratable(False, 2.0**-6, 2.0**20),
-    "q": Calibratable(False, 2.0**-40, 1.0),
-    "q_at_fixed_z": Calibratable(True, 2.0**-40, 1.0),
+    "noise_multiplier": Calibratable(False, 2.0**-6, 2.0**20),
+    "sampling_rate": Calibratable(False, 2.0**-40, 1.0),
+    "sampling_rate_at_fixed_noise": Calibratable(True, 2.0**-40, 1.0),
     "steps": Calibratable(True, 1, 2**40, is_integer=True),
-    "bound": Calibratable(True, 2.0**-20, 2.0**20),
+    "clip_norm": Calibratable(True, 2.0**-20, 2.0**20),
 }
 
 
@@ -60,7 +60,7 @@ class Calibration:
 def solve(
     knob: str,
     ledger_at: Callable[[float], Ledger],
-    target: "Target",
+    target: "PrivacyTarget",
     accountant: str = "pld",
     *,
     start: float,
@@ -93,7 +93,7 @@ def solve(
     search = _Search(
         lambda value: target.cost(ledger_at(value), accountant), target.limit, precision, facts.is_integer
     )  # fmt: skip
-    if knob == "q":
+    if knob == "sampling_rate":
         found = search.between_neighbours(cheap, dear, math.log(0.75))
     else:
         near, step = min(max(math.log(start), low), high), math.log(4)

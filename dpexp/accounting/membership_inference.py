@@ -102,7 +102,7 @@ class Membership:
         }  # fmt: skip
         for bound in self.bounds:
             found[f"epsilon_claimed/delta_{bound.delta:g}"] = bound.claimed
-            found[f"epsilon_at_least/delta_{bound.delta:g}"] = bound.found
+            found[f"epsilon_lower_bound/delta_{bound.delta:g}"] = bound.found
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     @property

@@ -17,9 +17,10 @@ from scipy.optimize import brentq, minimize_scalar
 from dpexp._accounting_compat import repeated_and_selected
 from dpexp.accounting.accountants import WHOLE_ORDERS, fixed_size_rdp
 from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rdp import LARGEST_ORDER, Array, epsilon_at, moments_of
-from dpexp.accounting.releases import MIN_AMPLIFIED_Z, check_covered, releases
+from dpexp.accounting.releases import MIN_AMPLIFIED_Z, releases
 from dpexp.errors import ConfigError
 
 _KEYS = ("epsilon", "delta", "order")

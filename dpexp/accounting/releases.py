@@ -8,9 +8,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
+from dpexp.accounting.coverage import CLAIMS, SENSITIVITY, check_covered, composing, coverage
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Query, Round, SumQueryEvent
 from dpexp.errors import ConfigError
 
@@ -64,140 +64,7 @@ def check_bands(round_: Round) -> None:
 
 
 _SAME = 1e-12  # relative: what rounding may do to z
-SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}  # of a clipped sum, in units of S
 MIN_AMPLIFIED_Z = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
-
-
-@dataclass(frozen=True)
-class Accountant:
-    """What an accountant is stated for. It refuses everything else.
-
-    Attributes:
-        covers: the adjacencies under which it takes rounds of each sampling policy, the usual one first.
-        noise: the kinds of noise that it composes, as queries name theirs.
-        is_bound: no true ε is larger than its; else it is an approximation.
-    """
-
-    covers: Mapping[str, tuple[str, ...]]
-    noise: tuple[str, ...]
-    is_bound: bool
-
-
-# Removing a record from a Poisson sample and nulling it are the same pair of distributions.
-_SAMPLED = {
-    "poisson": ("add_remove", "replace_null"),
-    "cyclic_poisson": ("add_remove", "replace_null"),
-    "shuffle": ("replace_one", "replace_null"),
-    "all": ("add_remove", "replace_one", "replace_null"),
-}
-_REPLACED = {policy: (*_SAMPLED[policy], "replace_one") for policy in ("poisson", "cyclic_poisson")}
-_FIXED = {"fixed_size": ("replace_one",)}
-_GAUSSIAN = ("gaussian", "banded gaussian", "discrete gaussian")
-ACCOUNTANTS = {
-    "pld": Accountant(
-        _SAMPLED | _REPLACED | _FIXED | {"truncated_poisson": ("replace_null",)}, (*_GAUSSIAN, "laplace"), True
-    ),
-    "rdp": Accountant(_SAMPLED | _FIXED, (*_GAUSSIAN, "laplace"), True),
-    "moments": Accountant(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
-    "strong": Accountant(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
-    "basic": Accountant(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
-    "gdp": Accountant(_SAMPLED, _GAUSSIAN, False),
-}
-NAMES = tuple(ACCOUNTANTS)
-APPROXIMATIONS = tuple(name for name, accountant in ACCOUNTANTS.items() if not accountant.is_bound)
-CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
-    policy: {
-        adjacency: tuple(name for name, each in ACCOUNTANTS.items() if adjacency in each.covers.get(policy, ()))
-        for adjacency in covered
-    }
-    for policy, covered in ACCOUNTANTS["pld"].covers.items()
-}
-_WHY = {
-    "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
-    "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
-    "shuffle": "a partition into equal batches only exists when n is the same on both sides",
-}
-
-
-def adjacencies(policy: str) -> tuple[str, ...]:
-    """Those under which the policy may be accounted; the first is the default."""
-    return tuple(CLAIMS[policy])
-
-
-def check_covered(policy: str, adjacency: str, accountant: str | None = None) -> None:
-    """Raises:
-    ConfigError: the claim cannot be made; says why, and which is nearest.
-    """
-    if policy not in CLAIMS:
-        raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(CLAIMS)}.")
-    if adjacency not in SENSITIVITY:
-        raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
-    if accountant is not None:
-        check_names([accountant])
-    if adjacency not in CLAIMS[policy]:
-        raise ConfigError(
-            f"adjacency={adjacency} cannot be claimed for sampling={policy}: {_WHY[policy]}; "
-            f"choose adjacency={' or '.join(CLAIMS[policy])}."
-        )
-    allowed = CLAIMS[policy][adjacency]
-    if accountant is not None and accountant not in allowed:
-        raise ConfigError(
-            f"accountant={accountant} has no bound for sampling={policy} under adjacency={adjacency}; "
-            f"choose accountant={' or '.join(allowed)}, or another sampling policy."
-        )
-
-
-def check_delta(delta: float) -> None:
-    """Raises:
-    ConfigError: δ is not strictly between 0 and 1.
-    """
-    if not (math.isfinite(delta) and 0 < delta < 1):
-        raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
-
-
-def check_advantage(most: float) -> None:
-    """Raises:
-    ConfigError: it is no largest TPR - FPR that could be asked for.
-    """
-    if not 0 < most < 1:
-        raise ConfigError(
-            f"privacy.advantage={most:g} must lie strictly between 0 and 1: it is the largest TPR - FPR of a test for "
-            "one record, and 0 that of guessing."
-        )
-
-
-def check_tpr(rates: Mapping[float, float]) -> None:
-    """Raises:
-    ConfigError: they are no {FPR: largest TPR} that could be asked for.
-    """
-    if not isinstance(rates, Mapping) or not rates:
-        raise ConfigError(f"privacy.tpr={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
-    for fpr, tpr in rates.items():
-        if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
-            raise ConfigError(f"privacy.tpr={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
-        if not 0 < fpr < tpr < 1:
-            raise ConfigError(
-                f"privacy.tpr={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "
-                "{0.01: 0.05}: guessing has a TPR as large as its FPR."
-            )
-
-
-def check_bound(target: str, accountant: str) -> None:
-    """Raises:
-    ConfigError: the accountant has no bound, so that nothing can be solved for with it.
-    """
-    if accountant in APPROXIMATIONS:
-        others = ", ".join(name for name in NAMES if name not in APPROXIMATIONS)
-        raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
-
-
-def check_names(accountants: list[str]) -> None:
-    """Raises:
-    ConfigError: one of them is unknown.
-    """
-    for name in accountants:
-        if name not in NAMES:
-            raise ConfigError(f"accountant={name} is unknown; known: {', '.join(NAMES)}.")
 
 
 def claimable(ledger: Ledger) -> list[str]:
@@ -214,15 +81,9 @@ def claimable(ledger: Ledger) -> list[str]:
     return [name for name in allowed[0] if all(name in others for others in allowed)]
 
 
-@cache
-def composing(noise: str) -> tuple[str, ...]:
-    """The accountants that compose such noise."""
-    return tuple(name for name, each in ACCOUNTANTS.items() if noise in each.noise)
-
-
 def _check_noise(query: Query, accountant: str | None) -> None:
     allowed = composing(query.noise)
-    if not allowed or (accountant is not None and accountant not in allowed):
+    if not allowed or (accountant is not None and query.noise not in coverage(accountant).noise):
         name = query.query if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent) else query.group
         raise ConfigError(
             f"accountant={accountant or 'pld'} is not stated for the noise of the query {name!r} ({query.noise}); "

@@ -15,8 +15,9 @@ from scipy.special import ndtri
 
 from dpexp.accounting.accountants import epsilon, estimate, guarantee
 from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.coverage import check_advantage, check_bound, check_delta, check_tpr
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.releases import check_advantage, check_bound, check_delta, check_tpr, releases
+from dpexp.accounting.releases import releases
 from dpexp.accounting.tradeoff import advantage, gaussian_bound, regret, true_positives
 from dpexp.errors import ConfigError
 
@@ -91,7 +92,7 @@ def _met(ledger: Ledger, accountant: str) -> float:
     return min(1.0, -math.expm1(never) * (1 + 1e-12))
 
 
-class Target(Protocol):
+class PrivacyTarget(Protocol):
     """As text: how it was asked for.
 
     Attributes:
@@ -159,7 +160,7 @@ class MaxAdvantage:
     name = "advantage"
 
     def __str__(self) -> str:
-        return f"privacy.advantage={self.limit:g}"
+        return f"privacy.max_advantage={self.limit:g}"
 
     def check(self, accountant: str) -> None:
         check_advantage(self.limit)
@@ -185,7 +186,7 @@ class MaxTpr:
     limit = 1.0
 
     def __str__(self) -> str:
-        return f"privacy.tpr={{{', '.join(f'{fpr:g}: {tpr:g}' for fpr, tpr in self.rates.items())}}}"
+        return f"privacy.max_tpr_at_fpr={{{', '.join(f'{fpr:g}: {tpr:g}' for fpr, tpr in self.rates.items())}}}"
 
     def check(self, accountant: str) -> None:
         check_tpr(self.rates)

@@ -26,9 +26,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.coverage import check_delta, check_names, is_bound
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, early, joined, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget
-from dpexp.accounting.releases import APPROXIMATIONS, check_delta, check_names, claimable, unamplified
+from dpexp.accounting.releases import claimable, unamplified
 from dpexp.accounting.risk import risk
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -178,7 +179,7 @@ def _options(given: list[str]) -> DataOptions:
     cfg = OmegaConf.to_object(OmegaConf.merge(DataOptions, OmegaConf.from_dotlist(given)))
     assert isinstance(cfg, DataOptions)
     check_names([cfg.accountant])
-    if cfg.accountant in APPROXIMATIONS:
+    if not is_bound(cfg.accountant):
         raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
     return cfg
 
@@ -269,7 +270,7 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
             raise ConfigError(f"figure={cfg.figure} cannot be written ({reason}); name a .png or .pdf.") from error
     _print(ledger, sources, at, costs, cfg.epsilon)
     figures = risk(ledger, names[0]).figures()
-    least = "by" if names[0] not in APPROXIMATIONS else "about, by"
+    least = "by" if is_bound(names[0]) else "about, by"
     console.print(f"In words, {least} {names[0]}: {in_words(figures, ledger.unit)}", soft_wrap=True)
     if cfg.figure is not None:
         console.print(f"Figure: {cfg.figure}", soft_wrap=True)
@@ -336,7 +337,7 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
         also = [up(delta(ledger, e, name), 4)] if e is not None else []
-        table.add_row(name, up(cost, 6), *also, "an approximation, no bound" if name in APPROXIMATIONS else "")
+        table.add_row(name, up(cost, 6), *also, "an approximation, no bound" if not is_bound(name) else "")
     console.print(table)
     if (without := unamplified(ledger)) is not None:
         console.print(without, soft_wrap=True)

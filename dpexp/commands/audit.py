@@ -47,11 +47,12 @@ def canaries_of(cfg: DictConfig) -> list[Canary]:
     ConfigError: the data have no records that could be canaries.
     """
     pl.seed_everything(cfg.seed, verbose=False)
-    return mislabelled(make("data.module", cfg.data.module), cfg.audit.canaries_count, cfg.seed, cfg.data.classes)
+    return mislabelled(make("data.module", cfg.data.module), cfg.audit.num_canaries, cfg.seed, cfg.data.classes)
 
 
 def attacked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[Membership, Figure]:
-    """Carries out a job's plan `audit.attacked` + `audit.references` times more, and judges what an attacker finds.
+    """Carries out a job's plan `audit.target_models` + `audit.shadow_models` times more, and judges what an attacker
+    finds.
 
     The models are thrown away. What is shown was computed from those of the attacked trainings and of the reference
     trainings, so that it costs what all their ledgers record together.
@@ -72,7 +73,7 @@ def attacked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[M
     with begun(output, lambda: ledgers[0].exists()):
         trainings = enumerate(zip(coins, ledgers, strict=True))
         found = np.array([log_odds(_losses(cfg, plan, canaries, *training, k)) for k, training in trainings])
-    first = cfg.audit.attacked
+    first = cfg.audit.target_models
     scores = likelihood_ratios(found[:first], found[first:], coins[first:])
     deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
     if plan is None:
@@ -114,8 +115,8 @@ def _coins(cfg: DictConfig, k: int) -> Mask:
     and each canary in half of them."""
     seed = cfg.privacy.noise_seed
     stream = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
-    secret = np.array([stream.words(k).lt(2**62).numpy() for _ in range(cfg.audit.attacked)])
-    half = np.arange(cfg.audit.references)[:, None] < cfg.audit.references // 2
+    secret = np.array([stream.words(k).lt(2**62).numpy() for _ in range(cfg.audit.target_models)])
+    half = np.arange(cfg.audit.shadow_models)[:, None] < cfg.audit.shadow_models // 2
     public = np.random.default_rng(cfg.seed).permuted(np.repeat(half, k, axis=1), axis=0)
     return np.concatenate([secret, public])
 
@@ -190,7 +191,7 @@ def _trained(
     pl.seed_everything(cfg.seed, verbose=False)
     module = module_of(cfg)
     data = make("data.module", cfg.data.module)
-    canaries = Canaries(module, plan, cfg.audit.canaries_count, coins, reader)
+    canaries = Canaries(module, plan, cfg.audit.num_canaries, coins, reader)
     canaries.put_into(data)
     add_scheduler(cfg, module, plan.rounds)
     privacy = callback_for(cfg, canaries.plan, ledger)
@@ -206,7 +207,12 @@ def _trained(
 def undisturbed(cfg: DictConfig) -> DictConfig:
     """A job's configuration for the trainings of its audit: without callbacks, checkpoints and validation."""
     cfg = copy.deepcopy(cfg)
-    cfg.callbacks, cfg.checkpoint.every, cfg.checkpoint.resume, cfg.trainer.evaluations = {}, None, False, 0
+    cfg.callbacks, cfg.checkpoint.every_n_rounds, cfg.checkpoint.resume, cfg.trainer.num_evaluations = (
+        {},
+        None,
+        False,
+        0,
+    )
     return cfg
 
 

@@ -14,24 +14,25 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.releases import CLAIMS, claimable, releases
-from dpexp.commands.saved_jobs import ITS_OWN, refuse_telling, weights_of
-from dpexp.commands.validate import check, noise_of, record_of, reported
+from dpexp.accounting.releases import claimable, releases
+from dpexp.commands.initial_weights import ITS_OWN, refuse_telling, weights_of
+from dpexp.commands.validate import check, noise_of, privacy_unit_of, sampling_of, schedules_of, target_of
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.allocation import Explicit
 from dpexp.privacy.plan.clipping import Joint, same_as_separate
-from dpexp.privacy.plan.options import AUTO, Banded
-from dpexp.privacy.plan.plan import PrivacyPlan, make_plan
+from dpexp.privacy.plan.make import Clipping, make_plan
+from dpexp.privacy.plan.options import AUTO, Noise, Target
+from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, preprocessing_of
 from dpexp.privacy.private_metrics import BATCHNORM
-from dpexp.privacy.sampling.policies import Policy, make_policy
 from dpexp.privacy.unsupported import refuse_mixing_layers
 from dpexp.training.classifier import Classifier
-from dpexp.training.pretrained import All, begin_from, head_of
+from dpexp.training.pretrained import begin_from, head_of
 
 
 def planned(cfg: DictConfig) -> PrivacyPlan:
@@ -51,56 +52,38 @@ def planned(cfg: DictConfig) -> PrivacyPlan:
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The privacy plan that a configuration asks for."""
-    privacy = cfg.privacy
-    targets = {"epsilon": privacy.epsilon, "advantage": privacy.advantage}
-    targets["tpr"] = None if privacy.tpr is None else {**privacy.tpr}
-    return _plan(cfg, module, cfg.calibrate, noise_of(cfg), noise_multiplier=privacy.noise_multiplier, **targets)
+    return _plan(cfg, module, cfg.calibrate, noise_of(cfg), target_of(cfg))
 
 
 def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
-    """The same at some noise or other, which takes no time: whether all but the noise makes sense."""
+    """The plan at an arbitrary noise, which takes no time to make: whether all but the noise makes sense."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
-    for preparation in preprocessing_of(module).values():
-        preparation.budget_share, preparation.noise_multiplier = None, 1.0
-    kind = noise_of(cfg)
-    if isinstance(kind, Banded) and kind.bands == AUTO:
-        kind = replace(kind, bands=1)
-    return _plan(cfg, module, "noise", kind, noise_multiplier=None if explicit else 1.0)
+    for preprocessing in preprocessing_of(module).values():
+        preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
+    noise = noise_of(cfg)
+    if noise.bands == AUTO:
+        noise = replace(noise, bands=1)
+    none = dict.fromkeys(("epsilon", "max_advantage", "max_tpr_at_fpr"))
+    target = target_of(cfg, **none, noise_multiplier=None if explicit else 1.0)
+    return _plan(cfg, module, "noise_multiplier", noise, target)
 
 
-def _plan(
-    cfg: DictConfig, module: pl.LightningModule, calibrate: str, kind: str | Banded, **noise: Any
-) -> PrivacyPlan:  # fmt: skip
-    sampling = cfg.sampling
-    group, bound, mechanism, clip, allocation = (
-        make(section, cfg[section]) for section in ("group", "bound", "mechanism", "clip", "allocation")
-    )
+def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: Noise, target: Target) -> PrivacyPlan:
+    clipping = {name: make(name, cfg[name]) for name in ("group", "mechanism", "clip_norm", "clip_rule")}
     return make_plan(
         module,
         n=cfg.data.n,
-        sampling=sampling.policy,
-        q=sampling.q,
-        expected_batch_size=sampling.expected_batch_size,
-        maximum=sampling.maximum,
-        parts=sampling.get("parts"),
-        steps=sampling.steps,
-        epochs=sampling.epochs,
-        **noise,
-        delta=cfg.privacy.delta,
+        sampling=sampling_of(cfg),
+        target=target,
+        clipping=Clipping(**clipping, vectors=cfg.vectors),
+        allocation=make("allocation", cfg.allocation),
+        noise=noise,
+        schedules=schedules_of(cfg),
+        private_metrics=_released(cfg, module),
+        privacy_unit=privacy_unit_of(cfg),
+        users=cfg.data.users,
         adjacency=cfg.privacy.adjacency,
-        group=group,
-        vectors_by=cfg.vectors,
-        bound=bound,
-        mechanism=mechanism,
-        clip=clip,
-        allocation=allocation,
-        schedules=_contained(cfg.schedule),
-        accountant=reported(cfg),
         calibrate=calibrate,
-        noise=kind,
-        release=_released(cfg, module),
-        record=record_of(cfg),
-        users=OmegaConf.select(cfg, "data.users"),
     )
 
 
@@ -108,31 +91,36 @@ def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
     """That `mechanism=joint` makes no difference, and which options would; empty if it makes one."""
     if plan is None:
         return ""
-    mechanism, bound, allocation = (make(section, cfg[section]) for section in ("mechanism", "bound", "allocation"))
+    mechanism, bound, allocation = (make(section, cfg[section]) for section in ("mechanism", "clip_norm", "allocation"))
     if not isinstance(mechanism, Joint) or not same_as_separate(plan, bound, isinstance(allocation, Explicit)):
         return ""
     same = "mechanism=joint is mechanism=separate here"
     groups = [group.vectors for group in plan.groups if not group.is_metric]
     if all(len(vectors) == 1 for vectors in groups):
-        return f"{same}, since each group is one vector; in larger ones bound=dimension or bound=adaptive differ."
-    options = ["bound=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
-    options = [*options, "bound=adaptive"] if mechanism.alpha is None else ["scales of their own in mechanism.alpha"]
+        return (
+            f"{same}, since each group is one vector; in larger ones clip_norm=dimension or clip_norm=adaptive differ."
+        )
+    options = ["clip_norm=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
+    options = (
+        [*options, "clip_norm=adaptive"] if mechanism.alpha is None else ["scales of their own in mechanism.alpha"]
+    )
     return f"{same}, since the scales α of a group are equal; {' or '.join(options)} would make a difference."
 
 
 def _batchnorm(cfg: DictConfig) -> Any:
-    chosen = OmegaConf.select(cfg, "batchnorm")  # which older configurations have not, as metrics
-    return make("batchnorm", chosen) if chosen else None
+    return make("batchnorm", cfg.batchnorm) if cfg.batchnorm else None
 
 
 def _released(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
     """What is released besides gradients."""
-    asked = _contained(OmegaConf.select(cfg, "metrics.release")) or {}
+    asked = _contained(cfg.private_metrics.release) or {}
     normalise = _batchnorm(cfg)
     if not isinstance(normalise, PrivateBatchNorm):
         return asked
     if BATCHNORM in asked:
-        raise ConfigError(f"metrics.release: batchnorm=private releases under the name {BATCHNORM}; choose another.")
+        raise ConfigError(
+            f"private_metrics.release: batchnorm=private releases under the name {BATCHNORM}; choose another."
+        )
     return asked | normalise.release(module)
 
 
@@ -193,21 +181,21 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
     normalise = _batchnorm(cfg)
     if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, PrivateBatchNorm)):
         model = normalise(model)
-    tuning = make("tuning", cfg.tuning) if OmegaConf.select(cfg, "tuning") else All()  # older ones have none
+    tuning = make("fine_tuning", cfg.fine_tuning)
     if begun and isinstance(weights, Path):
         begin_from(model, weights, head_of(model, getattr(tuning, "head", None)))
     if begun and cfg.privacy.enabled:
         refuse_telling(cfg)
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"tuning={type(tuning).__name__}: no parameter of the model is left to be trained.")
+        raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is left to be trained.")
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)
-    asked = OmegaConf.select(cfg, "prepare")  # older configurations have none
+    asked = cfg.preprocessing
     if isinstance(model, pl.LightningModule):
         if asked:
             raise ConfigError(
-                f"prepare={list(asked)} changes the inputs of a plain model, and model={cfg.model._target_} is a "
+                f"preprocessing={list(asked)} changes the inputs of a plain model, and model={cfg.model._target_} is a "
                 "LightningModule; let it hold a dpexp.privacy.preprocessing_methods.Prepared itself, and leave "
                 "prepare out."
             )
@@ -234,7 +222,7 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
 
 def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Callable[[], torch.Tensor] | None:
     """A weight of each class, or what gives them once they are known; None: none are asked for."""
-    asked = _contained(OmegaConf.select(cfg, "data.class_weights"))
+    asked = _contained(cfg.data.class_weights)
     if asked != "counts":
         return None if asked is None else torch.tensor(asked, dtype=torch.float32)
     (counts,) = (one for one in preprocessing_of(model).values() if isinstance(one, ClassCounts))
@@ -253,7 +241,7 @@ def _without(cfg: DictConfig, section: str, key: str) -> DictConfig:
 
 def _augment(cfg: DictConfig) -> Any:
     """One example's x -> a view of it; None: none is asked for."""
-    asked = OmegaConf.select(cfg, "augment")  # older configurations have none
+    asked = cfg.augment
     if not asked or asked._target_ is None:
         return None
     augment = make("augment", _without(cfg, "augment", "multiplicity"))
@@ -268,7 +256,9 @@ def _prepared(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
     Raises:
         ConfigError: one cannot be made, or the model does not take what they leave of an input.
     """
-    prepared = PreprocessedModel({name: make(f"prepare.{name}", node) for name, node in cfg.prepare.items()}, model)
+    prepared = PreprocessedModel(
+        {name: make(f"preprocessing.{name}", node) for name, node in cfg.preprocessing.items()}, model
+    )
     if cfg.data.shape is not None:
         x = torch.zeros(1, *cfg.data.shape)
         modes = {layer: layer.training for layer in model.modules()}
@@ -282,7 +272,8 @@ def _prepared(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
         except Exception as error:
             raise ConfigError(
                 f"model={cfg.model._target_} does not take the inputs {list(x.shape[1:])} that "
-                f"prepare={list(cfg.prepare)} leaves of {list(cfg.data.shape)}; try model.shape={list(x.shape[1:])} "
+                f"preprocessing={list(cfg.preprocessing)} leaves of {list(cfg.data.shape)}; try "
+                f"model.shape={list(x.shape[1:])} "
                 f"({' '.join(str(error).split())[:200]})."
             ) from error
         finally:
@@ -301,8 +292,8 @@ def _through(name: str, preparation: torch.nn.Module, x: torch.Tensor) -> torch.
     except Exception as error:
         shape = list(x.shape[1:])
         raise ConfigError(
-            f"prepare.{name} does not take inputs {shape}, which those before it leave; try "
-            f"prepare.{name}.shape={shape} ({' '.join(str(error).split())[:200]})."
+            f"preprocessing.{name} does not take inputs {shape}, which those before it leave; try "
+            f"preprocessing.{name}.shape={shape} ({' '.join(str(error).split())[:200]})."
         ) from error
 
 
@@ -359,27 +350,24 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
         ledger,
         delta=cfg.privacy.delta,
         accountant=accountants(cfg, plan)[0],
-        physical_batch=None if cfg.trainer.physical_batch == "auto" else cfg.trainer.physical_batch,
+        max_physical_batch_size=(
+            None if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
+        ),
         compile=None if cfg.trainer.compile == "auto" else cfg.trainer.compile,
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
     )
 
 
-def policy_of(cfg: DictConfig) -> Policy:
-    sampling, n = cfg.sampling, cfg.data.n
-    q = sampling.q if sampling.q is not None else sampling.expected_batch_size / n
-    return make_policy(sampling.policy, q, n, sampling.maximum)
-
-
 def rounds_of(cfg: DictConfig) -> int:
-    return cfg.sampling.steps or policy_of(cfg).rounds(cfg.sampling.epochs)
+    return sampling_of(cfg).resolve(cfg.data.n)[1]
 
 
 def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
     """Of a training without privacy, whose loader draws its samples."""
     if hasattr(data, "batch_size"):
-        data.batch_size = max(1, round(policy_of(cfg).q * cfg.data.n))
+        policy, _ = sampling_of(cfg).resolve(cfg.data.n)
+        data.batch_size = max(1, round(policy.q * cfg.data.n))
 
 
 def quieten() -> None:

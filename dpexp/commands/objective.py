@@ -31,7 +31,7 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
         known += [f"{name}_unaveraged" for name in known]
     if cfg.privacy.enabled:
         known.append("epsilon")
-    targets = (cfg.privacy.epsilon, cfg.privacy.advantage, cfg.privacy.tpr)
+    targets = (cfg.privacy.epsilon, cfg.privacy.max_advantage, cfg.privacy.max_tpr_at_fpr)
     if cfg.privacy.enabled and any(target is not None for target in targets):
         known.append(cfg.calibrate)
     if cfg.objective not in (*known, "test_accuracy"):

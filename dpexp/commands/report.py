@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pandas import DataFrame
 
+from dpexp.accounting.coverage import check_delta
 from dpexp.accounting.ledger import ledger_so_far
-from dpexp.accounting.releases import check_delta, claimable
+from dpexp.accounting.releases import claimable
 from dpexp.commands.overrides import sentence
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError

@@ -45,19 +45,20 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
     delta = float(frame["delta"].max())
     costs, sentences = {"delta": delta}, []
     if len(private):
-        costs["one_trial"] = float(private["epsilon"].max())
+        costs["single_run_epsilon"] = float(private["epsilon"].max())
         sentences.append(
-            f"ε = {up(costs['one_trial'], 3)} (one trial) may be claimed only if the choice used no private data"
+            f"ε = {up(costs['single_run_epsilon'], 3)} (one trial) may be claimed only if the choice used no "
+            f"private data"
         )
     if facts.get("selects"):
         sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
     try:
-        costs["all_composed"] = epsilon(joined(list(every.values())), delta)
+        costs["all_runs_epsilon"] = epsilon(joined(list(every.values())), delta)
         early = sum(ledger.incomplete for ledger in every.values())
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
         begun += f", {early} with a ledger that ends early" if early else ""
         sentences.append(
-            f"ε = {up(costs['all_composed'], 3)} (all private trials composed{begun}) covers any choice among them"
+            f"ε = {up(costs['all_runs_epsilon'], 3)} (all private trials composed{begun}) covers any choice among them"
         )
     except ConfigError as error:
         sentences.append(f"the trials cannot be composed: {error}")
@@ -73,7 +74,7 @@ def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, fact
     if why is not None:
         return f"private selection cannot be claimed, because {why}"
     mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
-    costs["private"] = selection_epsilon(np.array(facts["dearest"]), costs["delta"], mean, shape)
+    costs["private_selection_epsilon"] = selection_epsilon(np.array(facts["dearest"]), costs["delta"], mean, shape)
     return (
         f"ε = {up(costs['private'], 3)} (private selection) may be claimed for the best trial, if the others and their "
         "number stay secret"

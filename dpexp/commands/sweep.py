@@ -70,7 +70,7 @@ class Sweep:
         swept = swept_keys(asked, config.hydra.sweeper)
         varied_first = sorted(asked, key=lambda override: override.lstrip("+").partition("=")[0] not in swept)
         name = question or without_passwords(", ".join(varied_first)) or "sweep"
-        selects = str(config.hydra.runtime.choices.get("hydra/sweeper")) == "private_select"
+        selects = str(config.hydra.runtime.choices.get("hydra/sweeper")) == "private_selection"
         facts = {
             "question": question,
             "overrides": [*map(without_passwords, asked)],

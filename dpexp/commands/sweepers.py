@@ -59,8 +59,8 @@ class Grid(BasicSweeper):
         return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
-class PrivateSelect(Grid):
-    """`hydra/sweeper=private_select`: a random number of trials, each with a configuration drawn at random from the
+class PrivateSelection(Grid):
+    """`hydra/sweeper=private_selection`: a random number of trials, each with a configuration drawn at random from the
     grid. Only then may the best one be chosen at a known price, which is that of the grid's dearest: every member is
     planned before any is drawn.
 
@@ -104,10 +104,10 @@ class PrivateSelect(Grid):
         try:
             return planned(self._composed(member)).ledger()
         except ConfigError as error:
-            raise ConfigError(f"hydra/sweeper=private_select draws from {', '.join(member)} too: {error}") from error
+            raise ConfigError(f"hydra/sweeper=private_selection draws from {', '.join(member)} too: {error}") from error
 
 
 def register() -> None:
     """Makes them known to Hydra, which only takes plugins whose name begins so and finds the classes where they are."""
-    for sweeper in (Grid, PrivateSelect):
+    for sweeper in (Grid, PrivateSelection):
         Plugins.instance().class_name_to_class[f"hydra_plugins.dpexp.{sweeper.__name__}"] = sweeper

@@ -33,8 +33,9 @@ from dpexp.commands.build import (
     set_batch_size,
     unsolved,
 )
+from dpexp.commands.initial_weights import heading
 from dpexp.commands.objective import check_objective, objective, objective_of, result_of
-from dpexp.commands.saved_jobs import CARD, RESERVED, NotKept, bare, check_resumable, completed, heading, keep
+from dpexp.commands.saved_jobs import CARD, RESERVED, NotKept, bare, check_resumable, completed, keep
 from dpexp.commands.trainer import AVERAGING, CHECKPOINT, sentence, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.config import audit_trainings
@@ -179,7 +180,7 @@ def _job(
     module = module_of(cfg, begun=not cfg.checkpoint.resume)  # first after the seed, so that it can be made again
     data = make("data.module", cfg.data.module)
     if hasattr(data, "workers"):
-        data.workers = cfg.trainer.workers
+        data.num_workers = cfg.trainer.num_workers
     check_device(cfg)
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))

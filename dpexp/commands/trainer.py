@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
 from dpexp.commands import processes, trial
-from dpexp.commands.build import make, policy_of, rounds_of
+from dpexp.commands.build import make, rounds_of
+from dpexp.commands.validate import sampling_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.gradients.physical_batch import ON_A_CPU
@@ -23,7 +24,13 @@ from dpexp.privacy.preprocessing import NonPrivatePreprocessing
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
-OWN = ("physical_batch", "compile", "workers", "threads", "evaluations")  # keys of `trainer` that are not Lightning's
+OWN = (
+    "max_physical_batch_size",
+    "compile",
+    "num_workers",
+    "threads",
+    "num_evaluations",
+)  # keys of `trainer` that are not Lightning's
 _ROUNDS = "the plan says how many rounds there are; give sampling.steps or sampling.epochs"
 _SAMPLES = "each round's sample is drawn as sampling says, from all of the training set"
 REFUSED = {
@@ -39,10 +46,10 @@ REFUSED = {
     "limit_train_batches": _SAMPLES,
     "overfit_batches": _SAMPLES,
     "reload_dataloaders_every_n_epochs": _SAMPLES,
-    "accumulate_grad_batches": "a sample is taken apart by trainer.physical_batch",
-    "check_val_every_n_epoch": "give trainer.evaluations",
-    "val_check_interval": "give trainer.evaluations",
-    "enable_checkpointing": "give checkpoint.every",
+    "accumulate_grad_batches": "a sample is taken apart by trainer.max_physical_batch_size",
+    "check_val_every_n_epoch": "give trainer.num_evaluations",
+    "val_check_interval": "give trainer.num_evaluations",
+    "enable_checkpointing": "give checkpoint.every_n_rounds",
     "default_root_dir": "give hydra.run.dir",
     "profiler": "what it counts and times follows the size of each round's sample, which is private",
     "barebones": "it would leave out the callback that makes training private",
@@ -61,22 +68,22 @@ def trainer_for(
         ConfigError: names the option that cannot be honoured.
     """
     options, count = _options(cfg), processes.asked(cfg)
-    policy = plan.sampling if plan else policy_of(cfg)
+    policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
     rounds = plan.rounds if plan else rounds_of(cfg)
     per_epoch = max(1, round(policy.rounds_per_epoch))
-    at_once = ON_A_CPU if cfg.trainer.physical_batch == "auto" else cfg.trainer.physical_batch
+    at_once = ON_A_CPU if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, at_once)
     callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
     chosen = callbacks_of(cfg)
     if any(isinstance(callback, AVERAGING) for callback in chosen):
         callbacks.append(LastWeights())
-    callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every)]
+    callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
     among = trial.current(cfg)
     bar = options.pop("enable_progress_bar", True) and (among is None or among.alone) and processes.rank() == 0
     if bar:
         callbacks.append(RoundBar(rounds, privacy, among.place if among else None))
     defaults = {
-        "limit_val_batches": 1.0 if cfg.trainer.evaluations else 0,
+        "limit_val_batches": 1.0 if cfg.trainer.num_evaluations else 0,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
         "enable_model_summary": False,
@@ -85,7 +92,7 @@ def trainer_for(
         trainer = pl.Trainer(
             max_epochs=-1,
             max_steps=rounds,
-            check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.evaluations))),
+            check_val_every_n_epoch=max(1, rounds // (per_epoch * max(1, cfg.trainer.num_evaluations))),
             logger=False,
             callbacks=callbacks,
             default_root_dir=output,

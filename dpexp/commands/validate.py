@@ -10,29 +10,20 @@ from unicodedata import is_normalized
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from dpexp.accounting.releases import APPROXIMATIONS, NAMES, check_covered, check_delta
+from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
 from dpexp.config import exposed
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan.options import (
-    Banded,
-    check_banded,
-    check_kind,
-    check_noise,
-    check_norms,
-    check_schedules,
-    check_targets,
-    claimed,
-    sampled,
-)
-from dpexp.privacy.plan.schedules import schedule
-from dpexp.privacy.sampling.policies import POLICIES
+from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, claimed
+from dpexp.privacy.sampling.policies import policy_class
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
 from dpexp.tracking.job_folder import BEGUN, PROMISED, RUN
 
 CANARIES = ("dirac", "mislabelled")
-TRAININGS = {"attacked": 1, "references": 4}  # of an audit with mislabelled canaries, and at least how many
+TRAININGS = {"target_models": 1, "shadow_models": 4}  # of an audit with mislabelled canaries, and at least how many
 DIAGNOSTICS = ("none", "unsafe")
-OBJECTS = ("data.module", "model", "optimizer", "scheduler", "group", "bound", "mechanism", "clip", "allocation")
+OBJECTS = (
+    "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "mechanism", "clip_rule", "allocation",
+)  # fmt: skip
 LONGEST_ID = 250
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, PROMISED, BEGUN)
 
@@ -64,15 +55,15 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"data.shape={cfg.data.shape} must hold whole numbers of at least 1.")
     if cfg.register is not None and cfg.tracking.uri is None:
         raise ConfigError(f"register={cfg.register} needs MLflow's registry; choose tracking=mlflow.")
-    _check_augment(OmegaConf.select(cfg, "augment"))  # older configurations have none
+    _check_augment(cfg.augment)
     _check_trainer(cfg.trainer)
     _check_accountants(list(cfg.accountant.names))
     check_delta(cfg.privacy.delta)
     _check_privacy(cfg)
     if cfg.audit is not None:
         _check_audit(cfg)
-    _check_data_id(OmegaConf.select(cfg, "data.id"))  # older configurations have neither
-    if OmegaConf.select(cfg, "privacy.budget") is not None:
+    _check_data_id(cfg.data.id)
+    if cfg.privacy.budget is not None:
         _check_budget(cfg)
 
 
@@ -81,25 +72,31 @@ def reported(cfg: DictConfig) -> str:
     return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
 
 
-def record_of(cfg: DictConfig) -> Example:
-    """Whose data a record is; older configurations do not say."""
-    chosen = OmegaConf.select(cfg, "record")
-    return make_privacy_unit(**OmegaConf.to_container(chosen, resolve=True)) if chosen else Example()  # type: ignore[arg-type]
+def privacy_unit_of(cfg: DictConfig) -> Example:
+    return make_privacy_unit(**_values(cfg.privacy_unit))
 
 
-def noise_of(cfg: DictConfig) -> str | Banded:
-    """The kind of noise, with what else is asked of it.
+def noise_of(cfg: DictConfig) -> Noise:
+    return Noise(**_values(cfg.noise))
 
-    Raises:
-        ConfigError: it is unknown, makes no sense, or takes nothing of what is asked.
-    """
-    asked = {key: cfg.noise.get(key) for key in ("bands", "coefficients", "momentum")}
-    given = {key: value for key, value in asked.items() if value is not None}
-    if check_kind(cfg.noise.kind) == "banded":
-        return Banded(**given)
-    for key, value in given.items():
-        raise ConfigError(f"noise.{key}={value} is of noise=banded alone, and noise={cfg.noise.kind} is chosen.")
-    return str(cfg.noise.kind)
+
+def target_of(cfg: DictConfig, **given: Any) -> Target:
+    """The target of a configuration; `given`: other values than the configuration's."""
+    names = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier")
+    values = {name: value for name, value in _values(cfg.privacy).items() if name in names}
+    return Target(**values | given, accountant=reported(cfg))
+
+
+def sampling_of(cfg: DictConfig) -> Sampling:
+    return Sampling(**_values(cfg.sampling))
+
+
+def schedules_of(cfg: DictConfig) -> Schedules:
+    return Schedules(**_values(cfg.schedule))
+
+
+def _values(section: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(section, resolve=True)  # type: ignore[return-value]
 
 
 def refuse_taken(folder: Path) -> None:
@@ -127,10 +124,9 @@ def _not_numbers(node: Any, key: str = "") -> Iterator[str]:
 
 
 def _check_objects(cfg: DictConfig) -> None:
-    prepared = [f"prepare.{name}" for name in OmegaConf.select(cfg, "prepare") or ()]  # older ones have none
-    for key in (*OBJECTS, *prepared):
+    for key in (*OBJECTS, *(f"preprocessing.{name}" for name in cfg.preprocessing or ())):
         node = OmegaConf.select(cfg, key)
-        if (not node and key == "scheduler") or (key == "clip" and key not in cfg):  # of a job that is older
+        if not node and key == "scheduler":
             continue
         if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
             shown = "null" if node is None else str(node)
@@ -141,20 +137,23 @@ def _check_objects(cfg: DictConfig) -> None:
 
 
 def _check_class_weights(cfg: DictConfig) -> None:
-    weights = OmegaConf.select(cfg, "data.class_weights")  # older configurations have none
+    weights = cfg.data.class_weights
     if weights is None:
         return
     key, classes = f"data.class_weights={weights}", cfg.data.classes
     if classes is None:
         raise ConfigError(f"{key} needs data that has classes, and data.classes is null; set data.class_weights=null.")
-    if cfg.privacy.enabled and record_of(cfg).local_training is not None:
+    if cfg.privacy.enabled and privacy_unit_of(cfg).local_training is not None:
         raise ConfigError(
-            f"{key} weighs a record's gradient, and with record.local a user has many, clipped together; set "
-            "data.class_weights=null, or record.local=null."
+            f"{key} weighs a record's gradient, and with privacy_unit.local_training a user has many, clipped "
+            f"together; set "
+            "data.class_weights=null, or privacy_unit.local_training=null."
         )
     if weights == "counts":
-        if not any(str(one.get("_target_")).endswith(".ClassCounts") for one in (cfg.get("prepare") or {}).values()):
-            raise ConfigError(f"{key} needs counts that are released; add prepare=[class_counts], or give a list.")
+        if not any(str(one.get("_target_")).endswith(".ClassCounts") for one in (cfg.preprocessing or {}).values()):
+            raise ConfigError(
+                f"{key} needs counts that are released; add preprocessing=[class_counts], or give a list."
+            )
         return
     numbers = OmegaConf.to_container(weights) if OmegaConf.is_list(weights) else None
     plain = isinstance(numbers, list) and all(isinstance(w, int | float) and math.isfinite(w) for w in numbers)
@@ -175,27 +174,27 @@ def _check_augment(augment: DictConfig | None) -> None:
 
 
 def _check_trainer(trainer: DictConfig) -> None:
-    at_once = trainer.physical_batch
+    at_once = trainer.max_physical_batch_size
     if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
-        raise ConfigError(f"trainer.physical_batch={at_once} must be a whole number of at least 1, or auto.")
+        raise ConfigError(f"trainer.max_physical_batch_size={at_once} must be a whole number of at least 1, or auto.")
     if trainer.compile not in ("auto", True, False):
         raise ConfigError(f"trainer.compile={trainer.compile} must be true, false or auto.")
-    for name, least in (("threads", 1), ("evaluations", 0), ("workers", 0)):
+    for name, least in (("threads", 1), ("num_evaluations", 0), ("num_workers", 0)):
         if trainer[name] is not None and trainer[name] < least:
             raise ConfigError(f"trainer.{name}={trainer[name]} must be at least {least}.")
 
 
 def _check_audit(cfg: DictConfig) -> None:
     audit = cfg.audit
-    if audit.canaries not in CANARIES:
-        raise ConfigError(f"audit.canaries={audit.canaries} is unknown; known: {', '.join(CANARIES)}.")
-    if audit.canaries_count < 100:
-        raise ConfigError(f"audit.canaries_count={audit.canaries_count} must be at least 100; fewer show nothing.")
+    if audit.canary_type not in CANARIES:
+        raise ConfigError(f"audit.canary_type={audit.canary_type} is unknown; known: {', '.join(CANARIES)}.")
+    if audit.num_canaries < 100:
+        raise ConfigError(f"audit.num_canaries={audit.num_canaries} must be at least 100; fewer show nothing.")
     if not 0 < audit.confidence < 1:
         raise ConfigError(f"audit.confidence={audit.confidence} must lie strictly between 0 and 1.")
     for delta in audit.deltas:
         check_delta(delta)
-    if audit.canaries == "mislabelled":
+    if audit.canary_type == "mislabelled":
         return _check_mislabelled(cfg)
     if not cfg.privacy.enabled:
         raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
@@ -207,19 +206,27 @@ def _check_audit(cfg: DictConfig) -> None:
 def _check_mislabelled(cfg: DictConfig) -> None:
     for key, least in TRAININGS.items():
         if cfg.audit[key] is None or cfg.audit[key] < least:
-            raise ConfigError(f"audit.{key}={cfg.audit[key]} must be at least {least} for audit.canaries=mislabelled.")
+            raise ConfigError(
+                f"audit.{key}={cfg.audit[key]} must be at least {least} for audit.canary_type=mislabelled."
+            )
     if cfg.draw is not None:
         raise ConfigError(
-            "audit=mislabelled shows what comes of every trial, and the price of hydra/sweeper=private_select is for "
+            "audit=mislabelled shows what comes of every trial, and the price of hydra/sweeper=private_selection is "
+            "for "
             "showing the best one alone; audit that afterwards."
         )
-    if record_of(cfg) != Example():
+    if privacy_unit_of(cfg) != Example():
         raise ConfigError(
-            f"audit=mislabelled puts single examples in or out, and record={cfg.record.kind} claims something for a "
-            f"{record_of(cfg)}; choose audit=dirac."
+            f"audit=mislabelled puts single examples in or out, and privacy_unit={cfg.privacy_unit.kind} claims "
+            f"something for a "
+            f"{privacy_unit_of(cfg)}; choose audit=dirac."
         )
     policy, adjacency = cfg.sampling.policy, cfg.privacy.adjacency
-    if cfg.privacy.enabled and POLICIES[policy].needs_exact_n and claimed(policy, adjacency) == "replace_null":
+    if (
+        cfg.privacy.enabled
+        and policy_class(policy).needs_exact_n
+        and claimed(policy_class(policy).name, adjacency) == "replace_null"
+    ):
         raise ConfigError(
             f"audit=mislabelled has no null record to put where a canary is left out, which is what sampling={policy} "
             "with adjacency=replace_null compares with; choose sampling=poisson, or audit=dirac."
@@ -227,9 +234,10 @@ def _check_mislabelled(cfg: DictConfig) -> None:
 
 
 def _check_accountants(names: list[str]) -> None:
-    if not names or any(name not in (*NAMES, "all") for name in names):
+    if not names:
         raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
-    if names[0] in APPROXIMATIONS:
+    check_names([name for name in names if name != "all"])
+    if names[0] != "all" and not is_bound(names[0]):
         raise ConfigError(
             f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
             "be the one reported; put another first."
@@ -237,34 +245,21 @@ def _check_accountants(names: list[str]) -> None:
 
 
 def _check_privacy(cfg: DictConfig) -> None:
-    asked, privacy, kinds = cfg.sampling, cfg.privacy, OmegaConf.to_container(cfg.schedule, resolve=True)
-    record, users = record_of(cfg), OmegaConf.select(cfg, "data.users")
-    records = record.num_records(cfg.data.n, users) if privacy.enabled else None
-    parts = asked.get("parts")  # which older configurations have not
-    policy, rounds = sampled(
-        cfg.data.n, asked.policy, asked.q, asked.expected_batch_size, asked.maximum, asked.steps, asked.epochs, records,
-        parts,
-    )  # fmt: skip
-    check_targets(privacy.epsilon, privacy.advantage, privacy.tpr)
+    privacy, unit = cfg.privacy, privacy_unit_of(cfg)
+    records = unit.num_records(cfg.data.n, cfg.data.users) if privacy.enabled else None
+    policy, rounds = sampling_of(cfg).resolve(cfg.data.n, records)
+    target = target_of(cfg)
     if not privacy.enabled:
         return
     adjacency = claimed(policy.name, privacy.adjacency)
-    target = cfg.allocation._target_
-    if target.startswith("dpexp."):  # an allocation of somebody else's may fix the noise itself
-        explicit = target.endswith(".Explicit")
-        check_noise(
-            privacy.epsilon, privacy.noise_multiplier, privacy.delta, cfg.calibrate, explicit, privacy.advantage,
-            privacy.tpr,
-        )  # fmt: skip
-    check_covered(policy.name, adjacency, reported(cfg))
-    noise = noise_of(cfg)
-    if isinstance(noise, Banded):
-        aims = privacy.epsilon, privacy.advantage, privacy.tpr
-        check_banded(noise, policy.name, cfg.calibrate, any(aim is not None for aim in aims), parts)
-    check_norms(OmegaConf.select(cfg, "norms", default="exact"))
-    assert isinstance(kinds, dict)
-    check_schedules(kinds, policy.name, cfg.calibrate)  # type: ignore[arg-type]
-    schedule(rounds, **{str(kind): value for kind, value in kinds.items()})
+    allocation = cfg.allocation._target_
+    if allocation.startswith("dpexp."):  # an allocation of somebody else's may fix the noise itself
+        target.check(cfg.calibrate, allocation.endswith(".Explicit"))
+    check_covered(policy.name, adjacency, target.accountant)
+    noise_of(cfg).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
+    schedules = schedules_of(cfg)
+    schedules.check(policy.name, cfg.calibrate)
+    schedules.over(rounds)
 
 
 def _check_data_id(name: str | None) -> None:
@@ -295,4 +290,5 @@ def _check_budget(cfg: DictConfig) -> None:
         raise ConfigError(
             f"privacy.budget cannot be kept by a run that is not private ({why}); remove that, or the budget."
         )
-    check_rule(cfg.sampling.policy, claimed(cfg.sampling.policy, cfg.privacy.adjacency))
+    policy = policy_class(cfg.sampling.policy).name
+    check_rule(policy, claimed(policy, cfg.privacy.adjacency))

@@ -133,7 +133,7 @@ class Canaries(pl.Callback):
         self._round = 0
         self._turns = plan.sampling.event(plan.n, 0).parts or 1
         if self._turns > plan.rounds:
-            told = f"audit=dirac with sampling.parts={self._turns} leaves some records out of all {plan.rounds} rounds"
+            told = f"audit=dirac with sampling.partitions={self._turns} leaves records out of all {plan.rounds} rounds"
             raise ConfigError(f"{told}; choose more rounds.")
         self._places: NDArray[np.int64] | None = None  # among the records
         self._replace_step(module)

@@ -13,8 +13,8 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
 from dpexp._lightning_compat import replace_training_loader, training_loader
+from dpexp.accounting.coverage import check_covered, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.accounting.releases import check_covered, check_delta, check_names
 from dpexp.errors import ConfigError, whole
 from dpexp.privacy import muted_logging, unsupported
 from dpexp.privacy.checks import StateFound, digest_of_weights
@@ -54,7 +54,7 @@ class PrivacyCallback(pl.Callback):
         delta: for which the `epsilon` spent is logged after 1, 2, 4, 8, … rounds and about 20 times a run; progress
             bars show what will be spent at the next of these.
         accountant: which one computes it.
-        physical_batch: records processed at once, for memory and speed only. None: on a GPU as many as fit.
+        max_physical_batch_size: records processed at once, for memory and speed only. None: on a GPU as many as fit.
         compile: whether a traced step is compiled (torch's inductor); None: where the plan's rounds save at least three
             times what that takes.
         noise_seed: makes sampling and noise reproducible, which voids privacy towards whoever knows the seed.
@@ -68,13 +68,13 @@ class PrivacyCallback(pl.Callback):
         *,
         delta: float | None = None,
         accountant: str = "pld",
-        physical_batch: int | None = 256,
+        max_physical_batch_size: int | None = 256,
         compile: bool | None = None,
         noise_seed: int | None = None,
         unsafe_diagnostics: bool = False,
     ) -> None:
-        if physical_batch is not None:
-            whole("trainer.physical_batch", physical_batch)
+        if max_physical_batch_size is not None:
+            whole("trainer.max_physical_batch_size", max_physical_batch_size)
         if delta is not None:
             check_delta(delta)
             check_names([accountant])
@@ -82,7 +82,7 @@ class PrivacyCallback(pl.Callback):
         self.plan = plan
         self.ledger_path = Path(ledger)
         self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
-        self.max_physical_batch_size = physical_batch
+        self.max_physical_batch_size = max_physical_batch_size
         self.compile, self.compiling = compile, ""  # whether; and why, once that is known
         self.unsafe_diagnostics = unsafe_diagnostics
         self.estimates = MetricEstimates()
@@ -245,7 +245,7 @@ class PrivacyCallback(pl.Callback):
         for logger in trainer.loggers if self._metrics else ():
             logger.log_metrics(self._metrics, step=self.rounds_done)
         for name, value in self._metrics.items():
-            if name.endswith("_smooth"):
+            if name.endswith("_moving_average"):
                 muted_logging.log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
             muted_logging.log_diagnostics(pl_module, self._engine)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpexp.accounting.releases import SENSITIVITY
+from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.norms import LARGEST, LOOSE, UNIT
 from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy

@@ -18,7 +18,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.fetching import sampled_dataset
 
 FEWEST = 100  # that show anything
-_WHO = "audit.canaries=mislabelled"
+_WHO = "audit.canary_type=mislabelled"
 
 
 class Canary(NamedTuple):
@@ -68,7 +68,7 @@ def put_into(
     def with_canaries(dataset: Any) -> Dataset:
         size = len(dataset)
         if replacing and size < len(canaries):
-            told = f"audit.canaries_count={len(canaries)} canaries do not fit into a training set of {size} records"
+            told = f"audit.num_canaries={len(canaries)} canaries do not fit into a training set of {size} records"
             raise ConfigError(f"{told}, whose places they take; ask for fewer.")
         kept = size - len(canaries) if replacing else size
         pairs = zip(canaries, included, strict=True)

@@ -78,10 +78,10 @@ class PrivateBatchNorm:
     """Statistics of the data, released privately.
 
     Args:
-        share: of the noise budget, for all layers together.
-        scale: a record's moments of a layer with C channels are clipped, together with those of other layers, as if
-            they were at most scale·√(2C) long.
-        rate: see `RunningNorm`.
+        budget_share: of the noise budget, for all layers together.
+        clip_scale: a record's moments of a layer with C channels are clipped, together with those of other layers, as
+            if they were at most clip_scale·√(2C) long.
+        initial_rate: see `RunningNorm`.
     """
 
     budget_share: float = 0.1
@@ -89,19 +89,19 @@ class PrivateBatchNorm:
     initial_rate: float = 1.0
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        positive("batchnorm.share", self.budget_share)
+        positive("batchnorm.budget_share", self.budget_share)
         if not 0 < self.initial_rate <= 1:
-            raise ConfigError(f"batchnorm.rate={self.initial_rate} must lie in (0, 1].")
+            raise ConfigError(f"batchnorm.initial_rate={self.initial_rate} must lie in (0, 1].")
         return _replaced(module, lambda name, layer: RunningNorm(layer, f"{BATCHNORM}/{name}", self.initial_rate))
 
     def release(self, module: nn.Module) -> dict[str, Any]:
         """What `make_plan` is to release for the module's layers."""
-        scale = positive("batchnorm.scale", self.clip_scale)
+        scale = positive("batchnorm.clip_scale", self.clip_scale)
         values = {
-            layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "d": 2 * layer.channels}
+            layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "dim": 2 * layer.channels}
             for layer in private_norm_layers(module)
         }
-        return {BATCHNORM: {"share": self.budget_share, "values": values}} if values else {}
+        return {BATCHNORM: {"budget_share": self.budget_share, "values": values}} if values else {}
 
 
 @dataclass(frozen=True)

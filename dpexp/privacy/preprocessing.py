@@ -138,9 +138,9 @@ def _total(
             else:
                 add(records)
     if not used:
-        raise ConfigError(f"prepare.{name}: no record can be used: {reason}") from reason
+        raise ConfigError(f"preprocessing.{name}: no record can be used: {reason}") from reason
     if reason is not None:
-        warnings.warn(f"prepare.{name}: some records cannot be used; they contribute nothing: {reason!r}")
+        warnings.warn(f"preprocessing.{name}: some records cannot be used; they contribute nothing: {reason!r}")
     return total
 
 

@@ -28,14 +28,14 @@ class Preprocessing(nn.Module, ABC):
     with the model; inputs go through `forward` wherever the model does.
 
     Its noise is given in one of two ways. `noise_multiplier` is σ/S, or of Laplace noise b/S, with the sensitivity S
-    under add_remove. `share` is a part w of what may be spent: were training a Gaussian mechanism, the target would be
-    spent by some μ* of Gaussian DP, and squares of μ add up; the preparation gets the noise with which its own μ² is
-    w μ*² (Laplace noise: at most that).
+    under add_remove. `budget_share` is a part w of what may be spent: were training a Gaussian mechanism, the target
+    would be spent by some μ* of Gaussian DP, and squares of μ add up; the preparation gets the noise with which its own
+    μ² is w μ*² (Laplace noise: at most that).
 
     Attributes:
         d: how many numbers a record's vector has.
-        S, S_replaced: how far the sum moves when a record is added or removed, or replaced: in L2 norm for Gaussian
-            noise, in L1 norm for Laplace noise.
+        S, replace_sensitivity: how far the sum moves when a record is added or removed, or replaced: in L2 norm for
+            Gaussian noise, in L1 norm for Laplace noise.
         sd: the standard deviation of each released number's noise; 0 before that is known, and without privacy.
     """
 
@@ -45,15 +45,15 @@ class Preprocessing(nn.Module, ABC):
     S: float
     replace_sensitivity: float
 
-    def __init__(self, share: float | None = None, noise_multiplier: float | None = None) -> None:
+    def __init__(self, budget_share: float | None = None, noise_multiplier: float | None = None) -> None:
         super().__init__()
-        name = f"prepare.{type(self).__name__}"
-        exactly_one(name, share=share, noise_multiplier=noise_multiplier)
-        if share is not None and not 0 < share < 1:
-            raise ConfigError(f"{name}.share={share} must lie strictly between 0 and 1; 0.1 is a tenth.")
+        name = f"preprocessing.{type(self).__name__}"
+        exactly_one(name, budget_share=budget_share, noise_multiplier=noise_multiplier)
+        if budget_share is not None and not 0 < budget_share < 1:
+            raise ConfigError(f"{name}.budget_share={budget_share} must lie strictly between 0 and 1; 0.1 is a tenth.")
         if noise_multiplier is not None:
             positive(f"{name}.noise_multiplier", noise_multiplier)
-        self.budget_share, self.noise_multiplier = share, noise_multiplier
+        self.budget_share, self.noise_multiplier = budget_share, noise_multiplier
 
     def query(self, name: str, adjacency: str, mu: float | None) -> OneTimeQueryEvent | ParallelQueryEvent:
         """The event that the release writes. `mu`: μ* of what may be spent; None if no target is known.
@@ -66,9 +66,10 @@ class Preprocessing(nn.Module, ABC):
         assert self.budget_share is not None
         if mu is None:
             raise ConfigError(
-                f"prepare.{name}.share={self.budget_share} is a part of privacy.epsilon, advantage or tpr, of which "
+                f"preprocessing.{name}.budget_share={self.budget_share} is a part of privacy.epsilon, advantage or "
+                f"tpr, of which "
                 f"none is "
-                f"given; give one of them, or prepare.{name}.noise_multiplier."
+                f"given; give one of them, or preprocessing.{name}.noise_multiplier."
             )
         own = math.sqrt(self.budget_share) * mu
         if self.noise == "laplace":
@@ -103,28 +104,29 @@ class Pca(Preprocessing):
     """Projects inputs onto the first k principal components of a noisy covariance (Abadi et al. 2016, sections 4 and
     5.2; Dwork et al. 2014).
 
-    Each record, seen from `origin` and scaled to length 1, adds u uᵀ to the covariance, which is symmetric: of it the
+    Each record, seen from `center` and scaled to length 1, adds u uᵀ to the covariance, which is symmetric: of it the
     upper triangle is released, what is off the diagonal times √2, so that the L2 norm is the Frobenius norm ‖u‖² = 1.
     For another record in its place, ‖u uᵀ - v vᵀ‖² = 2 - 2(u·v)² is at most 2.
 
     Args:
         shape: of one input; k: components; the model then has inputs [k].
-        origin: a published constant from which inputs are seen, such as the colour of the background.
+        center: a published constant from which inputs are seen, such as the colour of the background.
     """
 
-    S, S_replaced = 1.0, math.sqrt(2)
+    S, replace_sensitivity = 1.0, math.sqrt(2)
     components: Tensor
 
-    def __init__(self, shape: Sequence[int], k: int, origin: float = 0.0, **spent: float | None) -> None:
+    def __init__(self, shape: Sequence[int], k: int, center: float = 0.0, **spent: float | None) -> None:
         super().__init__(**spent)
         size = math.prod(shape)
         if not isinstance(k, int) or not 1 <= k <= size:
             raise ConfigError(
-                f"prepare.pca.k={k} must be a whole number between 1 and {size}, the size of an input of {list(shape)}."
+                f"preprocessing.pca.k={k} must be a whole number between 1 and {size}, the size of an input of "
+                f"{list(shape)}."
             )
-        if not isinstance(origin, int | float) or not abs(origin) < _FARTHEST:
-            raise ConfigError(f"prepare.pca.origin={origin} must be a number within ±{_FARTHEST:g}.")
-        self.center, self._size, self.d = origin, size, size * (size + 1) // 2
+        if not isinstance(center, int | float) or not abs(center) < _FARTHEST:
+            raise ConfigError(f"preprocessing.pca.center={center} must be a number within ±{_FARTHEST:g}.")
+        self.center, self._size, self.d = center, size, size * (size + 1) // 2
         self.register_buffer("components", torch.eye(k, size))
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
@@ -150,16 +152,18 @@ class Standardize(Preprocessing):
     (x, x²), of 2C numbers, is clipped to S.
 
     Args:
-        shape: of one input; S: for features within [-1, 1], √(2C) clips none, and is the default.
+        shape: of one input; clip_norm: S; for features within [-1, 1], √(2C) clips none, and is the default.
     """
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, shape: Sequence[int], S: float | None = None, **spent: float | None) -> None:
+    def __init__(self, shape: Sequence[int], clip_norm: float | None = None, **spent: float | None) -> None:
         super().__init__(**spent)
         features = shape[0]
-        self.S = math.sqrt(2 * features) if S is None else positive("prepare.standardise.S", S)
+        self.S = (
+            math.sqrt(2 * features) if clip_norm is None else positive("preprocessing.standardize.clip_norm", clip_norm)
+        )
         self.d = 2 * features
         self.replace_sensitivity = 2 * self.S
         self._shape = tuple(shape)
@@ -194,9 +198,10 @@ class Whiten(Preprocessing):
     Args:
         shape: of one input.
         power: in (0, 1/2]. With 1/2 channels are not correlated any more; below, large directions stay larger.
-        floor: eigenvalues of C below so much of the largest are taken for that much: noise hides them.
-        S: for features within [-1, 1], √(channels·(channels + 1)) clips none, and is the default.
-        start: of a longer input, flattened, it is about the features from this one on, and the others stay as they are;
+        min_eigenvalue: eigenvalues of C below so much of the largest are taken for that much: noise hides them.
+        clip_norm: S; for features within [-1, 1], √(channels·(channels + 1)) clips none, and is the default.
+        first_feature: of a longer input, flattened, it is about the features from this one on, and the others stay as
+            they are;
             None: it is about all of an input.
         scale: what it gives is multiplied by so much, which weighs it against the others.
     """
@@ -208,27 +213,33 @@ class Whiten(Preprocessing):
         self,
         shape: Sequence[int],
         power: float = 0.5,
-        floor: float = 0.02,
-        S: float | None = None,
-        start: int | None = None,
+        min_eigenvalue: float = 0.02,
+        clip_norm: float | None = None,
+        first_feature: int | None = None,
         scale: float = 1.0,
         **spent: float | None,
     ) -> None:
         super().__init__(**spent)
         if not isinstance(power, int | float) or not 0 < power <= 0.5:
-            raise ConfigError(f"prepare.whiten.power={power} must be above 0 and at most 0.5.")
-        if not isinstance(floor, int | float) or not 1e-9 <= floor <= 1:
-            raise ConfigError(f"prepare.whiten.floor={floor} must be between 1e-9 and 1.")
-        if start is not None and not (isinstance(start, int) and start >= 0):
-            raise ConfigError(f"prepare.whiten.start={start} must be a whole number, 0 or above, or null.")
-        self.scale = positive("prepare.whiten.scale", scale)
+            raise ConfigError(f"preprocessing.whiten.power={power} must be above 0 and at most 0.5.")
+        if not isinstance(min_eigenvalue, int | float) or not 1e-9 <= min_eigenvalue <= 1:
+            raise ConfigError(f"preprocessing.whiten.min_eigenvalue={min_eigenvalue} must be between 1e-9 and 1.")
+        if first_feature is not None and not (isinstance(first_feature, int) and first_feature >= 0):
+            raise ConfigError(
+                f"preprocessing.whiten.first_feature={first_feature} must be a whole number, 0 or above, or null."
+            )
+        self.scale = positive("preprocessing.whiten.scale", scale)
         channels = shape[0]
-        self._own = slice(None) if start is None else slice(start, start + math.prod(shape))
-        self.S = math.sqrt(channels * (channels + 1)) if S is None else positive("prepare.whiten.S", S)
+        self._own = slice(None) if first_feature is None else slice(first_feature, first_feature + math.prod(shape))
+        self.S = (
+            math.sqrt(channels * (channels + 1))
+            if clip_norm is None
+            else positive("preprocessing.whiten.clip_norm", clip_norm)
+        )
         self.replace_sensitivity = 2 * self.S
         self._places = math.prod(shape[1:])
         self.d = channels * self._places + channels * (channels + 1) // 2
-        self.power, self.min_eigenvalue, self._channels = power, floor, channels
+        self.power, self.min_eigenvalue, self._channels = power, min_eigenvalue, channels
         self.register_buffer("mean", torch.zeros(channels, self._places))
         self.register_buffer("matrix", torch.eye(channels))
 
@@ -280,8 +291,8 @@ class ClassCounts(Preprocessing):
     def __init__(self, classes: int, noise: str = "laplace", **spent: float | None) -> None:
         super().__init__(**spent)
         if noise not in ("laplace", "gaussian"):
-            raise ConfigError(f"prepare.class_counts.noise={noise} is unknown; choose laplace or gaussian.")
-        self.noise, self.d = noise, whole("prepare.class_counts.classes", classes)
+            raise ConfigError(f"preprocessing.class_counts.noise={noise} is unknown; choose laplace or gaussian.")
+        self.noise, self.d = noise, whole("preprocessing.class_counts.classes", classes)
         self.replace_sensitivity = 2.0 if noise == "laplace" else math.sqrt(2)
         self.register_buffer("counts", torch.zeros(classes))
 
@@ -293,7 +304,7 @@ class ClassCounts(Preprocessing):
 
     def sums(self, x: Tensor, y: Tensor) -> Tensor:
         if y.dim() != 1 or y.is_floating_point() or y.is_complex():
-            raise ConfigError("prepare.class_counts: a record's label must be one whole number, its class.")
+            raise ConfigError("preprocessing.class_counts: a record's label must be one whole number, its class.")
         known = y[(y >= 0) & (y < self.d)]
         return torch.bincount(known.long(), minlength=self.d).double()
 
@@ -352,7 +363,7 @@ def queries(module: nn.Module, adjacency: str, mu: float | None) -> tuple[OneTim
         name: preparation.budget_share for name, preparation in found.items() if preparation.budget_share is not None
     }
     if sum(shares.values()) >= 1:
-        asked = " and ".join(f"prepare.{name}.share={share:g}" for name, share in shares.items())
+        asked = " and ".join(f"preprocessing.{name}.budget_share={share:g}" for name, share in shares.items())
         raise ConfigError(f"{asked} leave nothing for training; together they must be below 1.")
     return tuple(preparation.query(name, adjacency, mu) for name, preparation in found.items())
 

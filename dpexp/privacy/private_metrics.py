@@ -37,9 +37,12 @@ from dpexp.privacy.plan.groups import Vector, value_key
 if TYPE_CHECKING:
     from dpexp.privacy.plan.plan import Group, PrivacyPlan
 
-BATCHNORM, UNCLIPPED = "batchnorm", "unclipped"  # what private batch normalization and adaptive bounds release
+BATCHNORM, UNCLIPPED = (
+    "batchnorm",
+    "fraction_within_clip_norm",
+)  # what private batch normalization and adaptive bounds release
 WEIGHT = ".weight"  # the key of a record's weight, which is not released
-_KEYS = ("S", "share", "d", "every", "values")
+_KEYS = ("clip_norm", "budget_share", "dim", "every_n_rounds", "values")
 _RECENT = 5  # the smoothed value is the mean over the last fifth of the releases
 _WINDOWS = 20  # that a run's rounds are averaged in
 # What a record gave, by the key of each value that is released, and the innermost transform meanwhile.
@@ -58,26 +61,32 @@ class MetricRelease:
 
 
 def releases(asked: Mapping[str, Any]) -> dict[str, MetricRelease]:
-    """Reads a configuration's `metrics.release`: by the name of the value, `{S, share}`, with `d` for a value of d
-    numbers (default 1) and `every` (default 1). Several values make one group, clipped together, by
-    `values: {name: {alpha, d}}`, where S is at most √k for k values, its default (see `Joint`).
+    """Reads a configuration's `private_metrics.release`: by the name of the value, `{clip_norm, budget_share}`, with
+    `dim` for a value of several numbers (default 1) and `every_n_rounds` (default 1). Several values make one group,
+    clipped
+    together, by `values: {name: {alpha, dim}}`, where clip_norm is at most √k for k values, its default (see `Joint`).
 
     Raises:
         ConfigError: names what is missing, unknown or out of range.
     """
     if not isinstance(asked, Mapping) or not all(isinstance(name, str) and name for name in asked):
-        raise ConfigError(f"metrics.release={asked} must name values, such as {{train_loss: {{S: 4, share: 0.01}}}}.")
-    found = {name: _release(f"metrics.release.{name}", name, entry) for name, entry in asked.items()}
+        raise ConfigError(
+            f"private_metrics.release={asked} must name values, such as {{train_loss: {{clip_norm: 4, budget_share: "
+            f"0.01}}}}."
+        )
+    found = {name: _release(f"private_metrics.release.{name}", name, entry) for name, entry in asked.items()}
     total = sum(release.budget_share for release in found.values())
     if total >= 1:
-        raise ConfigError(f"metrics.release: the shares add up to {total:.6g}; gradients need the rest of 1.")
+        raise ConfigError(f"private_metrics.release: the shares add up to {total:.6g}; gradients need the rest of 1.")
     vectors = [vector for release in found.values() for vector in release.vectors]
     for name, times in Counter(vector.name for vector in vectors).items():
         if times > 1:
-            raise ConfigError(f"metrics.release: {name} is released by two groups; once a round is enough.")
+            raise ConfigError(f"private_metrics.release: {name} is released by two groups; once a round is enough.")
     for name, times in Counter(name for vector in vectors for name in shown_as(vector.name, vector.d)).items():
-        if times > 1 or name.startswith(("S/", "alpha/")):
-            raise ConfigError(f"metrics.release: {name} is what another number is shown as; rename one of them.")
+        if times > 1 or name.startswith(("clip_norm/", "joint_scale/")):
+            raise ConfigError(
+                f"private_metrics.release: {name} is what another number is shown as; rename one of them."
+            )
     return found
 
 
@@ -87,39 +96,49 @@ def shown_as(value: str, d: int) -> list[str]:
 
 
 def _release(key: str, name: str, entry: Any) -> MetricRelease:
-    if not isinstance(entry, Mapping) or not set(entry) <= {*_KEYS} or "share" not in entry:
+    if not isinstance(entry, Mapping) or not set(entry) <= {*_KEYS} or "budget_share" not in entry:
         known = ", ".join(_KEYS)
-        raise ConfigError(f"{key}={entry} must give S and share, such as {{S: 1, share: 0.01}}; known: {known}.")
-    share = positive(f"{key}.share", entry["share"])
-    every = whole(f"{key}.every", entry.get("every", 1))
+        raise ConfigError(
+            f"{key}={entry} must give clip_norm and budget_share, such as {{clip_norm: 1, budget_share: 0.01}}; "
+            f"known: {known}."
+        )
+    share = positive(f"{key}.budget_share", entry["budget_share"])
+    every = whole(f"{key}.every_n_rounds", entry.get("every_n_rounds", 1))
     if "values" not in entry:
-        if "S" not in entry:
-            raise ConfigError(f"{key}={dict(entry)} must give S, the bound on one record's value.")
-        vector = Vector(name, (value_key(name),), whole(f"{key}.d", entry.get("d", 1)))
-        return MetricRelease((vector,), GroupClipping((1.0,), positive(f"{key}.S", entry["S"])), share, every)
+        if "clip_norm" not in entry:
+            raise ConfigError(f"{key}={dict(entry)} must give clip_norm, the bound on one record's value.")
+        vector = Vector(name, (value_key(name),), whole(f"{key}.dim", entry.get("dim", 1)))
+        return MetricRelease(
+            (vector,), GroupClipping((1.0,), positive(f"{key}.clip_norm", entry["clip_norm"])), share, every
+        )
     values = entry["values"]
-    if not isinstance(values, Mapping) or not values or "d" in entry:
-        raise ConfigError(f"{key}.values={values} must name values, such as {{a: {{alpha: 1}}}}, each with its own d.")
+    if not isinstance(values, Mapping) or not values or "dim" in entry:
+        raise ConfigError(
+            f"{key}.values={values} must name values, such as {{a: {{alpha: 1}}}}, each with its own dim."
+        )
     vectors, alphas = [], []
     for value, one in values.items():
         if not isinstance(value, str):
             raise ConfigError(f"{key}.values: {value} must be a name.")
-        if not isinstance(one, Mapping) or not {"alpha"} <= set(one) <= {"alpha", "d"}:
-            raise ConfigError(f"{key}.values.{value}={one} must give alpha, a scale, and d if it is not one number.")
-        vectors.append(Vector(value, (value_key(value),), whole(f"{key}.values.{value}.d", one.get("d", 1))))
+        if not isinstance(one, Mapping) or not {"alpha"} <= set(one) <= {"alpha", "dim"}:
+            raise ConfigError(f"{key}.values.{value}={one} must give alpha, a scale, and dim if it is not one number.")
+        vectors.append(Vector(value, (value_key(value),), whole(f"{key}.values.{value}.dim", one.get("dim", 1))))
         alphas.append(positive(f"{key}.values.{value}.alpha", one["alpha"]))
-    S = positive(f"{key}.S", entry.get("S", math.sqrt(len(vectors))))
+    S = positive(f"{key}.clip_norm", entry.get("clip_norm", math.sqrt(len(vectors))))
     return MetricRelease(
-        tuple(vectors), GroupClipping(tuple(alphas), at_most_root(f"{key}.S={S}", S, len(vectors))), share, every
+        tuple(vectors),
+        GroupClipping(tuple(alphas), at_most_root(f"{key}.clip_norm={S}", S, len(vectors))),
+        share,
+        every,
     )
 
 
 def release(name: str, value: Any) -> None:
     """Gives a value of the one record that `training_step` sees: a number, or a tensor of d numbers.
 
-    If the plan releases values of this name (`metrics.release`), they are clipped, summed over the sample, and released
-    with noise; a record that gives several, as does a layer that is called twice, contributes their mean, and one that
-    gives none contributes zero. Other values, and what is given outside private training, are dropped.
+    If the plan releases values of this name (`private_metrics.release`), they are clipped, summed over the sample, and
+    released with noise; a record that gives several, as does a layer that is called twice, contributes their mean, and
+    one that gives none contributes zero. Other values, and what is given outside private training, are dropped.
 
     Raises:
         RuntimeError: it is called where another vmap runs, or for one record after another.
@@ -150,8 +169,9 @@ def weigh(weight: Any) -> None:
         raise RuntimeError("dpexp.weigh is given what is not a weight of training_step's one record.")
     if not isinstance(given[WEIGHT], list):
         raise ConfigError(
-            "record.local: dpexp.weigh weighs a record's gradient, and a user who trains locally has many, clipped "
-            "together; leave it out, or choose record.local=null."
+            "privacy_unit.local_training: dpexp.weigh weighs a record's gradient, and a user who trains locally has "
+            "many, clipped "
+            "together; leave it out, or choose privacy_unit.local_training=null."
         )
     given[WEIGHT].append(weight)
 
@@ -185,7 +205,7 @@ class Values:
         for value in found:
             if len(value) != self.sizes.get(key, 1):
                 told = f"training_step gives {len(value)} numbers as the {key[1:]} for release"
-                raise ValueError(f"{told}; metrics.release says d={self.sizes[key]}.")
+                raise ValueError(f"{told}; private_metrics.release says d={self.sizes[key]}.")
         return sum(found[1:], start=found[0]) / len(found)
 
     def _flat(self, key: str, value: Any) -> Tensor:
@@ -212,12 +232,16 @@ class MetricEstimates:
 
     def add(self, now: "PrivacyPlan", completed: int, released: Mapping[str, Tensor]) -> dict[str, float]:
         """The metrics of what round number `completed`, counted from 1, released (v̂ by key): each as `private/…`, its
-        noise as `…_sd`, and smoothed as `…_smooth`."""
+        noise as `…_noise_std`, and smoothed as `…_moving_average`."""
         metrics: dict[str, float] = {}
         for name, estimate, sd in _of_round(now, released):
             self.history.setdefault(name, []).append((completed, estimate, sd))
             smooth, _ = self.moving_average(name)
-            metrics |= {f"private/{name}": estimate, f"private/{name}_sd": sd, f"private/{name}_smooth": smooth}
+            metrics |= {
+                f"private/{name}": estimate,
+                f"private/{name}_noise_std": sd,
+                f"private/{name}_moving_average": smooth,
+            }
         return metrics
 
     def moving_average(self, name: str, releases: int | None = None) -> tuple[float, float]:

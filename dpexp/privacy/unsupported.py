@@ -91,7 +91,8 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
         raise ConfigError("model: training_step takes a dataloader_iter; let it take a batch.")
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1; trainer.physical_batch "
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1; "
+            f"trainer.max_physical_batch_size "
             "takes samples apart."
         )
     if trainer.precision == "16-mixed":
@@ -163,7 +164,7 @@ def refuse_monitors(
             raise ConfigError(
                 f"model: {who} reads {name}, which training_step logs: it is computed from records without noise, so "
                 "that nothing is kept of it; read a value of the validation set, or release it with private metrics "
-                f"(metrics.release) and read private/{name}_smooth."
+                f"(private_metrics.release) and read private/{name}_moving_average."
             )
 
 
@@ -266,7 +267,7 @@ def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bo
 _KEPT = (
     "model: training_step keeps numbers of records in self.{where}, and {hook} may read them; records' losses are "
     "private, so that there is nothing to average: leave that out, or release them with private metrics "
-    "(metrics.release)."
+    "(private_metrics.release)."
 )
 _READING = (
     "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",

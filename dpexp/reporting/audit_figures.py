@@ -38,7 +38,7 @@ def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
     figure.suptitle(
         f"{audit.canaries} canaries, of which {audit.included} were included; "
         f"{audit.right / audit.canaries:.1%} guessed right. "
-        f"μ claimed {audit.mu_claimed:.3g}, found {audit.mu_found:.3g} ± {audit.mu_error:.2g}"
+        f"μ claimed {audit.mu_claimed:.3g}, found {audit.mu_estimate:.3g} ± {audit.mu_error:.2g}"
         + (": the claim is refuted" if audit.exceeded else ""),
         fontsize="small",
     )  # fmt: skip
@@ -52,9 +52,9 @@ def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
     off = 2.6 * np.sqrt(np.maximum(curve * (1 - curve), 1 / counts) / counts)
     axes.fill_between(alpha, curve - off, curve, color="lightgrey", label="chance")
     axes.plot(alpha, curve, color="C0", label=f"claimed: no attacker below (by {accountant})")
-    if math.isfinite(audit.mu_found):
-        axes.plot(alpha, ndtr(ndtri(1 - alpha) - audit.mu_found), color="C1", linestyle="--", linewidth=1,
-                  label=f"Gaussian with the μ found, {audit.mu_found:.3g}")  # fmt: skip
+    if math.isfinite(audit.mu_estimate):
+        axes.plot(alpha, ndtr(ndtri(1 - alpha) - audit.mu_estimate), color="C1", linestyle="--", linewidth=1,
+                  label=f"Gaussian with the μ found, {audit.mu_estimate:.3g}")  # fmt: skip
     axes.plot(*audit.errors.T, ".", color="C3", markersize=4, label="the attacker, by threshold")
     axes.plot(alpha, 1 - alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
     axes.set(xlabel="type I error: taken for included, and was not", ylabel="type II error: was included, and missed",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from pandas import DataFrame, Series
 
-CHOICES = ("data", "model", "group", "mechanism", "bound", "clip", "allocation", "sampling")
+CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
 EPSILON, Z = "privacy.epsilon", "privacy.noise_multiplier"
 DRAW = "draw"  # of private selection: tells repetitions apart, and comes last
 _NAMES = {EPSILON: "target ε", Z: "z", "privacy.delta": "δ"}
-_TOLD = ("optimizer.", "sampling.", "bound.", EPSILON, Z, "privacy.delta")
+_TOLD = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, "privacy.delta")
 _FOLLOW = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")  # a choice implies them
 _SECTIONS = ("optimizer.", "sampling.", "privacy.")  # whose keys speak for themselves
 _WORDS = 4  # values in a label

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, isna
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.coverage import NAMES, is_bound
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.releases import APPROXIMATIONS, NAMES, claimable
+from dpexp.accounting.releases import claimable
 from dpexp.reporting.comparisons import best, best_by_data, ceilings, configurations, finished, held, shared, trained
 from dpexp.reporting.panels import NotDrawn
 from dpexp.reporting.run_figures import alike_in_cost, epsilon_by_accountant, epsilon_of_runs
@@ -88,8 +89,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "run": ("name", str),
     "group": ("group", str),
     "mechanism": ("mechanism", str),
-    "bound": ("bound", str),
-    "clip": ("clip", str),
+    "clip norm": ("clip_norm", str),
+    "clip rule": ("clip_rule", str),
     "allocation": ("allocation", str),
     "sampling": ("sampling", str),
     "seed": ("seed", str),
@@ -108,8 +109,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "error": ("error", str),
 }
 _SELECTION = {
-    "one_trial": "one trial: may be claimed for the chosen one only if the choice used no private data",
-    "all_composed": "all trials composed: covers any choice among them",
+    "single_run_epsilon": "one trial: may be claimed for the chosen one only if the choice used no private data",
+    "all_runs_epsilon": "all trials composed: covers any choice among them",
     "private": "private selection: covers the best trial, if the others and their number stay secret",
 }
 
@@ -285,7 +286,7 @@ def _accountants(
         {label: by_accountant(ledger, delta) for label, (ledger, delta, _) in told.items()}, orient="index"
     )
     costs = costs[[name for name in NAMES if name in costs]]
-    header = [f"{name} (approximation, no bound)" if name in APPROXIMATIONS else name for name in costs]
+    header = [f"{name} (approximation, no bound)" if not is_bound(name) else name for name in costs]
     rows = [
         [label, _claim(told[label][1]), *(_shown(value, _claim) for value in row)]
         for label, row in zip(costs.index, costs.to_numpy().tolist(), strict=True)

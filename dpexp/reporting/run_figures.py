@@ -12,8 +12,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from pandas import DataFrame
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.coverage import is_bound
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
-from dpexp.accounting.releases import APPROXIMATIONS, releases
+from dpexp.accounting.releases import releases
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, course
 from dpexp.reporting.comparisons import shared
@@ -50,7 +51,7 @@ def _rounds(ledgers: Sequence[Ledger]) -> str:
 def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     """One line an accountant, on a logarithmic scale where they lie far apart."""
     for name, values in curves.items():
-        axes.plot(x, values, label=_called(name), linestyle="--" if name in APPROXIMATIONS else "-")
+        axes.plot(x, values, label=_called(name), linestyle="--" if not is_bound(name) else "-")
     ends = [values[-1] for values in curves.values() if len(values)]
     axes.margins(y=0.1)
     if ends and max(ends) > 5 * min(ends) > 0:
@@ -63,7 +64,7 @@ def _draw(axes: Axes, x: Sequence[float], curves: Mapping[str, Sequence[float]])
 
 
 def _called(accountant: str) -> str:
-    return f"{accountant} (approximation, no bound)" if accountant in APPROXIMATIONS else accountant
+    return f"{accountant} (approximation, no bound)" if not is_bound(accountant) else accountant
 
 
 def _first(ledger: Ledger, count: int) -> Ledger:
@@ -87,7 +88,7 @@ def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figur
     _draw(left, deltas, {name: [epsilon(ledger, d, name) for d in deltas] for name in accountants})
     left.axvline(delta, color="grey", linewidth=0.8, linestyle=":")
     alpha = np.linspace(0, 1, 201)
-    least = "about" if accountants[0] in APPROXIMATIONS else "at least"
+    least = "about" if not is_bound(accountants[0]) else "at least"
     right = figure.add_subplot(1, 2, 2, xlabel="type I error", ylabel=f"type II error, {least} (by {accountants[0]})")
     right.plot(alpha, type_two_errors(ledger, alpha.tolist(), accountants[0]))
     right.plot(alpha, 1 - alpha, color="grey", linewidth=0.8, linestyle=":", label="guessing")
@@ -151,7 +152,7 @@ def epsilon_by_accountant(costs: DataFrame, told: str = "") -> Figure:
     axes = figure.add_subplot(xlabel="ε", xscale="log")
     for k, name in enumerate(costs.columns):
         values = shown[name].where(np.isfinite(shown[name]) & (shown[name] > 0)).to_numpy()
-        approximate = name in APPROXIMATIONS
+        approximate = not is_bound(name)
         places = np.arange(len(shown)) + (k - (len(costs.columns) - 1) / 2) * width
         bars = axes.barh(places, values, width * 0.9, color=f"C{k}", alpha=0.8, hatch="///" if approximate else None,
                          edgecolor="white" if approximate else None, label=_called(name))  # fmt: skip

@@ -296,7 +296,7 @@ def audited(audit: Audit) -> None:
     console.print(
         f"[bold]Audit[/]: {audit.canaries} canaries in all rounds, each included by a fair coin; the attacker guesses "
         f"{audit.right / audit.canaries:.1%} of the coins right. μ claimed {up(audit.mu_claimed, 4)}, "
-        f"found {audit.mu_found:.4g} ± {audit.mu_error:.2g}, at least {audit.mu_bound:.3g}, "
+        f"found {audit.mu_estimate:.4g} ± {audit.mu_error:.2g}, at least {audit.mu_bound:.3g}, "
         f"if canaries are independent {audit.mu_bound_if_independent:.3g}",
         soft_wrap=True,
     )

@@ -42,7 +42,7 @@ def keep_error(error: Exception, output: Path) -> str:
     return f"{type(root).__name__}{where}; see error.txt in the job's folder"
 
 
-SAME = {"noise": "noise_multiplier", "q_at_fixed_z": "q", "steps": "rounds"}  # calibrated knob -> metric that has it
+SAME = {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}  # calibrated knob -> metric that has it
 TRIED = "tried "  # begins the metrics of calibration; MLflow shows those with a slash above accuracy, others by name
 _PATIENCE = 120  # seconds for others that open the same database
 ERROR = "dpexp.error"  # a tag: why a run did not finish
@@ -262,7 +262,7 @@ def _request(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> 
 # MLflow keeps such views in undocumented tags of the experiment.
 COLUMNS = [  # metrics come before parameters, and by name
     "metrics.`epsilon`", "metrics.`test_accuracy`", "params.`privacy.delta`", "params.`plan.z`", "params.`plan.q`",
-    "tags.`dpexp.group`", "tags.`dpexp.mechanism`", "tags.`dpexp.clip`", "tags.`dpexp.allocation`",
+    "tags.`dpexp.group`", "tags.`dpexp.mechanism`", "tags.`dpexp.clip_rule`", "tags.`dpexp.allocation`",
     "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"

@@ -61,8 +61,17 @@ def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> 
 
 
 PAGE = 1000  # runs a request
-_NUMBERS = ("epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "q", "knob_value", "delta", *FIGURES)
-_TAGS = ("data", "model", "group", "mechanism", "bound", "clip", "allocation", "sampling")
+_NUMBERS = (
+    "epsilon",
+    "epsilon_planned",
+    "test_accuracy",
+    "noise_multiplier",
+    "sampling_rate",
+    "knob_value",
+    "delta",
+    *FIGURES,
+)
+_TAGS = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
 # Parameters that repeat a configuration or move it about. Not draw: private selection covers one draw by itself,
 # never a mean of several.
 _ASIDE = ("seed", "objective", "privacy.noise_seed")
@@ -180,23 +189,25 @@ def _parent(run: Run) -> str | None:
 
 
 def _is_parent(run: Run) -> bool:
-    return "dpexp.sweep" in run.data.tags or any(key.startswith("selection/") for key in run.data.metrics)
+    return "dpexp.sweep_hash" in run.data.tags or any(key.startswith("selection/") for key in run.data.metrics)
 
 
 def _trial(run: Run) -> dict[str, Any]:
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
-    knob, solved = params.get("calibrate", "noise"), any(name.startswith((TRIED, "calibration/")) for name in metrics)
+    knob, solved = (
+        params.get("calibrate", "noise_multiplier"),
+        any(name.startswith((TRIED, "calibration/")) for name in metrics),
+    )
     return {
         "run_id": run.info.run_id,
         "parent_id": _parent(run),
-        "trial": tags.get("dpexp.trial"),
+        "trial": tags.get("dpexp.config_hash"),
         "name": run.info.run_name or run.info.run_id,
         "start": run.info.start_time,
         "status": run.info.status,
         "error": tags.get(ERROR, ""),
         "private": tags.get("dpexp.private", ""),
         **{name: tags.get(f"dpexp.{name}") for name in _TAGS},
-        "clip": tags.get("dpexp.clip", "abadi" if "dpexp.mechanism" in tags else None),  # of runs older than the choice
         "configuration": _configuration(params),
         "seed": params.get("seed", tags.get("dpexp.seed")),
         "accountant": json.loads(params.get("accountant.names", '["pld"]'))[0],

@@ -119,7 +119,7 @@ class Tracked:
         self.resumed = earlier is not None
         self.run_id: str = run.info.run_id
         client.set_tag(self.run_id, OUTPUT, str(output.resolve()))
-        self._unsent = Path(cfg.tracking.unsent)
+        self._unsent = Path(cfg.tracking.offline_dir)
         send_unsent(client, uri, self._unsent)
         show_columns(client, experiment_id)
         self.address = address(uri, experiment_id)
@@ -167,16 +167,16 @@ class Tracked:
             return
         values = {
             "noise_multiplier": plan.noise_multiplier,
-            "q": plan.sampling.q,
+            "sampling_rate": plan.sampling.q,
             "rounds": plan.rounds,
             "delta": self._cfg.privacy.delta,
             "epsilon_planned": epsilon(plan.ledger(), self._cfg.privacy.delta, self._accountants[0]),
         }
         for event in plan.preprocessing:
             figure = "epsilon" if event.noise == "laplace" else "mu"
-            values |= {f"prepare/{_plain(event.query)}/{figure}": event.ratio(plan.adjacency)}
+            values |= {f"preprocessing/{_plain(event.query)}/{figure}": event.ratio(plan.adjacency)}
         solved = plan.calibration
-        if solved is not None and solved.knob not in SAME:
+        if solved is not None and solved.knob not in {*SAME, "noise_multiplier"}:
             values[solved.knob] = solved.value
         self._outbox.metrics(values, 0)
         if solved is None:
@@ -291,11 +291,11 @@ def trial_key(cfg: DictConfig) -> str:
     if not cfg.privacy.enabled:  # twins of whatever is private
         aside += [
             "privacy",
-            "record",
+            "privacy_unit",
             "group",
-            "bound",
+            "clip_norm",
             "mechanism",
-            "clip",
+            "clip_rule",
             "allocation",
             "accountant",
             "calibrate",
@@ -313,7 +313,7 @@ def finished_trial(cfg: DictConfig) -> Run | None:
     found = client.search_runs(
         [experiment_id],
         f"attributes.status = 'FINISHED' and tags.`mlflow.parentRunId` = '{parent_id()}' "
-        f"and tags.`dpexp.trial` = '{trial_key(cfg)}'",
+        f"and tags.`dpexp.config_hash` = '{trial_key(cfg)}'",
         max_results=1,
     )
     return found[0] if found else None
@@ -328,7 +328,7 @@ def unfinished_trial(cfg: DictConfig) -> Path | None:
     found = client.search_runs(
         [experiment_id],
         f"attributes.status = 'KILLED' and tags.`mlflow.parentRunId` = '{parent_id()}' "
-        f"and tags.`dpexp.trial` = '{trial_key(cfg)}' and tags.`dpexp.host` = '{HOST}'",
+        f"and tags.`dpexp.config_hash` = '{trial_key(cfg)}' and tags.`dpexp.host` = '{HOST}'",
         max_results=1,
     )
     return Path(found[0].data.tags[OUTPUT]) if found and OUTPUT in found[0].data.tags else None
@@ -347,7 +347,7 @@ def record_failure(cfg: DictConfig, error: Exception) -> None:
 def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     choices = _choices()
     privacy = (
-        ("group", "bound", "mechanism", "clip", "allocation", "noise", "sampling", "record")
+        ("group", "clip_norm", "mechanism", "clip_rule", "allocation", "noise", "sampling")
         if cfg.privacy.enabled
         else ()
     )
@@ -355,11 +355,11 @@ def tags(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, str]:
     why = exposed(cfg)
     private = "yes" if why is None else f"no: {why}"
     found |= origin() | {"dpexp.private": private, "dpexp.pid": str(os.getpid())}
-    found |= {"dpexp.trial": trial_key(cfg), "dpexp.seed": str(cfg.seed)}
+    found |= {"dpexp.config_hash": trial_key(cfg), "dpexp.seed": str(cfg.seed)}
     if plan is not None:
         found |= {
             "dpexp.adjacency": plan.adjacency,
-            "dpexp.unit": str(plan.privacy_unit),
+            "dpexp.privacy_unit": str(plan.privacy_unit),
             "dpexp.calibrate": cfg.calibrate,
         }
     parent = parent_id()

@@ -26,7 +26,7 @@ from dpexp.tracking.read import existing, search
 DATA_ID = "dpexp.data_id"  # tags
 BUDGET = "dpexp.budget"
 AUDITS = "dpexp.audit_trainings"  # on the data, besides the job's own
-RELEASED = "dpexp.released"  # "nothing", of a run that ended before its ledger was begun
+RELEASED = "dpexp.ledger_state"  # "nothing", of a run that ended before its ledger was begun
 _LEDGER = "ledger.jsonl"
 _TOLD = ("ledger*.jsonl", "ledger*.end.json", PROMISED)
 

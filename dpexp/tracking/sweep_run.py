@@ -47,7 +47,7 @@ class Parent:
         self._uri = cfg.tracking.uri
         self._client, self._experiment = open_store(self._uri, cfg.tracking.experiment, cfg.tracking.artifacts)
         end_dead_runs(self._client, self._experiment)
-        send_unsent(self._client, self._uri, Path(cfg.tracking.unsent))
+        send_unsent(self._client, self._uri, Path(cfg.tracking.offline_dir))
         found = self._earlier(key) if cfg.tracking.resume else None
         self.resumed = found is not None
         if found is not None and found.info.status == "RUNNING":
@@ -59,7 +59,7 @@ class Parent:
                 )
         if found is None:
             found = self._client.create_run(
-                self._experiment, run_name=name[:NAME], tags={"dpexp.sweep": key} | origin()
+                self._experiment, run_name=name[:NAME], tags={"dpexp.sweep_hash": key} | origin()
             )
             self._describe(found.info.run_id, cfg)
         self._log_patch(found.info.run_id, PATCH_RESUMED if self.resumed else PATCH)
@@ -86,7 +86,10 @@ class Parent:
 
     def _earlier(self, key: str) -> Run | None:
         found = self._client.search_runs(
-            [self._experiment], f"tags.`dpexp.sweep` = '{key}'", order_by=["attributes.start_time DESC"], max_results=1
+            [self._experiment],
+            f"tags.`dpexp.sweep_hash` = '{key}'",
+            order_by=["attributes.start_time DESC"],
+            max_results=1,
         )
         return found[0] if found else None
 

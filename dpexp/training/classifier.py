@@ -42,8 +42,8 @@ class FlipCrop:
     """Horizontal flips with probability 1/2 and shifts by up to some pixels, for images [C, H, W]: De et al.'s.
 
     Args:
-        pixels: an image is shifted by -pixels, …, pixels in each direction, which is a random crop of the image with so
-            many pixels more on every side.
+        max_shift: an image is shifted by -max_shift, …, max_shift pixels in each direction, which is a random crop of
+            the image with so many pixels more on every side.
         padding: what is on them: "reflect", the image in a mirror, as in the paper; or "zeros".
         flip: False for images that mean something else in a mirror, such as digits.
 
@@ -51,12 +51,12 @@ class FlipCrop:
         ConfigError: another padding, or pixels that are none.
     """
 
-    def __init__(self, pixels: int = 4, padding: str = "reflect", flip: bool = True) -> None:
+    def __init__(self, max_shift: int = 4, padding: str = "reflect", flip: bool = True) -> None:
         if padding not in ("reflect", "zeros"):
             raise ConfigError(f"augment.padding={padding} is unknown; choose reflect or zeros.")
-        if pixels < 0:
-            raise ConfigError(f"augment.pixels={pixels} must be at least 0.")
-        self.pixels, self.padding, self.flip = pixels, padding, flip
+        if max_shift < 0:
+            raise ConfigError(f"augment.max_shift={max_shift} must be at least 0.")
+        self.max_shift, self.padding, self.flip = max_shift, padding, flip
 
     def __call__(self, x: Tensor) -> Tensor:
         """[C, H, W] -> [C, H, W]: one lookup by drawn indices, so that many records' views are one operation.
@@ -64,13 +64,14 @@ class FlipCrop:
         Raises:
             RecordError: x is no image, or too small for what it is shifted by.
         """
-        if x.dim() != 3 or min(x.shape[1:]) <= self.pixels:
+        if x.dim() != 3 or min(x.shape[1:]) <= self.max_shift:
             raise RecordError(
-                f"augment.pixels={self.pixels}: flip_crop takes images [C, H, W] of more pixels than that, and the "
+                f"augment.max_shift={self.max_shift}: flip_crop takes images [C, H, W] of more pixels than that, "
+                f"and the "
                 f"data's x has the shape {list(x.shape)}."
             )
         _, height, width = x.shape
-        shift = torch.randint(-self.pixels, self.pixels + 1, (2,), device=x.device)
+        shift = torch.randint(-self.max_shift, self.max_shift + 1, (2,), device=x.device)
         rows = torch.arange(height, device=x.device) + shift[0]
         columns = torch.arange(width, device=x.device) + shift[1]
         if self.flip:

@@ -66,9 +66,9 @@ class StandardizedConv2d(nn.Conv2d):
         nn.init.normal_(self.weight, std=self.weight[0].numel() ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.standardised(), self.bias, self.stride, self.padding)
+        return F.conv2d(x, self.standardized(), self.bias, self.stride, self.padding)
 
-    def standardised(self) -> Tensor:
+    def standardized(self) -> Tensor:
         """[p, d, size, size]."""
         centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
         squares = centred.square().sum((1, 2, 3), keepdim=True)

@@ -120,7 +120,7 @@ def begin_from(module: nn.Module, path: Path, head: Collection[str]) -> None:
     if odd:
         raise ConfigError(
             f"model.weights={path} is of another model: they differ in {', '.join(sorted(odd)[:5])}, and only the head "
-            f"({', '.join(head)}) may; tuning.head names another one."
+            f"({', '.join(head)}) may; fine_tuning.head names another one."
         )
     if anew:
         warnings.warn(f"model.weights: the head ({', '.join(anew)}) is another one in {path}, and begins anew.")
@@ -141,7 +141,7 @@ def head_of(model: nn.Module, name: str | None = None) -> list[str]:
     found = [parameter for parameter, _ in model.named_parameters() if parameter.startswith(f"{head}." if head else "")]
     if not found:
         raise ConfigError(
-            f"tuning.head={head} names no module with parameters; the last that has some is {owners[-1]}."
+            f"fine_tuning.head={head} names no module with parameters; the last that has some is {owners[-1]}."
         )
     return found
 
@@ -209,7 +209,7 @@ class Lora:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
-            raise ConfigError("tuning=lora needs peft: pip install peft.") from error
+            raise ConfigError("fine_tuning=lora needs peft: pip install peft.") from error
         head = set(head_of(model, self.head))
         changed = [
             name for name, layer in model.named_modules()
@@ -217,7 +217,9 @@ class Lora:
         ]  # fmt: skip
         if not changed:
             asked = "has no linear layer but its head" if self.layers is None else f"has no layers {[*self.layers]}"
-            raise ConfigError(f"tuning=lora: the model {asked}; name some in tuning.layers, or choose another tuning.")
+            raise ConfigError(
+                f"fine_tuning=lora: the model {asked}; name some in fine_tuning.layers, or choose another fine_tuning."
+            )
         config = LoraConfig(
             r=self.rank, lora_alpha=self.alpha, target_modules="|".join(map(re.escape, changed)),
             fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in changed),

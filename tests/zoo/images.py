@@ -111,7 +111,7 @@ MODELS = {
             norm_layer=groups,
         )
     ),
-    "timm ResNetV2, weight-standardised": seen(
+    "timm ResNetV2, weight-standardized": seen(
         of_timm(
             resnetv2.ResNetV2,
             layers=(1, 1),

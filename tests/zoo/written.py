@@ -14,16 +14,16 @@ def without(build):
     return lambda dropout: build()
 
 
-class StandardisedConv(nn.Conv2d):
+class StandardizedConv(nn.Conv2d):
     def forward(self, x):
         w = self.weight
         w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
         return F.conv2d(x, w, self.bias, self.stride, self.padding)
 
 
-def weight_standardised():
+def weight_standardized():
     return nn.Sequential(
-        StandardisedConv(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), StandardisedConv(8, 8, 3, 2),
+        StandardizedConv(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), StandardizedConv(8, 8, 3, 2),
         nn.GroupNorm(2, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES),
     )  # fmt: skip
 
@@ -206,7 +206,7 @@ MODELS = {
     "MLP, two losses": plain(
         without(lambda: nn.Sequential(nn.Linear(8, 6), nn.SELU(), nn.Linear(6, 3))), rows, loss=known
     ),
-    "weight-standardised convolutions": plain(without(weight_standardised), pictures),
+    "weight-standardized convolutions": plain(without(weight_standardized), pictures),
     "wide residual network": plain(
         without(lambda: wrn([3, 8, 8], CLASSES, depth=10, width=1)), lambda: (images(8), classes())
     ),

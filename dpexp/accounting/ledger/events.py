@@ -120,7 +120,8 @@ def rate_in_part(q: float, parts: int) -> float:
     rate = q * parts
     if rate > 1 + 1e-9:
         raise ConfigError(
-            f"sampling.parts={parts} at q={q:.6g}: each record of a part would be sampled at rate {rate:.6g}, which "
+            f"sampling.partitions={parts} at q={q:.6g}: each record of a part would be sampled at rate {rate:.6g}, "
+            f"which "
             f"must be at most 1; choose at most {max(1, math.floor((1 + 1e-9) / q))} parts."
         )
     return 1.0 if rate > 1 - 1e-9 else rate

@@ -149,7 +149,8 @@ class LedgerWriter:
             )
         if before.ledger.record != self._record:
             raise ConfigError(
-                f"ledger={self.path} was begun with record={before.ledger.record or 'example'}, but the run that would "
+                f"ledger={self.path} was begun with privacy_unit={before.ledger.record or 'example'}, but the run "
+                f"that would "
                 f"continue it plans {self._record or 'example'}."
             )
         if self._exposed is not None and before.ledger.not_private_reason is None:

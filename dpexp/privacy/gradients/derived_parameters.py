@@ -1,4 +1,4 @@
-"""Tensors that are computed from parameters alone: a standardised weight, a merged LoRA, a parameter's transpose.
+"""Tensors that are computed from parameters alone: a standardized weight, a merged LoRA, a parameter's transpose.
 
 Such a tensor is the same for all records. It is computed once, by ordinary autograd, and is then used as a parameter
 would be, by rules or by copies. Where it only shows a parameter's numbers elsewhere (a transpose, a part), a use of it

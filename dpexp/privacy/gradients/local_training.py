@@ -91,7 +91,8 @@ class Training:
         for rows in self._local.batches(max(m, 1)):
             if not m or (self._local.batch_size is not None and len(tensors) < len(present)):
                 raise RecordError(
-                    "record.local divides a user's examples into batches, so that its batch must hold tensors whose "
+                    "privacy_unit.local_training divides a user's examples into batches, so that its batch must "
+                    "hold tensors whose "
                     "first dimension runs over the examples, and nothing else."
                 )
             some = [copied(leaf[rows.start : rows.stop] if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
@@ -106,6 +107,7 @@ class Training:
             for parameter in self._parameters.values():
                 parameter.grad = None
             raise ConfigError(
-                "record.local trains weights in the place of the module's parameters, and one of them is used "
-                "otherwise than as an attribute of its module; use it so, or choose record.local=null."
+                "privacy_unit.local_training trains weights in the place of the module's parameters, and one of "
+                "them is used "
+                "otherwise than as an attribute of its module; use it so, or choose privacy_unit.local_training=null."
             )

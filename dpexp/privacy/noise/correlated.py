@@ -15,17 +15,16 @@ from scipy.optimize import minimize
 from scipy.signal import correlate, lfilter
 
 from dpexp.accounting.rdp import Array
-from dpexp.privacy.plan.options import Banded
 
 Plan = TypeVar("Plan")
 _OVERFLOWN = 1e3  # above the logarithm of any number; were it far above, line searches would lose their way
 _LONGEST = 2**13  # rounds over which noise is correlated; beyond the bands correlations fall off quickly
 
 
-def coefficients(noise: Banded, b: int, rounds: int) -> tuple[float, ...]:
-    """c of b bands, for T rounds."""
+def coefficients(kind: str, b: int, rounds: int, momentum: float) -> tuple[float, ...]:
+    """c of b bands, for T rounds. `kind`: `optimal` or `sqrt`."""
     b = min(b, rounds)
-    return square_root(b, noise.momentum) if noise.coefficients == "sqrt" else optimal(b, rounds, noise.momentum)
+    return square_root(b, momentum) if kind == "sqrt" else optimal(b, rounds, momentum)
 
 
 def error(c: tuple[float, ...], rounds: int, momentum: float = 0.0) -> float:

@@ -1,4 +1,4 @@
-"""Noise whose privacy does not rest on real numbers (`noise=exact`; the paper, section 8, leaves it open).
+"""Noise whose privacy does not rest on real numbers (`noise=discrete_gaussian`; the paper, section 8, leaves it open).
 
 Each record's clipped vector becomes whole multiples of a grid (`Lattice`), sums are whole numbers, and the noise is a
 discrete Gaussian, P(v) ∝ e^(-v²/2σ²), drawn exactly (Canonne, Kamath & Steinke 2020, arXiv 2004.00010). What it costs
@@ -74,12 +74,14 @@ class Lattice:
         z = SIGMA / self.S2**0.5
         if self.S2 > _LARGEST**2 or n * (isqrt(self.S2) + 1) >= _MOST:
             raise ConfigError(
-                f"noise=exact: group {group} has σ̃/S = {z:.3g} for n = {n} records, and 64 bits could not hold their "
+                f"noise=discrete_gaussian: group {group} has σ̃/S = {z:.3g} for n = {n} records, and 64 bits could "
+                f"not hold their "
                 "sum; choose more noise, or noise=gaussian."
             )
         if self.S2 / d < _COARSE:
             raise ConfigError(
-                f"noise=exact: group {group} has σ̃/S = {z:.3g} for d = {d} numbers, so that the grid could shorten a "
+                f"noise=discrete_gaussian: group {group} has σ̃/S = {z:.3g} for d = {d} numbers, so that the grid "
+                f"could shorten a "
                 f"record by more than 3 %; choose σ̃/S below {SIGMA / (_COARSE * d) ** 0.5:.3g}, or noise=gaussian."
             )
 

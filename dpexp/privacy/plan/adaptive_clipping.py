@@ -34,9 +34,9 @@ class AdaptiveClipNorm:
 
     Args:
         initial: one number for all, or one for each group by name.
-        quantile: γ in [0, 1], the fraction of records that is not to be clipped; one for all, or by group.
-        rate: η.
-        share: of the budget, for all counts together.
+        target_quantile: γ in [0, 1], the fraction of records that is not to be clipped; one for all, or by group.
+        learning_rate: η.
+        budget_share: of the budget, for all counts together.
     """
 
     initial: float | Mapping[str, float] = 1.0
@@ -45,7 +45,7 @@ class AdaptiveClipNorm:
     budget_share: float = 0.01
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return by_group("bound.initial", self.initial, groups)
+        return by_group("clip_norm.initial", self.initial, groups)
 
     def targets(
         self, groups: Mapping[str, Sequence[Vector]], mechanism: Mechanism, allocation: Allocation
@@ -56,9 +56,13 @@ class AdaptiveClipNorm:
         elif isinstance(mechanism, Separate):
             members = [(group, group) for group in groups]
         else:
-            raise ConfigError("bound=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null.")
-        gammas = tuple(by_group("bound.quantile", self.target_quantile, [group for group, _ in members], _fraction))
-        rate = positive("bound.rate", self.learning_rate)
+            raise ConfigError(
+                "clip_norm=adaptive needs mechanism=separate, or mechanism=joint with mechanism.alpha=null."
+            )
+        gammas = tuple(
+            by_group("clip_norm.target_quantile", self.target_quantile, [group for group, _ in members], _fraction)
+        )
+        rate = positive("clip_norm.learning_rate", self.learning_rate)
         return AdaptiveTargets(
             tuple(members), isinstance(mechanism, Joint), gammas, rate, isinstance(allocation, AdaptiveMinVariance)
         )
@@ -77,7 +81,7 @@ class AdaptiveTargets:
     Attributes:
         members: (group, group) whose S_g is followed; or (group, vector) whose α_j is.
         joint: the latter.
-        quantiles: γ of each; rate: η.
+        target_quantiles: γ of each; learning_rate: η.
         measured: shares of the budget follow as well (see `AdaptiveMinVariance`).
     """
 
@@ -114,7 +118,9 @@ class AdaptiveState:
             ConfigError: they are of another plan, or there are none.
         """
         if len(factors) != len(self.multipliers):
-            raise ConfigError("the checkpoint holds no bounds that bound=adaptive could go on from; begin a new run.")
+            raise ConfigError(
+                "the checkpoint holds no bounds that clip_norm=adaptive could go on from; begin a new run."
+            )
         self.multipliers = [*factors]
 
     def apply(self, plan: "PrivacyPlan") -> "PrivacyPlan":
@@ -146,11 +152,11 @@ class AdaptiveState:
         return found
 
     def shown(self, now: "PrivacyPlan") -> Iterator[tuple[str, float]]:
-        """The bounds of a round by what they are called: S/group or alpha/vector."""
+        """The bounds of a round by what they are called: clip_norm/group or joint_scale/vector."""
         alphas = [alpha for group in now.groups if not group.is_metric for alpha in group.alphas]
         bounds = [group.S for group in now.groups if not group.is_metric]
         for name, bound in zip(self._following.names, alphas if self.joint else bounds, strict=True):
-            yield f"{'alpha' if self.joint else 'S'}/{name}", bound
+            yield f"{'joint_scale' if self.joint else 'clip_norm'}/{name}", bound
 
     def _bounded(self, group: "Group", by: Mapping[tuple[str, str], float]) -> "Group":
         if self.joint:

@@ -56,7 +56,7 @@ class MinVariance:
 
 @dataclass(frozen=True)
 class AdaptiveMinVariance(MinVariance):
-    """The same in every round anew, by the bounds that `bound=adaptive` has learnt: budget goes where signal is."""
+    """The same in every round anew, by the bounds that `clip_norm=adaptive` has learnt: budget goes where signal is."""
 
 
 @dataclass(frozen=True)

@@ -38,20 +38,20 @@ ClipNorm = Callable[[Sequence[str], Sequence[int]], list[float]]
 class FixedClipNorm:
     """One number for every group, or a number per group by name."""
 
-    clip_norm: float | Mapping[str, float]
+    value: float | Mapping[str, float]
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return by_group("bound.value", self.clip_norm, groups)
+        return by_group("clip_norm.value", self.value, groups)
 
 
 @dataclass(frozen=True)
 class UniformClipNorm:
     """S*/√m each, so that m of them add up to a total L2 bound of S* (McMahan et al. 2018, section 2)."""
 
-    clip_norm: float
+    total: float
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        return [positive("bound.total", self.clip_norm) / math.sqrt(len(dimensions))] * len(dimensions)
+        return [positive("clip_norm.total", self.total) / math.sqrt(len(dimensions))] * len(dimensions)
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class DimensionClipNorm:
     The paper (section 2) prints S*/√(d_g/D). That is an erratum: with it Σ S_g² ≠ S*².
     """
 
-    clip_norm: float
+    total: float
 
     def __call__(self, groups: Sequence[str], dimensions: Sequence[int]) -> list[float]:
-        total = positive("bound.total", self.clip_norm)
+        total = positive("clip_norm.total", self.total)
         return [total * math.sqrt(d / sum(dimensions)) for d in dimensions]
 
 
@@ -135,11 +135,13 @@ class Joint:
             alphas = _each("mechanism.alpha", self.alpha, [vector.name for _, vector in vectors], "vectors")
         scales = dict(zip((vector.parameters for _, vector in vectors), alphas, strict=True))
         roots = [math.sqrt(len(members)) for members in groups.values()]
-        bounds = roots if self.clip_norm is None else _each("mechanism.S", self.clip_norm, list(groups), "groups")
+        bounds = (
+            roots if self.clip_norm is None else _each("mechanism.clip_norm", self.clip_norm, list(groups), "groups")
+        )
         return {
             name: GroupClipping(
                 tuple(scales[vector.parameters] for vector in members),
-                at_most_root(f"mechanism.S={S} of group {name}", S, len(members)),
+                at_most_root(f"mechanism.clip_norm={S} of group {name}", S, len(members)),
             )
             for (name, members), S in zip(groups.items(), bounds, strict=True)
         }
@@ -155,7 +157,7 @@ def same_as_separate(plan: "PrivacyPlan", bound: ClipNorm, noise_given: bool) ->
     groups = {group.name: group for group in plan.groups if not group.is_metric}
     if plan.adaptive is not None and any(len(group.vectors) > 1 for group in groups.values()):
         return False  # each scale goes its own way
-    scaled = plan.calibration.value if plan.calibration and plan.calibration.knob == "bound" else 1.0
+    scaled = plan.calibration.value if plan.calibration and plan.calibration.knob == "clip_norm" else 1.0
     separate = Separate()({name: group.vectors for name, group in groups.items()}, bound)
     for name, group in groups.items():
         alpha = group.alphas[0]
@@ -208,7 +210,7 @@ class Automatic:
     name: str = field(default="automatic", init=False)
 
     def __post_init__(self) -> None:
-        positive("clip.gamma", self.gamma)
+        positive("clip_rule.gamma", self.gamma)
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return S / (x + self.gamma)
@@ -223,7 +225,7 @@ class Psac:
     name: str = field(default="psac", init=False)
 
     def __post_init__(self) -> None:
-        positive("clip.r", self.r)
+        positive("clip_rule.r", self.r)
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return S / (x + self.r / (x + self.r))
@@ -243,7 +245,7 @@ class Global:
     name: str = field(default="global", init=False)
 
     def __post_init__(self) -> None:
-        positive("clip.Z", self.threshold)
+        positive("clip_rule.threshold", self.threshold)
 
     def __call__(self, x: Tensor, S: Tensor) -> Tensor:
         return ((1 - x / (self.threshold * S)) / RAMP).clamp(0, 1) / self.threshold
@@ -262,16 +264,20 @@ def check_clip_rule(clip: Any) -> None:
     except TypeError:  # it is not frozen
         made = False
     if not (made and callable(clip) and isinstance(getattr(clip, "name", None), str)):
-        told = f"clip={clip} is no clip rule; give a frozen dataclass with a name, which answers c for a norm and S"
+        told = (
+            f"clip_rule={clip} is no clip rule; give a frozen dataclass with a name, which answers c for a norm and S"
+        )
         raise ConfigError(f"{told} as those of dpexp.privacy.plan.clipping do.")
     norms = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
     try:
         answered = clip_rule_factors(clip, norms, torch.ones((), dtype=torch.float64))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"clip={clip} cannot answer for a norm, a tensor under torch.func.vmap: {reason}") from error
+        raise ConfigError(
+            f"clip_rule={clip} cannot answer for a norm, a tensor under torch.func.vmap: {reason}"
+        ) from error
     if answered.shape != norms.shape or not answered.is_floating_point():
-        raise ConfigError(f"clip={clip} must answer one real number for a norm.")
+        raise ConfigError(f"clip_rule={clip} must answer one real number for a norm.")
 
 
 def in_words(clip: ClipRule) -> str:

@@ -2,15 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from torch import nn
 
-from dpexp.accounting.calibration import Calibration, solve
+from dpexp.accounting.calibration import Calibration
 from dpexp.accounting.ledger import (
     DiscreteSumQueryEvent,
     Ledger,
@@ -20,33 +18,17 @@ from dpexp.accounting.ledger import (
     SamplingEvent,
     SumQueryEvent,
 )
-from dpexp.accounting.releases import check_covered
-from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr, Target
-from dpexp.errors import ConfigError, positive
-from dpexp.privacy.noise.correlated import candidates, coefficients, error, least
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, Lattice, lattice
-from dpexp.privacy.plan import options
-from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveTargets
-from dpexp.privacy.plan.allocation import AdaptiveMinVariance, Allocation, Explicit, Proportional
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveTargets
 from dpexp.privacy.plan.clipping import (
     Abadi,
-    ClipNorm,
     ClipRule,
-    FixedClipNorm,
-    GroupClipping,
-    Mechanism,
-    Separate,
-    check_clip_rule,
     in_words,
 )
-from dpexp.privacy.plan.groups import Grouping, Vector, flat, trainable, vectors
-from dpexp.privacy.plan.options import AUTO, Banded
-from dpexp.privacy.plan.schedules import Multipliers, Schedule, schedule
-from dpexp.privacy.preprocessing_methods import parts_of, queries
-from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, releases
-from dpexp.privacy.sampling.policies import CyclicPoisson, Policy
+from dpexp.privacy.plan.groups import Vector
+from dpexp.privacy.plan.schedules import Multipliers, Schedule
+from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Example
-from dpexp.privacy.unsupported import refuse_mixing_layers
 
 
 @dataclass(frozen=True)
@@ -202,221 +184,3 @@ def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...]) -> Priv
         ),
         schedule=Schedule(),
     )
-
-
-def make_plan(
-    module: nn.Module,
-    *,
-    n: int,
-    sampling: str = "poisson",
-    q: float | None = None,
-    expected_batch_size: float | None = None,
-    maximum: int | None = None,
-    parts: int | None = None,
-    steps: int | None = None,
-    epochs: float | None = None,
-    epsilon: float | None = None,
-    advantage: float | None = None,
-    tpr: Mapping[float, float] | None = None,
-    noise_multiplier: float | None = None,
-    delta: float | None = None,
-    adjacency: str | None = None,
-    group: Grouping | None = None,
-    vectors_by: str = "layer",
-    bound: ClipNorm | None = None,
-    mechanism: Mechanism | None = None,
-    clip: ClipRule | None = None,
-    allocation: Allocation | None = None,
-    schedules: Mapping[str, Any] | None = None,
-    accountant: str = "pld",
-    calibrate: str = "noise",
-    noise: str | Banded = "gaussian",
-    release: Mapping[str, Any] | None = None,
-    record: Example | None = None,
-    users: int | None = None,
-) -> PrivacyPlan:
-    """The plan for training `module`'s trainable parameters.
-
-    Args:
-        n: published number of training examples.
-        sampling: policy; `q`: sampling rate, or `expected_batch_size` = q·n, of examples; `maximum`: of
-            truncated_poisson, of records; `parts`: of cyclic_poisson, by default as many as noise has bands.
-        steps: rounds T, or `epochs` E for T = ⌈E/q⌉.
-        epsilon: target at `delta`, for which z is solved with `accountant`; or give another target: `advantage`, the
-            largest TPR - FPR of a test for one record, or `tpr`, the largest TPR at each FPR; or `noise_multiplier` z.
-        adjacency: default the first that the policy may claim.
-        group: default one group; `bound`: default 1 each; `mechanism`: default separate; `clip`: default
-            Abadi's; `allocation`: default proportional.
-        schedules: of z, q and S; see `dpexp.privacy.plan.schedules.schedule`.
-        calibrate: the knob that is solved for the target: `noise`, or from the noise given (`noise_multiplier`, or
-            `allocation=explicit`) `q`, `q_at_fixed_z`, `steps` or `bound` (see `dpexp.accounting.calibration`).
-        noise: `gaussian`, `exact` (see `dpexp.privacy.noise.discrete_gaussian`), or a `Banded` (`banded`: by its
-            defaults), correlated.
-        release: values of records that are released besides gradients (see `dpexp.privacy.private_metrics.releases`).
-        record: default an example (see `dpexp.privacy.sampling.privacy_unit`); `users`: published number of users, if
-            it is a user.
-
-    Raises:
-        ConfigError: a value out of range, contradictory choices, a claim that cannot be made, or a model whose
-            layers mix records.
-    """
-    refuse_mixing_layers(module)
-    record, bound, mechanism = record or Example(), bound or FixedClipNorm(1.0), mechanism or Separate()
-    allocation = allocation or Proportional()
-    records = record.num_records(n, users)
-    policy, rounds = options.sampled(n, sampling, q, expected_batch_size, maximum, steps, epochs, records, parts)
-    rate, n = policy.q, records
-    adjacency = options.claimed(sampling, adjacency)
-    exact = options.check_kind(noise) == "exact"
-    banded = Banded() if noise == "banded" else noise if isinstance(noise, Banded) else None
-    options.check_noise(epsilon, noise_multiplier, delta, calibrate, isinstance(allocation, Explicit), advantage, tpr)
-    options.check_schedules(schedules or {}, sampling, calibrate)
-    target = _target(epsilon, delta, advantage, tpr)
-    if banded:
-        options.check_banded(banded, sampling, calibrate, target is not None, parts)
-    if not trainable(module):
-        raise ConfigError(
-            "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
-        )
-    members = (group or flat())(module)
-    grouped = {name: vectors(module, parameters, vectors_by) for name, parameters in members.items()}
-    clipping = mechanism(grouped, bound)
-    w = allocation.shares(grouped, clipping)
-    values, following = _besides(grouped, release or {}, bound, mechanism, allocation)
-    left = 1 - sum(value.budget_share for value in values.values())
-    if left <= 0:
-        raise ConfigError(f"metrics.release and bound.share leave {left:.6g} of the budget to gradients; ask for less.")
-    if following is not None:
-        options.check_adaptive(schedules or {}, calibrate, noise)
-    rule = Abadi() if clip is None else clip
-    check_clip_rule(rule)
-
-    preparations = queries(module, adjacency, target.mu if target else None)
-    prepared = preparations[0].query if preparations else None
-    if prepared and record != Example():
-        raise ConfigError(f"prepare={prepared} bounds what an example gives, not a {record}; choose record=example.")
-    if prepared and exact:
-        raise ConfigError(f"noise=exact cannot be had for prepare={prepared}, in float64; choose noise=gaussian.")
-
-    def with_bands(b: int) -> PrivacyPlan:
-        c = coefficients(banded, b, rounds) if banded else (1.0,)
-        sampled_by = replace(policy, partitions=parts or b) if isinstance(policy, CyclicPoisson) else policy
-
-        def plan_at(z: float, q: float = rate, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
-            gradients = {
-                name: MetricRelease(grouped[name], GroupClipping(own.scales, scale * own.clip_norm), left * w[name])
-                for name, own in clipping.items()
-            }
-            groups = []
-            for name, one in (gradients | values).items():
-                own, ruled = one.clipping, (rule, c) if name in gradients else ()
-                sigma = z * own.clip_norm / math.sqrt(one.budget_share)
-                groups.append(
-                    Group(
-                        name,
-                        one.vectors,
-                        own.scales,
-                        own.clip_norm,
-                        sigma,
-                        one.budget_share,
-                        exact,
-                        one.every_n_rounds,
-                        *ruled,
-                    )
-                )
-            by_q = sampled_by if q == rate else replace(sampled_by, q=q)
-            varied = schedule(steps, **(schedules or {}))
-            return PrivacyPlan(
-                by_q,
-                n,
-                steps,
-                tuple(groups),
-                adjacency,
-                varied,
-                following,
-                preprocessing=preparations,
-                privacy_unit=record,
-            )
-
-        z = noise_multiplier
-        if isinstance(allocation, Explicit):  # of gradients
-            z = allocation.noise_multiplier(clipping) * math.sqrt(left)
-        if z is not None and calibrate == "noise":
-            plan = plan_at(z)
-            plan.ledger()  # every round's numbers make sense
-            return _checked(plan)
-        assert target is not None  # as `check_noise` has it
-        check_covered(sampling, adjacency, accountant)
-        z = z or 1.0
-        ways: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
-            "noise": (plan_at, 1.0),
-            "q": (lambda q: plan_at(z * q / rate, q=q), rate),
-            "q_at_fixed_z": (lambda q: plan_at(z, q=q), rate),
-            "steps": (lambda steps: plan_at(z, steps=int(steps)), rounds),
-            "bound": (lambda scale: plan_at(z / scale, scale=scale), 1.0),
-        }
-        at, start = ways[calibrate]
-        solved = solve(
-            calibrate, lambda value: at(value).ledger(), target, accountant,
-            start=start, lowest=1 / n if calibrate.startswith("q") else None,
-        )  # fmt: skip
-        return _checked(replace(at(solved.value), calibration=solved))
-
-    if not banded or banded.bands != AUTO:
-        return with_bands(int(banded.bands) if banded else parts or 1)
-    made = (with_bands(b) for b in candidates(rate, rounds, parts))
-    return least((plan.noise_multiplier * error(plan.bands, rounds, banded.momentum), plan) for plan in made)
-
-
-def _target(
-    epsilon: float | None, delta: float | None, advantage: float | None, tpr: Mapping[float, float] | None
-) -> Target | None:
-    if tpr is not None:
-        return MaxTpr(tpr)
-    if advantage is not None:
-        return MaxAdvantage(float(advantage))
-    if epsilon is None:
-        return None
-    if delta is None:
-        raise ConfigError("privacy.delta must be given with privacy.epsilon.")
-    return Epsilon(float(epsilon), delta)
-
-
-def _besides(
-    grouped: Mapping[str, tuple[Vector, ...]],
-    release: Mapping[str, Any],
-    bound: ClipNorm,
-    mechanism: Mechanism,
-    allocation: Allocation,
-) -> tuple[dict[str, MetricRelease], AdaptiveTargets | None]:
-    """What is released besides groups of gradients, by name, and what adaptive bounds follow by it."""
-    values = releases(release)
-    both = sorted(set(values) & set(grouped))
-    if both:
-        raise ConfigError(f"metrics.release: {both[0]} is the name of a group of gradients too; rename one of them.")
-    if UNCLIPPED in {*values, *grouped, *(vector.name for value in values.values() for vector in value.vectors)}:
-        raise ConfigError(f"{UNCLIPPED} is what bound=adaptive counts under; rename what else is called so.")
-    if isinstance(bound, AdaptiveClipNorm):
-        following = bound.targets(grouped, mechanism, allocation)
-        return values | {UNCLIPPED: following.counts(positive("bound.share", bound.budget_share))}, following
-    if isinstance(allocation, AdaptiveMinVariance):
-        raise ConfigError("allocation=measured goes by bounds that are measured; choose bound=adaptive.")
-    return values, None
-
-
-def _checked(plan: PrivacyPlan) -> PrivacyPlan:
-    """The plan, if float32 keeps the digits of its bounds, and exact noise can be had for every group and round."""
-    scheduled = [factor for _, factor in plan.schedule.S]
-    bounds = [
-        (f"group {g.name}: the bound S", g.S * by) for g in plan.groups for by in (min(scheduled), max(scheduled))
-    ]
-    bounds += [(f"group {group.name}: the bound α", alpha) for group in plan.groups for alpha in group.alphas]
-    bounds += [(f"prepare.{one.query}: the bound S", part.S) for one in plan.preprocessing for part in parts_of(one)]
-    for told, number in bounds:
-        if not 1e-20 <= number <= 1e20:
-            raise ConfigError(f"{told}={number:g} must lie between 1e-20 and 1e20.")
-    if plan.discrete:
-        for start, _ in plan.schedule.segments(plan.rounds):
-            for group in plan.at_round(start).groups:
-                group.lattice.check(group.name, group.d, plan.n)
-    return plan

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
 
 from dpexp.accounting.ledger import SamplingEvent, rate_in_part
-from dpexp.errors import ConfigError, positive, whole
+from dpexp.errors import ConfigError, named, positive, whole
 
 if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
@@ -25,7 +25,7 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.q, Real) or not 0 < self.q <= 1:
-            raise ConfigError(f"sampling.q={self.q!r} must lie in (0, 1].")
+            raise ConfigError(f"sampling.sampling_rate={self.q!r} must lie in (0, 1].")
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         """The event of one sample. `epoch` is the round in which the samples that it depends on began."""
@@ -74,7 +74,7 @@ class CyclicPoisson(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rate_in_part(self.q, whole("sampling.parts", self.partitions))
+        rate_in_part(self.q, whole("sampling.partitions", self.partitions))
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, parts=self.partitions, block=epoch)
@@ -99,7 +99,7 @@ class TruncatedPoisson(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("sampling.maximum", self.max_batch_size)
+        whole("sampling.max_batch_size", self.max_batch_size)
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, maximum=self.max_batch_size)
@@ -149,35 +149,56 @@ class FullBatch(Policy):
 
     def __post_init__(self) -> None:
         if self.q != 1:
-            raise ConfigError(f"sampling.q={self.q} must be 1 for sampling=all.")
+            raise ConfigError(f"sampling.sampling_rate={self.q} must be 1 for sampling=full_batch.")
 
     def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [list(range(size))]
 
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Poisson, TruncatedPoisson, FixedSize, Shuffle, FullBatch, CyclicPoisson)
+    "poisson": Poisson,
+    "truncated_poisson": TruncatedPoisson,
+    "fixed_size": FixedSize,
+    "shuffle": Shuffle,
+    "full_batch": FullBatch,
+    "cyclic_poisson": CyclicPoisson,
 }
 
 
+def policy_class(name: str) -> type[Policy]:
+    """The class of a policy: one of POLICIES, or the dotted name of a class of your own."""
+    found = POLICIES.get(name) or (named(name) if "." in name else None)
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(
+            f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}, or package.Name of a Policy."
+        )
+    return found
+
+
 def make_policy(
-    name: str, q: float, n: int, maximum: int | None = None, examples: float = 1.0, parts: int | None = None
+    name: str, q: float, n: int, max_batch_size: int | None = None, examples: float = 1.0, partitions: int | None = None
 ) -> Policy:
-    """`examples`: of a record, on average."""
-    if name not in POLICIES:
-        raise ConfigError(f"sampling.policy={name} is unknown; known: {', '.join(POLICIES)}.")
-    if (maximum is None) == (name == "truncated_poisson"):
-        raise ConfigError(f"sampling.maximum={maximum}: sampling=truncated_poisson needs it, and no other takes it.")
-    if parts is not None and name != "cyclic_poisson":
-        raise ConfigError(f"sampling.parts={parts} is of sampling=cyclic_poisson alone.")
-    if maximum is not None:
-        return TruncatedPoisson(q, maximum)
-    if parts is not None:
-        return CyclicPoisson(q, parts)
-    policy = POLICIES[name](q)
-    if isinstance(policy, FixedSize | Shuffle):
+    """
+    Args:
+        n: published number of records; examples: of a record, on average.
+
+    Raises:
+        ConfigError: the policy is unknown, or a value is out of range or of another policy.
+    """
+    policy = policy_class(name)
+    if (max_batch_size is None) == issubclass(policy, TruncatedPoisson):
+        raise ConfigError(
+            f"sampling.max_batch_size={max_batch_size}: sampling=truncated_poisson needs it, and no other takes it."
+        )
+    if partitions is not None and not issubclass(policy, CyclicPoisson):
+        raise ConfigError(f"sampling.partitions={partitions} is of sampling=cyclic_poisson alone.")
+    if max_batch_size is not None:
+        return policy(q, max_batch_size)  # type: ignore[call-arg]
+    if partitions is not None:
+        return policy(q, partitions)  # type: ignore[call-arg]
+    if issubclass(policy, FixedSize | Shuffle):
         whole_batch(q, n, examples)
-    return policy
+    return policy(q)
 
 
 def whole_batch(q: float, n: int, examples: float = 1.0) -> int:
@@ -185,7 +206,7 @@ def whole_batch(q: float, n: int, examples: float = 1.0) -> int:
     batch = round(q * n)
     if batch < 1 or not math.isclose(batch, q * n, rel_tol=1e-9):
         raise ConfigError(
-            f"sampling.q={q}: q·n = {q * n:.6g} must be a whole number of records; "
+            f"sampling.sampling_rate={q}: q·n = {q * n:.6g} must be a whole number of records; "
             f"sampling.expected_batch_size={max(1, batch) * examples:.12g} is the nearest."
         )
     return batch

@@ -54,8 +54,8 @@ class Example:
         return None
 
     def to_header(self) -> dict[str, Any] | None:
-        """As in a ledger's header, which says nothing of examples."""
-        return None if self.kind == "example" else asdict(self)
+        """The privacy unit in a ledger's header; None: an example."""
+        return None
 
     def __str__(self) -> str:
         return unit(self.to_header())
@@ -74,7 +74,7 @@ class Microbatch(Example):
     kind: str = field(default="microbatch", init=False)
 
     def __post_init__(self) -> None:
-        whole("record.k", self.size)
+        whole("privacy_unit.size", self.size)
 
     @property
     def max_examples_in_round(self) -> int:
@@ -82,7 +82,10 @@ class Microbatch(Example):
 
     @property
     def count_key(self) -> str:
-        return "data.n/record.k"
+        return "data.n/privacy_unit.size"
+
+    def to_header(self) -> dict[str, Any]:
+        return {"kind": self.kind, "k": self.size}
 
     def num_records(self, n: int, users: int | None = None) -> int:
         return math.ceil(n / self.size)
@@ -109,11 +112,11 @@ class LocalTraining:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        positive("record.local.lr", self.lr)
-        exactly_one("record.local", steps=self.steps, epochs=self.epochs)
+        positive("privacy_unit.local_training.lr", self.lr)
+        exactly_one("privacy_unit.local_training", steps=self.steps, epochs=self.epochs)
         for name in ("steps", "epochs", "batch_size"):
             if getattr(self, name) is not None:
-                whole(f"record.local.{name}", getattr(self, name))
+                whole(f"privacy_unit.local_training.{name}", getattr(self, name))
 
     def batches(self, m: int) -> list[range]:
         """The rows of each step's batch, of m."""
@@ -128,10 +131,10 @@ class User(Example):
     """A record is what one user has.
 
     Attributes:
-        most: examples of a user that take part in a round, at most; of more, a random part.
-        by: attribute of the training data set that has the user of each example; None: the data set gives for an index
-            a list of one user's examples.
-        local: how its vector is found by training; None: it is the mean gradient.
+        max_examples: of a user in a round; of more, a random part takes part.
+        user_attribute: attribute of the training data set that has the user of each example; None: the data set gives
+            for an index a list of one user's examples.
+        local_training: how its vector is found by training; None: it is the mean gradient.
     """
 
     max_examples: int = 1
@@ -140,7 +143,7 @@ class User(Example):
     kind: str = field(default="user", init=False)
 
     def __post_init__(self) -> None:
-        whole("record.most", self.max_examples)
+        whole("privacy_unit.max_examples", self.max_examples)
 
     @property
     def max_examples_in_round(self) -> int:
@@ -150,10 +153,15 @@ class User(Example):
     def count_key(self) -> str:
         return "data.users" if self.user_attribute is not None else "data.n"
 
+    def to_header(self) -> dict[str, Any]:
+        local = None if self.local_training is None else asdict(self.local_training)
+        return {"kind": self.kind, "most": self.max_examples, "by": self.user_attribute, "local": local}
+
     def num_records(self, n: int, users: int | None = None) -> int:
         if self.user_attribute is not None and users is None:
             raise ConfigError(
-                "record=user counts users: give data.users, their published number, or record.by=null for a data set "
+                "privacy_unit=user counts users: give data.users, their published number, or "
+                "privacy_unit.user_attribute=null for a data set "
                 "of which each index is a user."
             )
         return n if users is None else whole("data.users", users)
@@ -164,7 +172,8 @@ class User(Example):
 
             if isinstance(dataset, TensorDataset):
                 raise ConfigError(
-                    f"{_OF_LISTS}; a TensorDataset has tensors. Name with record.by its attribute that has the user of "
+                    f"{_OF_LISTS}; a TensorDataset has tensors. Name with privacy_unit.user_attribute its attribute "
+                    f"that has the user of "
                     "each example."
                 )
             return _Lists([()] * len(dataset), self.max_examples, self.local_training is not None)
@@ -173,7 +182,8 @@ class User(Example):
         if not listed or len(user_of) != len(dataset) or not all(map(_is_number, user_of)):
             has = f"none on its {type(dataset).__name__}" if user_of is None else f"a {type(user_of).__name__}"
             raise ConfigError(
-                f"record.by={self.user_attribute} must be an attribute of the training data set that has the user "
+                f"privacy_unit.user_attribute={self.user_attribute} must be an attribute of the training data set "
+                f"that has the user "
                 f"of each of its "
                 f"examples, a list of as many whole numbers; there is {has}."
             )
@@ -236,34 +246,33 @@ class _Lists(Units):
         return [examples[k] for k in self._chosen(len(examples), KeyStream(key))]
 
 
-_OF_LISTS = "record.by=null takes a data set that has for each index a list of a user's examples"
+_OF_LISTS = "privacy_unit.user_attribute=null takes a data set that has for each index a list of a user's examples"
 
 
-def make_privacy_unit(
-    kind: str = "example",
-    k: int | None = None,
-    most: int | None = None,
-    by: str | None = None,
-    local: Mapping[str, Any] | None = None,
-) -> Example:
-    """What a record is, as a configuration says it."""
-    given = {"k": k, "most": most, "by": by, "local": local}
-    takes = {"example": (), "microbatch": ("k",), "user": ("most", "by", "local")}
+def make_privacy_unit(kind: str = "example", **options: Any) -> Example:
+    """The privacy unit that a configuration's `privacy_unit` section asks for. Options that are null are left out."""
+    takes = {"example": (), "microbatch": ("size",), "user": ("max_examples", "user_attribute", "local_training")}
     if kind not in takes:
-        raise ConfigError(f"record.kind={kind} is unknown; known: {', '.join(takes)}.")
-    for key, value in given.items():
+        raise ConfigError(f"privacy_unit.kind={kind} is unknown; known: {', '.join(takes)}.")
+    for key, value in options.items():
         if value is not None and key not in takes[kind]:
-            raise ConfigError(f"record.{key}={value} is not for record={kind}, which takes {takes[kind] or 'nothing'}.")
-    if kind == "microbatch":
-        return Microbatch(k)  # type: ignore[arg-type]
+            raise ConfigError(
+                f"privacy_unit.{key}={value} is not for privacy_unit={kind}, which takes {takes[kind] or 'nothing'}."
+            )
     if kind == "example":
         return Example()
+    if kind == "microbatch":
+        return Microbatch(options["size"])
+    local = options.get("local_training")
     try:
-        return User(most, by, None if local is None else LocalTraining(**local))  # type: ignore[arg-type]
+        training = None if local is None else LocalTraining(**local)
     except TypeError as error:
         raise ConfigError(
-            f"record.local={dict(local or {})} must give lr, and steps or epochs, and may give batch_size ({error})."
+            f"privacy_unit.local_training={dict(local or {})} must give lr, and steps or epochs, and may give "
+            f"batch_size "
+            f"({error})."
         ) from error
+    return User(options["max_examples"], options["user_attribute"], training)
 
 
 def _is_number(user: Any) -> bool:

@@ -33,7 +33,7 @@ class TensorData(pl.LightningDataModule):
     Args:
         train: (x [N, ...], y [N]); test: likewise.
         batch_size: of the loaders. Private training draws its own samples from the training loader's data set.
-        workers: loader processes.
+        num_workers: loader processes.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class TensorData(pl.LightningDataModule):
         train: tuple[Tensor, Tensor],
         test: tuple[Tensor, Tensor],
         batch_size: int = 256,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
         self.train = TensorDataset(*train)
         self.test = TensorDataset(*test)
         self.batch_size = batch_size
-        self.workers = workers
+        self.num_workers = num_workers
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.workers)
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader:
         """The test set: it is taken as public, so it may be looked at during training."""

@@ -47,12 +47,12 @@ class Features(TensorData):
         cache: str,
         at_once: int = 1,
         batch_size: int = 512,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
         sets = [_in_memory(of, part) for part in ("train", "test")]
         folder = Path(cache).expanduser()
         train, test = ((kept(x, by, folder, at_once), y) for x, y in sets)
-        super().__init__(train, test, batch_size, workers)
+        super().__init__(train, test, batch_size, num_workers)
 
 
 def _in_memory(of: pl.LightningDataModule, part: str) -> tuple[Tensor, Tensor]:

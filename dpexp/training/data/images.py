@@ -24,13 +24,13 @@ class Digits(TensorData):
             a digit is not known. Each has one image at least; `train.user_of` has the user of each.
     """
 
-    def __init__(self, batch_size: int = 256, workers: int = 0, users: int = 200) -> None:
+    def __init__(self, batch_size: int = 256, num_workers: int = 0, users: int = 200) -> None:
         images, labels = load_digits(return_X_y=True)
         x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
         y = torch.as_tensor(labels, dtype=torch.long)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         train, test = order[:-_TEST], order[-_TEST:]
-        super().__init__((x[train], y[train]), (x[test], y[test]), batch_size, workers)
+        super().__init__((x[train], y[train]), (x[test], y[test]), batch_size, num_workers)
         self.train.user_of = dealt_out(len(train), users)  # type: ignore[attr-defined]
 
 
@@ -44,8 +44,8 @@ class _IdxImages(TensorData):
     mirror: str
     md5: ClassVar[dict[str, str]]
 
-    def __init__(self, root: str, batch_size: int = 512, workers: int = 0, users: int = 1000) -> None:
-        super().__init__(self._read(root, "train"), self._read(root, "t10k"), batch_size, workers)
+    def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0, users: int = 1000) -> None:
+        super().__init__(self._read(root, "train"), self._read(root, "t10k"), batch_size, num_workers)
         self.train.user_of = dealt_out(len(self.train), users)  # type: ignore[attr-defined]
 
     def _read(self, root: str, part: str) -> tuple[Tensor, Tensor]:
@@ -102,14 +102,14 @@ class Cifar10(TensorData):
     Reads `cifar-10-batches-bin/` under `root` if it is there; otherwise unpacks the standard archive there.
     """
 
-    def __init__(self, root: str, batch_size: int = 512, workers: int = 0) -> None:
+    def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0) -> None:
         folder = Path(root).expanduser() / _FOLDER
         if not folder.is_dir():
             with tarfile.open(standard_file(root, _URL, _MD5)) as archive:
                 archive.extractall(folder.parent, filter="data")
         train = [read_binary(folder / f"data_batch_{i}.bin") for i in range(1, 6)]
         x, y = (torch.cat(parts) for parts in zip(*train, strict=True))
-        super().__init__((x, y), read_binary(folder / "test_batch.bin"), batch_size, workers)
+        super().__init__((x, y), read_binary(folder / "test_batch.bin"), batch_size, num_workers)
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:

@@ -58,9 +58,9 @@ class Adult(TensorData):
     is 1, or none where the value is missing.
     """
 
-    def __init__(self, root: str, batch_size: int = 512, workers: int = 0) -> None:
+    def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0) -> None:
         train, test = (read_adult(standard_file(root, _MIRROR + name, md5)) for name, md5 in _MD5.items())
-        super().__init__(train, test, batch_size, workers)
+        super().__init__(train, test, batch_size, num_workers)
 
 
 def read_adult(path: Path) -> tuple[Tensor, Tensor]:
@@ -95,11 +95,11 @@ class Synthetic(TensorData):
         separation: float = 0.5,
         seed: int = 0,
         batch_size: int = 256,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         means = separation * torch.randn(classes, math.prod(shape), generator=generator)
         total = n + n // 4
         y = torch.randint(classes, (total,), generator=generator)
         x = (means[y] + torch.randn(total, math.prod(shape), generator=generator)).reshape(total, *shape)
-        super().__init__((x[:n], y[:n]), (x[n:], y[n:]), batch_size, workers)
+        super().__init__((x[:n], y[:n]), (x[n:], y[n:]), batch_size, num_workers)

@@ -26,14 +26,14 @@ class Shakespeare(TensorData):
         user_of: the speaker of each window, counted from 0.
     """
 
-    def __init__(self, root: str, length: int = 80, batch_size: int = 64, workers: int = 0) -> None:
+    def __init__(self, root: str, length: int = 80, batch_size: int = 64, num_workers: int = 0) -> None:
         text = standard_file(root, URL, MD5).read_text()
         spoken = speeches(text)
         train = [said for k, said in enumerate(spoken.values()) if k % _TENTH]
         test = [said for k, said in enumerate(spoken.values()) if not k % _TENTH]
         (x, y, users), (test_x, test_y, test_users) = windows(train, length), windows(test, length)
         full = (test_y != IGNORED).all(1)
-        super().__init__((x, y), (test_x[full], test_y[full]), batch_size, workers)
+        super().__init__((x, y), (test_x[full], test_y[full]), batch_size, num_workers)
         self.train.user_of, self.test.user_of = users.tolist(), test_users[full].tolist()  # type: ignore[attr-defined]
 
 
@@ -83,7 +83,7 @@ class Plays(TensorData):
     Every fifth speech is in the test set.
     """
 
-    def __init__(self, root: str, length: int = 32, batch_size: int = 64, workers: int = 0) -> None:
+    def __init__(self, root: str, length: int = 32, batch_size: int = 64, num_workers: int = 0) -> None:
         """
         Args:
             length: tokens that are kept of a speech; what follows is left out.
@@ -93,7 +93,7 @@ class Plays(TensorData):
         """
         said, plays = zip(*speeches_of_plays(standard_file(root, URL, MD5).read_text()), strict=True)
         x, y, tested = tokens(list(said), length), torch.tensor(plays), torch.arange(len(said)) % _FIFTH == 0
-        super().__init__((x[~tested], y[~tested]), (x[tested], y[tested]), batch_size, workers)
+        super().__init__((x[~tested], y[~tested]), (x[tested], y[tested]), batch_size, num_workers)
 
 
 def speeches_of_plays(text: str, least: int = 40) -> list[tuple[str, int]]:

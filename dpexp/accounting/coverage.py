@@ -1,0 +1,175 @@
+"""What each accountant is stated for, and which claims may be made."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from dpexp.errors import ConfigError, named
+
+SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}  # of a clipped sum, in units of S
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What an accountant is stated for. It refuses all else.
+
+    Attributes:
+        covers: the adjacencies under which it takes rounds of each sampling policy, the usual one first.
+        noise: the kinds of noise that it composes, as queries name theirs.
+        is_bound: no true ε is larger than its; else it is an approximation.
+    """
+
+    covers: Mapping[str, tuple[str, ...]]
+    noise: tuple[str, ...]
+    is_bound: bool
+
+
+# Removing a record from a Poisson sample and nulling it are the same pair of distributions.
+_SAMPLED = {
+    "poisson": ("add_remove", "replace_null"),
+    "cyclic_poisson": ("add_remove", "replace_null"),
+    "shuffle": ("replace_one", "replace_null"),
+    "all": ("add_remove", "replace_one", "replace_null"),
+}
+_REPLACED = {policy: (*_SAMPLED[policy], "replace_one") for policy in ("poisson", "cyclic_poisson")}
+_FIXED = {"fixed_size": ("replace_one",)}
+_GAUSSIAN = ("gaussian", "banded gaussian", "discrete gaussian")
+_BUILT_IN = {
+    "pld": Coverage(
+        _SAMPLED | _REPLACED | _FIXED | {"truncated_poisson": ("replace_null",)}, (*_GAUSSIAN, "laplace"), True
+    ),
+    "rdp": Coverage(_SAMPLED | _FIXED, (*_GAUSSIAN, "laplace"), True),
+    "moments": Coverage(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
+    "strong": Coverage(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
+    "basic": Coverage(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
+    "gdp": Coverage(_SAMPLED, _GAUSSIAN, False),
+}
+NAMES = tuple(_BUILT_IN)
+CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
+    policy: {
+        adjacency: tuple(name for name, each in _BUILT_IN.items() if adjacency in each.covers.get(policy, ()))
+        for adjacency in covered
+    }
+    for policy, covered in _BUILT_IN["pld"].covers.items()
+}
+_WHY = {
+    "truncated_poisson": "which records are cut off depends on how many there are, so n must be the same on both sides",
+    "fixed_size": "a sample of fixed size only exists when n is the same on both sides",
+    "shuffle": "a partition into equal batches only exists when n is the same on both sides",
+}
+
+
+def coverage(accountant: str) -> Coverage:
+    """What an accountant is stated for.
+
+    Args:
+        accountant: one of NAMES, or the dotted name of a class of your own, whose `coverage` it is.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    if accountant in _BUILT_IN:
+        return _BUILT_IN[accountant]
+    found = getattr(named(accountant), "coverage", None) if "." in accountant else None
+    if not isinstance(found, Coverage):
+        raise ConfigError(
+            f"accountant={accountant} is unknown; known: {', '.join(NAMES)}, or package.Name of a class with "
+            f"`coverage`."
+        )
+    return found
+
+
+def is_bound(accountant: str) -> bool:
+    """Whether no true ε is larger than the accountant's; else it is an approximation."""
+    return coverage(accountant).is_bound
+
+
+def adjacencies(policy: str) -> tuple[str, ...]:
+    """Those under which the policy may be accounted; the first is the default."""
+    return tuple(CLAIMS[policy])
+
+
+def check_covered(policy: str, adjacency: str, accountant: str | None = None) -> None:
+    """Raises:
+    ConfigError: the claim cannot be made; says why, and which is nearest.
+    """
+    if policy not in CLAIMS:
+        raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(CLAIMS)}.")
+    if adjacency not in SENSITIVITY:
+        raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
+    if accountant is not None:
+        check_names([accountant])
+    if adjacency not in CLAIMS[policy]:
+        raise ConfigError(
+            f"adjacency={adjacency} cannot be claimed for sampling={policy}: {_WHY[policy]}; "
+            f"choose adjacency={' or '.join(CLAIMS[policy])}."
+        )
+    allowed = CLAIMS[policy][adjacency]
+    if accountant is not None and adjacency not in coverage(accountant).covers.get(policy, ()):
+        raise ConfigError(
+            f"accountant={accountant} has no bound for sampling={policy} under adjacency={adjacency}; "
+            f"choose accountant={' or '.join(allowed)}, or another sampling policy."
+        )
+
+
+def check_delta(delta: float) -> None:
+    """Raises:
+    ConfigError: δ is not strictly between 0 and 1.
+    """
+    if not (math.isfinite(delta) and 0 < delta < 1):
+        raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
+
+
+def check_advantage(most: float) -> None:
+    """Raises:
+    ConfigError: it is no largest TPR - FPR that could be asked for.
+    """
+    if not 0 < most < 1:
+        raise ConfigError(
+            f"privacy.max_advantage={most:g} must lie strictly between 0 and 1: it is the largest TPR - FPR of a "
+            f"test for "
+            "one record, and 0 that of guessing."
+        )
+
+
+def check_tpr(rates: Mapping[float, float]) -> None:
+    """Raises:
+    ConfigError: they are no {FPR: largest TPR} that could be asked for.
+    """
+    if not isinstance(rates, Mapping) or not rates:
+        raise ConfigError(f"privacy.max_tpr_at_fpr={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+    for fpr, tpr in rates.items():
+        if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
+            raise ConfigError(
+                f"privacy.max_tpr_at_fpr={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}."
+            )
+        if not 0 < fpr < tpr < 1:
+            raise ConfigError(
+                f"privacy.max_tpr_at_fpr={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, "
+                f"such as "
+                "{0.01: 0.05}: guessing has a TPR as large as its FPR."
+            )
+
+
+def check_bound(target: str, accountant: str) -> None:
+    """Raises:
+    ConfigError: the accountant has no bound, so that nothing can be solved for with it.
+    """
+    if not is_bound(accountant):
+        others = ", ".join(filter(is_bound, NAMES))
+        raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
+
+
+def check_names(accountants: list[str]) -> None:
+    """Raises:
+    ConfigError: one of them is unknown.
+    """
+    for name in accountants:
+        coverage(name)
+
+
+@cache
+def composing(noise: str) -> tuple[str, ...]:
+    """The accountants that compose such noise."""
+    return tuple(name for name, each in _BUILT_IN.items() if noise in each.noise)
