@@ -23,8 +23,8 @@ from scipy.stats import norm
 from truncated_grid import theirs as truncated
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.coverage import CLAIMS, NAMES, coverage
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent
-from dpexp.accounting.coverage import ACCOUNTANTS, CLAIMS
 
 POINTS, WITHIN = 300, 0.01
 RELATIONS = {
@@ -33,7 +33,7 @@ RELATIONS = {
     "replace_null": NeighboringRelation.REPLACE_SPECIAL,
 }
 EACH = [(p, a, name) for p, claims in CLAIMS.items() for a, names in claims.items() for name in names]
-EACH += [("laplace", "add_remove", name) for name, stated in ACCOUNTANTS.items() if "laplace" in stated.noise]
+EACH += [("laplace", "add_remove", name) for name in NAMES if "laplace" in coverage(name).noise]
 
 
 def gaussian(mu: float, delta: float) -> float:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dpexp
+from dpexp import Clipping, Sampling, Target, make_plan
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
@@ -105,14 +106,12 @@ def main() -> None:
 
     data = Digits()
     assert len(data.train) == N
-    plan = dpexp.make_plan(
+    plan = make_plan(
         Classifier(initial_model(0), sgd),
         n=N,
-        expected_batch_size=EXPECTED_BATCH,
-        steps=ROUNDS,
-        epsilon=EPSILON,
-        delta=DELTA,
-        bound=FixedClipNorm(BOUND),
+        sampling=Sampling(expected_batch_size=EXPECTED_BATCH, steps=ROUNDS),
+        target=Target(epsilon=EPSILON, delta=DELTA),
+        clipping=Clipping(clip_norm=FixedClipNorm(BOUND)),
     )
     print(f"z = {plan.noise_multiplier:.4f}, q = {plan.sampling.q:.4f}, T = {plan.rounds}, δ = {DELTA:g}")
 

@@ -59,7 +59,7 @@ def honest():
     found = []
     for sampling, mechanism, vectors, allocation in itertools.product(SAMPLINGS, MECHANISMS, VECTORS, ALLOCATIONS):
         choices = SAMPLINGS[sampling] | MECHANISMS[mechanism]
-        choices |= {"vectors_by": vectors, "allocation": ALLOCATIONS[allocation], "seed": len(found)}
+        choices |= {"vectors": vectors, "allocation": ALLOCATIONS[allocation], "seed": len(found)}
         found.append(run(f"{sampling}, {mechanism}, {vectors}, {allocation}", **choices))
     print(f"{len(found)} honest audits, {sum(bool(one.exceeded) for one in found)} refuted a claim")
 
@@ -68,7 +68,7 @@ def sabotaged():
     for sabotage, sampling in itertools.product(SABOTAGES, SAMPLINGS):
         with pytest.MonkeyPatch.context() as patch:
             sabotage(patch)
-            choices = {"vectors_by": "parameter"} | MECHANISMS["joint"] | SAMPLINGS[sampling]
+            choices = {"vectors": "parameter"} | MECHANISMS["joint"] | SAMPLINGS[sampling]
             run(f"{sabotage.__name__}, {sampling}", **choices)
 
 

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 import dpexp
+from dpexp import Clipping, Noise, Sampling, Target, make_plan
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy.noise.correlated import Banded, candidates, error
+from dpexp.privacy.noise.correlated import Noise, candidates, error
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Mnist
@@ -35,10 +36,11 @@ N, EPOCHS, DELTA, EPSILONS, MOMENTUM = 50_000, 10, 1e-5, (3.0, 8.0), 0.9
 BATCH, RATES = 512, (0.5, 1.0)
 
 
-def predicted(batch: int, epsilon: float, noise: Banded, parts: int | None = None) -> float:
-    plan = dpexp.make_plan(
-        nn.Linear(1, 1), n=N, epochs=EPOCHS, epsilon=epsilon, delta=DELTA, sampling="cyclic_poisson", noise=noise,
-        parts=parts, **({"expected_batch_size": batch} if parts is None else {"q": 1 / parts}),
+def predicted(batch: int, epsilon: float, noise: Noise, parts: int | None = None) -> float:
+    size = {"expected_batch_size": batch} if parts is None else {"sampling_rate": 1 / parts}
+    plan = make_plan(
+        nn.Linear(1, 1), n=N, sampling=Sampling("cyclic_poisson", **size, partitions=parts, epochs=EPOCHS),
+        target=Target(epsilon=epsilon, delta=DELTA), noise=noise,
     )  # fmt: skip
     return plan.noise_multiplier * error(plan.bands, plan.rounds, noise.momentum)
 
@@ -50,26 +52,29 @@ def errors() -> None:
         for batch in (512, 1024, 4096):
             tried = [*candidates(batch / N, N)]
             for momentum, kind in ((0.0, "sqrt"), (0.0, "optimal"), (MOMENTUM, "optimal")):
-                base = predicted(batch, epsilon, Banded(1, kind, momentum))
-                row = [predicted(batch, epsilon, Banded(b, kind, momentum)) / base for b in tried]
-                whole = predicted(batch, epsilon, Banded(round(N / batch), kind, momentum), round(N / batch)) / base
+                base = predicted(batch, epsilon, Noise("banded", 1, kind, momentum))
+                row = [predicted(batch, epsilon, Noise("banded", b, kind, momentum)) / base for b in tried]
+                whole = (
+                    predicted(batch, epsilon, Noise("banded", round(N / batch), kind, momentum), round(N / batch))
+                    / base
+                )
                 cells = [f"**{one:.3f}**" if one == min(row) else f"{one:.3f}" for one in row] + [""] * (7 - len(row))
                 print(
                     f"| {epsilon:g} | {batch} | {momentum:g} | {kind} | {' | '.join(cells)} | {whole:.3f} |", flush=True
                 )
 
 
-def trained(root: str, noise: str | Banded, epsilon: float, rate: float, seed: int) -> tuple[float, int, float]:
+def trained(root: str, noise: Noise, epsilon: float, rate: float, seed: int) -> tuple[float, int, float]:
     """Test accuracy, how many bands, and ε."""
     torch.manual_seed(seed)
     module = Classifier(
         cnn((1, 28, 28), 10), lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=MOMENTUM)
     )
     torch.seed()  # samples and noise do not follow from the seed
-    plan = dpexp.make_plan(
-        module, n=60_000, expected_batch_size=BATCH, epochs=EPOCHS, epsilon=epsilon, delta=DELTA,
-        bound=FixedClipNorm(0.1),
-        noise=noise, sampling="cyclic_poisson" if isinstance(noise, Banded) else "poisson",
+    policy = "cyclic_poisson" if noise.kind == "banded" else "poisson"
+    plan = make_plan(
+        module, n=60_000, sampling=Sampling(policy, expected_batch_size=BATCH, epochs=EPOCHS),
+        target=Target(epsilon=epsilon, delta=DELTA), clipping=Clipping(clip_norm=FixedClipNorm(0.1)), noise=noise,
     )  # fmt: skip
     data = Mnist(root)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -89,7 +94,7 @@ def accuracies(root: str, seeds: int, rates: tuple[float, ...]) -> None:
     print("| ε | noise | " + " | ".join(f"lr = {rate:g}" for rate in rates) + " | ε spent | seconds each |")
     print("|---|---|" + "---|" * (len(rates) + 2))
     for epsilon in EPSILONS:
-        for noise in ("gaussian", Banded(momentum=MOMENTUM)):
+        for noise in (Noise(), Noise("banded", momentum=MOMENTUM)):
             started = time.monotonic()
             runs = [[trained(root, noise, epsilon, rate, seed) for seed in range(seeds)] for rate in rates]
             seconds = (time.monotonic() - started) / seeds / len(rates)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
+from dpexp import Clipping, Sampling, Target, make_plan
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 
@@ -62,10 +63,16 @@ def trained(kind, seed):
     loader = DataLoader(TensorDataset(*data(N, seed)), batch_size=BATCH, shuffle=True)
     callbacks = []
     if kind != "not private":
-        plan = dpexp.make_plan(
-            module, n=N, expected_batch_size=BATCH, steps=ROUNDS, epsilon=EPSILON, delta=1e-5, bound=FixedClipNorm(S)
+        plan = make_plan(
+            module,
+            n=N,
+            sampling=Sampling(expected_batch_size=BATCH, steps=ROUNDS),
+            target=Target(epsilon=EPSILON, delta=1e-5),
+            clipping=Clipping(clip_norm=FixedClipNorm(S)),
         )
-        callbacks = [dpexp.PrivacyCallback(plan, Path(tempfile.mkdtemp()) / "ledger.jsonl", physical_batch=1000)]
+        callbacks = [
+            dpexp.PrivacyCallback(plan, Path(tempfile.mkdtemp()) / "ledger.jsonl", max_physical_batch_size=1000)
+        ]
     trainer = pl.Trainer(
         max_steps=ROUNDS, callbacks=callbacks, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

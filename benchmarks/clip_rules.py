@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 
 import dpexp
+from dpexp import Clipping, Sampling, Target, make_plan
 from dpexp.accounting.ledger import Ledger, read_ledger
 from dpexp.privacy.plan.clipping import Abadi, Automatic, ClipRule, Global, Psac, in_words
 from dpexp.training.classifier import Classifier
@@ -33,7 +34,13 @@ def trained(clip: ClipRule, rate: float, seed: int, **noise: float) -> tuple[flo
     torch.manual_seed(seed)
     module = Classifier(cnn((1, 8, 8), 10), lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9))
     torch.seed()  # samples and noise do not follow from the seed
-    plan = dpexp.make_plan(module, n=N, q=Q, steps=ROUNDS, clip=clip, **noise)  # one group, S = 1
+    plan = make_plan(
+        module,
+        n=N,
+        sampling=Sampling(sampling_rate=Q, steps=ROUNDS),
+        target=Target(**noise),
+        clipping=Clipping(clip_rule=clip),
+    )  # one group, S = 1
     data = Digits()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dpexp
+from dpexp import Noise, Sampling, Target, make_plan
 from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian
@@ -68,7 +69,15 @@ def per_record() -> None:
     batch = torch.randn(size, 1, 1, 8, 8), torch.randint(10, (size, 1))
     engines = {
         kind: PrivateRound(
-            dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0, noise=kind), module, GaussianNoise()
+            make_plan(
+                module,
+                n=N,
+                sampling=Sampling(sampling_rate=Q, steps=1),
+                target=Target(noise_multiplier=1.0),
+                noise=Noise(kind),
+            ),
+            module,
+            GaussianNoise(),
         )
         for kind in KINDS
     }
@@ -86,7 +95,13 @@ def trained(kind: str, seed: int) -> tuple[float, float, float]:
     """Test accuracy, ε and seconds."""
     module = Classifier(model_of(seed), lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9))
     torch.seed()  # samples and noise do not follow from the seed
-    plan = dpexp.make_plan(module, n=N, q=Q, steps=ROUNDS, epsilon=EPSILON, delta=DELTA, noise=kind)
+    plan = make_plan(
+        module,
+        n=N,
+        sampling=Sampling(sampling_rate=Q, steps=ROUNDS),
+        target=Target(epsilon=EPSILON, delta=DELTA),
+        noise=Noise(kind),
+    )
     data = Digits()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

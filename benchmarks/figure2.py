@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.composition import as_printed
+from dpexp.accounting.coverage import NAMES, is_bound
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
-from dpexp.accounting.coverage import is_bound, NAMES
 
 Q, SIGMA, DELTA, N = 0.01, 4.0, 1e-5, 60_000
 

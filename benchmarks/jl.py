@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn import functional as F
 
-import dpexp
+from dpexp import Sampling, Target, make_plan
 from dpexp.privacy import round
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.training.models import cnn, mlp
@@ -79,7 +79,7 @@ def milliseconds(work: Callable[..., object], *arguments: object) -> float:
 
 
 def times(name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
-    plan = dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
+    plan = make_plan(module, n=N, sampling=Sampling(sampling_rate=Q, steps=1), target=Target(noise_multiplier=1.0))
     private = round.PrivateRound(plan, module, GaussianNoise())
     parameters = dict(module.named_parameters())
     clipping: list[float] = []
@@ -115,7 +115,12 @@ def times(name: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    z = dpexp.make_plan(mlp((1, 8, 8), 10), n=N, q=Q, steps=ROUNDS, epsilon=EPSILON, delta=DELTA).noise_multiplier
+    z = make_plan(
+        mlp((1, 8, 8), 10),
+        n=N,
+        sampling=Sampling(sampling_rate=Q, steps=ROUNDS),
+        target=Target(epsilon=EPSILON, delta=DELTA),
+    ).noise_multiplier
     print(f"{ROUNDS} rounds at q = {Q:.4f}, z = {z:.4f}; exact norms: ε = {EPSILON:g} at δ = {DELTA:g}")
     print("| r | ε |\n|---|---|")
     for r in (*PROJECTIONS, EXACT):

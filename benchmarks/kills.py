@@ -31,6 +31,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
+from dpexp import Sampling, Target, make_plan
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
@@ -92,7 +93,9 @@ def train(folder: Path) -> None:
     """Begins a run, or resumes the one that was killed."""
     witness = Witness(folder)
     module = Model(witness.seen)
-    plan = dpexp.make_plan(module, n=N, q=0.2, steps=ROUNDS, noise_multiplier=1.0)
+    plan = make_plan(
+        module, n=N, sampling=Sampling(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
+    )
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,

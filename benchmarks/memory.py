@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpexp import Sampling, Target, make_plan
+
 SIZES = {"10M": (320, 8), "100M": (768, 14), "1B": (2048, 20)}  # width, layers
 T, VOCABULARY, HEAD_DIM = 128, 1000, 64
 OPTIMIZER = {"SGD": 0, "momentum": 1, "Adam": 2}  # numbers of state for each trained one
@@ -108,7 +110,6 @@ def measured(size: str, tuning: str, physical_batch: int) -> int:
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpexp.privacy.callback import PrivacyCallback
-    from dpexp.privacy.plan.plan import make_plan
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -123,10 +124,15 @@ def measured(size: str, tuning: str, physical_batch: int) -> int:
 
     before = resident("VmRSS")
     module = Module()
-    plan = make_plan(module, n=physical_batch, sampling="all", q=1.0, steps=2, noise_multiplier=1.0)
+    plan = make_plan(
+        module,
+        n=physical_batch,
+        sampling=Sampling(policy="full_batch", sampling_rate=1.0, steps=2),
+        target=Target(noise_multiplier=1.0),
+    )
     records = DataLoader(TensorDataset(torch.randint(VOCABULARY, (physical_batch, T))), batch_size=1)
     with tempfile.TemporaryDirectory() as folder:
-        privacy = PrivacyCallback(plan, Path(folder) / "ledger.jsonl", physical_batch=physical_batch)
+        privacy = PrivacyCallback(plan, Path(folder) / "ledger.jsonl", max_physical_batch_size=physical_batch)
         pl.Trainer(
             max_epochs=-1, callbacks=[privacy], logger=False, accelerator="cpu", enable_progress_bar=False,
             enable_checkpointing=False, enable_model_summary=False,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import dpexp
+from dpexp import Sampling, Target, make_plan
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.round import PrivateRound
@@ -34,7 +34,13 @@ def step_of(model, x, y, k):
 
         return plain
     record = Microbatch(k)
-    plan = dpexp.make_plan(model, n=B, sampling="all", q=1.0, steps=1, noise_multiplier=1.0, record=record)
+    plan = make_plan(
+        model,
+        n=B,
+        sampling=Sampling(policy="full_batch", sampling_rate=1.0, steps=1),
+        target=Target(noise_multiplier=1.0),
+        privacy_unit=record,
+    )
     engine = PrivateRound(plan, model, GaussianNoise(KeyStream()))
     units = [part.unflatten(0, (B // k, k)) for part in (x, y)]
 

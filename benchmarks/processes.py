@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
+from dpexp import Sampling, Target, make_plan
 from dpexp.accounting.ledger import LedgerWriter, ledger_so_far
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.round import PrivateRound
@@ -110,7 +111,9 @@ def arm(owner: Any, call: str, when: str, nth: int) -> None:
 def train(folder: Path, rank: int, count: int) -> None:
     torch.manual_seed(0)
     module = Model(nn.Linear(2, 2))
-    plan = dpexp.make_plan(module, n=N, q=0.2, steps=ROUNDS, noise_multiplier=1.0)
+    plan = make_plan(
+        module, n=N, sampling=Sampling(sampling_rate=0.2, steps=ROUNDS), target=Target(noise_multiplier=1.0)
+    )
     privacy = dpexp.PrivacyCallback(plan, folder / "ledger.jsonl")
     data = DataLoader(TensorDataset(torch.randn(N, 2), torch.zeros(N, dtype=torch.long)))
     trainer_of(count, privacy, Witness(folder, rank), max_epochs=-1).fit(module, data)
@@ -268,8 +271,15 @@ def speed(rank: int, count: int, port: int, folder: str) -> None:
             loader = DataLoader(Whole(x, y), batch_size=batch // count, shuffle=True, collate_fn=_as_it_is)
             trainer_of(count, clock, max_steps=steps).fit(module, loader)
             found["plain"].append(clock.median())
-            plan = dpexp.make_plan(module, n=size, q=batch / size, steps=steps, noise_multiplier=1.0)
-            privacy = dpexp.PrivacyCallback(plan, Path(folder) / f"{name[:3]}{turn}.jsonl", physical_batch=batch)
+            plan = make_plan(
+                module,
+                n=size,
+                sampling=Sampling(sampling_rate=batch / size, steps=steps),
+                target=Target(noise_multiplier=1.0),
+            )
+            privacy = dpexp.PrivacyCallback(
+                plan, Path(folder) / f"{name[:3]}{turn}.jsonl", max_physical_batch_size=batch
+            )
             clock = Clock()
             loader = DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True)
             trainer_of(count, privacy, clock, max_epochs=-1).fit(module, loader)

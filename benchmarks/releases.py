@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import dpexp
+from dpexp import Sampling, Target, make_plan
 from dpexp.privacy.normalization import FrozenBatchNorm, GroupNormalization, PrivateBatchNorm
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import DimensionClipNorm, FixedClipNorm, Joint, Separate, UniformClipNorm
@@ -54,8 +55,12 @@ def trained(
     torch.manual_seed(seed)
     module = Classifier(make(), partial(optimizer, lr=rate))
     torch.seed()  # samples and noise do not follow from the seed
-    plan = dpexp.make_plan(
-        module, n=N, q=Q, steps=ROUNDS, delta=DELTA, **({"epsilon": epsilon} if epsilon else {}) | choices
+    plan = make_plan(
+        module,
+        n=N,
+        sampling=Sampling(sampling_rate=Q, steps=ROUNDS),
+        target=Target(epsilon=epsilon, delta=DELTA),
+        **choices,
     )
     data = Digits()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -101,11 +106,14 @@ class Truth(pl.Callback):
 
 
 def metrics(seeds: int) -> None:
-    asked = {"train_loss": {"S": 4, "share": 0.01}, "train_accuracy": {"S": 1, "share": 0.01}}
+    asked = {
+        "train_loss": {"clip_norm": 4, "budget_share": 0.01},
+        "train_accuracy": {"clip_norm": 1, "budget_share": 0.01},
+    }
     within: list[bool] = []
     for seed in range(seeds):
         truth = Truth()
-        _, _, callback = trained(small, seed, 0.2, observe=truth, release=asked)
+        _, _, callback = trained(small, seed, 0.2, observe=truth, private_metrics=asked)
         found = callback.estimates.history["train_accuracy"]
         within += [abs(one - true) <= 2 * sd for (_, one, sd), true in zip(found, truth.sums, strict=True)]
     print(
@@ -114,12 +122,26 @@ def metrics(seeds: int) -> None:
     )
     print("\n| released | noise of gradients at ε = 3 | test accuracy | a round |\n|---|---|---|---|")
     for name, release in (("nothing", {}), ("loss and accuracy, 1 % each", asked)):
-        plan = dpexp.make_plan(small(), n=N, q=Q, steps=ROUNDS, epsilon=3.0, delta=DELTA, release=release)
-        print(f"| {name} | {plan.groups[0].sigma:.4f} | {best(small, (0.2,), seeds, release=release)} |")
-    plan = dpexp.make_plan(small(), n=N, q=Q, steps=ROUNDS, epsilon=3.0, delta=DELTA)
+        plan = make_plan(
+            small(),
+            n=N,
+            sampling=Sampling(sampling_rate=Q, steps=ROUNDS),
+            target=Target(epsilon=3.0, delta=DELTA),
+            private_metrics=release,
+        )
+        print(f"| {name} | {plan.groups[0].sigma:.4f} | {best(small, (0.2,), seeds, private_metrics=release)} |")
+    plan = make_plan(
+        small(), n=N, sampling=Sampling(sampling_rate=Q, steps=ROUNDS), target=Target(epsilon=3.0, delta=DELTA)
+    )
     sigma = plan.groups[0].sigma
     z = sigma * 0.98**0.5
-    more = dpexp.make_plan(small(), n=N, q=Q, steps=ROUNDS, noise_multiplier=z, delta=DELTA, release=asked)
+    more = make_plan(
+        small(),
+        n=N,
+        sampling=Sampling(sampling_rate=Q, steps=ROUNDS),
+        target=Target(delta=DELTA, noise_multiplier=z),
+        private_metrics=asked,
+    )
     print(
         f"\nAt the same noise of gradients ({more.groups[0].sigma:.4f}): ε = {dpexp.epsilon(plan.ledger(), DELTA):.4f} "
         f"without, {dpexp.epsilon(more.ledger(), DELTA):.4f} with both"
@@ -136,8 +158,8 @@ def batchnorm(seeds: int) -> None:
         ):
             release = choice.release(choice(resnet((1, 8, 8), 10))) if isinstance(choice, PrivateBatchNorm) else {}
             make = lambda choice=choice: choice(resnet((1, 8, 8), 10))  # noqa: E731
-            print(f"| {epsilon:g} | {name} | {best(make, (0.25, 0.5, 1.0), seeds, epsilon=epsilon, release=release)} |",
-                  flush=True)  # fmt: skip
+            found = best(make, (0.25, 0.5, 1.0), seeds, epsilon=epsilon, private_metrics=release)
+            print(f"| {epsilon:g} | {name} | {found} |", flush=True)
 
 
 def adaptive(seeds: int) -> None:
@@ -153,7 +175,7 @@ def adaptive(seeds: int) -> None:
         ("adaptive from 100, rate 0.5, quantile 0.1", AdaptiveClipNorm(100.0, learning_rate=0.5, target_quantile=0.1)),
     ):  # fmt: skip
         tried = tuple(rate * f for rate in rates for f in ((1.0,) if "fixed" in name else (0.2, 1.0)))
-        print(f"| {name} | {best(make, tried, seeds, clip_norm=bound)} |", flush=True)
+        print(f"| {name} | {best(make, tried, seeds, clipping=Clipping(clip_norm=bound))} |", flush=True)
     print(
         "\nThe same with Adam, whose steps do not grow with the bound\n\n| bound | test accuracy | a round |\n"
         "|---|---|---|"
@@ -161,7 +183,7 @@ def adaptive(seeds: int) -> None:
     for name, bound in (("fixed 1", FixedClipNorm(1.0)), ("adaptive from 0.01", AdaptiveClipNorm(0.01)),
                         ("adaptive from 100", AdaptiveClipNorm(100.0)), ("adaptive from 1",
                         AdaptiveClipNorm())):  # fmt: skip
-        told = best(make, (0.003, 0.01, 0.03), seeds, bound=bound, optimizer=torch.optim.Adam)
+        told = best(make, (0.003, 0.01, 0.03), seeds, clip_norm=bound, optimizer=torch.optim.Adam)
         print(f"| {name} | {told} |", flush=True)
 
 
@@ -176,7 +198,9 @@ def joint(seeds: int) -> None:
                 ("joint, learnt, quantile 0.2", Joint(), AdaptiveClipNorm(target_quantile=0.2)),
                 ("separate, learnt", Separate(), AdaptiveClipNorm()),
             ):
-                told = best(model, (0.05, 0.1, 0.2, 0.4), seeds, epsilon=2.0, mechanism=mechanism, bound=bound, **group)
+                told = best(
+                    model, (0.05, 0.1, 0.2, 0.4), seeds, epsilon=2.0, mechanism=mechanism, clip_norm=bound, **group
+                )
                 print(f"| {called} | {groups} | {name} | {told} |", flush=True)
 
 

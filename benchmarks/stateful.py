@@ -60,6 +60,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpexp
+from dpexp import Sampling, Target, make_plan
 from dpexp.privacy.sampling.privacy_unit import Example, LocalTraining, Microbatch, User
 
 WIDTH, EXAMPLES, CLASSES = 6, 24, 3
@@ -2685,15 +2686,13 @@ def privately(program: Program, without: int | None, batch: int, rounds: int) ->
     reading = Reading(program.records)
     try:
         module, loader = built(program, removed(program, without))
-        whose: dict[str, Any] = {"record": program.record} if program.record else {}
+        whose: dict[str, Any] = {"privacy_unit": program.record} if program.record else {}
         if isinstance(program.record, User) and program.record.user_attribute:
             whose["users"] = max(WHOSE) + 1
-        plan = dpexp.make_plan(
-            module, n=program.n, sampling="all", q=1.0, steps=rounds, noise_multiplier=1e-6, delta=1e-5,
-            adjacency="add_remove", **whose,
-        )  # fmt: skip
+        plan = make_plan(module, n=program.n, sampling=Sampling(policy="full_batch", sampling_rate=1.0, steps=rounds),
+            target=Target(delta=1e-5, noise_multiplier=1e-6), adjacency="add_remove", **whose)  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            private = dpexp.PrivacyCallback(plan, f"{folder}/ledger.jsonl", physical_batch=batch, noise_seed=1)
+            private = dpexp.PrivacyCallback(plan, f"{folder}/ledger.jsonl", max_physical_batch_size=batch, noise_seed=1)
             trainer = pl.Trainer(
                 max_epochs=-1, callbacks=[private, reading], accelerator="cpu", logger=False, enable_progress_bar=False,
                 enable_checkpointing=False, enable_model_summary=False, **program.trainer,

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import WORKLOADS, Workload
 
-from dpexp import PrivacyCallback, make_plan
+from dpexp import PrivacyCallback, Sampling, Target, make_plan
 
 DEVICE = "cpu"
 WARM_UP, REPEAT = 60, 5
@@ -118,9 +118,16 @@ def plain_compiled(work: Workload, data: TensorDataset, clock: Clock) -> None:
 def ours(work: Workload, data: TensorDataset, clock: Clock, compile: bool = False) -> str:
     """Returns what is said of compiling."""
     module = Module(work.build())
-    plan = make_plan(module, n=len(data), q=work.batch / len(data), steps=clock.total, noise_multiplier=Z)
+    plan = make_plan(
+        module,
+        n=len(data),
+        sampling=Sampling(sampling_rate=work.batch / len(data), steps=clock.total),
+        target=Target(noise_multiplier=Z),
+    )
     with tempfile.TemporaryDirectory() as folder:
-        privacy = PrivacyCallback(plan, Path(folder) / "ledger.jsonl", physical_batch=2 * work.batch, compile=compile)
+        privacy = PrivacyCallback(
+            plan, Path(folder) / "ledger.jsonl", max_physical_batch_size=2 * work.batch, compile=compile
+        )
         fit(module, work, data, clock, privacy)
     return privacy.compiling
 

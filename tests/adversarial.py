@@ -4,6 +4,7 @@ gradient."""
 import math
 
 import torch
+from plans import plan_of
 from reference import clipped_sums
 from test_rounding import awkward
 from torch import nn
@@ -13,7 +14,6 @@ from torch.utils._pytree import tree_map
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.plan.groups import per_layer
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 
@@ -110,8 +110,8 @@ class Layers(nn.Module):
 
 def engine_of(names, compile, device="cpu", at_once=2):
     module = Layers(names).to(device)
-    plan = make_plan(
-        module, n=4 * at_once, q=0.25, steps=1, noise_multiplier=1.0, bound=FixedClipNorm(0.3), group=per_layer()
+    plan = plan_of(
+        module, n=4 * at_once, q=0.25, steps=1, noise_multiplier=1.0, clip_norm=FixedClipNorm(0.3), group=per_layer()
     )
     return PrivateRound(plan, module, GaussianNoise(), compiled=compile, at_once=at_once)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from torch import nn
 
 import dpexp
@@ -18,7 +19,7 @@ from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
 from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, clip_rule_factors
-from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.plan.options import Noise
 from dpexp.privacy.sampling import policies
 from dpexp.privacy.sampling.policies import CyclicPoisson
 from dpexp.training.classifier import Classifier
@@ -27,26 +28,29 @@ from dpexp.training.data.tabular import Synthetic
 DELTAS = (1e-5, 1e-2, 1e-1)
 CONFIDENCE = 0.999
 SAMPLINGS = {
-    "all": {"sampling": "all", "q": 1.0},
+    "all": {"sampling": "full_batch", "q": 1.0},
     "poisson": {"sampling": "poisson", "q": 0.5},
     "poisson, replaced": {"sampling": "poisson", "q": 0.5, "adjacency": "replace_one"},
     "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "maximum": 1050},
     "fixed_size": {"sampling": "fixed_size", "q": 0.5},
     "shuffle": {"sampling": "shuffle", "q": 0.5},
-    "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(2, "sqrt")},
+    "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Noise("banded", 2, "sqrt")},
 }
 MECHANISMS = {
-    "separate": {"bound": clipping.FixedClipNorm(0.5)},
+    "separate": {"clip_norm": clipping.FixedClipNorm(0.5)},
     "joint": {"mechanism": clipping.Joint(alpha=3.0, clip_norm=0.7)},
-    "joint by size": {"mechanism": clipping.Joint(), "bound": clipping.DimensionClipNorm(1.0)},
+    "joint by size": {"mechanism": clipping.Joint(), "clip_norm": clipping.DimensionClipNorm(1.0)},
 }
 RELEASED = {
     "metrics": {
-        "release": {"train_loss": {"S": 0.5, "share": 0.3}, "train_accuracy": {"S": 1, "share": 0.1, "every": 2}}
+        "private_metrics": {
+            "train_loss": {"S": 0.5, "share": 0.3},
+            "train_accuracy": {"S": 1, "share": 0.1, "every": 2},
+        }
     },
-    "adaptive": {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
+    "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
     "adaptive, joint": {
-        "bound": adaptive_clipping.AdaptiveClipNorm(learning_rate=1.0, budget_share=0.2),
+        "clip_norm": adaptive_clipping.AdaptiveClipNorm(learning_rate=1.0, budget_share=0.2),
         "mechanism": clipping.Joint(),
     },
 }
@@ -56,7 +60,13 @@ ALLOCATIONS = {
     "min_variance": allocation.MinVariance(),
     "weighted": allocation.Weighted({"model.0": 0.3, "model.2": 0.7}),
 }
-WHOLE = {"sampling": "cyclic_poisson", "q": 0.25, "noise": Banded(4, "sqrt"), "steps": 16, "noise_multiplier": 2.0}
+WHOLE = {
+    "sampling": "cyclic_poisson",
+    "q": 0.25,
+    "noise": Noise("banded", 4, "sqrt"),
+    "steps": 16,
+    "noise_multiplier": 2.0,
+}
 VECTORS = ("layer", "parameter")
 CLIPS = {"abadi": Abadi(), "automatic": Automatic(), "psac": Psac(), "global": Global(4.0)}
 N = 2000  # published, and true but for the canaries where the policy takes any number
@@ -91,16 +101,23 @@ def trained(
         records: that train besides; where sampling relies on n, the canaries take the places of some of n.
         module, data: functions that make them.
     """
-    plan = {"n": N, "steps": 4, "noise_multiplier": 2.0, "group": groups.per_layer(), "sampling": "all", "q": 1.0}
+    plan = {
+        "n": N,
+        "steps": 4,
+        "noise_multiplier": 2.0,
+        "group": groups.per_layer(),
+        "sampling": "full_batch",
+        "q": 1.0,
+    }
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     module = module() if module else Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    planned = variant(dpexp.make_plan(module, **plan | choices))
+    planned = variant(plan_of(module, **plan | choices))
     data = data() if data else Synthetic(N if planned.sampling.relies_on_n else records, [4], 3)
     stream = KeyStream.known(seed, "canaries", 0) if coins else None
     extra = Canaries(module, planned, canaries, stream, reader or Attack())
     extra.put_into(data)
-    privacy = dpexp.PrivacyCallback(extra.plan, folder / ledger, noise_seed=seed, physical_batch=4096)
+    privacy = dpexp.PrivacyCallback(extra.plan, folder / ledger, noise_seed=seed, max_physical_batch_size=4096)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pl.Trainer(

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from torch import multiprocessing, nn
 from torch.nn import functional as F
@@ -17,7 +18,7 @@ import dpexp
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy import normalization
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
-from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.plan.options import Noise
 from dpexp.privacy.preprocessing_methods import PreprocessedModel, Standardize
 from dpexp.privacy.round import PrivateRound
 
@@ -88,15 +89,15 @@ def _module_and_options(what):
     if what == "batchnorm":
         private = normalization.PrivateBatchNorm()
         net = private(with_batchnorm())
-        return Net(net), {"release": private.release(net)}
+        return Net(net), {"private_metrics": private.release(net)}
     if what == "prepared":
         return Net(PreprocessedModel({"standard": Standardize([4], noise_multiplier=2.0)}, layers())), {}
     return Net(layers()), {
         "plain": {},
-        "adaptive": {"bound": AdaptiveClipNorm(initial=0.3)},
-        "metrics": {"release": {"train_loss": {"S": 4.0, "share": 0.1, "every": 2}}},
-        "exact": {"noise": "exact"},
-        "banded": {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")},
+        "adaptive": {"clip_norm": AdaptiveClipNorm(initial=0.3)},
+        "metrics": {"private_metrics": {"train_loss": {"S": 4.0, "share": 0.1, "every": 2}}},
+        "exact": {"noise": "discrete_gaussian"},
+        "banded": {"sampling": "cyclic_poisson", "noise": Noise("banded", 3, "sqrt")},
         "shuffled": {"sampling": "shuffle", "q": 3 / N},
     }[what]
 
@@ -118,10 +119,10 @@ def trainer_of(count, *callbacks):
 def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, seed=7):
     """Trains, and returns all that was released, and what else should be equal."""
     module, options = _module_and_options(what)
-    plan = dpexp.make_plan(module, **{"n": N, "q": 0.07, "steps": steps, "noise_multiplier": 0.8} | options)
+    plan = plan_of(module, **{"n": N, "q": 0.07, "steps": steps, "noise_multiplier": 0.8} | options)
     seen = Seen()
     privacy = dpexp.PrivacyCallback(
-        plan, folder / f"{what}.jsonl", delta=1e-3, physical_batch=2, noise_seed=seed, accountant="rdp"
+        plan, folder / f"{what}.jsonl", delta=1e-3, max_physical_batch_size=2, noise_seed=seed, accountant="rdp"
     )
     trainer = trainer_of(count, privacy, seen)
     loader = DataLoader(data() if dataset is None else dataset, batch_size=4, shuffle=True)

@@ -16,9 +16,9 @@ from scipy.stats import norm
 
 from dpexp.accounting import composition
 from dpexp.accounting.accountants import MomentsAccountant, delta, epsilon, guarantee
+from dpexp.accounting.coverage import CLAIMS, NAMES, adjacencies
 from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, joined
 from dpexp.accounting.rdp import log_moments
-from dpexp.accounting.coverage import CLAIMS, NAMES, adjacencies
 from dpexp.errors import ConfigError
 
 ABADI = {"z": 4, "q": 0.01, "rounds": 10_000}

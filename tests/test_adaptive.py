@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import plan_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -71,7 +72,7 @@ def test_bounds_move_as_the_paper_says(joint, tmp_path):
     net = model()
     bound = AdaptiveClipNorm(initial=0.3, quantile={"0": 0.25, "2": 0.75} if not joint else 0.6, rate=0.5, share=0.1)
     options = {"mechanism": Joint()} if joint else {"group": per_layer()}
-    plan = dpexp.make_plan(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, bound=bound, **options)
+    plan = plan_of(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, clip_norm=bound, **options)
     norms = norms_by_hand(net, *data())
     expected = {"0": 0.3, "2": 0.3}
     for now, _, found in carried_out(plan, net, tmp_path / "ledger", 6):
@@ -89,7 +90,7 @@ def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
     net = model()
     options = {"mechanism": Joint()} if joint else {"group": per_layer()}
     bound = AdaptiveClipNorm(initial=0.3, rate=1.0, share=0.1)
-    plan = dpexp.make_plan(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, bound=bound, **options)
+    plan = plan_of(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, clip_norm=bound, **options)
     *_, (now, released, _) = carried_out(plan, net, tmp_path / "ledger", 3)
     sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     for one in zip(*data(), strict=True):
@@ -111,8 +112,8 @@ def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
 def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
     net = model()
     group = Groups({"weights": Match(parameters=["*weight"]), "biases": Match(parameters=["*bias"])})
-    plan = dpexp.make_plan(
-        net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(), bound=AdaptiveClipNorm()
+    plan = plan_of(
+        net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(), clip_norm=AdaptiveClipNorm()
     )
     bounds = AdaptiveState(plan.following)
     bounds.factors = [1.0, 2.0, 3.0, 4.0]
@@ -126,9 +127,7 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
 
 def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
     net = model()
-    plan = dpexp.make_plan(
-        net, n=N, q=0.09, steps=400, noise_multiplier=0.5, bound=AdaptiveClipNorm(initial=50, share=0.3)
-    )
+    plan = plan_of(net, n=N, q=0.09, steps=400, noise_multiplier=0.5, clip_norm=AdaptiveClipNorm(initial=50, share=0.3))
     S = [now.groups[0].S for now, _, _ in carried_out(plan, net, tmp_path / "ledger", 400)]
     gradients = norms_by_hand(net, *data())
     whole = np.sort(np.hypot(gradients["0"], gradients["2"]))
@@ -137,7 +136,7 @@ def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
     assert len(ledger.rounds) > 300, "S differs from round to round"
     assert len(releases(ledger)) == 1
     assert epsilon(ledger, 1e-4) == pytest.approx(epsilon(plan.ledger(), 1e-4), rel=1e-9)
-    fixed = dpexp.make_plan(net, n=N, q=0.09, steps=400, noise_multiplier=0.5)
+    fixed = plan_of(net, n=N, q=0.09, steps=400, noise_multiplier=0.5)
     assert epsilon(ledger, 1e-4) == pytest.approx(epsilon(fixed.ledger(), 1e-4), rel=1e-6)
 
 
@@ -159,9 +158,9 @@ def test_shares_follow_the_bounds(tmp_path):
     options = {
         "group": per_layer(),
         "allocation": AdaptiveMinVariance(),
-        "bound": AdaptiveClipNorm(initial=0.3, rate=1.0, share=0.1),
+        "clip_norm": AdaptiveClipNorm(initial=0.3, rate=1.0, share=0.1),
     }
-    plan = dpexp.make_plan(net, n=N, q=Q, steps=30, noise_multiplier=0.5, **options)
+    plan = plan_of(net, n=N, q=Q, steps=30, noise_multiplier=0.5, **options)
     *_, (now, _, _) = carried_out(plan, net, tmp_path / "ledger", 30)
     first, second, counts = now.groups
     assert pytest.approx(second.S, rel=1e-3) != first.S
@@ -185,7 +184,7 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
 
     def counts(x, y, name, initial=1e3):
         bound = AdaptiveClipNorm(initial=initial, share=0.1)
-        plan = dpexp.make_plan(net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), bound=bound)
+        plan = plan_of(net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), clip_norm=bound)
         engine = PrivateRound(plan, net, GaussianNoise())
         ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
         ledger.sample(plan.sampling.event(N, 0))
@@ -213,7 +212,7 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 
     def fit(steps, resume=None):
         module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
-        plan = dpexp.make_plan(module, n=20, q=0.5, steps=6, noise_multiplier=1.0, bound=AdaptiveClipNorm())
+        plan = plan_of(module, n=20, q=0.5, steps=6, noise_multiplier=1.0, clip_norm=AdaptiveClipNorm())
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
         trainer = pl.Trainer(max_steps=steps, callbacks=[callback], enable_checkpointing=False, **options)
@@ -234,22 +233,22 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"bound": AdaptiveClipNorm(quantile=1.5)}, r"clip_norm.target_quantile=1.5"),
-        ({"bound": AdaptiveClipNorm(quantile={"other": 0.5})}, r"clip_norm.target_quantile names the groups other"),
-        ({"bound": AdaptiveClipNorm(initial=0)}, r"clip_norm.initial=0"),
-        ({"bound": AdaptiveClipNorm(initial={"other": 1})}, r"clip_norm.initial names the groups other"),
-        ({"bound": AdaptiveClipNorm(rate=-1)}, r"clip_norm.learning_rate=-1"),
-        ({"bound": AdaptiveClipNorm(share=1.0)}, r"leave 0 of the budget"),
-        ({"bound": AdaptiveClipNorm(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
-        ({"bound": AdaptiveClipNorm(), "noise": "exact"}, r"noise=discrete_gaussian"),
+        ({"clip_norm": AdaptiveClipNorm(quantile=1.5)}, r"clip_norm.target_quantile=1.5"),
+        ({"clip_norm": AdaptiveClipNorm(quantile={"other": 0.5})}, r"clip_norm.target_quantile names the groups other"),
+        ({"clip_norm": AdaptiveClipNorm(initial=0)}, r"clip_norm.initial=0"),
+        ({"clip_norm": AdaptiveClipNorm(initial={"other": 1})}, r"clip_norm.initial names the groups other"),
+        ({"clip_norm": AdaptiveClipNorm(rate=-1)}, r"clip_norm.learning_rate=-1"),
+        ({"clip_norm": AdaptiveClipNorm(share=1.0)}, r"leave 0 of the budget"),
+        ({"clip_norm": AdaptiveClipNorm(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
+        ({"clip_norm": AdaptiveClipNorm(), "noise": "discrete_gaussian"}, r"noise=discrete_gaussian"),
         ({"allocation": AdaptiveMinVariance()}, r"choose clip_norm=adaptive"),
         (
-            {"bound": AdaptiveClipNorm(), "release": {"unclipped": {"S": 1, "share": 0.1}}},
+            {"clip_norm": AdaptiveClipNorm(), "private_metrics": {"unclipped": {"S": 1, "share": 0.1}}},
             r"unclipped is what clip_norm=adaptive counts",
         ),
-        ({"bound": AdaptiveClipNorm(), "schedules": {"S": 0.5}}, r"schedule.S"),
+        ({"clip_norm": AdaptiveClipNorm(), "schedules": {"S": 0.5}}, r"schedule.S"),
     ],
 )
 def test_mistakes_are_sentences(options, said):
     with pytest.raises(dpexp.ConfigError, match=said):
-        dpexp.make_plan(nn.Linear(3, 2), n=N, q=Q, steps=1, noise_multiplier=1.0, **options)
+        plan_of(nn.Linear(3, 2), n=N, q=Q, steps=1, noise_multiplier=1.0, **options)

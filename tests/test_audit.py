@@ -39,7 +39,7 @@ def adjacency_of(sampling):
 @pytest.mark.parametrize("sampling, mechanism, vectors, allocation", HONEST)
 def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, allocation, tmp_path):
     found = attacked(
-        tmp_path, vectors_by=vectors, allocation=ALLOCATIONS[allocation], **MECHANISMS[mechanism], **SAMPLINGS[sampling]
+        tmp_path, vectors=vectors, allocation=ALLOCATIONS[allocation], **MECHANISMS[mechanism], **SAMPLINGS[sampling]
     )
     assert not found.exceeded
     factor = {"replace_one": 2}.get(adjacency_of(sampling), 1)
@@ -76,7 +76,7 @@ def test_correlated_noise_refutes_no_claim_and_hides_no_more_than_it_says(choice
 )
 def test_a_clip_rule_refutes_no_claim_and_wastes_none(clip, mechanism, tmp_path):
     """A canary is as long as the rule lets it contribute the most; one without a bound is bounded all the same."""
-    found = attacked(tmp_path, clip=clip, **MECHANISMS[mechanism])
+    found = attacked(tmp_path, clip_rule=clip, **MECHANISMS[mechanism])
     assert not found.exceeded
     assert abs(found.mu_found - 2) < 4 * found.mu_error
 
@@ -88,8 +88,8 @@ CAUGHT = [
     (audited.the_same_noise_for_each_group, {}),
     (audited.a_group_unclipped, {}),
     (audited.twice_the_bound, {}),
-    (audited.a_rule_that_is_believed, {"clip": audited.Forgetful()}),
-    (audited.each_vector_clipped_alone, {"vectors_by": "parameter"} | JOINT),
+    (audited.a_rule_that_is_believed, {"clip_rule": audited.Forgetful()}),
+    (audited.each_vector_clipped_alone, {"vectors": "parameter"} | JOINT),
     (audited.alpha_forgotten_in_the_noise, JOINT),
     (audited.twice_the_rate, SAMPLINGS["poisson"]),
     (audited.a_round_that_no_ledger_tells_of, {}),
@@ -141,7 +141,7 @@ def test_with_next_to_no_noise_a_canary_adds_what_the_bound_allows(sampling, mec
     """Neither more, though its gradient is longer, nor less; and records add nothing in its coordinates."""
     run = trained(
         tmp_path, 100, variant=lambda plan: nearly_noiseless(plan, 100, 0.01), reader=Contributions(), coins=False,
-        vectors_by="parameter", **MECHANISMS[mechanism], **SAMPLINGS[sampling],
+        vectors="parameter", **MECHANISMS[mechanism], **SAMPLINGS[sampling],
     )  # fmt: skip
     of = {one.name: one for one in run.reader.checks(1e-4)}
     assert not any(one.refuted for one in of.values())

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from plans import plan_of
 from reference import stacked
 from torch import nn
 from torch.nn import functional as F
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 from dpexp.training.classifier import FlipCrop, views
 
@@ -26,7 +26,7 @@ def case(S, dtype=torch.float64):
     module = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 4)
     ).to(dtype)  # fmt: skip
-    plan = make_plan(module, n=10, q=0.5, steps=3, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S), delta=1e-3)
+    plan = plan_of(module, n=10, q=0.5, steps=3, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S), delta=1e-3)
     engine = PrivateRound(plan, module, GaussianNoise(None))
     return engine, module, (torch.randn(B, 3, 8, 8, dtype=dtype), torch.randint(4, (B,)))
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.releases import releases
 from dpexp.commands.validate import noise_of
-from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.plan.options import Noise
 
 SMALL = ("model=logistic", "trainer.num_evaluations=0", "sampling.expected_batch_size=64")
 
@@ -68,4 +68,4 @@ def test_mistakes_are_a_sentence(dpexp_job, arguments, sentence):
 
 def test_older_configurations_say_nothing_of_bands():
     assert noise_of(OmegaConf.create({"noise": {"kind": "gaussian"}})) == "gaussian"
-    assert noise_of(OmegaConf.create({"noise": {"kind": "banded", "bands": 4}})) == Banded(4)
+    assert noise_of(OmegaConf.create({"noise": {"kind": "banded", "bands": 4}})) == Noise("banded", 4)

@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
+from plans import plan_of
 from scipy.stats import chi2
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,13 +23,13 @@ from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
-from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.plan.options import Noise
 from tests.test_accountants import exact_gaussian
 from tests.test_banded import toeplitz
 from tests.test_callback import Data, Model, fit, plan_for, trainer
 
 C = correlated.square_root(3)
-CHOICES = {"sampling": "cyclic_poisson", "noise": Banded(3, "sqrt")}
+CHOICES = {"sampling": "cyclic_poisson", "noise": Noise("banded", 3, "sqrt")}
 
 
 class Released(pl.Callback):
@@ -45,7 +46,7 @@ def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, **cho
     """What each round released, and the callback."""
     module, released = Model(), Released()
     privacy = dpexp.PrivacyCallback(
-        plan_for(module, **CHOICES | choices), folder / "l.jsonl", noise_seed=seed, physical_batch=4
+        plan_for(module, **CHOICES | choices), folder / "l.jsonl", noise_seed=seed, max_physical_batch_size=4
     )
     run = trainer(privacy, released, max_steps=stop)
     run.fit(module, data or Data(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
@@ -57,7 +58,7 @@ def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, **cho
 def test_one_band_is_dp_sgd_bit_for_bit(tmp_path):
     (tmp_path / "other").mkdir()
     plain, _ = trained(tmp_path, sampling="poisson", noise="gaussian")
-    one, privacy = trained(tmp_path / "other", noise=Banded(1))
+    one, privacy = trained(tmp_path / "other", noise=Noise("banded", 1))
     for before, after in zip(plain, one, strict=True):
         assert all(torch.equal(before[name], after[name]) for name in before)
     poisson, cyclic = (read_ledger(folder / "l.jsonl") for folder in (tmp_path, tmp_path / "other"))
@@ -94,14 +95,14 @@ class Still(Model):
     [
         {},
         {"group": groups.per_layer(), "mechanism": clipping.Joint(alpha=2.0)},
-        {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1)},
+        {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1)},
     ],
     ids=["flat", "joint", "adaptive"],
 )
 def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
     """C times a round's releases, in units of its own σ̃, is white; so also where σ̃ follows the bounds."""
     module, released = Still(), Released()
-    plan = dpexp.make_plan(module, **{"n": 40, "q": 0.1, "steps": 9, "noise_multiplier": 1.0} | CHOICES | choices)
+    plan = plan_of(module, **{"n": 40, "q": 0.1, "steps": 9, "noise_multiplier": 1.0} | CHOICES | choices)
     privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=3)
     sigmas = []
 
@@ -128,7 +129,7 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
 
 def test_epsilon_is_that_of_fewer_poisson_rounds():
     """By dp-accounting directly."""
-    plan = dpexp.make_plan(Model(), n=50_000, q=0.01, steps=1001, noise_multiplier=1.2, **CHOICES)
+    plan = plan_of(Model(), n=50_000, q=0.01, steps=1001, noise_multiplier=1.2, **CHOICES)
     accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
     accountant.compose(dp_accounting.PoissonSampledDpEvent(0.03, dp_accounting.GaussianDpEvent(1.2)), 334)
     expected = accountant.get_epsilon(1e-5)
@@ -139,8 +140,8 @@ def test_a_small_case_in_closed_form():
     """Three rounds, two bands, one number, whole parts: a record of part 0 adds v to rounds 0 and 2, and what tells it
     is N(μ, Σ) from N(0, Σ) with Σ = σ̃² C⁻¹C⁻ᵀ, which is Gaussian DP with √(μᵀΣ⁻¹μ)."""
     z = 1.3
-    plan = dpexp.make_plan(
-        Model(), n=10, q=0.5, steps=3, noise_multiplier=z, sampling="cyclic_poisson", noise=Banded(2, "sqrt")
+    plan = plan_of(
+        Model(), n=10, q=0.5, steps=3, noise_multiplier=z, sampling="cyclic_poisson", noise=Noise("banded", 2, "sqrt")
     )
     inverse = np.linalg.inv(toeplitz(correlated.square_root(2), 3))
     covariance = z**2 * inverse @ inverse.T
@@ -160,7 +161,7 @@ C_CUT = correlated.square_root(2)[0] ** 2
 
 @pytest.mark.parametrize("target", [{"epsilon": 3.0, "delta": 1e-5}, {"advantage": 0.2}])
 def test_the_noise_is_solved_for(target):
-    plan = dpexp.make_plan(Model(), n=50_000, q=0.01, steps=100, **CHOICES, **target)
+    plan = plan_of(Model(), n=50_000, q=0.01, steps=100, **CHOICES, **target)
     if "epsilon" in target:
         assert 2.997 <= dpexp.epsilon(plan.ledger(), 1e-5) <= 3.0
     else:
@@ -169,7 +170,7 @@ def test_the_noise_is_solved_for(target):
 
 @pytest.mark.parametrize("knob", ["steps", "bound"])
 def test_other_knobs_are_solved_for(knob):
-    plan = dpexp.make_plan(
+    plan = plan_of(
         Model(), n=50_000, q=0.01, steps=100, noise_multiplier=1.0, epsilon=2.0, delta=1e-5, calibrate=knob, **CHOICES
     )
     assert 1.9 < dpexp.epsilon(plan.ledger(), 1e-5) <= 2.0
@@ -197,7 +198,7 @@ def test_what_a_resumed_job_will_have_cost_is_known_before():
 def test_a_resumes_noise_and_parts_are_its_own(tmp_path):
     """Noise of a block has the inverse's law from its own beginning on."""
     module = Still()
-    plan = dpexp.make_plan(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
+    plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
     runs = []
     for seed, ckpt_path in ((1, None), (2, tmp_path / "six.ckpt")):
         released = Released()
@@ -216,7 +217,7 @@ def test_a_checkpoint_holds_no_past_noise(tmp_path):
     """None of its tensors is as large as what is remembered, but for the weights and their momentum, and none is y."""
     noises = []
     module = Still()
-    plan = dpexp.make_plan(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
+    plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
     privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=1)
 
     class Keep(pl.Callback):
@@ -290,8 +291,8 @@ def error(plan, noise):
 def test_what_is_expected_of_eight_bands(epsilon, expected):
     """n = 50 000, B = 512, ten epochs, of prefix sums' square root, against DP-SGD; optimal bands do better."""
     ratios = []
-    for noise in (Banded(1), Banded(8, "sqrt"), Banded(8)):
-        plan = dpexp.make_plan(
+    for noise in (Noise("banded", 1), Noise("banded", 8, "sqrt"), Noise("banded", 8)):
+        plan = plan_of(
             Model(), n=50_000, expected_batch_size=512, epochs=10, epsilon=epsilon, delta=1e-5,
             sampling="cyclic_poisson", noise=noise,
         )  # fmt: skip
@@ -304,17 +305,17 @@ def test_what_is_expected_of_eight_bands(epsilon, expected):
 def test_auto_takes_the_bands_of_the_least_error(epsilon, batch, least, most):
     """About ε√T/k for k epochs (McKenna 2024, arXiv 2405.15913): 9, 25 and 3."""
     facts = {"n": 50_000, "expected_batch_size": batch, "epochs": 10, "epsilon": epsilon, "delta": 1e-5}
-    found = dpexp.make_plan(Model(), **facts, sampling="cyclic_poisson", noise=Banded())
+    found = plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded"))
     b = len(found.bands)
     assert least <= b <= most and found.sampling.parts == b
     others = [
-        dpexp.make_plan(Model(), **facts, sampling="cyclic_poisson", noise=Banded(k)) for k in (b // 2 or 1, 2 * b)
+        plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded", k)) for k in (b // 2 or 1, 2 * b)
     ]
-    assert error(found, Banded()) <= min(error(other, Banded()) for other in others)
+    assert error(found, Noise("banded")) <= min(error(other, Noise("banded")) for other in others)
 
 
 def test_values_have_independent_noise_and_their_share():
-    plan = plan_for(Model(), **CHOICES, release={"train_loss": {"S": 0.5, "share": 0.3, "every": 2}})
+    plan = plan_for(Model(), **CHOICES, private_metrics={"train_loss": {"S": 0.5, "share": 0.3, "every": 2}})
     gradients, loss = plan.groups
     assert gradients.bands == C and loss.bands == (1.0,) and plan.bands == C
     costs = releases(plan.ledger())
@@ -324,7 +325,7 @@ def test_values_have_independent_noise_and_their_share():
 
 def test_measured_shares_leave_z_as_it_is(tmp_path):
     choices = {
-        "bound": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1), "group": groups.per_layer(),
+        "clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1), "group": groups.per_layer(),
         "allocation": allocation.AdaptiveMinVariance(),
     }  # fmt: skip
     trained(tmp_path, **choices)
@@ -339,13 +340,13 @@ def test_measured_shares_leave_z_as_it_is(tmp_path):
     "choices, message",
     [
         ({"sampling": "poisson"}, "noise.bands=3 needs samples .* choose sampling=cyclic_poisson"),
-        ({"sampling": "all", "q": 1.0}, "sampling=full_batch does not"),
+        ({"sampling": "full_batch", "q": 1.0}, "sampling=full_batch does not"),
         ({"parts": 2}, "noise.bands=3 must be at most sampling.partitions=2"),
-        ({"noise": Banded(9)}, "choose at most 6 parts"),
-        ({"noise": Banded()}, "noise.bands=auto goes by the noise that a target needs"),
+        ({"noise": Noise("banded", 9)}, "choose at most 6 parts"),
+        ({"noise": Noise("banded")}, "noise.bands=auto goes by the noise that a target needs"),
         ({"schedules": {"z": {"linear": [1, 2]}}}, "schedule.z=.* cannot be had with sampling=cyclic_poisson"),
         ({"schedules": {"S": {"linear": [1, 2]}}}, "schedule.S=.* cannot be had"),
-        ({"calibrate": "q", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
+        ({"calibrate": "sampling_rate", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
         (
             {"noise": "gaussian", "sampling": "poisson", "parts": 2},
             "sampling.partitions=2 is of sampling=cyclic_poisson",
@@ -368,16 +369,16 @@ def test_what_cannot_be_had_is_refused(choices, message):
 )
 def test_choices_that_make_no_sense_are_refused(facts, message):
     with pytest.raises(ConfigError, match=message):
-        Banded(**facts)
+        Noise("banded", **facts)
 
 
 def test_more_parts_than_bands_may_be_asked_for():
-    plan = plan_for(Model(), **CHOICES, parts=5)
+    plan = plan_for(Model(), **CHOICES, partitions=5)
     assert plan.sampling.parts == 5 and plan.bands == C
     assert sum(releases(plan.ledger()).values()) == 3
 
 
 def test_cyclic_samples_alone_are_a_policy_of_their_own(tmp_path):
-    fit(tmp_path, plan=plan_for(Model(), sampling="cyclic_poisson", parts=4))
+    fit(tmp_path, plan=plan_for(Model(), sampling="cyclic_poisson", partitions=4))
     ((release, count),) = releases(read_ledger(tmp_path / "l.jsonl")).items()
     assert (release.q, count) == (0.6, 3) and release.z == pytest.approx(0.8)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from plans import plan_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,8 +35,8 @@ def loss_of(model):
 
 
 def engine_of(model, private):
-    plan = dpexp.make_plan(
-        model, n=N, q=Q, steps=3, noise_multiplier=1e-6 / 25, release=private.release(model), accountant="rdp"
+    plan = plan_of(
+        model, n=N, q=Q, steps=3, noise_multiplier=1e-6 / 25, private_metrics=private.release(model), accountant="rdp"
     )
     return PrivateRound(plan, model, GaussianNoise())
 
@@ -142,7 +143,7 @@ def test_group_normalization_keeps_scale_and_shift():
     other = GroupNormalization(groups=3)(copy.deepcopy(model))
     norms = [layer for layer in other.modules() if isinstance(layer, nn.GroupNorm)]
     assert [layer.num_groups for layer in norms] == [2] * 6 and torch.equal(other[1].weight, model[1].weight)
-    plan = dpexp.make_plan(other, n=N, q=Q, steps=1, noise_multiplier=1.0)
+    plan = plan_of(other, n=N, q=Q, steps=1, noise_multiplier=1.0)
     assert plan.groups[0].d == sum(p.numel() for p in model.parameters())
 
 
@@ -201,7 +202,7 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
     from dpexp.training.classifier import Classifier
 
     module = Classifier(PrivateBatchNorm()(net().float()), lambda parameters: torch.optim.SGD(parameters, 0.1))
-    plan = dpexp.make_plan(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
     x, y = data(20)
     trainer = pl.Trainer(max_steps=1, callbacks=[callback], logger=False, enable_progress_bar=False)

@@ -36,7 +36,7 @@ def test_a_hundred_random_targets_by_each_accountant():
 CALIBRATABLE = {
     "q": lambda q: ledger(4 * q / 0.01, q, 1000),
     "q_at_fixed_z": lambda q: ledger(1.0, q, 1000),
-    "bound": lambda scale: ledger(4 / scale, 0.01, 1000),
+    "clip_norm": lambda scale: ledger(4 / scale, 0.01, 1000),
 }
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from reference import clipped_sums
 from torch import nn
 from torch.nn import functional as F
@@ -105,8 +106,8 @@ class Data(pl.LightningDataModule):
 
 
 def plan_for(module, **choices):
-    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "bound": clipping.FixedClipNorm(0.4)}
-    return dpexp.make_plan(module, **defaults | choices)
+    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "clip_norm": clipping.FixedClipNorm(0.4)}
+    return plan_of(module, **defaults | choices)
 
 
 def trainer(*callbacks, **options):
@@ -207,7 +208,7 @@ def test_a_schedule_is_carried_out_and_accounted(tmp_path):
         {"sampling": "fixed_size", "q": 5 / N},
         {"sampling": "shuffle", "q": 5 / N},
         {"sampling": "shuffle", "q": 5 / N, "adjacency": "replace_null"},
-        {"sampling": "all", "q": 1.0},
+        {"sampling": "full_batch", "q": 1.0},
     ],
     ids=str,
 )
@@ -229,7 +230,7 @@ def test_policies_that_rely_on_n_refuse_another_number_of_records(tmp_path, samp
 
 
 def test_an_accountant_without_a_claim_is_refused_before_training(tmp_path):
-    plan = plan_for(Model(), n=N, q=5 / N, sampling="truncated_poisson", maximum=9)
+    plan = plan_for(Model(), n=N, q=5 / N, sampling="truncated_poisson", max_batch_size=9)
     with pytest.raises(ConfigError, match="accountant=rdp has no bound for sampling=truncated_poisson"):
         fit(tmp_path, plan=plan, delta=1e-5, accountant="rdp")
 
@@ -240,7 +241,7 @@ def test_whole_models_train_as_by_hand(tmp_path, build):
         torch.manual_seed(3)
         return build()
 
-    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), bound=clipping.UniformClipNorm(0.4))
+    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), clip_norm=clipping.UniformClipNorm(0.4))
     module, _, _ = fit(tmp_path, Model(net()), plan=plan)
     assert_same(module, by_hand(plan, 5, net())[0])
 
@@ -675,7 +676,7 @@ def test_a_module_that_was_refused_and_mended_may_have_the_same_ledger(tmp_path)
 
 def test_a_plan_for_other_sizes_is_refused(tmp_path):
     plan = plan_for(
-        Model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))), bound=clipping.DimensionClipNorm(1.0)
+        Model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))), clip_norm=clipping.DimensionClipNorm(1.0)
     )
     with pytest.raises(ConfigError, match=r"another model, whose net.0 has 45 parameters, and this one's has 25"):
         fit(tmp_path, Model(), plan=plan)
@@ -683,7 +684,7 @@ def test_a_plan_for_other_sizes_is_refused(tmp_path):
 
 def test_a_physical_batch_is_a_whole_number(tmp_path):
     with pytest.raises(ConfigError, match=r"trainer.max_physical_batch_size=2.5 must be a whole number"):
-        dpexp.PrivacyCallback(plan_for(Model()), tmp_path / "l.jsonl", physical_batch=2.5)
+        dpexp.PrivacyCallback(plan_for(Model()), tmp_path / "l.jsonl", max_physical_batch_size=2.5)
 
 
 def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from plans import plan_of
 from test_isolation import CLASSES, Items, Model, rows, trained
 from torch import nn
 from torch.nn import functional as F
@@ -50,8 +51,8 @@ def step(model):
 def sums(folder, batch, mode, model=None, loss_of=None, **options):
     """Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value."""
     model = model or net()
-    plan = dpexp.make_plan(
-        model, n=N, q=0.1, steps=1, bound=FixedClipNorm(S), release={"loss": {"S": 9, "share": 0.01}},
+    plan = plan_of(
+        model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), private_metrics={"loss": {"S": 9, "share": 0.01}},
         **({"noise_multiplier": 1e-7} | options),
     )  # fmt: skip
     engine = PrivateRound(plan, model, GaussianNoise())
@@ -113,7 +114,9 @@ def test_exact_noise_takes_weights(tmp_path, recwarn):
     from dpexp.privacy.gradients.per_example import Gradients
     from dpexp.privacy.private_metrics import WEIGHT
 
-    plan = dpexp.make_plan(net(), n=N, q=0.1, steps=1, bound=FixedClipNorm(S), noise_multiplier=1.0, noise="exact")
+    plan = plan_of(
+        net(), n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), noise_multiplier=1.0, noise="discrete_gaussian"
+    )
     clip = IntegerSums(plan.groups, False, torch.float64)
     found = {}
     for weighed in (False, True):

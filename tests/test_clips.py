@@ -12,6 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow import MlflowClient
+from plans import plan_of
 from reference import clipped_sums, factor
 from test_engine import KINDS, MECHANISMS, B, case, cross_entropy, relative_error, sums_of
 from torch import nn
@@ -26,7 +27,6 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.discrete_gaussian import lattice
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, check_clip_rule, clip_rule_factors
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 
@@ -61,8 +61,8 @@ EXTREME = [Automatic(1e-300), Psac(1e-300), Psac(1e300), Global(1e-300), Global(
 named = pytest.mark.parametrize("clip", RULES, ids=lambda clip: clip.name)
 
 
-def plan_of(module, **choices):
-    return make_plan(module, **{"n": 20, "q": 0.3, "steps": 1, "noise_multiplier": 1.0} | choices)
+def own_plan(module, **choices):
+    return plan_of(module, **{"n": 20, "q": 0.3, "steps": 1, "noise_multiplier": 1.0} | choices)
 
 
 # What the rules say
@@ -96,13 +96,13 @@ def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
 )  # fmt: skip
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
     module, batch = case(name)
-    choices = {"clip": clip, "group": getattr(groups, grouping)(), "mechanism": MECHANISMS[mechanism]}
+    choices = {"clip_rule": clip, "group": getattr(groups, grouping)(), "mechanism": MECHANISMS[mechanism]}
 
     def loss_of(one):
         return cross_entropy(module(one[0]), one[1])
 
     def observed(bound):
-        plan = plan_of(module, bound=bound, **choices)
+        plan = own_plan(module, clip_norm=bound, **choices)
         engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
         sums = sums_of(engine, loss_of, batch)
         norms = {g: [o[f"norm/{g.name}"] for o in engine.observations if f"norm/{g.name}" in o] for g in plan.groups}
@@ -117,7 +117,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
 @named
 def test_float32_equals_one_record_at_a_time(clip):
     module, batch = case("convolutions", torch.float32)
-    plan = plan_of(module, clip=clip, bound=clipping.FixedClipNorm(0.7))
+    plan = own_plan(module, clip_rule=clip, clip_norm=clipping.FixedClipNorm(0.7))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     sums = sums_of(PrivateRound(plan, module, GaussianNoise()), loss_of, batch)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
@@ -199,9 +199,10 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
     """Of each group, in every round of a schedule."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)).double()
-    plan = plan_of(
-        module, clip=clip, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.DimensionClipNorm(0.3),
-        vectors_by="parameter", steps=2, schedules={"S": [1.0, 0.3]},
+    plan = own_plan(
+        module, clip_rule=clip, group=groups.per_layer(), mechanism=clipping.Joint(),
+            clip_norm=clipping.DimensionClipNorm(0.3),
+        vectors="parameter", steps=2, schedules={"S": [1.0, 0.3]},
     )  # fmt: skip
     engine = PrivateRound(plan, module, GaussianNoise())
     x = torch.tensor(records, dtype=torch.float64)
@@ -253,7 +254,9 @@ def test_exact_and_gaussian_noise_are_given_the_same_sums(clip):
     module, batch = case("mlp")
     sums = []
     for noise in ("exact", "gaussian"):
-        plan = plan_of(module, clip=clip, noise=noise, bound=clipping.FixedClipNorm(1.0), group=groups.per_layer())
+        plan = own_plan(
+            module, clip_rule=clip, noise=noise, clip_norm=clipping.FixedClipNorm(1.0), group=groups.per_layer()
+        )
         engine = PrivateRound(plan, module, GaussianNoise())
         found = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch)
         units = {
@@ -269,7 +272,7 @@ def test_exact_and_gaussian_noise_are_given_the_same_sums(clip):
 @named
 def test_a_rule_changes_nothing_that_is_accounted(clip):
     module = nn.Linear(4, 3)
-    plans = [plan_of(module, clip=rule, group=groups.per_layer(), steps=5) for rule in (clip, None)]
+    plans = [own_plan(module, clip_rule=rule, group=groups.per_layer(), steps=5) for rule in (clip, None)]
     assert plans[0].ledger() == plans[1].ledger()
     assert (plans[0].clip == "") is (clip == Abadi()) and plans[1].clip == ""
 
@@ -278,8 +281,8 @@ def test_z_goes_with_s():
     """From group to group, and from round to round."""
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     given = clipping.FixedClipNorm({"0": 1.0, "1": 10.0})
-    plan = plan_of(
-        module, clip=Global(2.0), group=groups.per_layer(), bound=given, steps=2, schedules={"S": [1.0, 0.1]}
+    plan = own_plan(
+        module, clip_rule=Global(2.0), group=groups.per_layer(), clip_norm=given, steps=2, schedules={"S": [1.0, 0.1]}
     )
     x = torch.tensor([0.15, 1.5, 15.0], dtype=torch.float64)
     kept = [
@@ -303,7 +306,7 @@ class Thawed:
 @pytest.mark.parametrize("clip", [lambda x, S: S / x, Abadi, Thawed(), clipping.FixedClipNorm(1.0)])
 def test_what_is_no_rule_is_refused(clip):
     with pytest.raises(ConfigError, match="is no clip rule; give a frozen dataclass with a name"):
-        plan_of(nn.Linear(2, 2), clip=clip)
+        own_plan(nn.Linear(2, 2), clip_rule=clip)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +428,7 @@ def test_how_many_are_processed_together_decides_over_little(far):
     taken instead (6 in `rounding`): at a threshold, one of them more would change the norms of all by a hundredth."""
     random = torch.Generator().manual_seed(11)
     x, g = torch.tanh(torch.randn(256, generator=random)), torch.randn(256, generator=random)
-    plan = make_plan(nn.Linear(256, 256, bias=False), n=100, q=0.5, steps=1, noise_multiplier=1.0, clip=Global(far))
+    plan = own_plan(nn.Linear(256, 256, bias=False), n=100, q=0.5, steps=1, noise_multiplier=1.0, clip_rule=Global(far))
     moved = []
     for left in torch.linspace(0.04, 0.12, 161).tolist():
         S = left * float(g.double().norm() * x.double().norm())
@@ -451,8 +454,14 @@ def test_the_last_digits_of_a_norm_decide_over_little(rule):
 @pytest.mark.parametrize("adjacency, changed", [("add_remove", []), ("replace_null", [0.0]), ("replace_one", [-9.0])])
 def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency, changed):
     """σ̃ over it is the z of a round in which all are sampled."""
-    plan = make_plan(
-        nn.Linear(1, 1, bias=False), n=2, q=1.0, sampling="all", steps=1, noise_multiplier=1.5, adjacency=adjacency
+    plan = own_plan(
+        nn.Linear(1, 1, bias=False),
+        n=2,
+        q=1.0,
+        sampling="full_batch",
+        steps=1,
+        noise_multiplier=1.5,
+        adjacency=adjacency,
     )
     (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
     sums = []

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from adversarial import largest_share
+from plans import plan_of
 from reference import clipped_sums
 from test_callback import assert_same, fit
 from test_traced import N, S, classifier, rows, sums_of
@@ -22,7 +23,6 @@ from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.gradients.per_example import Gradients
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 needs_compiler = pytest.mark.skipif(
@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def engine_of(module, compile=True, rounds=9):
-    plan = make_plan(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, bound=FixedClipNorm(S))
+    plan = plan_of(module, n=4 * N, q=0.25, steps=rounds, noise_multiplier=1.0, clip_norm=FixedClipNorm(S))
     return PrivateRound(plan, module, GaussianNoise(), observe=True, compiled=compile)
 
 
@@ -183,7 +183,7 @@ def test_all_that_norms_are_computed_from_lies_in_memory():
 
 def test_a_norm_that_is_not_finite_in_float64_alone_adds_nothing():
     module = nn.Linear(3, 1)
-    plan = make_plan(module, n=48, q=0.25, steps=1, noise_multiplier=1.0, bound=FixedClipNorm(S))
+    plan = plan_of(module, n=48, q=0.25, steps=1, noise_multiplier=1.0, clip_norm=FixedClipNorm(S))
     clip = ClippedSums(plan.groups, False, torch.float32)
     x, g = torch.ones(2, 2, 3), torch.ones(2, 2, 1)
     g[:, 1] = -1 + 1e-6

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from test_delivery import Seeding
 from test_isolation import Items, Model, padded, rows, sequences, sum_of_clipped, trained
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
@@ -126,7 +127,9 @@ def test_a_collate_fn_with_state_is_refused(tmp_path, collate, name, workers):
 
 
 def test_records_of_several_examples_are_checked():
-    plan = dpexp.make_plan(Model(), n=6, sampling="all", q=1.0, steps=2, noise_multiplier=1.0, record=Microbatch(2))
+    plan = plan_of(
+        Model(), n=6, sampling="full_batch", q=1.0, steps=2, noise_multiplier=1.0, privacy_unit=Microbatch(2)
+    )
 
     def rounds(change):
         return loader.RoundLoader(DataLoader(Kept(change)), plan, 4, KeyStream(), KeyStream())
@@ -301,7 +304,7 @@ def test_state_that_few_records_leave_is_found(tmp_path, monkeypatch):
     """One of 300, which is in every fourth sample: with this seed, not in the first."""
     monkeypatch.setattr(fetching, "_DRY_RUN", 0)
     module = Model()
-    plan = dpexp.make_plan(module, n=300, q=0.25, steps=50, noise_multiplier=1.0)
+    plan = plan_of(module, n=300, q=0.25, steps=50, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=3)
     run = pl.Trainer(
         accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,

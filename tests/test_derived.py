@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from plans import plan_of
 from reference import clipped_sums, stacked
 from test_engine import relative_error, sums_of
 from test_rounding import exact
@@ -19,7 +20,6 @@ from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.groups import flat, owners
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 B = 5
@@ -172,7 +172,7 @@ def test_a_number_of_a_weight_is_asked_for_in_every_round():
     """The step is no graph, in which the first answer would stay."""
     call, *shapes = CALLS["a truth of parameters"]
     module, x = Weighted(Of(call, *shapes)).double(), torch.randn(B, 4, 3).double()
-    plan = make_plan(module, n=20, q=0.3, steps=2, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=2, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
     for sign in (1, -1):
         module.layer.parameters_[0].data = sign * torch.rand(4, 3).double()
@@ -302,7 +302,7 @@ def test_a_non_finite_record_contributes_nothing(name, bad):
     module = Weighted(Of(call, *shapes)).double()
     x = (torch.randn(B, 3, 4, 4) if "standardized" in name else torch.randn(B, 4, 3, 3)).double()
     x[2].view(-1)[0] = bad
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     sums = dict(sums_of(PrivateRound(plan, module, GaussianNoise()), module.loss, x, B, B))
     others = [i for i in range(B) if i != 2]
     without = clipped_sums(plan, module, module.loss, x[others], B - 1)
@@ -321,7 +321,7 @@ def test_each_record_draws_its_own_weight(of):
         return F.linear(x, F.dropout(weight.exp() if of == "computed" else weight, 0.5))
 
     module = Of(call, (1, 40))
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(1e9))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(1e9))
     engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
     x = torch.ones(B, 40)
     engine.start()
@@ -362,7 +362,7 @@ def test_no_record_contributes_more_than_its_bound(name):
     call, *shapes = CALLS[name]
     S, module = 0.3, Weighted(Of(call, *shapes))
     engine = PrivateRound(
-        make_plan(module, n=20, q=0.05, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S)),
+        plan_of(module, n=20, q=0.05, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S)),
         module,
         GaussianNoise(),
     )

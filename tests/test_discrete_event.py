@@ -13,6 +13,7 @@ from scipy.integrate import quad
 from scipy.special import logsumexp
 
 from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.coverage import NAMES
 from dpexp.accounting.ledger import (
     DiscreteSumQueryEvent,
     Ledger,
@@ -25,7 +26,6 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.ledger.events import SMOOTHING
 from dpexp.accounting.rdp import log_moments
-from dpexp.accounting.coverage import NAMES
 from dpexp.errors import ConfigError
 
 SIGMA2 = 2**48

@@ -9,6 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
+from plans import plan_of
 from test_isolation import CLASSES, Everything, Items, Model, S, rows, sum_of_clipped, trained
 from torch import nn
 from torch.nn import functional as F
@@ -399,10 +400,11 @@ def test_the_whole_job_is_processed_in_one_way(tmp_path, build, mode):
 @pytest.mark.parametrize("build, said", [(Model, 0), (Asking, 1), (Scripted, 1)])
 def test_why_a_step_is_not_traced_is_said_once(tmp_path, build, said):
     module = build()
-    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=3, noise_multiplier=1.0)
+    plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=3, noise_multiplier=1.0)
     run = pl.Trainer(
         accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", physical_batch=2)],
+        enable_model_summary=False, callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl",
+            max_physical_batch_size=2)],
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -748,7 +750,7 @@ def test_a_step_may_not_set_what_a_checkpoint_saves_or_training_goes_by(tmp_path
 
 
 def fit_loudly(ledger, module, loader):
-    plan = dpexp.make_plan(module, n=6, sampling="all", q=1.0, steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=6, sampling="full_batch", q=1.0, steps=1, noise_multiplier=1.0)
     pl.Trainer(
         accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[dpexp.PrivacyCallback(plan, ledger)],

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from plans import plan_of
 from reference import clipped_sums, stacked
 from torch import nn
 from torch.nn import functional as F
@@ -15,7 +16,6 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 B = 6
@@ -331,7 +331,7 @@ def case(name, dtype=torch.float64, seed=0):
 
 
 def engine_of(module, S=0.3):
-    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    plan = plan_of(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S))
     return PrivateRound(plan, module, GaussianNoise()), plan
 
 
@@ -372,10 +372,10 @@ KINDS = [("separate", "flat"), ("joint", "per_layer"), ("separate", "per_layer")
 )
 def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, loss):
     module, batch = case(name)
-    plan = make_plan(
+    plan = plan_of(
         module,
         n=20, q=0.3, steps=1, noise_multiplier=1.0,
-        group=getattr(groups, grouping)(), bound=clipping.DimensionClipNorm(0.3), mechanism=MECHANISMS[mechanism],
+        group=getattr(groups, grouping)(), clip_norm=clipping.DimensionClipNorm(0.3), mechanism=MECHANISMS[mechanism],
     )  # fmt: skip
     engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
 
@@ -393,7 +393,7 @@ def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, loss):
 @pytest.mark.parametrize("name", ["convolutions", "tied", "raw", "lstm"])
 def test_float32_equals_one_record_at_a_time(name):
     module, batch = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     sums = sums_of(PrivateRound(plan, module, GaussianNoise()), loss_of, batch)
     assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
@@ -402,7 +402,7 @@ def test_float32_equals_one_record_at_a_time(name):
 @pytest.mark.parametrize("name", ["convolutions", "tied", "mlp"])
 def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
     module, batch = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
 
     def loss_of(one):
         return cross_entropy(module(one[0]), one[1])
@@ -419,7 +419,7 @@ def test_bf16_autocast_keeps_sums_and_norms_in_float32(name):
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_chunks_change_nothing(chunk):
     module, batch = case("convolutions")
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     whole = dict(sums_of(engine, loss_of, batch))
@@ -436,7 +436,7 @@ def test_chunks_change_nothing(chunk):
 def test_a_non_finite_record_contributes_nothing(name, bad):
     """Trap 1. The other records' sum must come out as if the bad one were not there."""
     module, (x, y) = case(name, torch.float32)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     engine = PrivateRound(plan, module, GaussianNoise())
     x[2].view(-1)[0] = bad
@@ -456,7 +456,7 @@ def test_every_record_stays_within_the_bound_in_float32():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
     S = 0.37
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S))
     engine = PrivateRound(plan, module, GaussianNoise())
     for _ in range(50):
         batch = (torch.randn(1, 300) * 10 ** torch.empty(1).uniform_(-2, 4), torch.randint(3, (1,)))
@@ -466,7 +466,7 @@ def test_every_record_stays_within_the_bound_in_float32():
 
 def test_an_empty_sample_contributes_nothing():
     module, _ = case("mlp")
-    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
     assert engine._sums and all((total == 0).all() for total in engine._sums.values())
 
@@ -474,7 +474,7 @@ def test_an_empty_sample_contributes_nothing():
 def test_dropout_differs_between_records():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double()
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
     engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
     x = torch.randn(1, 8).double().expand(B, 8)
     sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x, torch.zeros(B, dtype=torch.long)))
@@ -566,7 +566,7 @@ STATEFUL = [RunningMean, Reassigned, ThroughData, Counting, InAnAttribute, InACo
 def test_a_step_that_keeps_something_of_a_record_is_refused_before_it_sees_one(build, inside):
     torch.manual_seed(0)
     module, (x, y) = (nn.Sequential(nn.Identity(), build()) if inside else build()).double(), rows()
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine, before = PrivateRound(plan, module, GaussianNoise()), x.clone()
     with pytest.raises(StateFound, match="keeps something of a record"):
         sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x.double(), y))
@@ -591,7 +591,7 @@ class KeepingWhatIsLarge(nn.Module):
 def test_state_that_only_records_bring_about_stops_the_round():
     torch.manual_seed(0)
     module, (x, y) = KeepingWhatIsLarge(), rows()
-    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=3, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=3, noise_multiplier=1.0), module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     for t in range(2):
         engine.start(t)
@@ -607,7 +607,7 @@ def test_state_that_only_records_bring_about_stops_the_round():
 def test_a_parameter_that_is_changed_inside_training_step_is_refused_by_name():
     for change in CHANGES.values():
         module = nn.Sequential(nn.Identity(), Changing(change))
-        engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+        engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
         with pytest.raises(ConfigError, match=r"1\.head\.weight is changed inside training_step"):
             sums_of(engine, lambda one, module=module: cross_entropy(module(one[0]), one[1]), rows())
 
@@ -676,7 +676,7 @@ def test_what_a_model_asks_of_autograd_is_what_pytorch_says(build, mode):
     torch.manual_seed(0)
     module, (x, y) = build().double(), rows()
     batch = x.double(), y
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
 
     def loss_of(one):
         return cross_entropy(module(one[0]), one[1])
@@ -690,7 +690,7 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
     """An index out of range. The others go on together, in this chunk and in the next."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)).double()
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     x, y = torch.randint(5, (B, 3)), torch.randint(3, (B,))
@@ -708,14 +708,14 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
 
 def test_a_mistake_that_no_record_survives_is_raised():
     module, batch = case("mlp")
-    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     with pytest.raises(ConfigError, match="shapes cannot be multiplied"):
         sums_of(engine, lambda one: module(one[0][:, :3]).sum(), batch)
 
 
 def test_a_batch_that_cannot_be_split_is_refused():
     module, (x, y) = case("mlp")
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
     engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     engine.start()
@@ -725,7 +725,7 @@ def test_a_batch_that_cannot_be_split_is_refused():
 
 def test_what_is_no_tensor_is_the_same_for_all_records():
     module, (x, y) = case("mlp")
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     with pytest.warns(UserWarning, match="a batch holds a float besides tensors"):
@@ -736,7 +736,7 @@ def test_what_is_no_tensor_is_the_same_for_all_records():
 
 
 def test_a_plan_for_another_model_is_refused():
-    plan = make_plan(nn.Linear(2, 2), n=20, q=0.3, steps=1, noise_multiplier=1.0)
+    plan = plan_of(nn.Linear(2, 2), n=20, q=0.3, steps=1, noise_multiplier=1.0)
     with pytest.raises(ConfigError, match="another model"):
         PrivateRound(plan, nn.Sequential(nn.Linear(2, 2)), GaussianNoise())
 
@@ -814,7 +814,7 @@ def test_a_step_that_branches_on_data_runs_one_record_at_a_time(build, chunk):
 
 def test_an_error_that_a_step_catches_is_not_traced_even_of_one_record():
     module, loss_of, batch = branching(Trying)
-    plan = make_plan(module, n=10, q=0.1, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.3))
+    plan = plan_of(module, n=10, q=0.1, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.3))
     engine = PrivateRound(plan, module, GaussianNoise())  # whose graphs are of one row
     sums = sums_of(engine, loss_of, batch, 12, 12)
     assert engine.mode == ONE

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_of
 from scipy.stats import chi2_contingency, kstest
 from test_callback import SEED, Data, Model, N, Q, T, dataset, fit, plan_for, trainer
 from test_discrete_gaussian import NoFloats
@@ -24,7 +25,6 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.discrete_gaussian import SIGMA, SIGMA2, DiscreteGaussian, Lattice, lattice, squares
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import clipping, groups
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.policies import Poisson
 
@@ -70,8 +70,8 @@ def test_a_square_that_float64_would_take_for_the_bound_is_told_from_it():
 
 
 def engine_for(module, **choices):
-    defaults = {"n": 100, "q": 0.2, "steps": 2, "noise_multiplier": 1.0, "noise": "exact"}
-    plan = make_plan(module, **defaults | choices)
+    defaults = {"n": 100, "q": 0.2, "steps": 2, "noise_multiplier": 1.0, "noise": "discrete_gaussian"}
+    plan = plan_of(module, **defaults | choices)
     return PrivateRound(plan, module, GaussianNoise(KeyStream.known(0, "test", 0)))
 
 
@@ -91,8 +91,8 @@ def test_one_record_moves_the_sum_by_a_vector_within_the_bound_exactly(records, 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2))
     engine = engine_for(
-        module, group=groups.per_layer(), mechanism=clipping.Joint(), bound=clipping.DimensionClipNorm(0.3),
-        vectors_by="parameter", schedules={"S": [1.0, 0.3], "z": [1.0, 3.0]},
+        module, group=groups.per_layer(), mechanism=clipping.Joint(), clip_norm=clipping.DimensionClipNorm(0.3),
+        vectors="parameter", schedules={"S": [1.0, 0.3], "z": [1.0, 3.0]},
     )  # fmt: skip
     x = torch.tensor(records)
     out = data.draw(st.integers(0, len(x) - 1))
@@ -180,7 +180,7 @@ def by_hand(plan, factors):
 )
 def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
     schedules = {"z": {"step": {0: 1, 5: 2}}, "S": {"step": {0: 1, 7: 0.5}}}
-    plan = plan_for(Model(), group=grouping, mechanism=mechanism, noise="exact", schedules=schedules)
+    plan = plan_for(Model(), group=grouping, mechanism=mechanism, noise="discrete_gaussian", schedules=schedules)
     module, run, _ = fit(tmp_path, plan=plan)
     reference = by_hand(plan, lambda t: (1 if t < 5 else 2, 1 if t < 7 else 0.5))
     for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
@@ -194,10 +194,10 @@ def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
 
 
 def test_training_goes_on_from_a_checkpoint(tmp_path):
-    plan = plan_for(Model(), noise="exact")
+    plan = plan_for(Model(), noise="discrete_gaussian")
 
     def run(stop, ckpt=None):
-        privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", physical_batch=4)
+        privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", max_physical_batch_size=4)
         training = trainer(privacy, max_steps=stop)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -226,7 +226,7 @@ def test_what_cannot_be_exact_is_refused(choices, wrong):
 
 def test_a_target_is_calibrated_for_the_event_that_will_be_written():
     found = [
-        make_plan(nn.Linear(9, 9), n=1000, q=0.1, steps=50, epsilon=2.0, delta=1e-5, noise=noise)
+        plan_of(nn.Linear(9, 9), n=1000, q=0.1, steps=50, epsilon=2.0, delta=1e-5, noise=noise)
         for noise in ("gaussian", "exact")
     ]
     assert found[0].noise_multiplier == pytest.approx(found[1].noise_multiplier, rel=1e-3)
@@ -288,7 +288,7 @@ def test_the_attack_finds_nothing_in_exact_noise(tmp_path):
     d, bits = 20_000, []
     for f in (0.0, 1.0):
         module = Released(d)
-        engine = engine_for(module, q=1.0, sampling="all", n=1)
+        engine = engine_for(module, q=1.0, sampling="full_batch", n=1)
         whole_sums(engine, module, torch.tensor([f], dtype=torch.float64))
         writer = LedgerWriter(tmp_path / f"{f}.jsonl")
         writer.sample(engine.plan.sampling.event(1))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from matplotlib import pyplot
 from pandas import DataFrame
+from plans import plan_of
 
-import dpexp
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import joined
 from dpexp.privacy.plan.clipping import DimensionClipNorm, Joint
@@ -281,7 +281,7 @@ def test_progress_shows_every_training_of_a_configuration():
 
 
 def plan(**choices):
-    made = dpexp.make_plan(cnn([1, 8, 8], 10), n=1000, q=0.1, steps=5, noise_multiplier=2.0, group=conv_fc(), **choices)
+    made = plan_of(cnn([1, 8, 8], 10), n=1000, q=0.1, steps=5, noise_multiplier=2.0, group=conv_fc(), **choices)
     return made, groups_of(json.loads(plan_json(made)))
 
 
@@ -292,7 +292,7 @@ def test_noise_and_signal_per_coordinate():
         assert row["record"] == pytest.approx(group.S / 100 / math.sqrt(group.d))
         assert row["average"] == pytest.approx(100 * row["record"])
         assert row["noise"] / row["record"] == pytest.approx(2 * math.sqrt(group.d / row["share"]))
-    made, rows = plan(mechanism=Joint(), bound=DimensionClipNorm(1.0))
+    made, rows = plan(mechanism=Joint(), clip_norm=DimensionClipNorm(1.0))
     for group, row in zip(made.groups, rows, strict=True):
         noise = sum(
             v.d * (alpha * group.sigma / 100) ** 2 for v, alpha in zip(group.vectors, group.alphas, strict=True)

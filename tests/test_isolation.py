@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from pytorch_lightning.callbacks import LearningRateFinder, LearningRateMonitor
 from pytorch_lightning.loggers import CSVLogger, Logger
 from pytorch_lightning.tuner import Tuner
@@ -91,8 +92,8 @@ def trained(folder, module, loader, steps=1, z=SILENT, callbacks=(), callback=No
     """A fit on every record in every round."""
     if not isinstance(loader, DataLoader):
         loader = DataLoader(Items(loader), batch_size=2)
-    plan = dpexp.make_plan(
-        module, n=10, sampling="all", q=1.0, steps=steps, noise_multiplier=z, bound=clipping.FixedClipNorm(S)
+    plan = plan_of(
+        module, n=10, sampling="full_batch", q=1.0, steps=steps, noise_multiplier=z, clip_norm=clipping.FixedClipNorm(S)
     )
     released = Released()
     folder.mkdir(exist_ok=True)
@@ -542,8 +543,8 @@ class Telling(Model):
 def test_loggers_get_nothing_from_training(tmp_path):
     logger = Everything()
     module = Telling()
-    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=3, noise_multiplier=1.0)
-    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", delta=1e-3, physical_batch=2)
+    plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=3, noise_multiplier=1.0)
+    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", delta=1e-3, max_physical_batch_size=2)
     run = pl.Trainer(
         accelerator="cpu", max_epochs=-1, logger=logger, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[privacy, LearningRateMonitor()], log_every_n_steps=1,
@@ -601,8 +602,8 @@ def test_validation_falls_after_rounds_not_chunks(tmp_path):
                 after.append(trainer.global_step)
 
         module = Model()
-        plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=6, noise_multiplier=1.0)
-        privacy = dpexp.PrivacyCallback(plan, tmp_path / f"{count}.jsonl", physical_batch=1)
+        plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=6, noise_multiplier=1.0)
+        privacy = dpexp.PrivacyCallback(plan, tmp_path / f"{count}.jsonl", max_physical_batch_size=1)
         pl.Trainer(
             accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, callbacks=[privacy, Watch()], val_check_interval=2,
@@ -625,7 +626,7 @@ def test_learning_rate_finders_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="LearningRateFinder trains on records without noise"):
         trained(tmp_path, Tunable(), rows(5), callbacks=[LearningRateFinder()])
     module = Tunable()
-    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=2, noise_multiplier=1.0)
+    plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=2, noise_multiplier=1.0)
     run = pl.Trainer(
         accelerator="cpu", callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")], logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
@@ -655,7 +656,7 @@ def test_validation_may_call_training_step(tmp_path):
             self.log("val_loss", self.training_step(batch, batch_idx))
 
     module = Shared()
-    plan = dpexp.make_plan(module, n=10, sampling="all", q=1.0, steps=3, noise_multiplier=1.0)
+    plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=3, noise_multiplier=1.0)
     run = pl.Trainer(
         accelerator="cpu", max_epochs=-1, logger=CSVLogger(tmp_path), enable_progress_bar=False,
         enable_checkpointing=False, callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")],

@@ -80,7 +80,7 @@ def test_a_users_vector_is_how_far_its_training_goes(local, kind, tmp_path, quie
     by = None if kind is OfUsers else "user_of"
     found, plan = released(
         tmp_path, a_data_set(kind, x.double(), y), User(8, by, local), users=4,
-        group=groups.per_layer(), bound=clipping.FixedClipNorm(0.5),
+        group=groups.per_layer(), clip_norm=clipping.FixedClipNorm(0.5),
     )  # fmt: skip
     close(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan))
 
@@ -144,13 +144,15 @@ def test_models_train_as_by_hand(make, tmp_path, quiet, in_order):
     close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan))
 
 
-@pytest.mark.parametrize("choices", [{}, {"noise": "exact", "noise_multiplier": 0.1}], ids=["gaussian", "exact"])
+@pytest.mark.parametrize(
+    "choices", [{}, {"noise": "discrete_gaussian", "noise_multiplier": 0.1}], ids=["gaussian", "exact"]
+)
 def test_users_train_as_by_hand_where_no_made_up_record_has_a_finite_loss(choices, tmp_path, quiet, in_order):
     x, y = rows(11)
     x[:, 0] = 5
     found, plan = released(
         tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["epochs"]), Infinite(), users=4,
-        bound=clipping.FixedClipNorm(0.1), **choices,
+        clip_norm=clipping.FixedClipNorm(0.1), **choices,
     )  # fmt: skip
     expected = by_hand(MEMBERS, trained_by_hand(x, y, LOCALS["epochs"], Infinite), plan)
     for name, total in found.items():
@@ -172,7 +174,7 @@ def test_the_average_is_the_servers_gradient(tmp_path, quiet, in_order):
     x, y = rows(11)
     found, _ = released(
         tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["batches"]), users=4,
-        bound=clipping.FixedClipNorm(1e3),
+        clip_norm=clipping.FixedClipNorm(1e3),
     )  # fmt: skip
     vector = trained_by_hand(x, y, LOCALS["batches"])
     for name, total in found.items():
@@ -294,10 +296,10 @@ class Telling(Model):
 
 
 OTHERS = {
-    "adaptive": {"bound": adaptive_clipping.AdaptiveClipNorm(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, rate=1.0, share=0.2)},
     "joint": {"mechanism": clipping.Joint()},
-    "automatic": {"clip": Automatic()},
-    "exact": {"noise": "exact", "noise_multiplier": 1.0, "n": 11},
+    "automatic": {"clip_rule": Automatic()},
+    "exact": {"noise": "discrete_gaussian", "noise_multiplier": 1.0, "n": 11},
 }
 
 
@@ -340,7 +342,7 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
     monkeypatch.setattr(dpexp.privacy.private_metrics.MetricEstimates, "add", watched)
     released(
         tmp_path, dataset, User(8, "user_of", local), Telling(), users=4,
-        release={"train_loss": {"S": 100.0, "share": 0.1}},
+        private_metrics={"train_loss": {"S": 100.0, "share": 0.1}},
     )  # fmt: skip
     (value,) = told.values()
     hand = sum(expected([3 * u, 3 * u + 1, 3 * u + 2]) for u in range(4)) / 4

@@ -10,10 +10,10 @@ import pytorch_lightning as pl
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, pld
 from mlflow import MlflowClient
+from plans import plan_of
 from scipy.stats import beta, norm
 from torch.utils.data import DataLoader, TensorDataset
 
-import dpexp
 from dpexp.__main__ import main
 from dpexp.accounting.auditing import inverse_of
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger
@@ -154,9 +154,9 @@ def test_canaries_are_public_records_with_another_label():
     assert len(mislabelled(data, 10**6, 0)) == 360
 
 
-def plan_of(**choices):
+def own_plan(**choices):
     module = Classifier(torch.nn.Linear(4, 3), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    return dpexp.make_plan(module, **{"n": 800, "q": 0.5, "steps": 1, "noise_multiplier": 1.0} | choices)
+    return plan_of(module, **{"n": 800, "q": 0.5, "steps": 1, "noise_multiplier": 1.0} | choices)
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
@@ -164,7 +164,7 @@ def test_canaries_join_the_records_or_take_their_places(sampling):
     data = Synthetic(800, [4], 3)
     before, canaries = records(data.train_dataloader()), mislabelled(data, 200, 0)
     included = [k % 3 == 0 for k in range(200)]
-    put_into(data, canaries, included, plan_of(sampling=sampling))
+    put_into(data, canaries, included, own_plan(sampling=sampling))
     after = records(data.train_dataloader())
     pairs = [*zip(canaries, included, strict=True)]
     wrong = [canary.wrong for canary, is_in in pairs if is_in]
@@ -226,7 +226,7 @@ def test_labels_of_no_class_are_refused(label):
 
 def test_more_canaries_than_places_are_refused():
     data = Of([(torch.zeros(4), k % 2) for k in range(100)], train=50)
-    put_into(data, mislabelled(data, 100, 0), [True] * 100, plan_of(sampling="fixed_size", n=50))
+    put_into(data, mislabelled(data, 100, 0), [True] * 100, own_plan(sampling="fixed_size", n=50))
     with pytest.raises(ConfigError, match=r"audit\.canaries_count=100 canaries do not fit into a training set of 50"):
         data.train_dataloader()
 

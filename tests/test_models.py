@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import plan_of
 from reference import clipped_sums, stacked
 from test_engine import relative_error
 from torch.utils._pytree import tree_map
@@ -25,7 +26,6 @@ from torch.utils._pytree import tree_map
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 FAMILIES = {
@@ -81,14 +81,14 @@ def tried(model, dropout, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            plan = make_plan(
+            plan = plan_of(
                 module,
                 n=20,
                 q=0.3,
                 steps=1,
                 noise_multiplier=1.0,
                 group=groups.per_layer(),
-                bound=clipping.FixedClipNorm(0.01),
+                clip_norm=clipping.FixedClipNorm(0.01),
             )
             engine = PrivateRound(plan, module, GaussianNoise())
             engine.start()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from plans import plan_of
 from scipy.stats import chisquare, kstest
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +17,6 @@ from torch.nn import functional as F
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.privacy.noise.continuous import PAIRS, BoxMuller, GaussianNoise, whole_blocks
 from dpexp.privacy.noise.randomness import BLOCK, KeyStream
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 RFC_KEY = bytes(range(32))
@@ -166,7 +166,7 @@ def released_sum(stream):
     """What leaves a round of softmax regression on one feature [CLASSES], and the sum without noise."""
     torch.manual_seed(0)
     module = nn.Linear(1, CLASSES, bias=False)
-    plan = make_plan(module, n=100, q=1.0, sampling="all", steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=100, q=1.0, sampling="full_batch", steps=1, noise_multiplier=1.0)
     engine = PrivateRound(plan, module, GaussianNoise(stream))
     engine.start()
     x, y = torch.randn(100, 1, 1), torch.randint(CLASSES, (100, 1))

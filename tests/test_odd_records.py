@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from test_isolation import CLASSES, Items, Model, S, rows, sum_of_clipped, trained
 from torch import nn
@@ -277,7 +278,7 @@ def test_records_that_cannot_be_stacked_are_said_to_be_slow(tmp_path):
             x, y, _ = batch
             return F.cross_entropy(self.net(x), y)
 
-    plan = dpexp.make_plan(Named(), n=12, sampling="all", q=1.0, steps=1, noise_multiplier=1.0)
+    plan = plan_of(Named(), n=12, sampling="full_batch", q=1.0, steps=1, noise_multiplier=1.0)
     run = pl.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_epochs=-1,
         callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")], enable_model_summary=False,

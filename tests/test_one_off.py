@@ -14,6 +14,7 @@ from dpexp.accounting import composition
 from dpexp.accounting.accountants import RenyiAccountant, delta, epsilon, guarantee
 from dpexp.accounting.auditing import inverse_of
 from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.coverage import NAMES, composing
 from dpexp.accounting.dominating_pairs import LaplacePair, gaussian_above
 from dpexp.accounting.ledger import (
     Ledger,
@@ -30,7 +31,6 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.accounting.multiple_runs import ORDERS, rho, run_rdp
 from dpexp.accounting.rdp import laplace_moments
-from dpexp.accounting.coverage import NAMES, composing
 from dpexp.accounting.releases import claimable
 from dpexp.accounting.risk import largest_advantage, risk
 from dpexp.accounting.tradeoff import type_two_errors

@@ -28,7 +28,7 @@ def test_the_experiment_is_what_the_scripts_say(module):
     setting, experiment = module("setting"), OmegaConf.load(PEERS / "experiment" / "peers.yaml")
     experiment.pop("defaults")
     assert experiment == {
-        "bound": {"value": setting.BOUND},
+        "clip_norm": {"value": setting.BOUND},
         "optimizer": {"lr": setting.LR, "momentum": setting.MOMENTUM},
         "sampling": {"expected_batch_size": setting.BATCH, "epochs": setting.EPOCHS},
         "privacy": {"epsilon": setting.EPSILON, "delta": setting.DELTA},

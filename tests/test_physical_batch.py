@@ -5,11 +5,11 @@ import json
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from torch import nn
 
 from dpexp.privacy.gradients import physical_batch
 from dpexp.privacy.gradients.physical_batch import FIRST, doubled, fitting
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 
@@ -53,7 +53,7 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     module = Classifier(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     module.log_dict = lambda *_: None
-    plan = make_plan(module, n=1437, q=0.5, steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=1437, q=0.5, steps=1, noise_multiplier=1.0)
     seen, before, run = [], model[1].weight.clone(), trainer_of_digits()
 
     class Memory:

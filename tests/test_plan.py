@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import plan_of
 from torch import nn
 
 from dpexp.accounting.accountants import epsilon
@@ -21,7 +22,6 @@ from dpexp.privacy.plan.clipping import (
     UniformClipNorm,
 )
 from dpexp.privacy.plan.groups import Groups, Match, Vector, conv_fc, flat, per_layer
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.sampling.policies import Poisson
 
 
@@ -33,7 +33,7 @@ def cnn():
 
 def plan(module=None, **choices):
     defaults = {"n": 1000, "q": 0.1, "steps": 10, "noise_multiplier": 1.5}
-    return make_plan(module or cnn(), **defaults | choices)
+    return plan_of(module or cnn(), **defaults | choices)
 
 
 def names(plan):
@@ -57,7 +57,7 @@ def test_the_ready_groupings():
 
 
 def test_a_vector_is_a_layer_or_a_parameter():
-    by_layer, by_parameter = plan(), plan(vectors_by="parameter")
+    by_layer, by_parameter = plan(), plan(vectors="parameter")
     assert [v.d for v in by_layer.groups[0].vectors] == [20, 4, 365, 18]
     assert [v.name for v in by_parameter.groups[0].vectors][:2] == ["0.weight", "0.bias"]
     assert by_layer.groups[0].d == by_parameter.groups[0].d == 407
@@ -105,11 +105,11 @@ def test_uniform_and_dimension_bounds_add_up_to_the_total(sizes, total):
 
 
 def test_fixed_bounds():
-    assert [g.S for g in plan(group=conv_fc(), bound=FixedClipNorm(0.3)).groups] == [0.3] * 3
+    assert [g.S for g in plan(group=conv_fc(), clip_norm=FixedClipNorm(0.3)).groups] == [0.3] * 3
     given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
-    assert [g.S for g in plan(group=conv_fc(), bound=FixedClipNorm(given)).groups] == [1, 2, 3]
+    assert [g.S for g in plan(group=conv_fc(), clip_norm=FixedClipNorm(given)).groups] == [1, 2, 3]
     with pytest.raises(ConfigError, match=r"names the groups conv; the model has conv, fc, rest"):
-        plan(group=conv_fc(), bound=FixedClipNorm({"conv": 1.0}))
+        plan(group=conv_fc(), clip_norm=FixedClipNorm({"conv": 1.0}))
 
 
 # Mechanisms
@@ -130,7 +130,7 @@ def test_section_2s_example():
     separate = plan(
         module,
         group=per_layer(),
-        bound=FixedClipNorm({"0": 1.0, "1": 100.0}),
+        clip_norm=FixedClipNorm({"0": 1.0, "1": 100.0}),
         allocation=Explicit({"0": 0.01 * q * n, "1": 1.0 * q * n}),
         **common,
     )
@@ -151,7 +151,7 @@ def test_joint_bound_lies_in_zero_to_root_k():
 def test_joint_scales_come_from_a_number_a_list_or_the_bound():
     assert plan(mechanism=Joint(alpha=0.5)).groups[0].alphas == (0.5,) * 4
     assert plan(mechanism=Joint(alpha=[1, 2, 3, 4])).groups[0].alphas == (1, 2, 3, 4)
-    derived = plan(mechanism=Joint(), bound=DimensionClipNorm(2.0)).groups[0]
+    derived = plan(mechanism=Joint(), clip_norm=DimensionClipNorm(2.0)).groups[0]
     assert derived.alphas == pytest.approx([2 * math.sqrt(v.d / 407) for v in derived.vectors])
     with pytest.raises(ConfigError, match="lists 2 numbers for 4 vectors"):
         plan(mechanism=Joint(alpha=[1, 2]))
@@ -187,16 +187,16 @@ def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, 
 def test_the_papers_two_allocations():
     """Section 4: σ̃_g = z √G S_g and σ̃_g = z √(D/d_g) S_g."""
     given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
-    for group in plan(group=conv_fc(), bound=FixedClipNorm(given)).groups:
+    for group in plan(group=conv_fc(), clip_norm=FixedClipNorm(given)).groups:
         assert group.sigma == pytest.approx(1.5 * math.sqrt(3) * group.S)
-    for group in plan(group=conv_fc(), bound=FixedClipNorm(given), allocation=DimensionAdjusted()).groups:
+    for group in plan(group=conv_fc(), clip_norm=FixedClipNorm(given), allocation=DimensionAdjusted()).groups:
         assert group.sigma == pytest.approx(1.5 * math.sqrt(407 / group.d) * group.S)
 
 
 @pytest.mark.parametrize("mechanism", [Separate(), Joint(alpha=[0.5, 2.0, 1.0, 3.0])])
 def test_min_variance_has_the_least_noise(mechanism):
     def variance(allocation):
-        groups = plan(group=conv_fc(), bound=FixedClipNorm(0.7), mechanism=mechanism, allocation=allocation).groups
+        groups = plan(group=conv_fc(), clip_norm=FixedClipNorm(0.7), mechanism=mechanism, allocation=allocation).groups
         return sum(g.sigma**2 * sum(a**2 * v.d for a, v in zip(g.alphas, g.vectors, strict=True)) for g in groups)
 
     least = variance(MinVariance())
@@ -225,9 +225,9 @@ def test_explicit_noise_contradicts_a_target():
 
 @pytest.mark.parametrize("knob", ["q", "q_at_fixed_z", "steps", "bound"])
 def test_other_knobs_are_solved_from_the_noise_given(knob):
-    asked = plan(group=conv_fc(), noise_multiplier=3.0, bound=FixedClipNorm(0.5))
+    asked = plan(group=conv_fc(), noise_multiplier=3.0, clip_norm=FixedClipNorm(0.5))
     made = plan(
-        group=conv_fc(), noise_multiplier=3.0, bound=FixedClipNorm(0.5), epsilon=0.5, delta=1e-5, calibrate=knob
+        group=conv_fc(), noise_multiplier=3.0, clip_norm=FixedClipNorm(0.5), epsilon=0.5, delta=1e-5, calibrate=knob
     )
     cost = epsilon(made.ledger(), 1e-5)
     assert cost <= 0.5 and (cost >= 0.5 * (1 - 1e-3) or knob == "steps")
@@ -239,7 +239,7 @@ def test_other_knobs_are_solved_from_the_noise_given(knob):
     def sigmas(p):
         return [group.sigma for group in p.groups]
 
-    held = {"q": averages, "q_at_fixed_z": sigmas, "steps": sigmas, "bound": sigmas}[knob]
+    held = {"q": averages, "q_at_fixed_z": sigmas, "steps": sigmas, "clip_norm": sigmas}[knob]
     assert held(made) == pytest.approx(held(asked), rel=1e-12), "the paper's §4 holds the averages' noise"
     assert (made.rounds != asked.rounds) == (knob == "steps")
     assert (made.sampling.q != asked.sampling.q) == knob.startswith("q")
@@ -273,7 +273,7 @@ def test_rounds_from_epochs_lose_no_step():
         ({"q": 1.5}, r"sampling\.q=1\.5"),
         ({"q": 0.0}, r"sampling\.q=0"),
         ({"q": "0.2"}, r"sampling\.q='0.2' must lie in"),
-        ({"bound": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
+        ({"clip_norm": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
         ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
         (
             {"allocation": Explicit([1.0]), "noise_multiplier": None},
@@ -294,9 +294,9 @@ def test_rounds_from_epochs_lose_no_step():
         ({"noise_multiplier": None, "epsilon": 1.0, "delta": 1.0}, r"privacy\.delta=1"),
         ({"noise_multiplier": None, "epsilon": 1.0}, "privacy.delta must be given"),
         ({"n": 0}, r"data\.n=0"),
-        ({"vectors_by": "neuron"}, "vectors=neuron"),
-        ({"bound": FixedClipNorm(math.inf)}, "clip_norm.value=inf"),
-        ({"bound": FixedClipNorm(-1.0)}, "clip_norm.value=-1"),
+        ({"vectors": "neuron"}, "vectors=neuron"),
+        ({"clip_norm": FixedClipNorm(math.inf)}, "clip_norm.value=inf"),
+        ({"clip_norm": FixedClipNorm(-1.0)}, "clip_norm.value=-1"),
         ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
         (
             {"sampling": "fixed_size", "adjacency": "add_remove"},
@@ -311,8 +311,11 @@ def test_rounds_from_epochs_lose_no_step():
         ({"schedules": {"sigma": 1.0}}, r"schedule\.sigma is unknown"),
         ({"sampling": "shuffle", "schedules": {"q": {"step": {0: 1, 2: 0.5}}}}, "q cannot vary"),
         ({"calibrate": "lr"}, "calibrate=lr is unknown; choose one of noise, q"),
-        ({"calibrate": "q", "epsilon": 1.0, "noise_multiplier": None}, "give both"),
-        ({"calibrate": "q", "sampling": "shuffle", "epsilon": 1.0, "delta": 1e-5}, "choose sampling=poisson"),
+        ({"calibrate": "sampling_rate", "epsilon": 1.0, "noise_multiplier": None}, "give both"),
+        (
+            {"calibrate": "sampling_rate", "sampling": "shuffle", "epsilon": 1.0, "delta": 1e-5},
+            "choose sampling=poisson",
+        ),
         (
             {"adjacency": "replace_one", "noise_multiplier": None, "epsilon": 1.0, "delta": 1e-5, "accountant": "rdp"},
             "choose accountant=pld",
@@ -345,7 +348,7 @@ def test_a_frozen_batchnorm_is_fine():
 
 
 def test_what_is_left_of_a_plan_are_its_last_rounds():
-    made = make_plan(
+    made = plan_of(
         nn.Linear(3, 1), n=100, q=0.1, steps=25, noise_multiplier=1.0, schedules={"z": {"step": {0: 2.0, 10: 1.0}}}
     )
     for since in (0, 4, 10, 24, 25):

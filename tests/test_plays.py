@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import plan_of
 from reference import clipped_sums, stacked
 from test_engine import relative_error
 from tokenizers import Tokenizer
@@ -19,7 +20,6 @@ import dpexp
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 from dpexp.training import text_model as text
 from dpexp.training.data import text as plays
@@ -98,7 +98,7 @@ def test_its_low_ranks_are_clipped_right_and_together(tiny, recwarn):
     def loss_of(one):
         return F.cross_entropy(module(one[0]), one[1])
 
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     engine.accumulate(loss_of, stacked(batch), 4)

@@ -6,6 +6,7 @@ import re
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from pytorch_lightning.strategies import DDPStrategy
 from several import ROUNDS, N, Net, all_of, layers, mistaken, start
 from torch import distributed as dist
@@ -139,7 +140,7 @@ def test_lightnings_other_strategies_are_refused_by_the_callback(tmp_path):
         pass
 
     module = Net(layers())
-    plan = dpexp.make_plan(module, n=N, q=0.1, steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=N, q=0.1, steps=1, noise_multiplier=1.0)
     for strategy, words in ((Sharded(), "Sharded cannot be honoured"), ("ddp_fork", "ddp_fork trains in processes")):
         trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
         privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")
@@ -148,15 +149,16 @@ def test_lightnings_other_strategies_are_refused_by_the_callback(tmp_path):
 
 
 def a_plan(**choices):
-    return dpexp.make_plan(torch.nn.Linear(3, 2), n=40, q=0.5, steps=2, noise_multiplier=1.0, **choices)
+    return plan_of(torch.nn.Linear(3, 2), n=40, q=0.5, steps=2, noise_multiplier=1.0, **choices)
 
 
 def test_plans_that_differ_in_whatever_they_say_are_told_apart():
     others = [
-        {"schedules": {"S": [50, 50]}}, {"bound": AdaptiveClipNorm()}, {"bound": AdaptiveClipNorm(quantile=0.9)},
-        {"clip": Global(3.0)},
-        {"noise": "exact"}, {"release": {"loss": {"S": 1, "share": 0.1, "every": 2}}},
-        {"release": {"loss": {"S": 1, "share": 0.1}}},
+        {"schedules": {"S": [50, 50]}}, {"clip_norm": AdaptiveClipNorm()},
+        {"clip_norm": AdaptiveClipNorm(quantile=0.9)},
+        {"clip_rule": Global(3.0)},
+        {"noise": "discrete_gaussian"}, {"private_metrics": {"loss": {"S": 1, "share": 0.1, "every": 2}}},
+        {"private_metrics": {"loss": {"S": 1, "share": 0.1}}},
     ]  # fmt: skip
     digests = [digest_of_plan(a_plan(**choices)) for choices in ({}, *others)]
     assert len(set(digests)) == len(digests) and digest_of_plan(a_plan()) == digests[0]

@@ -13,17 +13,17 @@ from dpexp.privacy import running_epsilon
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.allocation import AdaptiveMinVariance
-from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.plan.options import Noise
 
 DELTA, ROUNDS = 1e-5, 20
 CHOICES = {
     "poisson": {},
     "schedule": {"schedules": {"z": {"step": {0: 2, 10: 0.5}}, "q": {"step": {0: 1, 15: 2}}}},
-    "adaptive": {"bound": AdaptiveClipNorm(0.4), "mechanism": clipping.Joint()},
-    "measured": {"bound": AdaptiveClipNorm(0.4), "allocation": AdaptiveMinVariance()},
-    "now and then": {"release": {"train_loss": {"S": 1.0, "share": 0.1, "every": 7}}},
+    "adaptive": {"clip_norm": AdaptiveClipNorm(0.4), "mechanism": clipping.Joint()},
+    "measured": {"clip_norm": AdaptiveClipNorm(0.4), "allocation": AdaptiveMinVariance()},
+    "now and then": {"private_metrics": {"train_loss": {"S": 1.0, "share": 0.1, "every": 7}}},
     "shuffle": {"n": N, "sampling": "shuffle", "q": 4 / N, "noise_multiplier": 2.0},
-    "banded": {"noise": Banded(4), "sampling": "cyclic_poisson", "q": 0.05},
+    "banded": {"noise": Noise("banded", 4), "sampling": "cyclic_poisson", "q": 0.05},
 }
 
 

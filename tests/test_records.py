@@ -7,6 +7,7 @@ import warnings
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import plan_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
@@ -96,9 +97,9 @@ def released(folder, dataset, record, module=None, users=None, precision="64-tru
     folder.mkdir(exist_ok=True)
     ledger = folder / f"{len([*folder.glob('*.jsonl')])}.jsonl"
     module = module or Model()
-    plan = dpexp.make_plan(
-        module, n=len(dataset), users=users, record=record,
-        **{"sampling": "all", "q": 1.0, "steps": 1, "noise_multiplier": 1e-6} | choices,
+    plan = plan_of(
+        module, n=len(dataset), users=users, privacy_unit=record,
+        **{"sampling": "full_batch", "q": 1.0, "steps": 1, "noise_multiplier": 1e-6} | choices,
     )  # fmt: skip
     before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
     callback = dpexp.PrivacyCallback(plan, ledger, noise_seed=3)
@@ -161,7 +162,7 @@ def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, 
         tmp_path,
         kind(x.double(), y),
         Microbatch(k),
-        bound=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
+        clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
         group=groups.per_layer(),
     )
     assert plan.n == math.ceil(11 / k)

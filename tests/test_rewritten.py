@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plans import plan_of
 from reference import stacked
 from test_derived import B, Of, per_parameter
 from test_rules import Weighted, assert_equals_reference
@@ -12,7 +13,6 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.groups import flat
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 
@@ -146,7 +146,7 @@ def test_what_pytorch_refuses_is_refused(call, shapes):
     module, x = Weighted(Of(call, *shapes)), torch.randn(B, 4, 3)
     with pytest.raises((RuntimeError, IndexError)):
         module.loss(x[:1])
-    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
     with pytest.raises(ConfigError, match="training_step fails for every record that was made up"):
         engine.accumulate(module.loss, stacked(x), B)

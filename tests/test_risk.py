@@ -259,7 +259,7 @@ CALIBRATABLE = {
     "q": lambda q: ledger(4 * q / 0.05, q, 200),
     "q_at_fixed_z": lambda q: ledger(1.5, q, 200),
     "steps": lambda steps: ledger(1.5, 0.05, int(steps)),
-    "bound": lambda scale: ledger(2 / scale, 0.05, 200),
+    "clip_norm": lambda scale: ledger(2 / scale, 0.05, 200),
 }
 TARGETS = [MaxAdvantage(0.1), MaxTpr({0.01: 0.03}), MaxTpr({0.001: 0.01, 0.1: 0.15})]
 
@@ -318,12 +318,21 @@ def test_targets_that_cannot_be(target, accountant, message):
         ({"advantage": 0.1, "tpr": {0.01: 0.1}}, "are 2 targets"),
         ({"noise_multiplier": 2.0, "tpr": {0.01: 0.1}}, "exactly one of"),
         ({"tpr": 0.1}, r"privacy\.tpr=0\.1 must be {FPR: largest TPR}"),
-        ({"tpr": {0.01: 0.1}, "calibrate": "q"}, r"target privacy\.tpr={0\.01: 0\.1} from the noise .*give both"),
+        (
+            {"tpr": {0.01: 0.1}, "calibrate": "sampling_rate"},
+            r"target privacy\.tpr={0\.01: 0\.1} from the noise .*give both",
+        ),
         ({"advantage": 0.1, "explicit": True}, "allocation=explicit fixes the noise"),
     ],
 )
 def test_contradictory_noise(given, message):
-    asked = {"epsilon": None, "noise_multiplier": None, "delta": 1e-5, "calibrate": "noise", "explicit": False}
+    asked = {
+        "epsilon": None,
+        "noise_multiplier": None,
+        "delta": 1e-5,
+        "calibrate": "noise_multiplier",
+        "explicit": False,
+    }
     with pytest.raises(ConfigError, match=message):
         check_noise(**asked | given)
 

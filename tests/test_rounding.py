@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from plans import plan_of
 from torch import nn
 
 from dpexp.privacy.gradients.derived_parameters import Part, ViewGradient
@@ -20,7 +21,6 @@ from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.clipping import Abadi
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 S = 0.3
@@ -117,7 +117,7 @@ def test_a_directed_search_finds_no_record_beyond_the_bound():
 def test_large_layers_are_clipped_to_the_bound(d, value):
     """One record of equal values, for which torch's own float32 norm is off by 2e-3."""
     module = nn.Linear(d, 1, bias=False)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S))
     engine = PrivateRound(plan, module, GaussianNoise())
     engine.begin()
     x = torch.full((1, 1, d), value)
@@ -134,7 +134,7 @@ def test_large_layers_are_clipped_to_the_bound(d, value):
 def test_norms_that_underflow(d):
     """‖x‖² is 0 in float32, and g is large: the product is not small."""
     module = nn.Linear(d, 1, bias=False)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S))
     engine = PrivateRound(plan, module, GaussianNoise())
     for value, factor in ((2.6e-23, 1e22), (2.6e-23, 1e26), (TINY, 1e27), (1e-30, 1e27), (1e15, 1e-20)):
         engine.begin()
@@ -181,7 +181,7 @@ def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
     top, bottom = Part((5, d), (d, 1), 0), Part((3, d), (d, 1), 5 * d)
     use = ViewGradient([(top, OuterProductGradient(x, g)), (bottom, DenseGradient(held))], torch.Size((8, d)))
     expected = torch.cat([torch.bmm(g.double().transpose(1, 2), x.double()), held.double()], 1)
-    (group,) = make_plan(nn.Linear(d, 8, bias=False), n=20, q=0.3, steps=1, noise_multiplier=1.0).groups
+    (group,) = plan_of(nn.Linear(d, 8, bias=False), n=20, q=0.3, steps=1, noise_multiplier=1.0).groups
     mechanism, bound = GroupMechanism(group), torch.tensor(1e-5, dtype=torch.float64)
     enlarged = mechanism.norms({"weight": use}, bound)
     true = expected.flatten(1).norm(dim=1)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus import GradSampleModule
+from plans import plan_of
 from reference import clipped_sums, stacked
 from test_engine import relative_error
 from torch import nn
@@ -27,7 +28,6 @@ from dpexp.privacy.gradients.norms import gram_norms
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.groups import per_layer
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 SMALL = st.integers(1, 4)
@@ -58,8 +58,8 @@ def assert_equals_reference(layer, x, dtype, fast=True, group=None):
         norms.append(sum(p.grad.square().sum().item() for p in module.parameters() if p.grad is not None) ** 0.5)
     S = max(sorted(norms)[len(norms) // 2], 1e-3)
     half = max(1, len(x) // 2)
-    plan = make_plan(
-        module, n=20, q=half / 20, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(S),
+    plan = plan_of(
+        module, n=20, q=half / 20, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(S),
             group=group or per_layer(),
     )  # fmt: skip
     engine = PrivateRound(plan, module, GaussianNoise())
@@ -320,7 +320,7 @@ def test_attention_that_pytorch_refuses_is_refused(call):
     x = torch.randn(4, 5, 8)
     with pytest.raises((RuntimeError, AssertionError, IndexError)):
         module.loss(x[:1])
-    engine = PrivateRound(make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
+    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
     with pytest.raises(ConfigError, match="fails for every record that was made up"):
         engine.accumulate(module.loss, stacked(x), 4)
@@ -445,7 +445,7 @@ def test_per_record_gradients_are_those_of_opacus(name):
     build, data = LAYERS[name]
     layer, x = build(), data()
     module = Weighted(layer)
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(1e9))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(1e9))
     ours = {}
     engine = PrivateRound(plan, module, GaussianNoise())
     for i in range(len(x)):

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from mlflow import MlflowClient
+from plans import plan_of
 from torch import nn
 
 import dpexp
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.clipping import Joint
-from dpexp.privacy.plan.options import Banded
+from dpexp.privacy.plan.options import Noise
 from dpexp.privacy.private_metrics import GradientSignal, course
 from dpexp.reporting.run_figures import signal_and_noise
 from tests.test_banded import toeplitz
@@ -43,9 +44,9 @@ def test_of_correlated_noise_too(length):
     """As it is added: larger than σ̃, and alike in rounds that follow one another. The band is no narrower than the
     errors are, and where there is no signal, no wider."""
     d, rounds = 500, 2000
-    plan = dpexp.make_plan(
+    plan = plan_of(
         nn.Linear(d, 1, bias=False), n=100, q=0.1, steps=rounds, noise_multiplier=2.0, sampling="cyclic_poisson",
-        noise=Banded(8),
+        noise=Noise("banded", 8),
     )  # fmt: skip
     noise, signals = CorrelatedNoise(GaussianNoise(KeyStream.known(2, "noise", 0))), GradientSignal()
     (group,) = plan.groups
@@ -67,9 +68,9 @@ def test_of_correlated_noise_too(length):
 
 def test_each_vector_counts_in_units_of_its_scale():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    plan = dpexp.make_plan(
+    plan = plan_of(
         model, n=100, q=0.1, steps=4, noise_multiplier=1.0, mechanism=Joint(alpha=(1.0, 10.0)),
-        release={"loss": {"S": 1, "share": 0.1}},
+        private_metrics={"loss": {"S": 1, "share": 0.1}},
     )  # fmt: skip
     (group,) = [group for group in plan.groups if not group.is_of_values]
     released = {name: torch.randn(p.shape, generator=torch.manual_seed(2)) for name, p in model.named_parameters()}
@@ -102,7 +103,7 @@ def test_a_run_draws_them(dpexp_job, tmp_path):
 
 
 def test_a_checkpoint_keeps_them(tmp_path):
-    plan = dpexp.make_plan(nn.Linear(3, 2), n=100, q=0.1, steps=4, noise_multiplier=1.0)
+    plan = plan_of(nn.Linear(3, 2), n=100, q=0.1, steps=4, noise_multiplier=1.0)
     before, after = (dpexp.PrivacyCallback(plan, tmp_path / "ledger.jsonl") for _ in range(2))
     before.signals.history = {"all": [(1, 2.0, 3, 0.5)]}
     after.load_state_dict(before.state_dict())

@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
+from plans import plan_of
 from torch import nn
 
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 
 
@@ -57,7 +57,7 @@ SAID = {
 def test_the_line_and_the_way_out_are_told(loss):
     torch.manual_seed(0)
     module = nn.Linear(4, 4)
-    plan = make_plan(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.3))
+    plan = plan_of(module, n=100, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.3))
     engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     with warnings.catch_warnings(record=True) as told:

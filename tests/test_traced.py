@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from plans import plan_of
 from reference import clipped_sums, stacked
 from test_engine import relative_error
 from test_isolation import Items, Model, trained
@@ -28,7 +29,6 @@ from dpexp.privacy.gradients.chunk import Chunk, MadeUp
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.training_data import Memory
 
@@ -36,7 +36,7 @@ N, S = 12, 0.1
 
 
 def engine_of(module, bound=S, n=4 * N, q=0.25, **options):
-    plan = make_plan(module, n=n, q=q, steps=9, noise_multiplier=1.0, bound=FixedClipNorm(bound), **options)
+    plan = plan_of(module, n=n, q=q, steps=9, noise_multiplier=1.0, clip_norm=FixedClipNorm(bound), **options)
     return PrivateRound(plan, module, GaussianNoise(), observe=True)
 
 
@@ -247,7 +247,7 @@ def test_what_could_carry_one_record_to_another_is_not_traced(odd):
 def test_the_training_data_is_no_constant_of_a_graph():
     module, _ = classifier()
     x, y = rows()
-    plan = make_plan(module, n=4 * N, q=0.25, steps=1, noise_multiplier=1.0)
+    plan = plan_of(module, n=4 * N, q=0.25, steps=1, noise_multiplier=1.0)
     engine = PrivateRound(plan, module, GaussianNoise(), data=Memory([x]))
     with pytest.raises(ConfigError, match="reads the training data itself"):
         sums_of(engine, lambda one: F.cross_entropy(module(one[0] - x[3:].mean(0)), one[1]), (x, y))
@@ -258,7 +258,7 @@ def test_products_of_low_precision_make_no_norm_too_small():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        engine = engine_of(module, bound=1e-3)
+        engine = engine_of(module, clip_norm=1e-3)
         for i in range(N):
             x, y = rows()
             found = sums_of(engine, loss_of, (x[i : i + 1], y[i : i + 1]), 1)
@@ -299,7 +299,7 @@ def test_norms_of_a_step_under_autocast_are_in_full_precision():
     x, weights = torch.randn(1, 1, 1, 64) + 0.06 * torch.randn(1, 1, 4, 64), torch.randn(1, 1, 64)
     module = nn.Linear(64, 64, bias=False)
     sign = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
-    engine = engine_of(module, bound=1.0)
+    engine = engine_of(module, clip_norm=1.0)
     with torch.autocast("cpu", torch.bfloat16):
         found = sums_of(engine, lambda one: (10 * module(one[0]).float() * one[1] * sign).sum(), (x, weights), 1)
     assert engine.mode == "traced", engine.reason
@@ -454,7 +454,7 @@ def around():
 )
 def test_a_variable_outside_the_modules_that_a_hook_changes_is_read_again(read, write):
     module, _ = classifier()
-    engine, batch = engine_of(module, bound=100.0), rows()
+    engine, batch = engine_of(module, clip_norm=100.0), rows()
 
     def loss_of(one):
         return flat_loss(module, one) * read()
@@ -466,7 +466,7 @@ def test_a_variable_outside_the_modules_that_a_hook_changes_is_read_again(read, 
     try:
         engine.step.trace_again(loss_of, 2)
         found, more = sums_of(engine, loss_of, batch), sums_of(engine, loss_of, longer(), 2)
-        anew = sums_of(engine_of(module, bound=100.0), loss_of, longer(), 2)
+        anew = sums_of(engine_of(module, clip_norm=100.0), loss_of, longer(), 2)
     finally:
         write(1.0)
     assert engine.mode == "traced"
@@ -526,7 +526,7 @@ def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
             factor = module.scale.sum()
         return flat_loss(module, one) / factor
 
-    engine, batch = engine_of(module, bound=100.0), rows()
+    engine, batch = engine_of(module, clip_norm=100.0), rows()
     before = sums_of(engine, loss_of, batch)
     assert engine.mode == "traced", engine.reason
     longer_ones = sums_of(engine, loss_of, longer(), 2)
@@ -569,7 +569,7 @@ def test_a_buffer_that_the_step_makes_longer_is_traced_once_a_shape(monkeypatch)
             module.table = torch.arange(1.0, length + 1)
         return flat_loss(module, one) * module.table[:length].sum()
 
-    engine, traced = engine_of(module, bound=100.0), []
+    engine, traced = engine_of(module, clip_norm=100.0), []
     sums_of(engine, loss_of, rows())
     found = sums_of(engine, loss_of, longer(), 2)
     monkeypatch.setattr(tracer.Tracer, "traced", lambda *args, **more: traced.append(1))
@@ -628,7 +628,7 @@ def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch)
     def loss_of(one):
         return flat_loss(module, one) * (module.scale if one[0].dim() > 2 else 1.0)
 
-    engine = engine_of(module, bound=100.0)
+    engine = engine_of(module, clip_norm=100.0)
     sums_of(engine, loss_of, rows())
     engine.step.trace_again(loss_of, 1)
     found = sums_of(engine, loss_of, longer(), 2)
@@ -653,7 +653,7 @@ def test_a_doubtful_record_lets_no_other_follow_what_is_watched_no_more():
     x, g = torch.randn(4, 1, 2, 256), torch.randn(4, 1, 2, 256)
     cancelling = x.clone(), g.clone()
     cancelling[0][0, 0, 1], cancelling[1][0, 0, 1] = x[0, 0, 0], -g[0, 0, 0] * (1 + 1e-7 * signs)
-    engine = engine_of(module, bound=1e-3)
+    engine = engine_of(module, clip_norm=1e-3)
     for t in range(8):
         sums_of(engine, loss_of, cancelling if t % 2 else (x, g), 4)
         module.count += 1
@@ -701,7 +701,7 @@ def test_a_buffer_that_a_hook_makes_larger_is_read_again():
     def loss_of(one):
         return flat_loss(module, one) / module.table.sum() if Kind.OTHER else None
 
-    engine = engine_of(module, bound=100.0)
+    engine = engine_of(module, clip_norm=100.0)
     whole = sums_of(engine, loss_of, rows())
     engine.step.trace_again(loss_of, 1)
     module.table = torch.ones(2)

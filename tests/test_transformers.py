@@ -8,6 +8,7 @@ import torch
 import zoo  # first: pytorch_lightning imports torchvision, where there is one
 
 # isort: split
+from plans import plan_of
 from reference import clipped_sums, stacked
 from test_docs import DOCS, blocks, commands
 from test_engine import relative_error
@@ -21,14 +22,13 @@ import dpexp
 from dpexp.errors import RecordError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
-from dpexp.privacy.plan.plan import make_plan
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.batches import SingleCollation
 from dpexp.training.classifier import Classifier
 
 
 def engine_for(module):
-    plan = make_plan(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, bound=clipping.FixedClipNorm(0.1))
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
     engine.start()
     return engine

@@ -8,6 +8,7 @@ import torch
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from mlflow import MlflowClient
+from plans import plan_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -51,8 +52,8 @@ def step(model, batch, give=dpexp.release):
     return loss
 
 
-def plan_of(model, release=RELEASE, **options):
-    return dpexp.make_plan(model, n=N, q=Q, steps=4, noise_multiplier=1e-8, release=release, **options)
+def own_plan(model, release=RELEASE, **options):
+    return plan_of(model, n=N, q=Q, steps=4, noise_multiplier=1e-8, private_metrics=release, **options)
 
 
 def released(engine, path, batch, loss_of, rounds=1):
@@ -93,7 +94,7 @@ def by_hand(model, batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_float64_equals_one_record_at_a_time(name, tmp_path, recwarn):
     model, batch = MODELS[name]().double(), data()
-    engine = PrivateRound(plan_of(model), model, GaussianNoise())
+    engine = PrivateRound(own_plan(model), model, GaussianNoise())
     found = released(engine, tmp_path / "ledger", batch, lambda b: step(model, b), rounds=2)
     for value, expected in by_hand(model, batch).items():
         expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
@@ -110,7 +111,7 @@ def test_a_value_given_for_one_record_after_another_is_of_each_alone(tmp_path, r
             return x * float(x.sum().detach().numpy())  # not under vmap
 
     model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
     found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
@@ -130,7 +131,7 @@ def test_a_value_given_inside_a_transform_is_refused(tmp_path, recwarn):
             return torch.func.vmap(given)(x)
 
     model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
     with pytest.raises(ConfigError, match="given for release where"):
@@ -149,9 +150,9 @@ def test_a_record_moves_a_sum_by_no_more_than_S(bad, tmp_path):
         return F.cross_entropy(model(one[None] / 100), label[None])
 
     release = {name: RELEASE[name] | {"every": 1} for name in ("loss", "histogram")}
-    without = released(PrivateRound(plan_of(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
+    without = released(PrivateRound(own_plan(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
     more = torch.cat([x, torch.full((1, 3), 99.0)]), torch.cat([y, y[:1]])
-    with_it = released(PrivateRound(plan_of(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
+    with_it = released(PrivateRound(own_plan(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
     for name in release:
         moved = (with_it[f".value {name}"] - without[f".value {name}"]).norm()
         assert moved <= release[name]["S"] + 1e-5
@@ -168,7 +169,7 @@ def test_a_record_that_gives_no_value_contributes_zero_and_one_that_gives_two_th
             dpexp.release("loss", 0.75)
         return F.cross_entropy(model(batch[0][None]), batch[1][None])
 
-    plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
     found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
     assert float(found[".value loss"]) == pytest.approx(0.5 * float((x[:, 0] > 0).sum()), abs=1e-6)
 
@@ -180,7 +181,7 @@ def test_a_value_may_be_given_in_a_functional_call(tmp_path):
             return x
 
     model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = plan_of(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
     x, y = data()
 
     def loss_of(batch):
@@ -199,14 +200,14 @@ def test_values_of_another_size_than_planned_are_said(tmp_path):
         dpexp.release("loss", one[0])
         return F.cross_entropy(model(one[0][None]), one[1][None])
 
-    engine = PrivateRound(plan_of(model), model, GaussianNoise())
+    engine = PrivateRound(own_plan(model), model, GaussianNoise())
     with pytest.raises(ConfigError, match=r"3 numbers.*d=1"):
         released(engine, tmp_path / "ledger", batch, loss_of)
 
 
 def test_what_is_not_due_is_not_released(tmp_path):
     model, batch = MODELS["together"]().double(), data()
-    engine = PrivateRound(plan_of(model), model, GaussianNoise())
+    engine = PrivateRound(own_plan(model), model, GaussianNoise())
     first = released(engine, tmp_path / "1", batch, lambda b: step(model, b), rounds=1)
     assert ".value histogram" not in first and ".value loss" in first
     assert ".value histogram" in released(engine, tmp_path / "2", batch, lambda b: step(model, b), rounds=2)
@@ -276,7 +277,7 @@ def test_the_noise_of_an_estimate_is_what_is_said(tmp_path):
     """400 rounds of no record at all show the noise alone."""
     model = nn.Linear(3, 2)
     release = {"both": {"share": 0.1, "values": {"a": {"alpha": 1, "d": 2}, "b": {"alpha": 3}}}}
-    plan = dpexp.make_plan(model, n=N, q=Q, steps=400, noise_multiplier=1.0, release=release)
+    plan = own_plan(model, n=N, q=Q, steps=400, noise_multiplier=1.0, private_metrics=release)
     engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
     ledger = LedgerWriter(tmp_path / "ledger", plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(400):
@@ -307,8 +308,8 @@ def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
     def fit(steps, resume=None):
         torch.manual_seed(0)
         module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
-        plan = dpexp.make_plan(
-            module, n=20, q=0.5, steps=6, noise_multiplier=1.0, release={"train_loss": {"S": 1, "share": 0.1}}
+        plan = own_plan(
+            module, n=20, q=0.5, steps=6, noise_multiplier=1.0, private_metrics={"train_loss": {"S": 1, "share": 0.1}}
         )
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
@@ -345,7 +346,7 @@ def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
 )
 def test_mistakes_are_sentences(release, said):
     with pytest.raises(dpexp.ConfigError, match=said):
-        plan_of(nn.Linear(3, 2), release)
+        own_plan(nn.Linear(3, 2), release)
 
 
 def test_shares_leave_the_rest_to_gradients():
@@ -353,12 +354,12 @@ def test_shares_leave_the_rest_to_gradients():
     from dpexp.privacy.plan.allocation import DimensionAdjusted, Explicit
     from dpexp.privacy.plan.groups import per_layer
 
-    plan = plan_of(model, group=per_layer(), allocation=DimensionAdjusted())
+    plan = own_plan(model, group=per_layer(), allocation=DimensionAdjusted())
     shares = {group.name: group.share for group in plan.groups}
     assert sum(shares.values()) == pytest.approx(1) and shares["0"] == pytest.approx(0.79 * 16 / 26)
     assert plan.noise_multiplier == pytest.approx(1e-8)
-    explicit = dpexp.make_plan(
-        model, n=N, q=Q, steps=4, release=RELEASE, group=per_layer(), allocation=Explicit({"0": 2.0, "1": 4.0})
+    explicit = own_plan(
+        model, n=N, q=Q, steps=4, private_metrics=RELEASE, group=per_layer(), allocation=Explicit({"0": 2.0, "1": 4.0})
     )
     sigmas = {group.name: group.sigma for group in explicit.groups}
     assert sigmas["0"] == pytest.approx(2.0) and sigmas["1"] == pytest.approx(4.0)
@@ -366,7 +367,7 @@ def test_shares_leave_the_rest_to_gradients():
 
 
 def test_schedules_of_S_leave_metrics_alone():
-    plan = plan_of(nn.Linear(3, 2), schedules={"S": {"step": {0: 1.0, 2: 0.5}}})
+    plan = own_plan(nn.Linear(3, 2), schedules={"S": {"step": {0: 1.0, 2: 0.5}}})
     groups = {group.name: group for group in plan.at(3).groups}
     assert groups["all"].S == 0.5 and groups["loss"].S == 0.6 and groups["loss"].sigma == plan.groups[1].sigma
     assert sum(plan.ledger().rounds.values()) == 4

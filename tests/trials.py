@@ -8,7 +8,7 @@ from pandas import DataFrame
 from dpexp.tracking.read import TRIAL
 
 FIRST = {
-    "data": "digits", "model": "cnn", "group": "flat", "mechanism": "separate", "bound": "uniform",
+    "data": "digits", "model": "cnn", "group": "flat", "mechanism": "separate", "clip_norm": "uniform",
     "allocation": "proportional", "sampling": "poisson", "status": "FINISHED", "private": "yes", "error": "",
     "epsilon": math.nan, "epsilon_planned": math.nan, "test_accuracy": 0.5, "delta": 1e-5, "knob": "noise",
     "knob_value": math.nan, "noise_multiplier": math.nan, "q": 0.1, "accountant": "pld",

@@ -8,18 +8,17 @@ from torch.utils.data import DataLoader
 from torch_work import FOLDER, accuracy, data, model
 
 import dpexp
+from dpexp import Clipping, Sampling, Target, make_plan
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 
 module = Classifier(model(), lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM))
-plan = dpexp.make_plan(
+plan = make_plan(
     module,
     n=N,
-    expected_batch_size=BATCH,
-    epochs=EPOCHS,
-    epsilon=EPSILON,
-    delta=DELTA,
-    bound=FixedClipNorm(BOUND),
+    sampling=Sampling(expected_batch_size=BATCH, epochs=EPOCHS),
+    target=Target(epsilon=EPSILON, delta=DELTA),
+    clipping=Clipping(clip_norm=FixedClipNorm(BOUND)),
 )
 privacy = dpexp.PrivacyCallback(plan, f"{FOLDER}/ledger.jsonl")
 trainer = pl.Trainer(max_epochs=-1, callbacks=[privacy, Tick()], logger=False, enable_checkpointing=False)
