@@ -42,7 +42,8 @@ def by_dp_accounting(accountant: pld.PLDAccountant | rdp.RdpAccountant, rounds: 
 
 def solved(name: str, q: float, rounds: int, target: float) -> float:
     return solve(
-        "noise", lambda z: Ledger("add_remove", {round_of(z, q): rounds}), Epsilon(target, DELTA), name, start=1.0
+        "noise_multiplier", lambda z: Ledger("add_remove", {round_of(z, q): rounds}), Epsilon(target, DELTA), name,
+        start=1.0
     ).value  # fmt: skip
 
 

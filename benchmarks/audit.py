@@ -48,7 +48,7 @@ def run(name, **choices):
     refuted += ["ε"] * any(max(b.found, b.if_independent) > b.claimed for b in found.bounds)
     refuted += ["trade-off"] * (min(found.p, found.p_independent) < 1 - found.confidence or found.mu_refuted)
     print(
-        f"{name:<64} μ {found.mu_found / found.mu_claimed:<6.3g} ε {least.found / least.claimed:.2f} "
+        f"{name:<64} μ {found.mu_estimate / found.mu_claimed:<6.3g} ε {least.found / least.claimed:.2f} "
         f"{least.if_independent / least.claimed:.2f} {seconds:4.1f} s  {', '.join(refuted) or '-'}",
         flush=True,
     )

@@ -26,7 +26,7 @@ from torch import nn
 import dpexp
 from dpexp import Clipping, Noise, Sampling, Target, make_plan
 from dpexp.accounting.ledger import read_ledger
-from dpexp.privacy.noise.correlated import Noise, candidates, error
+from dpexp.privacy.noise.correlated import candidates, error
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Mnist

@@ -35,7 +35,7 @@ def main() -> None:
         for target, mechanism in columns:
             chosen = accuracy[
                 (runs["tags.dpexp.group"] == group)
-                & (runs["tags.dpexp.bound"] == bound)
+                & (runs["tags.dpexp.clip_norm"] == bound)
                 & (runs["tags.dpexp.mechanism"] == mechanism)
                 & (runs["params.privacy.epsilon"] == target)
                 & (runs["params.privacy.enabled"] == "True")

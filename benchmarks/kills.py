@@ -48,7 +48,7 @@ class Seen(Standardize):
         super().__init__([2], noise_multiplier=1.0)
         self._seen = seen
 
-    def use(self, noisy: torch.Tensor, n: int) -> None:
+    def fit(self, noisy: torch.Tensor, n: int) -> None:
         super().use(noisy, n)
         os.write(self._seen, b".")
 

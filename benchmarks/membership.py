@@ -108,7 +108,7 @@ def main() -> None:
             private = math.isfinite(epsilon)
             allowed = [found[f"{key}_allowed"] for key in ("share_right", "tpr_at_fpr_0.01")]
             most = [f"{value:.1%}" if private else "" for value in allowed]
-            least = found[f"epsilon_at_least/delta_{delta:g}"]
+            least = found[f"epsilon_lower_bound/delta_{delta:g}"]
             print(
                 f"| {name} | {f'ε = {epsilon:g}' if private else 'not private'} | {found['share_right']:.1%} "
                 f"({found['share_right_low']:.1%} to {found['share_right_high']:.1%}) | {most[0]} "

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import dpexp
-from dpexp import Sampling, Target, make_plan
+from dpexp import Clipping, Sampling, Target, make_plan
 from dpexp.privacy.normalization import FrozenBatchNorm, GroupNormalization, PrivateBatchNorm
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import DimensionClipNorm, FixedClipNorm, Joint, Separate, UniformClipNorm

@@ -44,8 +44,8 @@ MECHANISMS = {
 RELEASED = {
     "metrics": {
         "private_metrics": {
-            "train_loss": {"S": 0.5, "share": 0.3},
-            "train_accuracy": {"S": 1, "share": 0.1, "every": 2},
+            "train_loss": {"clip_norm": 0.5, "budget_share": 0.3},
+            "train_accuracy": {"clip_norm": 1, "budget_share": 0.1, "every_n_rounds": 2},
         }
     },
     "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},

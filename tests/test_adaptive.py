@@ -70,7 +70,9 @@ def carried_out(plan, net, path, rounds):
 def test_bounds_move_as_the_paper_says(joint, tmp_path):
     """By hand, from norms of one record at a time; almost without noise."""
     net = model()
-    bound = AdaptiveClipNorm(initial=0.3, quantile={"0": 0.25, "2": 0.75} if not joint else 0.6, rate=0.5, share=0.1)
+    bound = AdaptiveClipNorm(
+        initial=0.3, target_quantile={"0": 0.25, "2": 0.75} if not joint else 0.6, learning_rate=0.5, budget_share=0.1
+    )
     options = {"mechanism": Joint()} if joint else {"group": per_layer()}
     plan = plan_of(net, n=N, q=Q, steps=6, noise_multiplier=1e-7, clip_norm=bound, **options)
     norms = norms_by_hand(net, *data())
@@ -89,7 +91,7 @@ def test_bounds_move_as_the_paper_says(joint, tmp_path):
 def test_sums_are_clipped_to_the_bounds_of_their_round(joint, tmp_path):
     net = model()
     options = {"mechanism": Joint()} if joint else {"group": per_layer()}
-    bound = AdaptiveClipNorm(initial=0.3, rate=1.0, share=0.1)
+    bound = AdaptiveClipNorm(initial=0.3, learning_rate=1.0, budget_share=0.1)
     plan = plan_of(net, n=N, q=Q, steps=3, noise_multiplier=1e-7, clip_norm=bound, **options)
     *_, (now, released, _) = carried_out(plan, net, tmp_path / "ledger", 3)
     sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
@@ -127,7 +129,9 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
 
 def test_the_median_is_found_and_all_rounds_cost_the_same(tmp_path):
     net = model()
-    plan = plan_of(net, n=N, q=0.09, steps=400, noise_multiplier=0.5, clip_norm=AdaptiveClipNorm(initial=50, share=0.3))
+    plan = plan_of(
+        net, n=N, q=0.09, steps=400, noise_multiplier=0.5, clip_norm=AdaptiveClipNorm(initial=50, budget_share=0.3)
+    )
     S = [now.groups[0].S for now, _, _ in carried_out(plan, net, tmp_path / "ledger", 400)]
     gradients = norms_by_hand(net, *data())
     whole = np.sort(np.hypot(gradients["0"], gradients["2"]))
@@ -158,7 +162,7 @@ def test_shares_follow_the_bounds(tmp_path):
     options = {
         "group": per_layer(),
         "allocation": AdaptiveMinVariance(),
-        "clip_norm": AdaptiveClipNorm(initial=0.3, rate=1.0, share=0.1),
+        "clip_norm": AdaptiveClipNorm(initial=0.3, learning_rate=1.0, budget_share=0.1),
     }
     plan = plan_of(net, n=N, q=Q, steps=30, noise_multiplier=0.5, **options)
     *_, (now, _, _) = carried_out(plan, net, tmp_path / "ledger", 30)
@@ -183,7 +187,7 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
     net = model()
 
     def counts(x, y, name, initial=1e3):
-        bound = AdaptiveClipNorm(initial=initial, share=0.1)
+        bound = AdaptiveClipNorm(initial=initial, budget_share=0.1)
         plan = plan_of(net, n=N, q=Q, steps=1, noise_multiplier=1e-7, group=per_layer(), clip_norm=bound)
         engine = PrivateRound(plan, net, GaussianNoise())
         ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
@@ -233,17 +237,20 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"clip_norm": AdaptiveClipNorm(quantile=1.5)}, r"clip_norm.target_quantile=1.5"),
-        ({"clip_norm": AdaptiveClipNorm(quantile={"other": 0.5})}, r"clip_norm.target_quantile names the groups other"),
+        ({"clip_norm": AdaptiveClipNorm(target_quantile=1.5)}, r"clip_norm.target_quantile=1.5"),
+        (
+            {"clip_norm": AdaptiveClipNorm(target_quantile={"other": 0.5})},
+            r"clip_norm.target_quantile names the groups other",
+        ),
         ({"clip_norm": AdaptiveClipNorm(initial=0)}, r"clip_norm.initial=0"),
         ({"clip_norm": AdaptiveClipNorm(initial={"other": 1})}, r"clip_norm.initial names the groups other"),
-        ({"clip_norm": AdaptiveClipNorm(rate=-1)}, r"clip_norm.learning_rate=-1"),
-        ({"clip_norm": AdaptiveClipNorm(share=1.0)}, r"leave 0 of the budget"),
+        ({"clip_norm": AdaptiveClipNorm(learning_rate=-1)}, r"clip_norm.learning_rate=-1"),
+        ({"clip_norm": AdaptiveClipNorm(budget_share=1.0)}, r"leave 0 of the budget"),
         ({"clip_norm": AdaptiveClipNorm(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
         ({"clip_norm": AdaptiveClipNorm(), "noise": "discrete_gaussian"}, r"noise=discrete_gaussian"),
         ({"allocation": AdaptiveMinVariance()}, r"choose clip_norm=adaptive"),
         (
-            {"clip_norm": AdaptiveClipNorm(), "private_metrics": {"unclipped": {"S": 1, "share": 0.1}}},
+            {"clip_norm": AdaptiveClipNorm(), "private_metrics": {"unclipped": {"clip_norm": 1, "budget_share": 0.1}}},
             r"unclipped is what clip_norm=adaptive counts",
         ),
         ({"clip_norm": AdaptiveClipNorm(), "schedules": {"S": 0.5}}, r"schedule.S"),

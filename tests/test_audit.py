@@ -45,7 +45,7 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
     factor = {"replace_one": 2}.get(adjacency_of(sampling), 1)
     mu = factor * (math.sqrt(2) / 2 if sampling == "cyclic_poisson" else 2.0)  # √(two turns, or 16 rounds) / z
     assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
-    assert abs(found.mu_found - mu) < 4 * found.mu_error, "the attacker has all the power there is"
+    assert abs(found.mu_estimate - mu) < 4 * found.mu_error, "the attacker has all the power there is"
     for one in found.checks:
         assert abs(one.found - one.planned) < 1.2 * abs(one.detectable - one.planned)
 
@@ -54,7 +54,7 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
 def test_other_vectors_than_gradients_refute_no_claim(sampling, released, tmp_path):
     found = attacked(tmp_path, **RELEASED[released], **SAMPLINGS[sampling])
     assert not found.exceeded
-    assert abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error
+    assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_correlated_noise_refutes_no_claim_and_hides_no_more_than_it_says(choice
     assert not found.exceeded
     mu = {"add_remove": 1.0, "replace_one": 2.0}[adjacency]  # √4 turns / 2, and a sum may move by 2S
     assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
-    assert 0.85 * mu < found.mu_found < mu + 4 * found.mu_error
+    assert 0.85 * mu < found.mu_estimate < mu + 4 * found.mu_error
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_clip_rule_refutes_no_claim_and_wastes_none(clip, mechanism, tmp_path)
     """A canary is as long as the rule lets it contribute the most; one without a bound is bounded all the same."""
     found = attacked(tmp_path, clip_rule=clip, **MECHANISMS[mechanism])
     assert not found.exceeded
-    assert abs(found.mu_found - 2) < 4 * found.mu_error
+    assert abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 
 JOINT = MECHANISMS["joint"]
@@ -178,20 +178,20 @@ def test_modules_data_and_collations_of_ones_own_are_audited(workers, tmp_path):
     found = attacked(
         tmp_path, module=Named, data=lambda: NamedData(workers), group=groups.flat(), sampling="poisson", q=0.5
     )  # fmt: skip
-    assert not found.exceeded and abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error
+    assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_other_types_are_audited(precision, tmp_path):
     found = attacked(tmp_path, trainer={"precision": precision})
-    assert not found.exceeded and abs(found.mu_found - 2) < 4 * found.mu_error
+    assert not found.exceeded and abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 
 def test_a_schedule_is_audited(tmp_path, monkeypatch):
     factors = {"z": [2, 1], "q": [1, 2], "S": [1, 3]}
     choices = {"sampling": "poisson", "q": 0.4, "steps": 2, "noise_multiplier": 1.0, "schedules": factors}
     found = attacked(tmp_path, **choices)
-    assert not found.exceeded and abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error
+    assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
     audited.half_the_noise(monkeypatch)
     (tmp_path / "sabotaged").mkdir()
     assert attacked(tmp_path / "sabotaged", **choices).exceeded
@@ -216,7 +216,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     assert of_samples.queries[0].sigma == pytest.approx(0.05 * of_plan.queries[0].S)
     client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
     run = client.get_run(result["mlflow_run_id"])
-    assert run.data.metrics["audit/mu_found"] == pytest.approx(result["audit"]["mu_found"])
+    assert run.data.metrics["audit/mu_estimate"] == pytest.approx(result["audit"]["mu_found"])
     assert run.info.status == "FINISHED"
     assert "audit.png" in {file.path for file in client.list_artifacts(run.info.run_id)}
 

@@ -124,7 +124,7 @@ def test_mu_is_found():
     included = rng.random(m) < 0.5
     found = auditing.audit(1.2 * included + rng.normal(size=m), included, gaussian(1.2), (1e-5,))
     assert found.mu_claimed == pytest.approx(1.2, rel=1e-4)
-    assert abs(found.mu_found - 1.2) < 3 * found.mu_error < 0.12
+    assert abs(found.mu_estimate - 1.2) < 3 * found.mu_error < 0.12
     assert 0 < found.mu_bound < 1.2 and 0 < found.bounds[0].found < found.bounds[0].claimed
     assert not found.exceeded and found.summary()["refuted"] == 0
 

@@ -95,7 +95,7 @@ class Still(Model):
     [
         {},
         {"group": groups.per_layer(), "mechanism": clipping.Joint(alpha=2.0)},
-        {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1)},
+        {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, learning_rate=1.0, budget_share=0.1)},
     ],
     ids=["flat", "joint", "adaptive"],
 )
@@ -315,7 +315,9 @@ def test_auto_takes_the_bands_of_the_least_error(epsilon, batch, least, most):
 
 
 def test_values_have_independent_noise_and_their_share():
-    plan = plan_for(Model(), **CHOICES, private_metrics={"train_loss": {"S": 0.5, "share": 0.3, "every": 2}})
+    plan = plan_for(
+        Model(), **CHOICES, private_metrics={"train_loss": {"clip_norm": 0.5, "budget_share": 0.3, "every_n_rounds": 2}}
+    )
     gradients, loss = plan.groups
     assert gradients.bands == C and loss.bands == (1.0,) and plan.bands == C
     costs = releases(plan.ledger())
@@ -325,7 +327,8 @@ def test_values_have_independent_noise_and_their_share():
 
 def test_measured_shares_leave_z_as_it_is(tmp_path):
     choices = {
-        "clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, rate=1.0, share=0.1), "group": groups.per_layer(),
+        "clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, learning_rate=1.0, budget_share=0.1),
+        "group": groups.per_layer(),
         "allocation": allocation.AdaptiveMinVariance(),
     }  # fmt: skip
     trained(tmp_path, **choices)

@@ -72,7 +72,7 @@ def moments_by_hand(model, one):
 
 @pytest.mark.parametrize("scale", [0.4, 1e3])
 def test_moments_of_each_record_are_clipped_together_and_summed(scale, tmp_path, recwarn):
-    private = PrivateBatchNorm(scale=scale)
+    private = PrivateBatchNorm(clip_scale=scale)
     model = private(net())
     engine = engine_of(model, private)
     batch = data()
@@ -93,7 +93,7 @@ def test_moments_of_each_record_are_clipped_together_and_summed(scale, tmp_path,
 
 
 def test_gradients_take_statistics_as_constants(tmp_path):
-    private = PrivateBatchNorm(scale=1e3)
+    private = PrivateBatchNorm(clip_scale=1e3)
     model, batch = private(net()), data()
     found = released(engine_of(model, private), tmp_path / "ledger", model, batch)
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -157,7 +157,7 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
         def forward(self, x):
             return self.out(self.again(2 * self.norm(x)))
 
-    private = PrivateBatchNorm(scale=1e3)
+    private = PrivateBatchNorm(clip_scale=1e3)
     model = private(Twice().double())
     assert model.norm is model.again
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.randint(0, 2, (4,))
@@ -213,8 +213,8 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "choice, said",
     [
-        (PrivateBatchNorm(share=-1), "batchnorm.budget_share=-1"),
-        (PrivateBatchNorm(rate=0), "batchnorm.initial_rate=0"),
+        (PrivateBatchNorm(budget_share=-1), "batchnorm.budget_share=-1"),
+        (PrivateBatchNorm(initial_rate=0), "batchnorm.initial_rate=0"),
         (FrozenBatchNorm(), "no batch norm"),
     ],
 )

@@ -491,7 +491,7 @@ def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_p
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert charge.status == "FAILED" and len(charge.ledger) == 0 and not charge.lost
     (run,) = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
-    assert run.data.tags["dpexp.released"] == "nothing"
+    assert run.data.tags["dpexp.ledger_state"] == "nothing"
 
 
 def test_the_trials_of_a_sweep_are_counted_and_held_to_the_budget(dpexp_job, tmp_path, capsys):

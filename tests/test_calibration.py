@@ -22,7 +22,7 @@ def test_a_hundred_random_targets_by_each_accountant():
         target, delta = 10 ** random.uniform(-1, 1.5), 10 ** random.uniform(-8, -4)
         for accountant in ("pld", "rdp"):
             solved = solve(
-                "noise",
+                "noise_multiplier",
                 lambda z, q=q, rounds=rounds: ledger(z, q, rounds),
                 Epsilon(target, delta),
                 accountant,
@@ -64,13 +64,13 @@ def test_q_comes_from_above_where_epsilon_is_not_monotone():
 
     costs = [epsilon(at(q), 1e-5) for q in (1.0, 5e-6, 2e-6)]
     assert costs[0] < 1 < costs[1] > costs[2]
-    solved = solve("q", at, Epsilon(1.0, 1e-5), start=1e-3)
+    solved = solve("sampling_rate", at, Epsilon(1.0, 1e-5), start=1e-3)
     assert solved.value > 5e-6
     assert all(epsilon(at(q), 1e-5) <= 1.0 for q in np.geomspace(solved.value, 1, 20))
 
 
 def test_the_solved_noise_by_dp_accounting():
-    solved = solve("noise", lambda z: ledger(z, 0.01, 1000), Epsilon(2.0, 1e-5), start=1.0)
+    solved = solve("noise_multiplier", lambda z: ledger(z, 0.01, 1000), Epsilon(2.0, 1e-5), start=1.0)
     cost = directly(solved.value, 0.01, 1000, 1e-5, pld.PLDAccountant(value_discretization_interval=2e-5))
     assert cost == pytest.approx(2.0, rel=1.1e-3)
 
@@ -92,13 +92,15 @@ def test_an_unreachable_target_says_what_is_reachable(knob, at, target, message)
 @pytest.mark.parametrize("target", [0, -1, math.inf, math.nan])
 def test_a_target_must_be_a_number(target):
     with pytest.raises(ConfigError, match=r"privacy\.epsilon"):
-        solve("noise", lambda z: ledger(z, 0.1, 1), Epsilon(target, 1e-5), start=1.0)
+        solve("noise_multiplier", lambda z: ledger(z, 0.1, 1), Epsilon(target, 1e-5), start=1.0)
 
 
 def test_an_affordable_end_of_the_range_is_taken():
     """Every q is affordable with so much noise: the smallest allowed is asked for."""
-    solved = solve("q", lambda q: ledger(1000 * q / 0.01, q, 10), Epsilon(5.0, 1e-5), start=0.01, lowest=1e-3)
+    solved = solve(
+        "sampling_rate", lambda q: ledger(1000 * q / 0.01, q, 10), Epsilon(5.0, 1e-5), start=0.01, lowest=1e-3
+    )
     assert solved.value == pytest.approx(1e-3)
-    solved = solve("q_at_fixed_z", lambda q: ledger(1000.0, q, 10), Epsilon(5.0, 1e-5), start=0.01)
+    solved = solve("sampling_rate_at_fixed_noise", lambda q: ledger(1000.0, q, 10), Epsilon(5.0, 1e-5), start=0.01)
     assert solved.value == 1.0
     assert isinstance(ledger(1.0, 1.0, 1), Ledger)

@@ -52,7 +52,8 @@ def sums(folder, batch, mode, model=None, loss_of=None, **options):
     """Σ_i c_i w_i g_i of each parameter, and Σ_i c_i v_i of the value."""
     model = model or net()
     plan = plan_of(
-        model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), private_metrics={"loss": {"S": 9, "share": 0.01}},
+        model, n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), private_metrics={"loss": {"clip_norm": 9,
+            "budget_share": 0.01}},
         **({"noise_multiplier": 1e-7} | options),
     )  # fmt: skip
     engine = PrivateRound(plan, model, GaussianNoise())
@@ -258,7 +259,7 @@ def test_a_collation_that_mixes_records_is_told_and_no_other(collate, mixes, tmp
 
 
 def test_counts_are_floored_at_two_deviations_of_their_noise():
-    counts = ClassCounts(4, share=0.1)
+    counts = ClassCounts(4, budget_share=0.1)
     counts.use(torch.tensor([1000.0, 50.0, 3.0, -20.0]), 1050)
     assert counts.weights().tolist() == pytest.approx([1e-3, 0.02, 1 / 3, 1.0]), "without noise, at 1"
     counts.sd = 10.0

@@ -345,7 +345,7 @@ def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
     assert "clip global (Z = 8), noise multiplier" in (output / "card.md").read_text()
     client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
     result = json.loads((output / "result.json").read_text())
-    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.clip"] == "global"
+    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.clip_rule"] == "global"
 
 
 def test_a_job_older_than_the_choice_is_loaded(dpexp_job):

@@ -118,7 +118,7 @@ def test_a_usual_record_uses_all_of_the_bound():
 
 def test_what_is_released_are_multiples_of_the_grid_with_the_right_noise(tmp_path):
     module = nn.Sequential(nn.Linear(100, 60), nn.Linear(60, 4))
-    engine = engine_for(module, mechanism=clipping.Joint(alpha=[0.25, 4.0], S=0.5))
+    engine = engine_for(module, mechanism=clipping.Joint(alpha=[0.25, 4.0], clip_norm=0.5))
     sums = whole_sums(engine, lambda one: module(one).square().sum(), torch.randn(5, 100))
     writer = LedgerWriter(tmp_path / "l.jsonl")
     writer.sample(engine.plan.sampling.event(100))

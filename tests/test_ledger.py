@@ -164,7 +164,7 @@ def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):
     mixed = Ledger("replace_null", {Round(SAMPLING, ALL): 2, Round(other, ALL): 1})
     write_ledger(tmp_path / "mixed.jsonl", mixed)
     assert read_ledger(tmp_path / "mixed.jsonl") == mixed
-    write_ledger(tmp_path / "early.jsonl", Ledger("add_remove", {Round(SAMPLING, ALL): 2}, truncated=True))
+    write_ledger(tmp_path / "early.jsonl", Ledger("add_remove", {Round(SAMPLING, ALL): 2}, incomplete=True))
     assert ledger_so_far(tmp_path / "early.jsonl").truncated, "what ended early does not become whole"
 
 

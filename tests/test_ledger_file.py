@@ -438,7 +438,7 @@ def test_a_full_disk_stops_the_run_and_leaves_a_whole_ledger(tmp_path, room_for_
     *said, rounds = printed.splitlines()
     assert len(said) == 20 and set(said) == {f"ledger={path} cannot be written (File too large)."}
     assert ledger_so_far(path) == Ledger(
-        "add_remove", {Round(SAMPLING, (QUERY,)): int(rounds)}, truncated=not room_for_the_end
+        "add_remove", {Round(SAMPLING, (QUERY,)): int(rounds)}, incomplete=not room_for_the_end
     )
     assert [json.loads(line)[0] for line in path.read_text().splitlines() if line.startswith("[")] == list(
         range(3, int(rounds) + 3)

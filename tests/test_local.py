@@ -296,7 +296,7 @@ class Telling(Model):
 
 
 OTHERS = {
-    "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, rate=1.0, share=0.2)},
+    "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
     "joint": {"mechanism": clipping.Joint()},
     "automatic": {"clip_rule": Automatic()},
     "exact": {"noise": "discrete_gaussian", "noise_multiplier": 1.0, "n": 11},
@@ -342,7 +342,7 @@ def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
     monkeypatch.setattr(dpexp.privacy.private_metrics.MetricEstimates, "add", watched)
     released(
         tmp_path, dataset, User(8, "user_of", local), Telling(), users=4,
-        private_metrics={"train_loss": {"S": 100.0, "share": 0.1}},
+        private_metrics={"train_loss": {"clip_norm": 100.0, "budget_share": 0.1}},
     )  # fmt: skip
     (value,) = told.values()
     hand = sum(expected([3 * u, 3 * u + 1, 3 * u + 2]) for u in range(4)) / 4
@@ -355,7 +355,7 @@ TRAINED = User(3, "user_of", LocalTraining(lr=0.1, steps=2, batch_size=2))
 def test_an_honest_training_of_users_refutes_no_claim(tmp_path):
     found = attacked(tmp_path, canaries=400, **choices_of("user", record=TRAINED, steps=1, noise_multiplier=1.0))
     assert not found.exceeded
-    assert abs(found.mu_found - 2) < 4 * found.mu_error
+    assert abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 
 def test_users_who_train_unclipped_are_caught(tmp_path, monkeypatch):

@@ -132,7 +132,7 @@ def test_a_job_without_overrides_is_named_after_its_groups(monkeypatch):
 def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):
     dpexp_job("-m", "train=false", *QUICK[:3], "model=logistic,mlp", "data.n=1437,1500", "optimizer.lr=0.3")
     found = runs(tmp_path)
-    (parent,) = [one for one in found if "dpexp.sweep" in one.data.tags]
+    (parent,) = [one for one in found if "dpexp.sweep_hash" in one.data.tags]
     trials = [one.data.params for one in found if one is not parent]
     shared = set.intersection(*(set(params.items()) for params in trials))
     params = dict(parent.data.params)
@@ -210,7 +210,7 @@ def test_a_sweep_that_is_started_again_keeps_where_it_started(dpexp_job, reposit
         Path("model.py").write_text(f"width = {width}\n")
         dpexp_job("-m", "train=false", *QUICK, "seed=1,2")
         git("commit", "-q", "-a", "-m", f"width {width}")
-    (parent,) = [one for one in runs(tmp_path) if "dpexp.sweep" in one.data.tags]
+    (parent,) = [one for one in runs(tmp_path) if "dpexp.sweep_hash" in one.data.tags]
     assert parent.data.tags["dpexp.commit"] == repository
     assert parent.data.tags["dpexp.resumed.commit"] == git("rev-parse", "HEAD~1")
     client = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db")

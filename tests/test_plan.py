@@ -122,7 +122,7 @@ def test_section_2s_example():
     module = nn.ModuleList([nn.Linear(3, 1), nn.Linear(2, 1)])
     common = {"n": n, "q": q, "steps": 1, "noise_multiplier": None}
     joint = plan(
-        module, mechanism=Joint(alpha=[1.0, 100.0], S=1.0), allocation=Explicit({"all": 0.01 * q * n}), **common
+        module, mechanism=Joint(alpha=[1.0, 100.0], clip_norm=1.0), allocation=Explicit({"all": 0.01 * q * n}), **common
     )
     assert joint.noise_multiplier == pytest.approx(0.01 * q * n, rel=1e-12)
     noises = [alpha * joint.groups[0].sigma / (q * n) for alpha in joint.groups[0].alphas]
@@ -140,12 +140,12 @@ def test_section_2s_example():
 
 def test_joint_bound_lies_in_zero_to_root_k():
     assert plan(mechanism=Joint()).groups[0].S == 2.0
-    assert plan(mechanism=Joint(S=2.0)).groups[0].S == 2.0
+    assert plan(mechanism=Joint(clip_norm=2.0)).groups[0].S == 2.0
     for S in (2.0001, 0.0, -1.0):
         with pytest.raises(ConfigError, match=r"mechanism\.S"):
-            plan(mechanism=Joint(S=S))
+            plan(mechanism=Joint(clip_norm=S))
     with pytest.raises(ConfigError, match=r"mechanism\.S.*group conv"):
-        plan(group=conv_fc(), mechanism=Joint(S=[1.1, 1.0, 1.0]))
+        plan(group=conv_fc(), mechanism=Joint(clip_norm=[1.1, 1.0, 1.0]))
 
 
 def test_joint_scales_come_from_a_number_a_list_or_the_bound():

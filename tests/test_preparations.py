@@ -44,9 +44,9 @@ from dpexp.training.classifier import Classifier
 
 N, SHAPE = 60, [3, 2, 2]
 KINDS = {
-    "pca": lambda **noise: Pca(SHAPE, 5, origin=0.5, **noise),
-    "standardize": lambda **noise: Standardize(SHAPE, S=1.5, **noise),
-    "whiten": lambda **noise: Whiten(SHAPE, S=3.0, **noise),
+    "pca": lambda **noise: Pca(SHAPE, 5, center=0.5, **noise),
+    "standardize": lambda **noise: Standardize(SHAPE, clip_norm=1.5, **noise),
+    "whiten": lambda **noise: Whiten(SHAPE, clip_norm=3.0, **noise),
     "laplace_counts": lambda **noise: ClassCounts(4, "laplace", **noise),
     "gaussian_counts": lambda **noise: ClassCounts(4, "gaussian", **noise),
 }
@@ -265,23 +265,23 @@ def test_whiten_evens_channels_out(power):
     x, y = records(400)
     mixed = torch.tensor([[1.0, 0.5, 0.0], [0.0, 0.3, 0.2], [0.0, 0.0, 0.4]])
     x = torch.einsum("cd,ndhw->nchw", mixed, x) + torch.tensor([0.3, -0.2, 0.0])[:, None, None]
-    own = Whiten(SHAPE, power, S=1000.0, noise_multiplier=1.0)
+    own = Whiten(SHAPE, power, clip_norm=1000.0, noise_multiplier=1.0)
     own.use(total(own, x, y).float(), 400)
     flat = own(x).transpose(0, 1).flatten(1).double()
     raw = (x - x.mean(0)).transpose(0, 1).flatten(1).double()
     assert own(x).mean(0).abs().max() < 1e-4
     before, after = (torch.linalg.eigvalsh(torch.cov(channels, correction=0)) for channels in (raw, flat))
     assert torch.allclose(after, before.pow(1 - 2 * power), rtol=1e-3)
-    rows = Whiten([3], power, S=1000.0, noise_multiplier=1.0)
+    rows = Whiten([3], power, clip_norm=1000.0, noise_multiplier=1.0)
     rows.use(total(rows, x[:, :, 0, 0], y).float(), 400)
     assert torch.allclose(rows(x[:, :, 0, 0]).mean(0), torch.zeros(3), atol=1e-4)
 
 
 def test_whiten_of_a_part_leaves_the_others():
     x, y = records(400)
-    flat, whole = x.flatten(1), Whiten(SHAPE, S=1000.0, noise_multiplier=1.0)
+    flat, whole = x.flatten(1), Whiten(SHAPE, clip_norm=1000.0, noise_multiplier=1.0)
     longer = torch.cat([flat[:, :2] + 7, flat, 5 - flat[:, :3]], dim=1)
-    own = Whiten(SHAPE, S=1000.0, noise_multiplier=1.0, start=2, scale=2.0)
+    own = Whiten(SHAPE, clip_norm=1000.0, noise_multiplier=1.0, first_feature=2, scale=2.0)
     assert torch.equal(total(own, longer, y), total(whole, x, y))
     for each in (own, whole):
         each.use(total(whole, x, y).float(), 400)
@@ -305,7 +305,7 @@ def test_autocast_does_not_round_what_is_whitened():
 
 
 def test_of_directions_that_noise_hides_none_grows_without_bound():
-    own = Whiten([3], floor=0.25, noise_multiplier=1.0)
+    own = Whiten([3], min_eigenvalue=0.25, noise_multiplier=1.0)
     own.use(torch.tensor([0.0, 0, 0, 60, 0, 0, -60, 0, 600]), 60)
     assert torch.linalg.eigvalsh(own.matrix).max() == pytest.approx((0.25 * 10) ** -0.5)
     own.use(-torch.ones(9), 60)
@@ -582,10 +582,14 @@ def test_a_plan_for_another_module_is_refused(tmp_path):
         fit(tmp_path, module_of(others=made("laplace_counts")), plan)
 
 
-@pytest.mark.parametrize("trained", [Standardize(SHAPE, S=1000.0, share=0.1), ClassCounts(4, share=0.1)])
+@pytest.mark.parametrize(
+    "trained", [Standardize(SHAPE, clip_norm=1000.0, budget_share=0.1), ClassCounts(4, budget_share=0.1)]
+)
 def test_a_plan_for_other_preparations_of_the_same_name_is_refused(trained, tmp_path):
     """Its noise would be the plan's, and the sum the module's."""
-    plan = plan_of(module_of(it=Standardize(SHAPE, S=1.0, share=0.1)), n=N, q=0.2, steps=2, epsilon=3.0, delta=1e-4)
+    plan = plan_of(
+        module_of(it=Standardize(SHAPE, clip_norm=1.0, budget_share=0.1)), n=N, q=0.2, steps=2, epsilon=3.0, delta=1e-4
+    )
     with pytest.raises(ConfigError, match="the plan was made for a module with"):
         fit(tmp_path, module_of(it=trained), plan)
     assert not read_ledger(tmp_path / "l.jsonl").rounds
@@ -722,7 +726,7 @@ def test_a_new_preparation_is_a_few_lines(tmp_path):
 
     class Records(Preprocessing):
         d = 1
-        S = S_replaced = 1.0
+        S = replace_sensitivity = 1.0
 
         def __init__(self, **noise):
             super().__init__(**noise)
@@ -731,7 +735,7 @@ def test_a_new_preparation_is_a_few_lines(tmp_path):
         def sums(self, x, y):
             return torch.tensor([float(len(x))], dtype=torch.float64)
 
-        def use(self, noisy, n):
+        def fit(self, noisy, n):
             self.many.copy_(noisy)
 
     module = module_of(records=Records(noise_multiplier=0.01))

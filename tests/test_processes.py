@@ -155,10 +155,11 @@ def a_plan(**choices):
 def test_plans_that_differ_in_whatever_they_say_are_told_apart():
     others = [
         {"schedules": {"S": [50, 50]}}, {"clip_norm": AdaptiveClipNorm()},
-        {"clip_norm": AdaptiveClipNorm(quantile=0.9)},
+        {"clip_norm": AdaptiveClipNorm(target_quantile=0.9)},
         {"clip_rule": Global(3.0)},
-        {"noise": "discrete_gaussian"}, {"private_metrics": {"loss": {"S": 1, "share": 0.1, "every": 2}}},
-        {"private_metrics": {"loss": {"S": 1, "share": 0.1}}},
+        {"noise": "discrete_gaussian"}, {"private_metrics": {"loss": {"clip_norm": 1, "budget_share": 0.1,
+        "every_n_rounds": 2}}},
+        {"private_metrics": {"loss": {"clip_norm": 1, "budget_share": 0.1}}},
     ]  # fmt: skip
     digests = [digest_of_plan(a_plan(**choices)) for choices in ({}, *others)]
     assert len(set(digests)) == len(digests) and digest_of_plan(a_plan()) == digests[0]

@@ -21,7 +21,7 @@ CHOICES = {
     "schedule": {"schedules": {"z": {"step": {0: 2, 10: 0.5}}, "q": {"step": {0: 1, 15: 2}}}},
     "adaptive": {"clip_norm": AdaptiveClipNorm(0.4), "mechanism": clipping.Joint()},
     "measured": {"clip_norm": AdaptiveClipNorm(0.4), "allocation": AdaptiveMinVariance()},
-    "now and then": {"private_metrics": {"train_loss": {"S": 1.0, "share": 0.1, "every": 7}}},
+    "now and then": {"private_metrics": {"train_loss": {"clip_norm": 1.0, "budget_share": 0.1, "every_n_rounds": 7}}},
     "shuffle": {"n": N, "sampling": "shuffle", "q": 4 / N, "noise_multiplier": 2.0},
     "banded": {"noise": Noise("banded", 4), "sampling": "cyclic_poisson", "q": 0.05},
 }

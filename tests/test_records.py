@@ -263,7 +263,7 @@ def data_of(kind):
 def test_an_honest_training_refutes_no_claim_for_units_and_users(kind, sampling, tmp_path):
     found = attacked(tmp_path, **choices_of(kind, **audited.SAMPLINGS[sampling]))
     assert not found.exceeded
-    assert abs(found.mu_found - found.mu_claimed) < 4 * found.mu_error
+    assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
 
 def each_example_clipped_alone(patch):
@@ -349,7 +349,7 @@ def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{output.parent.parent}/mlflow.db")
-    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.unit"] == unit
+    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.privacy_unit"] == unit
 
 
 def test_a_data_set_of_tensors_has_no_lists_of_examples():

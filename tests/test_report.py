@@ -67,7 +67,7 @@ def test_the_page_shows_the_runs_and_stands_alone(dpexp_job, client, tmp_path):
     dpexp_job(*QUICK[:-1], "privacy.enabled=false")
     runs = client.search_runs(["1"])
     parent = client.create_run("1", run_name="a & b")
-    client.log_metric(parent.info.run_id, "selection/all_composed", 12.5)
+    client.log_metric(parent.info.run_id, "selection/all_runs_epsilon", 12.5)
     failed = client.create_run("1", run_name="<script>alert(1)</script>", tags={"dpexp.error": "q < 0 & so on"})
     client.set_terminated(failed.info.run_id, "FAILED")
     for run in [*runs, failed]:
@@ -125,8 +125,8 @@ def test_the_page_shows_the_runs_and_stands_alone(dpexp_job, client, tmp_path):
 def test_sources_are_experiments_parents_and_runs(client, monkeypatch):
     uri = f"sqlite:///{Path.cwd()}/outputs/mlflow.db"
     experiment = client.create_experiment("mine")
-    parent = client.create_run(experiment, tags={"dpexp.sweep": "key"}).info.run_id
-    empty = client.create_run(experiment, tags={"dpexp.sweep": "other"}).info.run_id
+    parent = client.create_run(experiment, tags={"dpexp.sweep_hash": "key"}).info.run_id
+    empty = client.create_run(experiment, tags={"dpexp.sweep_hash": "other"}).info.run_id
     tags = {"dpexp.group": "flat", "mlflow.parentRunId": parent}
     children = [client.create_run(experiment, tags=tags).info.run_id for _ in range(3)]
     single = client.create_run(experiment, tags={"dpexp.group": "flat"}).info.run_id

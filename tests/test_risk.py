@@ -22,7 +22,7 @@ from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, larges
 from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives, type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan.options import check_noise
+from dpexp.privacy.plan.options import Target
 from dpexp.reporting.wording import in_words, up
 from tests.test_accountants import ledger, of
 
@@ -73,14 +73,14 @@ def test_riskcal_finds_the_same_risk():
 
 @pytest.mark.parametrize("q, rounds, most, z", NOISE_FOR_ADVANTAGE)
 def test_riskcal_solves_for_the_same_noise_at_an_advantage(q, rounds, most, z):
-    solved = solve("noise", lambda noise: ledger(noise, q, rounds), MaxAdvantage(most), start=1.0)
+    solved = solve("noise_multiplier", lambda noise: ledger(noise, q, rounds), MaxAdvantage(most), start=1.0)
     assert solved.value == pytest.approx(z, rel=2e-3)
     assert solved.spent == (("advantage", solved.cost),) and most * (1 - 1e-3) <= solved.cost <= most
 
 
 @pytest.mark.parametrize("q, rounds, fpr, tpr, z", NOISE_FOR_TPR)
 def test_riskcal_solves_for_the_same_noise_at_a_true_positive_rate(q, rounds, fpr, tpr, z):
-    solved = solve("noise", lambda noise: ledger(noise, q, rounds), MaxTpr({fpr: tpr}), start=1.0)
+    solved = solve("noise_multiplier", lambda noise: ledger(noise, q, rounds), MaxTpr({fpr: tpr}), start=1.0)
     assert solved.value == pytest.approx(z, rel=2e-3)
     assert tpr * (1 - 1e-3) <= dict(solved.spent)[f"TPR at FPR {fpr}"] <= tpr
 
@@ -282,7 +282,7 @@ def test_every_knob(knob, target):
 @pytest.mark.parametrize("accountant", ["rdp", "strong"])
 def test_another_accountant_needs_more_noise(accountant):
     tight, loose = (
-        solve("noise", lambda z: ledger(z, 0.05, 20), MaxAdvantage(0.2), name, start=1.0)
+        solve("noise_multiplier", lambda z: ledger(z, 0.05, 20), MaxAdvantage(0.2), name, start=1.0)
         for name in ("pld", accountant)
     )
     assert loose.value > tight.value and loose.cost <= 0.2
@@ -305,40 +305,42 @@ def test_another_accountant_needs_more_noise(accountant):
 )
 def test_targets_that_cannot_be(target, accountant, message):
     with pytest.raises(ConfigError, match=message):
-        solve("noise", lambda z: ledger(z, 0.1, 10), target, accountant, start=1.0)
+        solve("noise_multiplier", lambda z: ledger(z, 0.1, 10), target, accountant, start=1.0)
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "given, calibrate, explicit, message",
     [
         (
-            {"epsilon": 3.0, "advantage": 0.1},
-            r"privacy\.epsilon=3\.0 and privacy\.advantage=0\.1 are 2 targets; give one",
+            {"epsilon": 3.0, "max_advantage": 0.1},
+            "noise_multiplier",
+            False,
+            r"privacy\.epsilon=3\.0 and privacy\.max_advantage=0\.1 are 2 targets; give one",
         ),
-        ({"advantage": 0.1, "tpr": {0.01: 0.1}}, "are 2 targets"),
-        ({"noise_multiplier": 2.0, "tpr": {0.01: 0.1}}, "exactly one of"),
-        ({"tpr": 0.1}, r"privacy\.tpr=0\.1 must be {FPR: largest TPR}"),
+        ({"max_advantage": 0.1, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "are 2 targets"),
+        ({"noise_multiplier": 2.0, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "exactly one of"),
         (
-            {"tpr": {0.01: 0.1}, "calibrate": "sampling_rate"},
-            r"target privacy\.tpr={0\.01: 0\.1} from the noise .*give both",
+            {"max_tpr_at_fpr": 0.1},
+            "noise_multiplier",
+            False,
+            r"privacy\.max_tpr_at_fpr=0\.1 must be {FPR: largest TPR}",
         ),
-        ({"advantage": 0.1, "explicit": True}, "allocation=explicit fixes the noise"),
+        (
+            {"max_tpr_at_fpr": {0.01: 0.1}},
+            "sampling_rate",
+            False,
+            r"target privacy\.max_tpr_at_fpr={0\.01: 0\.1} from the noise .*give both",
+        ),
+        ({"max_advantage": 0.1}, "noise_multiplier", True, "allocation=explicit fixes the noise"),
     ],
 )
-def test_contradictory_noise(given, message):
-    asked = {
-        "epsilon": None,
-        "noise_multiplier": None,
-        "delta": 1e-5,
-        "calibrate": "noise_multiplier",
-        "explicit": False,
-    }
+def test_contradictory_targets(given, calibrate, explicit, message):
     with pytest.raises(ConfigError, match=message):
-        check_noise(**asked | given)
+        Target(**{"delta": 1e-5} | given).check(calibrate, explicit)
 
 
 def test_other_policies_may_be_targets_too():
-    solved = solve("noise", lambda z: of("fixed_size", "replace_one", z=z), MaxAdvantage(0.3), start=1.0)
+    solved = solve("noise_multiplier", lambda z: of("fixed_size", "replace_one", z=z), MaxAdvantage(0.3), start=1.0)
     assert largest_advantage(of("fixed_size", "replace_one", z=solved.value)) == solved.cost <= 0.3
 
 

@@ -32,7 +32,7 @@ class Store:
         self.client = MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
 
     def parents(self):
-        return self.client.search_runs(["1"], "tags.`dpexp.sweep` != ''")
+        return self.client.search_runs(["1"], "tags.`dpexp.sweep_hash` != ''")
 
     def trials(self, status=None):
         found = self.client.search_runs(["1"], "tags.`mlflow.parentRunId` != ''")
@@ -65,8 +65,8 @@ def test_a_parent_stands_above_its_trials(dpexp_job, store, tmp_path, capsys):
     ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl")]
     assert len(ledgers) == 4
     costs = parent.data.metrics
-    assert costs["selection/one_trial"] == max(dpexp.epsilon(one, 1e-4) for one in ledgers)
-    assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
+    assert costs["selection/single_run_epsilon"] == max(dpexp.epsilon(one, 1e-4) for one in ledgers)
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
     printed = capsys.readouterr().out
     assert "4 trials, 4 finished" in printed and "only if the choice used no private data" in " ".join(printed.split())
     view = store.client.get_experiment("1").tags["mlflow.sharedViewState.dpexp"]
@@ -182,7 +182,7 @@ def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(forked, tmp_path, 
     assert 400 <= len(spent) <= 441, "those after the last checkpoint twice; and one that SIGTERM met after its line"
     costs = store.parents()[0].data.metrics
     both = joined([spent, read_ledger(ledger.parents[1] / "0" / "ledger.jsonl")])
-    assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(both, 1e-4), rel=1e-9)
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(both, 1e-4), rel=1e-9)
 
 
 def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(forked, tmp_path, store):
@@ -204,7 +204,7 @@ def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(forke
     assert len(store.trials("FINISHED")) == 2
     ledgers = [ledger_so_far(path) for path in ledger.parents[1].glob("*/ledger.jsonl")]
     costs = store.parents()[0].data.metrics
-    assert costs["selection/all_composed"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
 
 
 def test_the_non_private_twin_is_trained_once(dpexp_job, store):
@@ -294,7 +294,7 @@ def test_nothing_is_claimed_for_trials_whose_guarantee_does_not_hold(dpexp_job, 
 def test_deleted_trials_have_spent_what_they_spent(dpexp_job, store, tmp_path):
     sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
     dpexp_job(*sweep)
-    before = store.parents()[0].data.metrics["selection/all_composed"]
+    before = store.parents()[0].data.metrics["selection/all_runs_epsilon"]
     for run in store.trials():
         store.client.delete_run(run.info.run_id)
     dpexp_job(*sweep)
@@ -302,7 +302,7 @@ def test_deleted_trials_have_spent_what_they_spent(dpexp_job, store, tmp_path):
     assert len(store.trials()) == 2
     ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl")]
     assert len(ledgers) == 4
-    after = parent.data.metrics["selection/all_composed"]
+    after = parent.data.metrics["selection/all_runs_epsilon"]
     assert after == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9) and after > before
 
 
@@ -355,8 +355,8 @@ def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, 
     accountant = rdp.RdpAccountant(ORDERS)
     accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, 4.0, 1.0))
     costs = parent.data.metrics
-    assert costs["selection/private"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-12)
-    assert costs["selection/one_trial"] < costs["selection/private"]
+    assert costs["selection/private_selection_epsilon"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-12)
+    assert costs["selection/single_run_epsilon"] < costs["selection/private_selection_epsilon"]
     assert "private selection" in parent.data.tags["mlflow.note.content"]
 
     def again(*arguments):
@@ -402,9 +402,9 @@ def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(d
     dpexp_job(*sweep)
     (parent,), (trial,) = store.parents(), store.trials("FINISHED")
     assert trial.data.metrics["noise_multiplier"] == 8
-    price = parent.data.metrics["selection/private"]
+    price = parent.data.metrics["selection/private_selection_epsilon"]
     assert price == pytest.approx(selected_geometrically(1.0, 512 / 1437, 3, 1.0, 1e-4), rel=1e-9)
-    assert price > 10 * parent.data.metrics["selection/one_trial"]
+    assert price > 10 * parent.data.metrics["selection/single_run_epsilon"]
 
     def planned(cfg):
         raise AssertionError("a sweep that is resumed keeps its price")
@@ -412,7 +412,7 @@ def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(d
     monkeypatch.setattr("dpexp.commands.build.planned", planned)
     dpexp_job(*sweep)
     (parent,) = store.parents()
-    assert parent.data.metrics["selection/private"] == price and len(store.trials()) == 1
+    assert parent.data.metrics["selection/private_selection_epsilon"] == price and len(store.trials()) == 1
 
 
 def test_the_dearest_is_so_order_by_order():

@@ -154,7 +154,7 @@ def test_the_planned_ledger_is_read_as_what_the_plan_costs(dpexp_job):
 
 def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, capsys, recwarn):
     sampling, query = SamplingEvent("poisson", 0.1, 100), SumQueryEvent("all", 1.0, 4.0)
-    early = Ledger("add_remove", {Round(sampling, (query,)): 3}, truncated=True)
+    early = Ledger("add_remove", {Round(sampling, (query,)): 3}, incomplete=True)
     write_ledger(tmp_path / "ledger.jsonl", early)
     terminal.interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
     printed = " ".join(capsys.readouterr().out.split())

@@ -21,9 +21,9 @@ from dpexp.privacy.round import PrivateRound
 
 B, Q, N = 7, 0.1, 100
 RELEASE = {
-    "loss": {"S": 0.6, "share": 0.01},
-    "histogram": {"S": 0.5, "share": 0.1, "d": 3, "every": 2},
-    "both": {"share": 0.1, "S": 1.2, "values": {"correct": {"alpha": 1}, "inputs": {"alpha": 2, "d": 3}}},
+    "loss": {"clip_norm": 0.6, "budget_share": 0.01},
+    "histogram": {"clip_norm": 0.5, "budget_share": 0.1, "dim": 3, "every": 2},
+    "both": {"budget_share": 0.1, "S": 1.2, "values": {"correct": {"alpha": 1}, "inputs": {"alpha": 2, "d": 3}}},
 }
 
 
@@ -111,7 +111,7 @@ def test_a_value_given_for_one_record_after_another_is_of_each_alone(tmp_path, r
             return x * float(x.sum().detach().numpy())  # not under vmap
 
     model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
     found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
@@ -131,7 +131,7 @@ def test_a_value_given_inside_a_transform_is_refused(tmp_path, recwarn):
             return torch.func.vmap(given)(x)
 
     model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
     with pytest.raises(ConfigError, match="given for release where"):
@@ -169,7 +169,7 @@ def test_a_record_that_gives_no_value_contributes_zero_and_one_that_gives_two_th
             dpexp.release("loss", 0.75)
         return F.cross_entropy(model(batch[0][None]), batch[1][None])
 
-    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
     found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
     assert float(found[".value loss"]) == pytest.approx(0.5 * float((x[:, 0] > 0).sum()), abs=1e-6)
 
@@ -181,7 +181,7 @@ def test_a_value_may_be_given_in_a_functional_call(tmp_path):
             return x
 
     model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = own_plan(model, {"loss": {"S": 1, "share": 0.1}})
+    plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
     x, y = data()
 
     def loss_of(batch):
@@ -214,7 +214,10 @@ def test_what_is_not_due_is_not_released(tmp_path):
 
 
 SMALL = ("model=logistic", "sampling.steps=4", "trainer.num_evaluations=0", "tracking=none")
-ASKED = "private_metrics.release={train_loss: {S: 4, share: 0.1}, train_accuracy: {S: 1, share: 0.2, every: 2}}"
+ASKED = (
+    "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.1}, "
+    "train_accuracy: {clip_norm: 1, budget_share: 0.2, every_n_rounds: 2}}"
+)
 
 
 def test_one_round_holds_gradients_metrics_and_their_cost(dpexp_job, read_lines):
@@ -242,7 +245,8 @@ def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
     """Read with json alone: one sampling event, all queries, and the cost of each round that of the planned z."""
     output = dpexp_job(
         "group=per_layer", "model=mlp", "clip_norm=adaptive", "allocation=adaptive_min_variance",
-        "private_metrics.release={train_loss: {S: 4, share: 0.1}}", *SMALL[1:], "privacy.noise_multiplier=1.0",
+        "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.1}}", *SMALL[1:],
+        "privacy.noise_multiplier=1.0",
     )  # fmt: skip
     lines = read_lines(output / "ledger.jsonl")
     specs = [line for line in lines if isinstance(line, dict) and "spec" in line]
@@ -276,7 +280,7 @@ def test_a_run_shows_what_it_released(dpexp_job, tmp_path):
 def test_the_noise_of_an_estimate_is_what_is_said(tmp_path):
     """400 rounds of no record at all show the noise alone."""
     model = nn.Linear(3, 2)
-    release = {"both": {"share": 0.1, "values": {"a": {"alpha": 1, "d": 2}, "b": {"alpha": 3}}}}
+    release = {"both": {"budget_share": 0.1, "values": {"a": {"alpha": 1, "d": 2}, "b": {"alpha": 3}}}}
     plan = own_plan(model, n=N, q=Q, steps=400, noise_multiplier=1.0, private_metrics=release)
     engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
     ledger = LedgerWriter(tmp_path / "ledger", plan.adjacency, plan.sampling_events(), False, None, None)
@@ -296,7 +300,7 @@ def test_the_noise_of_an_estimate_is_what_is_said(tmp_path):
         assert smooth == pytest.approx(float(values[-80:].mean()), abs=1e-6) and sd == pytest.approx(
             said / math.sqrt(80)
         )
-        assert metrics[f"private/{name}_smooth"] == smooth
+        assert metrics[f"private/{name}_moving_average"] == smooth
 
 
 def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
@@ -309,7 +313,12 @@ def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
         torch.manual_seed(0)
         module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
         plan = own_plan(
-            module, n=20, q=0.5, steps=6, noise_multiplier=1.0, private_metrics={"train_loss": {"S": 1, "share": 0.1}}
+            module,
+            n=20,
+            q=0.5,
+            steps=6,
+            noise_multiplier=1.0,
+            private_metrics={"train_loss": {"clip_norm": 1, "budget_share": 0.1}},
         )
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
@@ -331,17 +340,20 @@ def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
     "release, said",
     [
         ({"a": {"S": 1}}, "must give S and share"),
-        ({"a": {"share": 0.1}}, "must give S, the bound"),
-        ({"a": {"S": 1, "share": 1.0}}, "add up to 1"),
-        ({"a": {"S": -1, "share": 0.1}}, "private_metrics.release.a.S=-1"),
-        ({"a": {"S": 1, "share": 0.1, "every": 0}}, "private_metrics.release.a.every=0"),
-        ({"a": {"S": 1, "share": 0.1, "d": 1.5}}, "private_metrics.release.a.d=1.5"),
-        ({"a": {"S": 1, "share": 0.1, "k": 2}}, "known: "),
-        ({"all": {"S": 1, "share": 0.1}}, "name of a group of gradients too"),
-        ({"a": {"share": 0.1, "values": {"b": {"alpha": 1}}, "S": 1.1}}, "at most 1"),
-        ({"a": {"share": 0.1, "values": {"b": {}}}}, "must give alpha"),
-        ({"a": {"share": 0.1, "values": []}}, "must name values"),
-        ({"a": {"share": 0.1, "S": 1}, "c": {"share": 0.1, "values": {"a": {"alpha": 1}}}}, "released by two groups"),
+        ({"a": {"budget_share": 0.1}}, "must give S, the bound"),
+        ({"a": {"clip_norm": 1, "budget_share": 1.0}}, "add up to 1"),
+        ({"a": {"clip_norm": -1, "budget_share": 0.1}}, "private_metrics.release.a.S=-1"),
+        ({"a": {"clip_norm": 1, "budget_share": 0.1, "every_n_rounds": 0}}, "private_metrics.release.a.every=0"),
+        ({"a": {"clip_norm": 1, "budget_share": 0.1, "dim": 1.5}}, "private_metrics.release.a.d=1.5"),
+        ({"a": {"clip_norm": 1, "budget_share": 0.1, "k": 2}}, "known: "),
+        ({"all": {"clip_norm": 1, "budget_share": 0.1}}, "name of a group of gradients too"),
+        ({"a": {"budget_share": 0.1, "values": {"b": {"alpha": 1}}, "S": 1.1}}, "at most 1"),
+        ({"a": {"budget_share": 0.1, "values": {"b": {}}}}, "must give alpha"),
+        ({"a": {"budget_share": 0.1, "values": []}}, "must name values"),
+        (
+            {"a": {"budget_share": 0.1, "S": 1}, "c": {"budget_share": 0.1, "values": {"a": {"alpha": 1}}}},
+            "released by two groups",
+        ),
     ],
 )
 def test_mistakes_are_sentences(release, said):

@@ -30,7 +30,7 @@ PLANNED = 40
 
 def plan_of(epsilon, count=PLANNED):
     """Rounds that cost ε by pld, and not more than a thousandth less."""
-    return solve("noise", lambda z: rounds(z, count), Epsilon(epsilon, 1e-5), start=5.0).value
+    return solve("noise_multiplier", lambda z: rounds(z, count), Epsilon(epsilon, 1e-5), start=5.0).value
 
 
 Z = plan_of(0.5)
