@@ -6,7 +6,7 @@ import math
 import torch
 from plans import plan_of
 from reference import clipped_sums
-from test_rounding import awkward
+from test_norms import awkward
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map

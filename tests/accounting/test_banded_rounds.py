@@ -1,0 +1,186 @@
+"""What rounds of correlated noise cost: blocks of cyclic samples (`dpexp.accounting.releases`)."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from dp_accounting.pld import PLDAccountant
+from tests.test_accountants import exact_gaussian
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import (
+    Ledger,
+    LedgerWriter,
+    Round,
+    SamplingEvent,
+    SumQueryEvent,
+    joined,
+    read_ledger,
+    write_ledger,
+)
+from dpexp.accounting.multiple_runs import rho
+from dpexp.accounting.releases import Release, releases
+from dpexp.errors import ConfigError
+
+N = 1000
+
+
+def bands(b):
+    """Some c with ‖c‖ = 1."""
+    return tuple(np.full(b, b**-0.5).tolist())
+
+
+def round_(z=1.0, q=0.05, parts=4, block=0, c=None):
+    return Round(
+        SamplingEvent("cyclic_poisson", q, N, parts=parts, block=block),
+        (SumQueryEvent("all", 1.0, z, bands=bands(parts) if c is None else c),),
+    )
+
+
+def poisson(z, q, rounds):
+    return Ledger("add_remove", {Round(SamplingEvent("poisson", q, N), (SumQueryEvent("all", 1.0, z),)): rounds})
+
+
+@pytest.mark.parametrize("rounds", [1, 4, 5, 37, 40])
+def test_a_block_costs_as_many_poisson_rounds_as_its_longest_part_has(rounds):
+    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    event = dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(1.3))
+    accountant.compose(event, math.ceil(rounds / 4))
+    found = epsilon(Ledger("add_remove", {round_(1.3): rounds}), 1e-5)
+    assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=2e-3)
+    assert found >= accountant.get_epsilon(1e-5) * 0.9995
+
+
+def test_whole_parts_are_gaussian_releases():
+    """qb = 1: each record is in one round of four, for certain."""
+    found = epsilon(Ledger("add_remove", {round_(2.0, q=0.25): 10}), 1e-5)
+    assert found == pytest.approx(exact_gaussian(math.sqrt(3) / 2, 1e-5), rel=1e-9)
+
+
+def test_one_part_is_a_poisson_sample():
+    cyclic = Ledger("add_remove", {round_(1.1, parts=1, c=(1.0,)): 50})
+    assert releases(cyclic) == releases(poisson(1.1, 0.05, 50))
+
+
+def test_the_column_norm_is_the_ledgers():
+    """Forgotten, it would make z too large."""
+    forgotten = Ledger("add_remove", {round_(1.0, c=(1.0, 0.5, 0.375, 0.3125)): 40})
+    ((release, count),) = releases(forgotten).items()
+    assert release.z == pytest.approx(1 / math.sqrt(1 + 0.5**2 + 0.375**2 + 0.3125**2)) and count == 10
+
+
+def test_blocks_are_rounded_up_each():
+    """A resume begins another."""
+    run = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
+    assert releases(run) == {Release(1.0, 0.2): 3}
+
+
+def test_of_rounds_that_differ_a_record_may_be_in_the_costliest():
+    run = Ledger("add_remove", {round_(1.0): 2, round_(3.0): 4, round_(2.0): 6})
+    assert releases(run) == {Release(1.0, 0.2): 2, Release(2.0, 0.2): 1}
+
+
+def test_independent_noise_beside_counts_with_its_own_norm():
+    """A metric's, of one band, in the same rounds."""
+    both = (SumQueryEvent("all", 1.0, 2.0, bands=bands(4)), SumQueryEvent("loss", 3.0, 4.0))
+    event = round_().sampling
+    run = Ledger("add_remove", {Round(event, both): 4, Round(event, both[:1]): 4})
+    ((release, count),) = releases(run).items()
+    assert release.z == pytest.approx((1 / 4 + 9 / 16) ** -0.5) and count == 2
+
+
+@pytest.mark.parametrize(
+    "adjacency, policy, z", [("replace_one", "poisson_replaced", 0.5), ("replace_null", "poisson", 1)]
+)
+def test_adjacencies(adjacency, policy, z):
+    assert releases(Ledger(adjacency, {round_(): 8}), "pld") == {Release(z, 0.2, policy): 2}
+
+
+def test_runs_on_the_same_data_share_no_block():
+    one = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
+    both = joined([one, one])
+    assert sorted(r.sampling.block for r in both.rounds) == [0, 5, 6, 11]
+    assert sum(releases(both).values()) == 6
+    query = SumQueryEvent("all", 1.0, 1.0)
+    shuffled = Ledger("replace_null", {Round(SamplingEvent("shuffle", 0.1, N, epoch=7), (query,)): 1})
+    cyclic = Ledger("replace_null", {round_(): 5})
+    assert sorted(r.sampling.block for r in joined([shuffled, cyclic, cyclic]).rounds if r.sampling.block) == [8, 9]
+
+
+def test_a_budget_counts_them():
+    """Rényi DP of order 8 of whole parts: α/2z² each."""
+    assert rho(Ledger("add_remove", {round_(2.0, q=0.25): 10}), 8.0) == pytest.approx(3 * 8 / (2 * 4), rel=1e-6)
+
+
+def test_what_is_written_is_read_again(tmp_path, read_lines):
+    run = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
+    write_ledger(tmp_path / "ledger.jsonl", run)
+    assert read_ledger(tmp_path / "ledger.jsonl") == run
+    spec = read_lines(tmp_path / "ledger.jsonl")[1]
+    assert spec["sampling"] == {"policy": "cyclic_poisson", "q": 0.05, "n": N, "parts": 4, "block": 0}
+    assert spec["queries"] == [{"group": "all", "S": 1.0, "sigma": 1.0, "bands": [0.5] * 4}]
+    write_ledger(tmp_path / "plain.jsonl", poisson(1.0, 0.1, 1))
+    assert read_lines(tmp_path / "plain.jsonl")[1]["queries"] == [{"group": "all", "S": 1.0, "sigma": 1.0}]
+
+
+def test_a_writer_takes_blocks_as_they_come(tmp_path):
+    first = round_(block=0)
+    with_block = LedgerWriter(tmp_path / "ledger.jsonl", planned=[first.sampling])
+    for block in (0, 0, 2):
+        with_block.sample(round_(block=block).sampling)
+        with_block.query(first.queries[0])
+        with_block.commit()
+    with_block.close()
+    assert read_ledger(tmp_path / "ledger.jsonl").rounds == {round_(block=0): 2, round_(block=2): 1}
+
+
+@pytest.mark.parametrize(
+    "event, message",
+    [
+        ({"policy": "poisson", "q": 0.1}, "choose sampling=cyclic_poisson with at least 4 parts"),
+        ({"policy": "all", "q": 1.0}, "sampling=full_batch with 1 part has none"),
+        ({"policy": "cyclic_poisson", "q": 0.1, "parts": 3, "block": 0}, "cyclic_poisson with 3 parts has none"),
+    ],
+)
+def test_noise_that_reaches_a_records_next_round_is_refused(event, message):
+    run = Ledger("add_remove", {Round(SamplingEvent(n=N, **event), round_().queries): 4})
+    with pytest.raises(ConfigError, match=message):
+        epsilon(run, 1e-5)
+
+
+def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
+    """A group that pauses would have its columns closer to one another than a record's rounds are; bands that change
+    are no longer a column's."""
+    both = (*round_().queries, SumQueryEvent("other", 1.0, 1.0, bands=bands(4)))
+    for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6))):
+        with pytest.raises(ConfigError, match="block 0 have different rates, numbers of parts or bands"):
+            epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
+
+
+def test_a_block_of_different_parts_is_refused():
+    for other in (round_(parts=5, c=(1.0,)), round_(q=0.06, c=(1.0,))):
+        with pytest.raises(ConfigError, match="block 0 have different rates"):
+            epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({"parts": 11}, "at most 10 parts"),
+        ({"parts": 0}, "at least 1"),
+        ({"parts": 2, "block": None}, "block=None"),
+        ({"parts": 2, "block": -1}, "at least 0"),
+        ({"policy": "poisson", "parts": 2, "block": None}, "for cyclic_poisson alone"),
+    ],
+)
+def test_samplings_that_make_no_sense_are_refused(facts, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingEvent(**{"policy": "cyclic_poisson", "q": 0.1, "n": N, "block": 0} | facts)
+
+
+@pytest.mark.parametrize("c", [(), (0.0, 1.0), (1.0, math.inf), [1.0], ("1",), (1e9,), (1e-9,)])
+def test_bands_that_make_no_sense_are_refused(c):
+    with pytest.raises(ConfigError, match="bands="):
+        SumQueryEvent("all", 1.0, 1.0, bands=c)

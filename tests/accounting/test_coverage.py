@@ -1,0 +1,89 @@
+"""What each accountant is stated for, and that it refuses everything else; what ε does not count on is said."""
+
+from dataclasses import dataclass
+
+import pytest
+from tests.test_accountants import ledger
+
+from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.coverage import NAMES, check_covered, coverage
+from dpexp.accounting.ledger import (
+    ADJACENCIES,
+    POLICIES,
+    Ledger,
+    OneTimeQueryEvent,
+    ParallelQueryEvent,
+    Round,
+    SamplingEvent,
+    write_ledger,
+)
+from dpexp.accounting.releases import releases, unamplified
+from dpexp.commands.account import account
+from dpexp.errors import ConfigError
+
+
+def test_every_accountant_states_what_it_covers():
+    for name, stated in ((name, coverage(name)) for name in NAMES):
+        assert set(stated.covers) <= set(POLICIES) and set(stated.noise) >= {"gaussian"}
+        assert all(set(covered) <= set(ADJACENCIES) for covered in stated.covers.values())
+        assert stated.is_bound == (name != "gdp")
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """Something that a later version may come to know."""
+
+    policy: str = "poisson"
+    q: float = 0.1
+    n: int = 1000
+    epoch: None = None
+    block: None = None
+    parts: None = None
+    group: str = "all"
+    noise: str = "gaussian"
+    squared_ratio: float = 1 / 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "run, message",
+    [
+        (Ledger("add_one", {Round(Unheard(), (Unheard(),)): 3}), "adjacency=add_one is unknown; known: add_remove, "),
+        (Ledger("add_remove", {Round(Unheard("bernoulli"), (Unheard(),)): 3}), "sampling=bernoulli has no accountant"),
+        (Ledger("add_remove", {Round(Unheard(), (Unheard(noise="cauchy"),)): 3}), "of the query 'all' .cauchy"),
+        (Ledger("add_one", {Round(SamplingEvent("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0,
+        9.0),)): 1}),
+         "adjacency=add_one is unknown"),
+    ],
+)  # fmt: skip
+def test_what_no_accountant_was_stated_for_is_refused(run, message, name):
+    for ask in (epsilon, delta):
+        with pytest.raises(ConfigError, match=message):
+            ask(run, 0.1, name)
+
+
+@pytest.mark.parametrize("name", ["PLD", "pld ", "zcdp", ""])
+def test_an_unknown_accountant_is_refused(name):
+    for ask in (lambda: epsilon(ledger(4.0, 0.01, 9), 1e-5, name), lambda: releases(ledger(4.0, 0.01, 9), name),
+                lambda: check_covered("poisson", "add_remove", name)):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"accountant={name} is unknown; known: pld, "):
+            ask()
+
+
+def test_an_adjacency_that_nobody_knows_has_no_sensitivity():
+    query = OneTimeQueryEvent("x", "gaussian", 1.0, 2.0, 9.0)
+    for event in (query, ParallelQueryEvent("x", "class", (query, query))):
+        with pytest.raises(ConfigError, match="adjacency=substitute is unknown"):
+            event.ratio("substitute")
+
+
+@pytest.mark.parametrize("z, said", [(0.019, "in 9 rounds, whose z is as low as 0.019: below 0.02"), (0.021, None)])
+def test_sampling_that_is_not_counted_on_is_said(z, said, tmp_path, capsys):
+    run = ledger(z, 0.5, 9)
+    assert (unamplified(run) is None) == (said is None)
+    write_ledger(tmp_path / "ledger.jsonl", run)
+    account([str(tmp_path / "ledger.jsonl"), "delta=1e-5"])
+    assert (said in capsys.readouterr().out) if said else ("does not count on sampling" not in capsys.readouterr().out)
+    assert unamplified(ledger(z, 1.0, 9)) is None
+    if said:  # and it is so
+        assert epsilon(run, 1e-5) == epsilon(ledger(z, 1.0, 9), 1e-5)

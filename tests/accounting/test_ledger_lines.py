@@ -1,0 +1,253 @@
+"""A ledger file line by line, against JSON and SHA-256 alone: what is read, and what is refused."""
+
+import hashlib
+import json
+import math
+import warnings
+
+import pytest
+from tests.test_ledger import ALL, SAMPLING, closed
+
+from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, ledger_so_far, read_ledger
+from dpexp.accounting.ledger.integrity import end_of
+from dpexp.errors import ConfigError
+
+
+def linked(lines):
+    """A ledger file, from its lines without numbers and links; strings are taken as they are, and a sha256 of None is
+    made the right one."""
+    file = b""
+    for number, line in enumerate(lines, 1):
+        if isinstance(line, str):
+            file += line.encode()
+            continue
+        if isinstance(line, int):
+            before, after = f'[{number},{line},"', '"]\n'
+        else:
+            if line.get("sha256", "") is None:
+                line = line | {"sha256": hashlib.sha256(file).hexdigest()}
+            before, after = json.dumps({"line": number} | line)[:-1] + ', "link": "', '"}\n'
+        file += before.encode()
+        file += (hashlib.sha256(file).hexdigest()[:4] + after).encode()
+    return file
+
+
+HEADER = {"dpexp_ledger": 2, "adjacency": "add_remove"}
+SPEC = {
+    "spec": 0,
+    "sampling": {"policy": "poisson", "q": 0.01, "n": 60_000},
+    "queries": [{"group": "all", "S": 1.0, "sigma": 4.0}],
+}
+
+
+def test_the_file_is_plain_json_lines(tmp_path):
+    file = b"".join(closed(tmp_path / "l.jsonl", 2))
+    header, *lines, closing = [json.loads(line) for line in file.splitlines()]
+    assert header["dpexp_ledger"] == 2 and header["adjacency"] == "add_remove"
+    assert "SHA-256 of all bytes of the file before the link" in header["format"]
+    assert lines[0]["queries"] == [{"group": "all", "S": 1.0, "sigma": 4.0}]
+    assert [line[:2] for line in lines[1:]] == [[3, 0], [4, 0]]
+    assert closing["line"] == 5 and closing["rounds"] == 2
+    assert closing["sha256"] == hashlib.sha256(file[: file.rindex(b'{"line": 5')]).hexdigest()
+    del header["line"], header["link"], closing["line"], closing["link"]
+    assert file == linked([header, SPEC, 0, 0, closing])
+
+
+# Damage
+
+
+def test_wherever_a_file_is_cut_off_it_is_read_so_far_and_said(tmp_path):
+    path = tmp_path / "l.jsonl"
+    header, spec, *rest = closed(path)
+    end_of(path).unlink()  # as of a run that was killed before it came to write it
+    whole = path.read_bytes()
+    ends = [len(header + spec + b"".join(rest[: k + 1])) for k in range(3)]
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        if size < len(header):
+            with pytest.raises(ConfigError, match="not a dpexp ledger"):
+                read_ledger(path)
+            continue
+        rounds = sum(end <= size for end in ends)
+        with pytest.warns(UserWarning, match=f"ends early, after {rounds} rounds: the run was killed or"):
+            ledger = read_ledger(path)
+        assert len(ledger) == rounds and ledger.truncated
+    path.write_bytes(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read_ledger(path)) == 3
+
+
+def refused(path, lines):
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ConfigError) as said:
+        read_ledger(path)
+    return str(said.value)
+
+
+def test_lines_lost_repeated_or_moved_are_said(tmp_path):
+    path = tmp_path / "l.jsonl"
+    lines = closed(path, 5)
+    for k in range(1, len(lines) - 1):
+        said = refused(path, lines[:k] + lines[k + 1 :])
+        assert f"line {k + 1} says that it is line {k + 2}" in said
+        said = refused(path, lines[: k + 1] + lines[k:])
+        assert f"line {k + 2} says that it is line {k + 1}" in said
+        said = refused(path, [*lines[:k], lines[k + 1], lines[k], *lines[k + 2 :]])
+        assert f"line {k + 1} says that it is line {k + 2}" in said
+    assert "not a dpexp ledger" in refused(path, lines[1:])
+    assert "line 4 says that it is line 6" in refused(path, lines[:3] + lines[5:])
+
+
+def test_every_edit_is_said(tmp_path, monkeypatch):
+    """Each byte of a closed ledger in turn: none is redundant, none goes unread. (Links have 16 bits: of an edit in a
+    ledger with another run's number, the next line may be the first to tell.)"""
+    monkeypatch.setattr("dpexp.accounting.ledger.writer.os.urandom", bytes)
+    path = tmp_path / "l.jsonl"
+    lines = closed(path)
+    whole = b"".join(lines)
+    number = 1
+    for place, byte in enumerate(whole):
+        edited = whole[:place] + bytes([byte + 1]) + whole[place + 1 :]
+        if place == len(whole) - 1:
+            continue  # the last line break; without it the last line is half written
+        said = refused(path, [edited])
+        assert f"line {number}" in said or "not a dpexp ledger" in said
+        number += byte == ord("\n")
+    path.write_bytes(b"".join(lines).replace(b'"sigma": 4.0', b'"sigma": 9.0'))
+    with pytest.raises(ConfigError, match=r"line 2 has the link .* so this line or one before it was edited"):
+        read_ledger(path)
+
+
+def test_a_query_removed_from_a_spec_is_said(tmp_path):
+    path = tmp_path / "l.jsonl"
+    lines = closed(path, 2, (SumQueryEvent("conv", 1.0, 4.0), SumQueryEvent("fc", 2.0, 3.0)))
+    spec = lines[1].replace(b'{"group": "conv", "S": 1.0, "sigma": 4.0}, ', b"")
+    assert spec != lines[1]
+    assert "line 2" in refused(path, [lines[0], spec, *lines[2:]])
+
+
+def test_an_added_line_with_the_right_number_is_said(tmp_path):
+    path = tmp_path / "l.jsonl"
+    lines = closed(path, 2)
+    added = lines[3].replace(b"[4,", b"[5,")
+    assert "line 5 has the link" in refused(path, [*lines[:4], added])
+
+
+def test_a_half_written_line_behind_a_closing_line_is_said(tmp_path):
+    path = tmp_path / "l.jsonl"
+    path.write_bytes(b"".join(closed(path)) + b"[7,")
+    with pytest.warns(UserWarning, match="ends early, after 3 rounds"):
+        assert read_ledger(path).truncated
+
+
+# Lines in order, with the right links, that make no sense
+
+
+SAMPLE = {"policy": "poisson", "q": 0.1, "n": 5}
+QUERY = {"group": "a", "S": 1.0, "sigma": 1.0}
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("nonsense\n", "not JSON"),
+        ("[" * 100_000 + "\n", "not JSON"),
+        ('{"line": 4, "line": 4}\n', "gives a key twice"),
+        ("[1]\n", "no number and link"),
+        ("17\n", "no number and link"),
+        ('{"line": 4}\n', "no number and link"),
+        ('{"line": true, "link": "0000"}\n', "says that it is line True"),
+        (7, "no round of a spec before it"),
+        (-1, "no round of a spec before it"),
+        ({"round": 0}, "no round of a spec before it"),
+        ({"spec": 0, "sampling": SAMPLE, "queries": [QUERY]}, "out of turn; the next is 1"),
+        ({"spec": [1], "sampling": SAMPLE, "queries": [QUERY]}, "out of turn"),
+        ({"spec": True, "sampling": SAMPLE, "queries": [QUERY]}, "not by a whole number"),
+        ({"spec": 1, "sampling": {"policy": "poisson", "q": 0.1}, "queries": [QUERY]}, "not understood"),
+        ({"spec": 1, "sampling": SAMPLE | {"policy": "shuffle"}, "queries": [QUERY]}, "shuffle"),
+        ({"spec": 1, "sampling": SAMPLE, "queries": []}, "at least one"),
+        ({"spec": 1, "sampling": SAMPLE | {"q": math.nan}, "queries": [QUERY]}, "q=nan"),
+        ({"spec": 1, "sampling": SAMPLE | {"q": "1"}, "queries": [QUERY]}, "q=1"),
+        ({"spec": 1, "sampling": SAMPLE | {"n": True}, "queries": [QUERY]}, "n=True"),
+        ({"spec": 1, "sampling": SAMPLE | {"x": 1}, "queries": [QUERY]}, "not understood"),
+        ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": 1e-200}]}, "between 1e-8 and 1e8"),
+        ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"sigma": 10**400}]}, "sigma"),
+        ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": math.nan}]}, "S=nan"),
+        ({"rounds": 2, "sha256": None}, "closes the ledger after 2 rounds .* there are 1"),
+        ({"rounds": 1, "sha256": "0"}, "with the digest '0'"),
+        (HEADER, "no closing line"),
+    ],
+)  # fmt: skip
+def test_a_line_that_makes_no_sense_is_refused(tmp_path, line, message):
+    path = tmp_path / "l.jsonl"
+    path.write_bytes(linked([HEADER, SPEC, 0]))
+    assert len(ledger_so_far(path)) == 1
+    path.write_bytes(linked([HEADER, SPEC, 0, line]))
+    with pytest.raises(ConfigError, match=f"line 4.*{message}"):
+        read_ledger(path)
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    for text in ("{}\n", "[]\n", "\n", "", '{"dpexp_ledger": 3}\n', '{"dpexp_ledger": 2'):
+        (tmp_path / "l.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=r"not (a dpexp ledger|JSON)"):
+            read_ledger(tmp_path / "l.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_ledger(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize("changed", [{"q": [0.001]}, {"n": 50_000}, {"policy": "all"}, {"q": 0.01}])
+def test_a_header_that_says_otherwise_than_its_rounds_is_refused(tmp_path, changed):
+    path = tmp_path / "l.jsonl"
+    planned = {"policy": "poisson", "n": 60_000, "q": [0.01]}
+    path.write_bytes(linked([HEADER | {"sampling": planned}, SPEC, 0]))
+    assert len(ledger_so_far(path)) == 1
+    path.write_bytes(linked([HEADER | {"sampling": planned | changed}, SPEC, 0]))
+    with pytest.raises(ConfigError, match="the header"):
+        read_ledger(path)
+
+
+# Version 1
+
+FIRST = (
+    '{"dpexp_ledger": 1, "adjacency": "add_remove", "sampling": {"policy": "poisson", "n": 60000, "q": [0.01]}}\n',
+    json.dumps(SPEC | {"spec": 7}) + "\n",
+    '{"round": 7}\n',
+)
+
+
+def test_version_1_is_read(tmp_path):
+    path = tmp_path / "l.jsonl"
+    path.write_text("".join(FIRST) + 2 * FIRST[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_ledger(path) == Ledger("add_remove", {Round(SAMPLING, ALL): 3})
+    with pytest.raises(ConfigError, match="is of version 1, which is read but not continued"):
+        LedgerWriter(path, planned=[SAMPLING], resume=True)
+    for early in (FIRST[0], "".join(FIRST) + '{"roun'):
+        path.write_text(early)
+        with pytest.warns(UserWarning, match="ends early"):
+            assert len(read_ledger(path)) == early.count("round")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("nonsense", "not JSON"),
+        ("[1]", "neither a spec nor a round"),
+        ('{"round": 8}', "has not defined before"),
+        ('{"round": true}', "names round spec True"),
+        ('{"round": 7, "times": -5}', "neither a spec nor a round"),
+        (FIRST[0][:-1], "neither a spec nor a round"),
+        (FIRST[1][:-1], "twice"),
+        (json.dumps(SPEC | {"spec": [1]}), "not by a whole number"),
+        (json.dumps(SPEC | {"spec": 8, "queries": []}), "at least one"),
+        (json.dumps(SPEC | {"spec": 8, "sampling": {"policy": "poisson", "q": 0.02, "n": 60_000}}), "the header says"),
+    ],
+)
+def test_a_line_of_version_1_that_makes_no_sense_is_refused(tmp_path, line, message):
+    path = tmp_path / "l.jsonl"
+    path.write_text("".join(FIRST) + line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_ledger(path)

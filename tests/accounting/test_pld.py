@@ -1,0 +1,161 @@
+"""Composed privacy losses far out in the tail, over many rounds, and over many kinds of them."""
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+from tests.test_accountants import ledger
+
+from dpexp.accounting import accountants, pld, pld_numerics
+from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.dominating_pairs import PoissonPair
+from dpexp.accounting.ledger import Ledger
+from dpexp.accounting.pld_numerics import Convolution
+from tests.extended import extended, poisson
+
+
+def many(pairs):
+    return Ledger("add_remove", {r: 1 for z, q in pairs for r in ledger(z, q, 1).rounds})
+
+
+@pytest.mark.parametrize(
+    "z, q, rounds, d, h, width",
+    [
+        (1.0, 1e-4, 5000, 1e-11, 2e-5, 1.5),  # one lucky sample makes the tail
+        (1.0, 1e-4, 10, 1e-12, 2e-5, 1.5),
+        (1.0, 0.01, 1000, 1e-12, 2e-4, 9.0),
+        (0.5, 1e-3, 100, 1e-12, 1e-4, 30.0),
+        (3.0, 0.01, 100_000, 1e-12, 1e-4, 20.0),
+        (2.0, 0.3, 3, 1e-9, 1e-4, 10.0),
+    ],
+)
+def test_far_tails_against_extended_precision(z, q, rounds, d, h, width):
+    run = ledger(z, q, rounds)
+    expected = extended(poisson(z, q, rounds, d, h), rounds, d, width)
+    assert epsilon(run, d) == pytest.approx(expected, rel=5e-4)
+    assert delta(run, epsilon(run, d)) == pytest.approx(d, rel=1e-3)
+
+
+def test_a_million_rounds_at_a_trillionth():
+    """Rényi DP bounds from above, and the central limit lies within a little, at z = 3, q = 0.01."""
+    run = ledger(3.0, 0.01, 10**6)
+    assert epsilon(run, 1e-12) < 0.99 * epsilon(run, 1e-12, "rdp")
+    assert epsilon(run, 1e-12) == pytest.approx(epsilon(run, 1e-12, "gdp"), rel=0.02)
+
+
+def analytic_gaussian(mu, d):
+    """Balle & Wang 2018, theorem 8."""
+
+    def excess(e):
+        first, second = norm.logcdf(mu / 2 - e / mu), e + norm.logcdf(-mu / 2 - e / mu)
+        return first + math.log(-math.expm1(second - first)) - math.log(d)
+
+    return brentq(excess, 1e-9 * mu, mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / d)), xtol=1e-13)
+
+
+@pytest.mark.parametrize("mu", [1e-3, 0.3, 1.0, 8.0, 60.0])
+@pytest.mark.parametrize("d", [0.3, 1e-3, 1e-12, 1e-60])
+def test_the_gaussian_mechanism_at_every_delta(mu, d):
+    """As one round, and as a thousand."""
+    if norm.cdf(mu / 2) - norm.cdf(-mu / 2) <= d:
+        return
+    exact = analytic_gaussian(mu, d)
+    for rounds in (1, 1000):
+        composed = pld.ComposedLoss(
+            [PoissonPair(math.sqrt(rounds) / mu, 1.0, 0.5)], np.array([float(rounds)]), pld.Gaussian(1e3)
+        )
+        assert exact * (1 - 1e-9) <= composed.epsilon(d) <= exact * (1 + 3e-4)
+        assert d * (1 - 1e-6) <= composed.delta(exact) <= d * (1 + 3e-3 * max(1, math.log(1 / d)))
+
+
+def test_delta_down_to_next_to_nothing():
+    run = ledger(1.0, 0.01, 1000)
+    deltas = [delta(run, e) for e in np.linspace(0, 60, 25)]
+    assert all(0 < b < a for a, b in itertools.pairwise(deltas)) and deltas[-1] < 1e-200
+    assert epsilon(run, deltas[-1]) == pytest.approx(60, rel=1e-6)
+
+
+def test_any_tilt_gives_a_bound():
+    """And a good one a tight bound: here δ(ε) by tilts from next to none to twice the best."""
+    pairs, counts = [PoissonPair(1.0, 0.01)], np.array([1000.0])
+    law = pld.cumulants_of(pairs, counts)
+    lost = math.log(delta(ledger(1.0, 0.01, 1000), 2.0)) - 20
+    best = law.tilt_for_mean(2.0)
+    found = []
+    for theta in (best / 50, best / 4, best, 2 * best):
+        loss = pld.compose(pairs, counts, law, law.window(theta, lost), 1e-4, lost)
+        found.append(loss.delta(2.0))
+    assert found[:3] == pytest.approx([found[2]] * 3, rel=1e-6)
+    assert found[3] >= found[2]
+
+
+def test_the_error_that_a_convolution_states_holds():
+    """Against polynomial powers in Python's whole numbers."""
+    random = np.random.default_rng(0)
+    weights = random.integers(1, 1000, 6).astype(object)
+    exact = np.array([1], dtype=object)
+    for _ in range(40):
+        exact = np.convolve(exact, weights)
+    total = sum(weights) ** 40
+    exact = np.array([float(value / total) if value else 0.0 for value in exact])
+    for few in (0.0, 1.0):  # by transforms, and by sums
+        convolution = Convolution(1024)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pld_numerics, "_SPARSE", few)
+            convolution.add([3], [(weights / sum(weights)).astype(float)], np.array([40.0]))
+        mass, error = convolution.masses(120)
+        off = float(np.linalg.norm(mass[: len(exact)] - exact))
+        assert off <= error < 1e-11
+
+
+def test_many_kinds_of_rounds_by_sums_and_by_transforms(monkeypatch):
+    run = many(zip(np.linspace(0.9, 3, 60).tolist(), np.linspace(0.005, 0.06, 60).tolist(), strict=True))
+    by_sums = epsilon(run, 1e-6)
+    monkeypatch.setattr(pld_numerics, "_SPARSE", 0.0)
+    z_and_q = [(r.noise_multiplier, r.sampling.q) for r in run.rounds]
+    pairs, counts = [PoissonPair(z, q) for z, q in z_and_q], np.ones(60)
+    by_transforms = pld.ComposedLoss(pairs, counts, pld.Gaussian(1e3)).epsilon(1e-6)
+    assert by_sums == pytest.approx(by_transforms, rel=1e-6)
+
+
+def test_thousands_of_kinds_are_quick():
+    """And cost what their average costs, where they hardly differ."""
+    started = time.monotonic()
+    run = many((2.0 + 1e-6 * k, 0.01) for k in range(2000))
+    assert epsilon(run, 1e-6) == pytest.approx(epsilon(ledger(2.001, 0.01, 2000), 1e-6), rel=2e-5)
+    assert time.monotonic() - started < 20
+
+
+def test_a_coarser_grid_for_many_kinds_costs_little(monkeypatch):
+    run = many(zip(np.linspace(4, 1, 200).tolist(), np.linspace(0.01, 0.02, 200).tolist(), strict=True))
+    fine = epsilon(run, 1e-6)
+    monkeypatch.setattr(pld, "_MANY", 100)
+    pairs = [PoissonPair(r.noise_multiplier, r.sampling.q) for r in run.rounds]
+    coarse = pld.ComposedLoss(pairs, np.ones(200), pld.Gaussian(1e3)).epsilon(1e-6)
+    assert fine < coarse < fine * (1 + 6e-4)
+
+
+def test_sampling_never_costs_more_than_none():
+    for z, q, rounds in [(8.0, 0.9, 50), (0.05, 0.999, 3), (1.0, 1 - 1e-9, 7)]:
+        sampled, full = ledger(z, q, rounds), ledger(z, 1.0, rounds)
+        assert all(epsilon(sampled, d) <= epsilon(full, d) for d in (1e-3, 1e-9))
+        assert delta(sampled, 1.0) <= delta(full, 1.0)
+
+
+def test_readings_of_one_ledger_share_their_work(monkeypatch):
+    compositions, compose = [], pld.compose
+    monkeypatch.setattr(pld, "compose", lambda *args, **kw: compositions.append(1) or compose(*args, **kw))
+    run = ledger(1.3, 0.011, 900)
+    numbers = []
+    for share in (False, True):
+        compositions.clear()
+        for e in np.linspace(0.1, 6, 20):
+            if not share:
+                accountants._guarantee.cache_clear()
+            delta(run, float(e))
+        numbers.append(len(compositions))
+    assert numbers[1] < 0.9 * numbers[0]

@@ -1,0 +1,366 @@
+"""The guarantee in words people know: against riskcal, closed forms, dp-accounting, and the definitions themselves."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import pld
+from mlflow import MlflowClient
+from scipy.optimize import brentq
+from scipy.stats import norm
+from tests.test_accountants import ledger, of
+
+from dpexp.accounting import pld as own_pld
+from dpexp.accounting.accountants import guarantee
+from dpexp.accounting.calibration import solve
+from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.dominating_pairs import PoissonPair
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, read_ledger
+from dpexp.accounting.pld import ComposedLoss
+from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr, risk
+from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives, type_two_errors
+from dpexp.commands.account import account
+from dpexp.errors import ConfigError
+from dpexp.privacy.plan.options import Target
+from dpexp.reporting.wording import in_words, up
+
+# riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =
+# from_gaussian_mechanism(z, sampling_prob=q, use_connect_dots=True, value_discretization_interval=h).self_compose(
+# rounds) with h = 0.03 q √(e^(1/z²) - 1), but at most 2e-3.
+RISKCAL = [
+    (0.8, 0.01, 500, 0.1628758, 0.00494604, 0.0322062),
+    (1.0, 0.01, 1000, 0.1610300, 0.00406538, 0.0291386),
+    (1.0, 0.1, 30, 0.2479656, 0.01159357, 0.0589893),
+    (2.0, 0.05, 300, 0.1805331, 0.00448413, 0.0317983),
+    (4.0, 0.01, 10000, 0.1010012, 0.00228830, 0.0191429),
+    (4.753, 0.3563, 113, 0.3102861, 0.01136045, 0.0644942),
+    (5.0, 0.2, 1000, 0.4749022, 0.03504881, 0.1468885),
+    (1.5, 0.5, 10, 0.4011383, 0.02798925, 0.1180405),
+    (20.0, 0.3, 3000, 0.3188501, 0.01167253, 0.0662835),
+    (0.6, 0.02, 20, 0.0915869, 0.00673539, 0.0322954),
+    (3.0, 0.02, 5000, 0.1912083, 0.00462232, 0.0328914),
+]
+# riskcal 1.5.1: find_noise_multiplier_for_advantage(advantage, q, rounds, grid_step=1e-4, advantage_tol=1e-5)
+NOISE_FOR_ADVANTAGE = [
+    (0.01, 1000, 0.05, 2.61381),
+    (0.01, 1000, 0.2, 0.86937),
+    (0.1, 100, 0.1, 4.02260),
+    (0.1, 100, 0.4, 1.08669),
+    (0.5, 10, 0.1, 6.29132),
+    (0.5, 10, 0.3, 2.04993),
+    (0.3563, 113, 0.05, 30.20284),
+    (0.3563, 113, 0.3, 4.92387),
+    (0.002, 5000, 0.02, 2.91078),
+    (0.05, 300, 0.6, 0.72149),
+]
+# and find_noise_multiplier_for_err_rates(fpr, 1 - tpr, q, rounds, grid_step=1e-4, beta_tol=1e-6)
+NOISE_FOR_TPR = [
+    (0.01, 1000, 0.01, 0.03, 0.98162),
+    (0.3563, 113, 0.01, 0.05, 5.62491),
+    (0.5, 10, 0.01, 0.05, 2.46135),
+]
+
+
+def test_riskcal_finds_the_same_risk():
+    for z, q, rounds, most, *rates in RISKCAL:
+        run = ledger(z, q, rounds)
+        assert largest_advantage(run) == pytest.approx(most, rel=2e-3), (z, q, rounds)
+        found = [largest_tpr(run, 0.001), largest_tpr(run, 0.01)]
+        assert found == pytest.approx(rates, rel=2e-3), (z, q, rounds)
+
+
+@pytest.mark.parametrize("q, rounds, most, z", NOISE_FOR_ADVANTAGE)
+def test_riskcal_solves_for_the_same_noise_at_an_advantage(q, rounds, most, z):
+    solved = solve("noise_multiplier", lambda noise: ledger(noise, q, rounds), MaxAdvantage(most), start=1.0)
+    assert solved.value == pytest.approx(z, rel=2e-3)
+    assert solved.spent == (("advantage", solved.cost),) and most * (1 - 1e-3) <= solved.cost <= most
+
+
+@pytest.mark.parametrize("q, rounds, fpr, tpr, z", NOISE_FOR_TPR)
+def test_riskcal_solves_for_the_same_noise_at_a_true_positive_rate(q, rounds, fpr, tpr, z):
+    solved = solve("noise_multiplier", lambda noise: ledger(noise, q, rounds), MaxTpr({fpr: tpr}), start=1.0)
+    assert solved.value == pytest.approx(z, rel=2e-3)
+    assert tpr * (1 - 1e-3) <= dict(solved.spent)[f"TPR at FPR {fpr}"] <= tpr
+
+
+@pytest.mark.parametrize("mu", [1e-3, 0.1, 0.7, 2.0, 6.0])
+def test_the_gaussian_mechanism(mu):
+    """G_μ(α) = Φ(Φ^-1(1-α) - μ) (Dong, Roth & Su 2022, equation 6): exactly, and as the sum of ten discrete losses."""
+    rounds = 9
+    found = risk(ledger(math.sqrt(rounds) / mu, 1.0, rounds))
+    assert found.mu == pytest.approx(mu, rel=1e-14) and found.regret == 0
+    assert found.advantage == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-12)
+    for fpr, tpr in found.tpr.items():
+        assert tpr == pytest.approx(norm.cdf(norm.ppf(fpr) + mu), rel=1e-6)
+    losses = ComposedLoss([PoissonPair(math.sqrt(10) / mu, 1.0, 0.5)], np.array([10.0]), GaussianMechanism(1e3))
+    assert mu * (1 - 1e-6) <= gaussian_bound(losses) <= mu * (1 + 1e-3)
+    assert 0 <= regret(losses, gaussian_bound(losses)) < 3e-4 * mu
+    assert advantage(losses) == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-3)
+    for fpr in (1e-4, 0.01, 0.3, 0.9):
+        exact = norm.cdf(norm.ppf(fpr) + mu)
+        assert exact * (1 - 1e-9) <= true_positives(losses, fpr) <= min(exact * (1 + 2e-3), exact + 2e-3)
+
+
+@pytest.mark.parametrize("z", [1e-3, 0.01, 0.019, 0.021, 0.1, 0.5, 2.0])
+def test_one_sampled_round_in_closed_form(z):
+    """(1-q)N(0, 1) + qN(1/z, 1) against N(0, 1): δ(0) = q(2Φ(1/2z) - 1), and 1 is never said of it."""
+    for q in (0.01, 0.5):
+        exact = q * (2 * norm.cdf(0.5 / z) - 1)
+        assert exact <= largest_advantage(ledger(z, q, 1)) <= exact * (1 + 1e-3)
+        exact = brentq(lambda t: norm.sf(t) - 0.01, -10, 10)
+        exact = (1 - q) * 0.01 + q * norm.sf(exact - 1 / z)
+        assert exact * (1 - 1e-9) <= largest_tpr(ledger(z, q, 1), 0.01) <= exact + 0.01
+
+
+@pytest.mark.parametrize(
+    "policy, adjacency, facts, most",
+    [
+        ("poisson", "add_remove", {}, 1 - 0.9**8),
+        ("poisson", "replace_one", {}, 1 - 0.9**8),
+        ("fixed_size", "replace_one", {}, 1 - 0.9**8),
+        ("truncated_poisson", "replace_null", {"maximum": 300}, 1 - 0.9**8),
+        ("shuffle", "replace_one", {"epoch": 0}, 1.0),
+    ],
+)
+def test_without_noise_whoever_was_sampled_is_found(policy, adjacency, facts, most):
+    found = risk(of(policy, adjacency, z=1e-3, rounds=8, **facts))
+    assert found.advantage == pytest.approx(most, rel=1e-9) and found.advantage >= most
+    assert found.tpr[0.01] == pytest.approx(min(1, most + 0.01), rel=1e-9)
+
+
+def directly(z, q, rounds):
+    """δ(ε) by dp-accounting."""
+    h = min(2e-3, 0.02 * q * math.sqrt(math.expm1(1 / z**2)))
+    one = pld.privacy_loss_distribution.from_gaussian_mechanism(z, sampling_prob=q, value_discretization_interval=h)
+    return one.self_compose(rounds).get_delta_for_epsilon
+
+
+def test_one_lucky_sample_makes_the_tail():
+    """By dp-accounting's δ, of which riskcal's curve falls short here: at an FPR of 0.001 it has a TPR of 0.00155 with
+    h = 7.8e-5, and of less than the FPR with h = 2e-5."""
+    epsilons = np.linspace(0, 1, 400)
+    deltas = np.array(directly(0.7, 0.001, 2000)(epsilons.tolist()))
+    for fpr in (0.001, 0.01):
+        expected = (deltas + np.exp(epsilons) * fpr).min()
+        assert largest_tpr(ledger(0.7, 0.001, 2000), fpr) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("z, q, rounds", [(4.753, 0.3563, 113), (1.0, 0.02, 500), (2.0, 0.05, 300)])
+def test_mu_and_regret_by_their_definitions(z, q, rounds):
+    """μ by solving for it at each ε, the regret by shifting the curve, both of dp-accounting's δ."""
+    found = risk(ledger(z, q, rounds))
+    delta_at = directly(z, q, rounds)
+    epsilons = np.linspace(0, 12 * found.mu, 400)
+    deltas = np.array(delta_at(epsilons.tolist()))
+    needed = [
+        brentq(lambda mu, e=e, d=d: GaussianMechanism(mu).delta(e) - d + TAIL, 1e-6, 50, xtol=1e-9)
+        for e, d in zip(epsilons, deltas, strict=True)
+        if d > 1.1 * TAIL
+    ]
+    assert found.mu == pytest.approx(max(needed), rel=3e-3)
+
+    alpha = np.unique(np.concatenate([np.geomspace(1e-7, 1, 1500), np.linspace(0, 1, 1500)]))
+    gaussian = norm.cdf(norm.isf(alpha) - found.mu)
+
+    def curve(at):
+        at = at[:, None]
+        lines = np.maximum(1 - deltas - np.exp(epsilons) * at, np.exp(-epsilons) * (1 - deltas - at))
+        return np.maximum(lines.max(axis=1), 0)
+
+    low, high = 0.0, 1.0
+    for _ in range(25):
+        shift = (low + high) / 2
+        covered = np.all(curve(np.minimum(alpha + shift, 1)) - shift <= gaussian)
+        low, high = (low, shift) if covered else (shift, high)
+    assert found.regret == pytest.approx(high, rel=0.05, abs=1e-4)
+
+
+def random_ledger(random, policy):
+    """Of one to three kinds of rounds, of one to three groups each."""
+    adjacency = {"poisson": "add_remove", "truncated_poisson": "replace_null"}.get(policy, "replace_one")
+    n, rounds = 1000, {}
+    for kind in range(random.integers(1, 4)):
+        q = float(random.choice([0.02, 0.1, 0.25]))
+        most = int(3 * q * n) if policy == "truncated_poisson" else None
+        epoch = kind if policy == "shuffle" else None
+        event = SamplingEvent(policy, q, n, most, epoch)
+        groups = random.integers(1, 4)
+        sigmas = np.exp(random.uniform(-0.2, 2.5)) * math.sqrt(groups) * np.exp(random.uniform(0, 0.5, groups))
+        queries = tuple(SumQueryEvent(f"g{k}", 1.0, float(sigma)) for k, sigma in enumerate(sigmas))
+        rounds[Round(event, queries)] = int(random.integers(1, 4 if policy == "shuffle" else 300))
+    return Ledger(adjacency, rounds)
+
+
+@pytest.mark.parametrize("policy", ["poisson", "fixed_size", "truncated_poisson", "shuffle"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy, seed):
+    """At any ε and any α; and with a μ that is 3 % smaller it is."""
+    random = np.random.default_rng([seed, len(policy)])
+    run = random_ledger(random, policy)
+    found, said = risk(run), guarantee(run)
+    told, less = GaussianMechanism(found.mu), GaussianMechanism(0.97 * found.mu)
+    ends = said.epsilon(TAIL)
+    epsilons = np.concatenate([random.uniform(0.01, 1.1, 60), np.linspace(0.01, 1, 60)]) * ends
+    above = [said.delta(e) - told.delta(e) for e in epsilons]
+    assert max(above) <= 1e-9 and said.delta(0.0) <= told.delta(0.0) + 1e-9
+    assert max(said.delta(e) - less.delta(e) for e in [0.0, *epsilons]) > TAIL
+    alpha = np.concatenate([np.geomspace(1e-15, 1, 300), random.uniform(0, 1, 100)])
+    curve = type_two_errors(run, alpha.tolist())
+    assert np.all(norm.cdf(norm.isf(alpha) - found.mu) <= curve + 1e-9)
+    assert np.all(np.array([*found.tpr.values()]) <= 1 - type_two_errors(run, [*found.tpr]) + 1e-5)
+    assert found.advantage >= (1 - alpha - curve).max() - 1e-3
+    assert 0 <= found.regret < 0.2
+
+
+def test_a_million_rounds_take_few_compositions(monkeypatch):
+    """About a second: each composition takes 0.06 s. In the limit of many rounds μ = √T q √(e^(1/z²) - 1)."""
+    taken, compose = [], own_pld.compose
+    monkeypatch.setattr(own_pld, "compose", lambda *args: taken.append(args) or compose(*args))
+    found, mu = risk(ledger(8.0, 0.001, 10**6)), math.sqrt(math.expm1(1 / 64))
+    assert len(taken) <= 18
+    assert found.advantage == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-3)
+    for fpr, tpr in found.tpr.items():
+        assert tpr == pytest.approx(norm.sf(norm.isf(fpr) - mu), rel=3e-3)
+
+
+def test_the_order_of_questions_changes_nothing():
+    run = ledger(1.3, 0.03, 700)
+    first = risk(run)
+    for d in (1e-9, 0.01, 1e-4):
+        guarantee(run).epsilon(d)
+    assert (
+        risk(run) == first and largest_tpr(run, 0.01) == first.tpr[0.01] and largest_advantage(run) == first.advantage
+    )
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "moments", "strong", "basic"])
+def test_looser_accountants_show_more_risk(accountant):
+    for run in (ledger(3.0, 1.0, 1), ledger(8.0, 0.05, 20)):
+        tight, loose = risk(run), risk(run, accountant)
+        assert loose.advantage >= tight.advantage * (1 - 1e-9) and loose.mu >= tight.mu * (1 - 1e-3)
+        assert all(loose.tpr[fpr] >= tight.tpr[fpr] * (1 - 1e-6) for fpr in tight.tpr)
+        assert all(loose.tpr[fpr] < 1 for fpr in tight.tpr) and loose.advantage < 1
+
+
+def test_what_is_hardly_private_or_hardly_a_release():
+    nothing = risk(Ledger("add_remove", {}))
+    assert (nothing.mu, nothing.advantage, nothing.tpr) == (0, 0, {0.001: 0.001, 0.01: 0.01})
+    bare = risk(ledger(0.5, 0.5, 300))
+    assert bare.mu == pytest.approx(math.sqrt(300) / 0.5) and bare.advantage == pytest.approx(1)
+    little = risk(ledger(3000.0, 0.01, 1))
+    assert 0 < little.mu < 1 / 3000 and little.tpr[0.01] == pytest.approx(0.01, rel=1e-2)
+    assert "mu" not in risk(ledger(1.0, 0.01, 1000), "basic").figures()
+
+
+CALIBRATABLE = {
+    "noise": lambda z: ledger(z, 0.05, 200),
+    "q": lambda q: ledger(4 * q / 0.05, q, 200),
+    "q_at_fixed_z": lambda q: ledger(1.5, q, 200),
+    "steps": lambda steps: ledger(1.5, 0.05, int(steps)),
+    "clip_norm": lambda scale: ledger(2 / scale, 0.05, 200),
+}
+TARGETS = [MaxAdvantage(0.1), MaxTpr({0.01: 0.03}), MaxTpr({0.001: 0.01, 0.1: 0.15})]
+
+
+@pytest.mark.parametrize("knob, target", zip(CALIBRATABLE, itertools.cycle(TARGETS), strict=False), ids=str)
+def test_every_knob(knob, target):
+    start = 0.05 if knob.startswith("q") else 50 if knob == "steps" else 1.0
+    solved = solve(knob, CALIBRATABLE[knob], target, start=start)
+    at = CALIBRATABLE[knob](solved.value)
+    if isinstance(target, MaxAdvantage):
+        reached, most = [risk(at).advantage], [target.most]
+    else:
+        reached, most = [largest_tpr(at, fpr) for fpr in target.rates], [*target.rates.values()]
+    assert all(found <= limit for found, limit in zip(reached, most, strict=True))
+    assert [figure for _, figure in solved.spent] >= reached
+    one_more = solved.value + 1 if knob == "steps" else solved.value * (0.985 if knob in ("q", "noise") else 1.015)
+    assert target.cost(CALIBRATABLE[knob](one_more), "pld") > target.most, "the next better value would cost more"
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "strong"])
+def test_another_accountant_needs_more_noise(accountant):
+    tight, loose = (
+        solve("noise_multiplier", lambda z: ledger(z, 0.05, 20), MaxAdvantage(0.2), name, start=1.0)
+        for name in ("pld", accountant)
+    )
+    assert loose.value > tight.value and loose.cost <= 0.2
+
+
+@pytest.mark.parametrize(
+    "target, accountant, message",
+    [
+        (MaxAdvantage(0.2), "gdp", r"privacy\.max_advantage=0\.2 needs a bound.*accountant=gdp is an approximation"),
+        (MaxTpr({0.01: 0.2}), "gdp", r"privacy\.max_tpr_at_fpr=\{0\.01: 0\.2\} needs a bound"),
+        (MaxAdvantage(0.05), "moments", r"privacy\.max_advantage=0\.05 cannot be reached.*the best is advantage=0\.0"),
+        (MaxAdvantage(1.0), "pld", r"privacy\.max_advantage=1 must lie strictly between 0 and 1"),
+        (MaxAdvantage(math.nan), "pld", "must lie strictly between"),
+        (MaxTpr({}), "pld", "such as {0.01: 0.05}"),
+        (MaxTpr({0.01: 0.01}), "pld", r"privacy\.max_tpr_at_fpr=\{0\.01: 0\.01\} must be .* 0 < FPR < TPR < 1"),
+        (MaxTpr({0.01: 1.0}), "pld", "0 < FPR < TPR < 1"),
+        (MaxTpr({"a": 0.1}), "pld", "must hold numbers"),
+        (Epsilon(0.0, 1e-5), "pld", r"privacy\.epsilon=0"),
+    ],
+)
+def test_targets_that_cannot_be(target, accountant, message):
+    with pytest.raises(ConfigError, match=message):
+        solve("noise_multiplier", lambda z: ledger(z, 0.1, 10), target, accountant, start=1.0)
+
+
+@pytest.mark.parametrize(
+    "given, calibrate, explicit, message",
+    [
+        (
+            {"epsilon": 3.0, "max_advantage": 0.1},
+            "noise_multiplier",
+            False,
+            r"privacy\.epsilon=3\.0 and privacy\.max_advantage=0\.1 are 2 targets; give one",
+        ),
+        ({"max_advantage": 0.1, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "are 2 targets"),
+        ({"noise_multiplier": 2.0, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "exactly one of"),
+        (
+            {"max_tpr_at_fpr": 0.1},
+            "noise_multiplier",
+            False,
+            r"privacy\.max_tpr_at_fpr=0\.1 must be {FPR: largest TPR}",
+        ),
+        (
+            {"max_tpr_at_fpr": {0.01: 0.1}},
+            "sampling_rate",
+            False,
+            r"target privacy\.max_tpr_at_fpr={0\.01: 0\.1} from the noise .*give both",
+        ),
+        ({"max_advantage": 0.1}, "noise_multiplier", True, "allocation=explicit fixes the noise"),
+    ],
+)
+def test_contradictory_targets(given, calibrate, explicit, message):
+    with pytest.raises(ConfigError, match=message):
+        Target(**{"delta": 1e-5} | given).check(calibrate, explicit)
+
+
+def test_other_policies_may_be_targets_too():
+    solved = solve("noise_multiplier", lambda z: of("fixed_size", "replace_one", z=z), MaxAdvantage(0.3), start=1.0)
+    assert largest_advantage(of("fixed_size", "replace_one", z=solved.value)) == solved.cost <= 0.3
+
+
+def test_a_job_shows_it_everywhere(dpexp_job, capsys):
+    output = dpexp_job(
+        "model=logistic", "sampling.steps=5", "privacy.max_tpr_at_fpr={0.01: 0.05}", "trainer.num_evaluations=0"
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    expected = risk(read_ledger(output / "ledger.jsonl")).figures()
+    assert set(expected) == set(FIGURES) and 0.0499 < expected["tpr_at_fpr_0.01"] <= 0.05
+    result = json.loads((output / "result.json").read_text())
+    assert result["risk"] == expected and result["epsilon"]["pld"] > 0
+    client = MlflowClient(f"sqlite:///{output.parents[1] / 'mlflow.db'}")
+    (run,) = client.search_runs(["1"])
+    assert {name: run.data.metrics[name] for name in FIGURES} == expected
+    assert run.data.metrics["tried tpr"] <= 1.01 and "epsilon" in run.data.metrics
+    assert "which costs TPR at FPR 0.01 = 0.0" in printed and f"In words: {in_words(expected)}" in printed
+    card = (output / "card.md").read_text()
+    assert f"| 1 in 100 of those who were not there | {up(100 * expected['tpr_at_fpr_0.01'], 3)} % of those" in card
+    assert f"at most {up(expected['advantage'], 4)}" in card and f"μ = {up(expected['mu'], 4)}" in card
+    account([run.info.run_id, "write=true"])
+    assert f"by pld: {in_words(expected)}" in " ".join(capsys.readouterr().out.split())
+    assert client.get_run(run.info.run_id).data.metrics["advantage_pld"] == expected["advantage"]

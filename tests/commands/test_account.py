@@ -1,0 +1,151 @@
+"""`python -m dpexp account`, and what it draws."""
+
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from scipy.stats import norm
+from tests.test_accountants import ledger, of
+
+from dpexp.__main__ import main
+from dpexp.accounting.accountants import delta, epsilon
+from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
+from dpexp.accounting.ledger.integrity import end_of
+from dpexp.accounting.tradeoff import type_two_errors
+from dpexp.commands.account import account
+from dpexp.errors import ConfigError
+from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
+from dpexp.reporting.wording import up
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a ledger file and returns its path."""
+
+    def write(name, run):
+        writer = LedgerWriter(tmp_path / name, run.adjacency)
+        for round_, count in run.rounds.items():
+            for _ in range(count):
+                writer.sample(round_.sampling)
+                for query in round_.queries:
+                    writer.query(query)
+                writer.commit()
+        writer.close()
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_ledger_file_by_several_accountants(written, capsys):
+    run = ledger(2.0, 0.05, 300)
+    costs = account([written("a.jsonl", run), "accountant=pld,rdp", "delta=1e-6", "epsilon=2"])
+    assert costs == {name: epsilon(run, 1e-6, name) for name in ("pld", "rdp")}
+    printed = capsys.readouterr().out
+    assert "300 rounds (all alike)" in printed
+    for name in costs:
+        assert up(costs[name], 6) in printed and up(delta(run, 2.0, name), 4) in printed
+
+
+def test_several_ledgers_are_composed(written, capsys):
+    first, second = ledger(2.0, 0.05, 30), ledger(3.0, 0.1, 20)
+    costs = account([written("a.jsonl", first), written("b.jsonl", second), "delta=1e-5"])
+    assert costs["pld"] == epsilon(joined([first, second]), 1e-5)
+    assert "2 runs, 50 rounds (2 distinct)" in capsys.readouterr().out
+
+
+def test_another_adjacency_is_a_claim_of_its_own(written):
+    path = written("a.jsonl", ledger(4.0, 1.0, 5))
+    replaced = account([path, "delta=1e-5", "adjacency=replace_one"])
+    assert replaced["pld"] == pytest.approx(epsilon(ledger(2.0, 1.0, 5), 1e-5), rel=1e-12)
+    with pytest.raises(ConfigError, match="adjacency=add_remove cannot be claimed for sampling=fixed_size"):
+        account([written("b.jsonl", of("fixed_size", "replace_one")), "delta=1e-5", "adjacency=add_remove"])
+    assert account([path, "delta=1e-5", "adjacency=replace_null"]) == account([path, "delta=1e-5"])
+
+
+@pytest.mark.parametrize("lost, rounds", [("half a closing line", 9), ("half a round", 8), ("but the header", 0)])
+def test_a_ledger_that_ends_early_is_read_so_far_and_said_once(written, capsys, lost, rounds):
+    path = Path(written("a.jsonl", ledger(2.0, 0.05, 9)))
+    end_of(path).unlink(missing_ok=True)  # as of a run that was killed before it came to write it
+    lines = path.read_bytes().splitlines(keepends=True)
+    left = {
+        "half a closing line": [*lines[:-1], lines[-1][:9]],
+        "half a round": [*lines[:-2], lines[-2][:9]],
+        "but the header": lines[:1],
+    }
+    path.write_bytes(b"".join(left[lost]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        costs = account([str(path), "delta=1e-5"])
+    assert costs["pld"] == (epsilon(ledger(2.0, 0.05, rounds), 1e-5) if rounds else 0)
+    assert f"a.jsonl ends early, after {rounds} rounds: the run was killed" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_job, capsys):
+    output = dpexp_job(
+        "sampling.steps=3", "trainer.num_evaluations=0", "privacy.noise_multiplier=3", "privacy.delta=1e-6"
+    )
+    client = MlflowClient(f"sqlite:///{output.parents[1] / 'mlflow.db'}")
+    (run,) = client.search_runs(["1"])
+    run_id = run.info.run_id
+    expected = epsilon(read_ledger(output / "ledger.jsonl"), 1e-6, "rdp")
+    assert account([str(output), "accountant=rdp"]) == {"rdp": expected}
+    assert account([run_id, "accountant=rdp", "write=true"]) == {"rdp": expected}
+    assert client.get_run(run_id).data.metrics["epsilon_rdp"] == expected
+    account([run_id, "adjacency=replace_null", "delta=1e-4", "write=true"])
+    assert "epsilon_pld_replace_null_delta_0.0001" in client.get_run(run_id).data.metrics
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "needs a ledger file"),
+        (["nowhere.jsonl", "delta=1e-5"], "cannot be read"),
+        (["0123abcd", "delta=1e-5"], "neither a file, nor a folder, nor a run"),
+        (["LEDGER"], "delta must be given"),
+        (["LEDGER", "delta=2"], "strictly between 0 and 1"),
+        (["LEDGER", "delta=x"], "could not be converted to Float"),
+        (["LEDGER", "delta=1e-5", "accountant=prv"], "known: pld, rdp"),
+        (
+            ["LEDGER", "delta=1e-5", "acountant=rdp"],
+            "acountant: there is no key 'acountant'; did you mean 'accountant'",
+        ),
+        (["LEDGER", "delta=1e-5", "figure=x.docx"], "figure=x.docx cannot be written .*docx.*; name a .png"),
+        (["LEDGER", "delta=1e-5", "figure=nowhere/x.png"], "figure=nowhere/x.png cannot be written .No such file"),
+        (["LEDGER", "delta=1e-5", "adjacency=remove"], "known: add_remove"),
+        (["LEDGER", "delta=1e-5", "write=true"], "an MLflow run id"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message, written, tmp_path, monkeypatch):
+    path = written("a.jsonl", ledger(2.0, 0.05, 3))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dpexp", "account", *(path if a == "LEDGER" else a for a in arguments)])
+    with pytest.raises(SystemExit, match=f"(?s)^dpexp: [^\n]*{message}"):
+        main()
+
+
+def test_the_trade_off_of_a_gaussian_mechanism():
+    """f(α) = Φ(Φ^-1(1-α) - μ) (Dong, Roth & Su 2022, equation 6)."""
+    alpha = np.linspace(0.001, 0.999, 41)
+    exact = norm.cdf(norm.ppf(1 - alpha) - math.sqrt(9) / 4)
+    found = type_two_errors(ledger(4.0, 1.0, 9), alpha.tolist())
+    assert np.all(found <= exact + 1e-9) and np.max(exact - found) < 1e-3
+
+
+def test_nothing_released_leaves_only_guessing():
+    assert type_two_errors(Ledger("add_remove", {}), [0.1, 0.5]).tolist() == [0.9, 0.5]
+
+
+def test_figures_show_what_was_computed():
+    run = ledger(2.0, 0.05, 300)
+    left, right = trade_off(run, 1e-5, ["pld", "rdp"]).axes
+    assert [line.get_label() for line in left.lines[:2]] == ["pld", "rdp"]
+    x, y = left.lines[0].get_data()
+    assert y[0] == epsilon(run, x[0], "pld") and right.lines[0].get_data()[1][0] == pytest.approx(1, abs=1e-5)
+    (axes,) = epsilon_over_rounds(run, 1e-5, ["pld", "basic", "gdp"]).axes
+    ends = {line.get_label(): line.get_data()[1][-1] for line in axes.lines}
+    assert ends["basic"] == epsilon(run, 1e-5, "basic") and "gdp (approximation, no bound)" in ends
+    assert axes.get_yscale() == "log"

@@ -1,0 +1,559 @@
+"""The command line: what it accepts, refuses, prints and leaves behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from dpexp import config
+from dpexp.accounting.ledger import read_ledger
+from dpexp.commands.help import help
+from dpexp.errors import ConfigError
+
+QUICK = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0")
+
+
+def test_the_default_job_leaves_a_result(dpexp_job, capsys):
+    output = dpexp_job("group=conv_fc", "mechanism=joint", *QUICK, "accountant=all")
+    result = json.loads((output / "result.json").read_text())
+    assert result["rounds"] == 3 and result["delta"] == 1e-4 and result["private"] is True
+    assert list(result["epsilon"]) == ["pld", "rdp", "moments", "strong", "basic", "gdp"]
+    assert set(result["groups"]) == {"conv", "fc"}
+    assert 0 <= result["metrics"]["test_accuracy"] <= 1 and result["seconds"] > 0
+    printed = capsys.readouterr().out
+    for expected in ("conv", "σ̃_g", "noise per coordinate", "Test accuracy", "ε =", "round 3/3"):
+        assert expected in printed
+
+
+def test_the_non_private_twin(dpexp_job):
+    output = dpexp_job("tracking=none", "sampling.steps=3", "privacy.enabled=false")
+    result = json.loads((output / "result.json").read_text())
+    assert result["private"] is False and result["rounds"] == 3 and "epsilon" not in result
+    assert not (output / "ledger.jsonl").exists()
+
+
+def test_the_non_private_twin_takes_batches_of_the_same_size(dpexp_job, monkeypatch):
+    from dpexp.training.classifier import Classifier
+
+    sizes = []
+    step = Classifier.training_step
+    monkeypatch.setattr(
+        Classifier, "training_step", lambda self, batch: (sizes.append(len(batch[0])), step(self, batch))[1]
+    )
+    dpexp_job("tracking=none", "sampling.steps=3", "sampling.expected_batch_size=100", "privacy.enabled=false")
+    assert sizes == [100, 100, 100]
+
+
+def test_loader_processes_are_started_and_change_nothing_and_a_known_noise_seed_is_not_private(dpexp_job, monkeypatch):
+    from dpexp.training.data import TensorData
+
+    workers = []
+    loader = TensorData.train_dataloader
+    monkeypatch.setattr(TensorData, "train_dataloader", lambda self: (workers.append(self.workers), loader(self))[1])
+    results = []
+    for count in (0, 2):
+        output = dpexp_job(*QUICK, "privacy.noise_seed=1", f"trainer.num_workers={count}")
+        results.append(json.loads((output / "result.json").read_text()))
+    assert set(workers) == {0, 2} and results[0]["metrics"] == results[1]["metrics"]
+    assert results[0]["private"] is False
+
+
+def test_a_larger_model_another_optimizer_and_bf16_train(dpexp_job):
+    output = dpexp_job(*QUICK, "model=mlp", "optimizer=adam", "trainer.precision=bf16-mixed")
+    assert json.loads((output / "result.json").read_text())["rounds"] == 3
+
+
+def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, monkeypatch):
+    """A plain module and a LightningModule of the user's, and a group in their own --config-dir."""
+    (tmp_path / "mine_for_test.py").write_text(
+        "import torch, pytorch_lightning as pl\n"
+        "from torch import nn\n"
+        "def plain(width):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))\n"
+        "class Whole(pl.LightningModule):\n"
+        "    def __init__(self, width):\n"
+        "        super().__init__()\n"
+        "        self.net = plain(width)\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])\n"
+        "    def test_step(self, batch, batch_idx):\n"
+        "        self.log('test_accuracy', (self.net(batch[0]).argmax(1) == batch[1]).float().mean())\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.Adam(self.parameters())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my" / "group").mkdir(parents=True)
+    (tmp_path / "my" / "group" / "early_late.yaml").write_text(
+        "_target_: dpexp.privacy.plan.groups.Groups\ngroups:\n  early: {parameters: ['*.1.*']}\n  late: {rest: true}\n"
+    )
+    own = ("--config-dir", "my", *QUICK, "group=early_late", "+model.width=7", "~model.shape", "~model.classes")
+    scheduler = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 0.9}"
+    plain = dpexp_job(*own, "model._target_=mine_for_test.plain", scheduler)
+    whole = dpexp_job(*own, "model._target_=mine_for_test.Whole")
+    for output in (plain, whole):
+        assert set(json.loads((output / "result.json").read_text())["groups"]) == {"early", "late"}
+
+
+@pytest.mark.parametrize(
+    "callbacks, test", [("[]", ""), ("ema", ""), ("[]", "    def test_dataloader(self):\n        return None\n")]
+)
+def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, tmp_path, monkeypatch, callbacks, test):
+    (tmp_path / "untested_for_test.py").write_text(
+        "import pytorch_lightning as pl\n"
+        "from dpexp.training.data import Digits\n"
+        "class Untested(pl.LightningDataModule):\n"
+        "    def train_dataloader(self):\n"
+        f"        return Digits().train_dataloader()\n{test}"
+    )
+    sys.modules.pop("untested_for_test", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="could not be tested, and is kept: .*dataloader"):
+        output = dpexp_job(*QUICK, "data.module={_target_: untested_for_test.Untested}", f"callbacks={callbacks}")
+    result = json.loads((output / "result.json").read_text())
+    assert result["metrics"] == {} and result["rounds"] == len(read_ledger(output / "ledger.jsonl"))
+    assert (output / "weights.safetensors").exists() and (output / "card.md").exists()
+    if not test:
+        with pytest.raises(SystemExit, match=r"evaluate: .*test_dataloader"):
+            dpexp_job("evaluate", str(output))
+
+
+BAD = {
+    "grop=flat": "there is no 'grop'; did you mean 'group'",
+    "group=flta": "group has no option 'flta'; did you mean 'flat'",
+    "trainer.physcal_batch=3": "trainer has no key 'physcal_batch'; did you mean 'physical_batch'",
+    "bound.totl=1": "bound has no key 'totl'; did you mean 'total'",
+    "trainer.compile=maybe": "trainer.compile=maybe must be true, false or auto",
+    "trainer.max_physical_batch_size=many": "trainer.max_physical_batch_size=many must be a whole number of at "
+    "least 1, or auto",
+    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be a whole number of at least 1",
+    "trainer.accelerator=abacus": "trainer.accelerator=abacus with trainer.precision=32-true cannot be had here",
+    "trainer.precision=12": "with trainer.precision=12 cannot be had here: Precision '12' is invalid",
+    "trainer.num_evaluations=-1": "trainer.num_evaluations=-1 must be at least 0",
+    "trainer.num_workers=-1": "trainer.num_workers=-1 must be at least 0",
+    "seed=-1": "seed=-1 must lie between",
+    "privacy.epsilon=0": "privacy.epsilon=0.0 must be a finite number above 0",
+    "privacy.epsilon=-1": "privacy.epsilon=-1.0 must be a finite number above 0",
+    "privacy.delta=1": "privacy.delta=1.0 must lie strictly between 0 and 1",
+    "privacy.epsilon=1e-9 privacy.delta=1e-12 sampling.sampling_rate=1 sampling.steps=1000000": "cannot be reached",
+    "privacy.epsilon=1 privacy.noise_multiplier=1": "exactly one of privacy.epsilon or privacy.noise_multiplier",
+    "sampling.sampling_rate=1.5": "sampling.sampling_rate=1.5 must lie in (0, 1]",
+    "sampling.expected_batch_size=2000": "exceeds data.n=1437",
+    "sampling.steps=0": "sampling.steps=0 must be a whole number of at least 1",
+    "data.n=0": "data.n=0 must be a whole number of at least 1",
+    "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
+    "mechanism=joint mechanism.alpha=0": "mechanism.alpha=0 must be a finite number above 0",
+    "mechanism=joint mechanism.alpha=[1,-1,1,1]": "mechanism.alpha[1]=-1 must be a finite number above 0",
+    "mechanism=joint mechanism.clip_norm=3": "mechanism.clip_norm=3.0 of group all must lie in (0, √k]",
+    "clip_norm=fixed clip_norm.value={fc:1}": "clip_norm.value names the groups fc; the model has all",
+    "clip_rule=automatic clip_rule.gamma=0": "clip_rule.gamma=0 must be a finite number above 0",
+    "clip_rule=psac clip_rule.r=-1": "clip_rule.r=-1 must be a finite number above 0",
+    "clip_rule=global": "clip_rule.threshold must be given",
+    "clip_rule=global clip_rule.threshold=inf": "clip_rule.threshold=inf must be a finite number above 0",
+    "clip_rule=global clip_rule.threshold=large": "clip_rule.threshold=large must be a finite number above 0",
+    "clip_rule._target_=builtins.dict": "clip_rule={} is no clip rule; give a frozen dataclass with a name",
+    "allocation=weighted": "allocation.weights must be given",
+    "group=conv_fc allocation=weighted allocation.weights={conv:0.5,fc:0.4}": "add up to 0.9; they must add up to 1",
+    "allocation=explicit allocation.sigma={all:1}": "allocation=explicit fixes the noise itself",
+    "group=custom group.groups={rnn:{layers:[LSTM]},all:{rest:true}}":
+        "group: rnn (Match(parameters=(), layers=['LSTM'], rest=False)) matches none of the parameters model.0.weight",
+    "group=custom group.groups={a:{parameters:['*']},b:{layers:[Linear]}}":
+        "group: parameter model.7.weight falls in both a and b",
+    "group=custom group.groups={fc:{layers:[Linear]}}":
+        "group: parameter model.0.weight falls in no group",
+    "group._target_=nowhere.f": "group: nowhere.f cannot be made",
+    "clip_norm=adaptive +clip_norm.value=0.1": "clip_norm.value=0.1 is no option of "
+    "dpexp.privacy.plan.adaptive_clipping.Adaptive",
+    "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
+        "the layer (root) (BatchNorm1d) mixes the records",
+    "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",
+    "optimizer.lr=-1": "Invalid learning rate: -1",
+    "optimizer.lr=abc": "optimizer.lr=abc",
+    "model=logistic model.classes=0": "model: it has no trainable parameter (all are frozen, or have no element)",
+    "group=custom group.groups=[a,b]": "group.groups=['a', 'b'] must be {name: ",
+    "vectors=neuron": "vectors=neuron is unknown; choose one of layer, parameter",
+    "diagnostics=loud": "diagnostics=loud is unknown; choose one of none, unsafe",
+    "accountant.names=[guess]": "accountant.names=['guess'] must be among pld, rdp",
+    "tracking=mlflow tracking.uri=sqlite:////dev/null/x.db": "tracking.uri=sqlite:////dev/null/x.db cannot be used",
+    "data=mnist data.root=nowhere": "data.root=nowhere lacks train-images-idx3-ubyte.gz",
+    "tracking=mlflow tracking.uri=sqlite:////proc/version": "tracking.uri=sqlite:////proc/version cannot be used",
+    "data.shape=[1,9,9] model=mlp": "cannot score the validation set's records, of shape [1, 8, 8]; data.shape",
+    "data.classes=5 model=logistic": "the validation set has a label 9; data.classes, or the model's own arguments",
+    "hydra.run.dir=/dev/null/here": "/dev/null/here cannot be written: Not a directory",
+}  # fmt: skip
+# Refused before torch is imported.
+EARLY = {
+    "trian": "trian: this is no key=value, and no command. Known: account, audit, evaluate",
+    "reprot": "no command; did you mean 'report'",
+    "--resolve": "--resolve goes with --cfg job",
+    "--turbo": "unrecognized arguments: --turbo",
+    "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
+    "--config-dir": "--config-dir/-cd: expected one argument",
+    "--config-name nowhere": "Cannot find primary config 'nowhere'",
+    "help mechanims": "there is no 'mechanims'; did you mean 'mechanism'",
+    "rounds=40": "rounds is filled in from sampling; give sampling.steps=40",
+    "hydra.run.dir=/proc/x": "/proc/x cannot be written: No such file or directory.",
+    "-m hydra/launcher=ray": "hydra/launcher=ray needs a plugin: pip install 'dpexp[ray]'",
+    "-m hydra/sweeper=optuna": "hydra/sweeper=optuna needs a plugin: pip install 'dpexp[optuna]'",
+    "privacy.epsilon=1,2": "'privacy.epsilon=1,2': several values need -m",
+    "privacy.epsilon={a:[1": "privacy.epsilon={a:[1: ",
+    "+modle.x=3": "there is no 'modle'; did you mean 'model'",
+    "model=null": "model has no option 'null'. Known: cnn, logistic, lstm, minilm, mlp",
+    "scheduler=linaer": "scheduler",
+    "model._target_=null": "does not say what to make",
+    "optimizer.lr=nan": "optimizer.lr=nan is not a number",
+    "privacy.epsilon=-1": "privacy.epsilon=-1.0 must be a finite number above 0",
+    "privacy.noise_multiplier=-1": "privacy.noise_multiplier=-1.0 must be a finite number above 0",
+    "privacy.delta=2": "privacy.delta=2.0 must lie strictly between 0 and 1",
+    "privacy.adjacency=neighbours": "privacy.adjacency=neighbours is unknown",
+    "sampling=fixed_size privacy.adjacency=add_remove": "adjacency=add_remove cannot be claimed for sampling=fixed",
+    "sampling=fixed_size accountant=strong": "accountant=strong has no bound for sampling=fixed_size",
+    "sampling=fixed_size sampling.sampling_rate=0.3": "q·n = 431.1 must be a whole number of records",
+    "sampling.epochs=0": "sampling.epochs=0.0 must be a finite number above 0",
+    "sampling.sampling_rate=0": "sampling.sampling_rate=0.0 must lie in (0, 1]",
+    "sampling.max_batch_size=5": "sampling.max_batch_size=5: sampling=truncated_poisson needs it",
+    "sampling=truncated_poisson": "sampling.max_batch_size=None: sampling=truncated_poisson needs it",
+    "schedule.z={linear:[1]}": "schedule.z={'linear': [1]} is not understood",
+    "sampling=shuffle sampling.sampling_rate=0.5 data.n=2000 schedule.q=2": "schedule.q=2 needs sampling=poisson",
+    "calibrate=beta": "calibrate=beta is unknown",
+    "norms=jl": "norms=jl cannot be accounted for: norms estimated by r random projections may be too small",
+    "norms=rough": "norms=rough is unknown; known: exact",
+    "calibrate=steps": "calibrate=steps solves for the target privacy.epsilon=3.0 from the noise",
+    "data.n=0": "data.n=0 must be a whole number of at least 1",
+    "data.classes=0": "data.classes=0 must be at least 1",
+    "data.shape=[1,0]": "data.shape=[1, 0] must hold whole numbers of at least 1",
+    "data.shape=8": "data.shape=8: ",
+    "data.n=???": "data.n must be given",
+    "--config-dir broken model=mine": 'not YAML: mapping values are not allowed here in "',
+    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be a whole number of at least 1",
+    "trainer.threads=0": "trainer.threads=0 must be at least 1",
+    "accountant=moments accountant.names=[gdp]": "gdp is an approximation",
+    "train=perhaps": "train=perhaps: ",
+    "register=mine tracking=none": "register=mine needs MLflow's registry",
+    "hydra.run.dir=taken": "taken already holds a run, of which it has config.yaml",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_sentence_before_training(arguments, dpexp_job, monkeypatch, tmp_path):
+    import pooch
+
+    def no_network(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(pooch.core, "stream_download", no_network)
+    words = ["tracking=none", *arguments.split()]
+    with pytest.raises(SystemExit) as stopped:
+        dpexp_job(*words)
+    message = str(stopped.value)
+    assert message.startswith("dpexp: ") and BAD[arguments] in message and "\n" not in message
+    assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
+def test_what_needs_no_torch_is_refused_before_it_is_imported(tmp_path):
+    """All in one process, whose modules tell."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "broken" / "model").mkdir(parents=True)
+    (tmp_path / "broken" / "model" / "mine.yaml").write_text("a: b: c\n")
+    (tmp_path / "taken" / "config.yaml").write_text("")
+    code = (
+        "import json, sys\n"
+        "from dpexp.__main__ import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['dpexp', *words.split()]\n"
+        "    try:\n"
+        "        print(json.dumps([words, main()]))\n"
+        "    except SystemExit as stopped:\n"
+        "        print(json.dumps([words, stopped.code]))\n"
+        "print([name for name in ('torch', 'pytorch_lightning', 'mlflow', 'dp_accounting') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(EARLY))], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, imported = done.stdout.splitlines()
+    said = dict(map(json.loads, lines))
+    wrong = {words: said[words] for words in EARLY if not _a_sentence(said[words], EARLY[words])}
+    assert not wrong and imported == "[]", done.stderr
+
+
+def _a_sentence(message, expected):
+    return isinstance(message, str) and message.startswith("dpexp: ") and expected in message and "\n" not in message
+
+
+def test_a_second_job_in_a_folder_changes_nothing(dpexp_job, tmp_path):
+    dpexp_job(*QUICK, "hydra.run.dir=outputs/a/here")
+    dpexp_job("-m", *QUICK, "train=false", "seed=1,2", "hydra.sweep.dir=outputs/a/there")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    for again in (
+        ("hydra.run.dir=outputs/a/here", "seed=2"),
+        ("hydra.run.dir=outputs/a/there/0", "seed=2"),
+        ("hydra.run.dir=outputs/a/there", "seed=2"),
+        ("-m", "train=false", "seed=1,3", "hydra.sweep.dir=outputs/a/there"),
+    ):
+        with pytest.raises(SystemExit, match="already holds a run"):
+            dpexp_job(*again, *QUICK)
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("lr, said", [("inf", "no finite numbers any more"), ("3e38", "test_loss was NaN at 2 eval")])
+def test_a_training_that_diverges_fails(dpexp_job, tmp_path, lr, said):
+    from mlflow import MlflowClient
+
+    with pytest.raises(SystemExit, match=said):
+        dpexp_job("sampling.steps=30", "model=logistic", "privacy.noise_multiplier=1", f"optimizer.lr={lr}")
+    (run,) = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
+    assert run.info.status == "FAILED" and said in run.data.tags["dpexp.error"]
+
+
+def test_a_delta_that_protects_nobody_is_told(dpexp_job, capsys):
+    dpexp_job(*QUICK, "train=false", "privacy.delta=0.01")
+    assert "privacy.delta=0.01 is not below 1/n = 0.0007" in capsys.readouterr().out
+    dpexp_job(*QUICK, "train=false")
+    assert "not below 1/n" not in capsys.readouterr().out
+
+
+def test_a_published_number_far_from_the_true_one_is_told(dpexp_job, recwarn):
+    dpexp_job(*QUICK, "model=logistic", "data.n=1400")
+    assert not [w for w in recwarn if "data.n" in str(w.message)]
+    dpexp_job(*QUICK, "model=logistic", "data.n=14370")
+    (told,) = [str(w.message) for w in recwarn if "data.n" in str(w.message)]
+    assert "data.n=14370, but the training set holds 1437 records" in told and "0.1 times as long as meant" in told
+
+
+def test_warnings_of_dpexp_are_sentences_in_the_terminal(tmp_path):
+    """Those of others say where they come from."""
+    done = command(*QUICK, "model=logistic", "data.n=14370", cwd=tmp_path)
+    (told,) = [line for line in done.stderr.splitlines() if "data.n" in line]
+    assert done.returncode == 0 and told.startswith("dpexp: data.n=14370, but the training set holds 1437 records")
+    assert "Warning" not in done.stderr and "warnings.warn" not in done.stderr
+    assert "x.py:7: UserWarning: theirs" in warnings.formatwarning("theirs", UserWarning, "x.py", 7)
+
+
+def test_a_job_without_tracking_does_not_wait_for_mlflow(tmp_path):
+    code = (
+        "import sys; sys.argv = ['dpexp', *sys.argv[1:]]; from dpexp.__main__ import main; main();"
+        "print('mlflow' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *QUICK, "model=logistic"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.rstrip().endswith("False"), done.stderr
+    assert list(tmp_path.rglob("weights.safetensors")) and not list(tmp_path.rglob("mlflow_model"))
+
+
+def test_a_full_disk_is_told_in_one_sentence(forked):
+    """Files of at most 4 kB: no room for the model."""
+    import resource
+
+    job = forked(
+        *QUICK, "model=logistic", "sampling.steps=2000", "schedule.z={linear:[1,2]}",
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )  # fmt: skip
+    printed = job.ended()
+    assert job.exitcode == 1 and "Traceback" not in printed
+    assert "weights.reserved cannot be written: File too large" in printed
+
+
+def test_a_disk_that_is_full_in_a_round_is_told_with_what_is_spent(dpexp_job, tmp_path, monkeypatch, capsys):
+    """As a copy says it, with the file that it read and the one that it could not write."""
+    (tmp_path / "full_for_test.py").write_text(
+        "import errno, pytorch_lightning as pl\n"
+        "class Full(pl.Callback):\n"
+        "    def on_train_batch_end(self, trainer, *_):\n"
+        "        if trainer.global_step == 2:\n"
+        "            raise OSError(errno.ENOSPC, 'No space left on device', '/tmp/source', None, 'here/last.part')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=r"^dpexp: here/last.part cannot be written: No space left on device\.$"):
+        dpexp_job(*QUICK, "callbacks={full: {_target_: full_for_test.Full}}")
+    assert "Interrupted after 2 of 3 rounds: ε = " in capsys.readouterr().out
+
+
+OPTIMIZERS = "optimizer: configure_optimizers gives several optimizers"
+
+
+@pytest.mark.parametrize(
+    "chosen, expected",
+    [
+        ("model._target_=odd_for_test.Two ~model.shape ~model.classes", OPTIMIZERS),
+        ("data.module._target_=odd_for_test.Empty", "data.module: the training set is empty"),
+        ("data.module._target_=odd_for_test.Without", "data.module: it has no train_dataloader"),
+    ],
+)
+def test_what_lightning_and_torch_refuse_is_one_sentence(dpexp_job, tmp_path, monkeypatch, chosen, expected):
+    (tmp_path / "odd_for_test.py").write_text(
+        "import torch, pytorch_lightning as pl\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "class Two(pl.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])\n"
+        "    def configure_optimizers(self):\n"
+        "        return [torch.optim.SGD([p], 0.1) for p in self.parameters()]\n"
+        "class Empty(pl.LightningDataModule):\n"
+        "    def train_dataloader(self):\n"
+        "        return DataLoader(TensorDataset(torch.zeros(0, 1, 8, 8)), batch_size=4, shuffle=True)\n"
+        "class Without(pl.LightningDataModule):\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=f"^dpexp: {expected}"):
+        dpexp_job(*QUICK, *chosen.split())
+    assert not [path for path in tmp_path.rglob("ledger.jsonl") if len(read_ledger(path))]
+
+
+def command(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "dpexp", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_mistake_ends_the_process_with_one_line_and_an_error_code(tmp_path):
+    done = command("privacy.delta=2", cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.strip() == (
+        "dpexp: privacy.delta=2.0 must lie strictly between 0 and 1; well below 1/n is usual."
+    )
+
+
+def test_a_reader_that_stops_reading_is_no_error(tmp_path):
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m dpexp help | head -1"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
+
+
+@pytest.fixture
+def said(dpexp_job, capsys):
+    return lambda *arguments: (dpexp_job(*arguments), capsys.readouterr().out)[1]
+
+
+def test_the_version_and_help_as_words(said):
+    assert said("version") == said("--version") == "dpexp 0.1.0\n"
+    assert said("help") == said("--help")
+    assert "`python -m dpexp version`" in said("help", "version")
+
+
+def test_help_lists_commands_groups_and_values(said):
+    shown = said("--help")
+    for line in (
+        "group: conv_fc, custom, flat, per_layer",
+        "mechanism: joint, separate",
+        "bound: adaptive, dimension, fixed, uniform",
+        "`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.",
+        "  noise_multiplier: null                         # z itself",
+    ):
+        assert line in shown.splitlines()
+    assert "_target_" not in shown and "defaults" not in shown
+    assert said("model=mlp", "-h") == shown
+
+
+def test_help_on_a_group_has_its_comments_and_values(said):
+    shown = said("help", "mechanism")
+    assert shown == (
+        "mechanism=joint\n"
+        "    Vectors are scaled by 1/α_j, clipped together to S_g in (0, √k], and scaled back.\n"
+        "    alpha: null  # null: derived by `bound`; a number; or a list in the order of the vectors\n"
+        "    S: null      # null: √k; a number; or a list in the order of the groups\n"
+        "\n"
+        "mechanism=separate (the default)\n"
+        "    A group is clipped as one concatenated vector.\n"
+    )
+
+
+def test_help_on_ones_own_groups_on_sections_and_on_commands(tmp_path):
+    (tmp_path / "my" / "group").mkdir(parents=True)
+    (tmp_path / "my" / "group" / "norms_apart.yaml").write_text("# Norms apart.\n_target_: x.Y\nwidth: 2  # of each\n")
+    shown = help(["group", "--config-dir", str(tmp_path / "my")])
+    assert "group=norms_apart\n    Norms apart.\n    width: 2  # of each" in shown
+    assert "group=flat (the default)" in shown and "norms_apart" not in help(["group"])
+    assert help(["checkpoint"]).startswith("checkpoint:\n  every: null") and "privacy" not in help(["checkpoint"])
+    assert help(["hydra/sweeper"]).startswith("hydra/sweeper=grid (the default)\n    Every combination of the values")
+    assert help(["predict"]).startswith("`python -m dpexp predict RUN")
+
+
+def test_help_on_what_there_is_not(tmp_path):
+    for words, said in (
+        (["mechanims"], r"help mechanims: there is no 'mechanims'; did you mean 'mechanism'\? Known: account, "),
+        (["defaults"], "there is no 'defaults'"),
+        (["model", "data"], "one name at a time"),
+        (["--config-dir", str(tmp_path / "none")], "there is no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            help(words)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(config.CONF.glob("**/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_every_configuration_file_says_first_what_it_is(path):
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# ") and lines[0].strip("# ")
+
+
+def test_cfg_shows_the_resolved_configuration(said):
+    shown = said("--cfg", "job", "mechanism=joint")
+    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.plan.clipping.Joint" in shown and "${" not in shown
+
+
+COMPLETE = """
+eval "$(dpexp -sc install=bash)"
+complete -p dpexp
+for line in "dpexp group=" "dpexp group=per" "dpexp privacy.e"; do
+    COMP_LINE="$line"; COMP_WORDS=($line); COMP_CWORD=1; COMP_POINT=${#line}
+    hydra_bash_completion
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_groups_options_and_values(tmp_path):
+    """With the installed command; `python -m` has nothing that bash could complete by."""
+    dpexp = tmp_path / "dpexp"
+    dpexp.write_text(f"#!{sys.executable}\nfrom dpexp.__main__ import main\nmain()\n")
+    dpexp.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", COMPLETE], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    registered, *completed = done.stdout.splitlines()
+    assert registered.endswith("-F hydra_bash_completion dpexp")
+    assert completed == [
+        "group=conv_fc group=custom group=flat group=per_layer", "group=per_layer", "privacy.enabled= privacy.epsilon=",
+    ]  # fmt: skip
+    refused = command("-sc", "install=bash", cwd=tmp_path)
+    assert refused.returncode == 1 and 'eval "$(dpexp -sc install=bash)"' in refused.stderr
+
+
+def test_the_configuration_is_shown_without_torch(tmp_path):
+    code = (
+        "import sys; sys.argv = ['dpexp', '--cfg', 'job']; from dpexp.__main__ import main; main();"
+        "print([m for m in ('torch', 'pytorch_lightning', 'mlflow') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert shown.rstrip().endswith("[]")
+
+
+def test_configuration_files_ship_with_the_package():
+    """Every folder of conf/ and sweeps/ that a wheel must hold is declared."""
+    import tomllib
+
+    top = Path(__file__).parents[2]
+    declared = tomllib.loads((top / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert declared["package-dir"]["dpexp.conf"] == "conf" and declared["package-dir"]["dpexp.conf.sweep"] == "sweeps"
+    packages = {
+        ".".join(path.parent.relative_to(top).parts)
+        for path in (top / "dpexp").rglob("*.py")
+        if "conf" not in path.parts
+    }
+    assert packages <= set(declared["packages"])

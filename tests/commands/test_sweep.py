@@ -1,0 +1,483 @@
+"""Multiruns: the parent, its trials, what choosing costs, failure and resumption."""
+
+import csv
+import io
+import json
+import math
+import re
+import signal
+from pathlib import Path
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import rdp
+from mlflow import MlflowClient
+from scipy.stats import chisquare
+from tests.test_accountants import ledger
+
+import dpexp
+from dpexp.accounting.ledger import joined, ledger_so_far, read_ledger
+from dpexp.accounting.multiple_runs import ORDERS, draw_repetitions, run_rdp, selection_epsilon, worst_case_rdp
+from dpexp.accounting.rdp import log_moments
+from dpexp.errors import ConfigError
+
+QUICK = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
+
+
+class Store:
+    """What the jobs in a folder have left in MLflow."""
+
+    def __init__(self, folder):
+        self.client = MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
+
+    def parents(self):
+        return self.client.search_runs(["1"], "tags.`dpexp.sweep_hash` != ''")
+
+    def trials(self, status=None):
+        found = self.client.search_runs(["1"], "tags.`mlflow.parentRunId` != ''")
+        return [run for run in found if status in (None, run.info.status)]
+
+    def text(self, run, name, folder):
+        return Path(self.client.download_artifacts(run.info.run_id, name, str(folder))).read_text()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path)
+
+
+def test_a_parent_stands_above_its_trials(dpexp_job, store, tmp_path, capsys):
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "seed=range(2)")
+    (parent,) = store.parents()
+    trials = store.trials()
+    assert parent.info.status == "FINISHED" and [run.info.status for run in trials] == ["FINISHED"] * 4
+    assert {run.data.tags["mlflow.parentRunId"] for run in trials} == {parent.info.run_id}
+    files = {item.path for item in store.client.list_artifacts(parent.info.run_id)}
+    assert {"trials.csv", "trials.json", "frontier.png"} <= files
+    rows = list(csv.DictReader(io.StringIO(store.text(parent, "trials.csv", tmp_path))))
+    assert {row["run_id"] for row in rows} == {run.info.run_id for run in trials}
+    means = {z: np.mean([float(row["test_accuracy"]) for row in rows if float(row["noise_multiplier"]) == z])
+             for z in (2, 4)}  # fmt: skip
+    best = max(means, key=means.get)
+    assert f"Best: **z={best} (mean of 2 runs, 95 % interval" in parent.data.tags["mlflow.note.content"]
+    assert f"test accuracy {means[best]:.2%}" in parent.data.tags["mlflow.note.content"]
+    ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl")]
+    assert len(ledgers) == 4
+    costs = parent.data.metrics
+    assert costs["selection/single_run_epsilon"] == max(dpexp.epsilon(one, 1e-4) for one in ledgers)
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
+    printed = capsys.readouterr().out
+    assert "4 trials, 4 finished" in printed and "only if the choice used no private data" in " ".join(printed.split())
+    view = store.client.get_experiment("1").tags["mlflow.sharedViewState.dpexp"]
+    assert "metrics.`epsilon`" in json.loads(view)["selectedColumns"]
+
+
+def test_a_failing_trial_is_named_and_the_others_finish_and_a_rerun_does_what_is_missing(dpexp_job, store, monkeypatch):
+    sweep = ("-m", *QUICK, "calibrate=sampling_rate", "privacy.noise_multiplier=2", "privacy.epsilon=1e-3,3,5")
+    with pytest.raises(SystemExit, match="cannot be reached"):
+        dpexp_job(*sweep)
+    (parent,) = store.parents()
+    assert parent.info.status == "FAILED"
+    (failed,) = store.trials("FAILED")
+    assert "cannot be reached" in failed.data.tags["dpexp.error"]
+    finished = {run.info.run_id for run in store.trials("FINISHED")}
+    assert len(finished) == 2
+    assert "privacy.epsilon=0.001" in parent.data.tags["mlflow.note.content"]
+    assert "cannot be reached" in parent.data.tags["mlflow.note.content"]
+
+    with pytest.raises(SystemExit, match="cannot be reached"):
+        dpexp_job(*sweep)
+    assert [run.info.run_id for run in store.parents()] == [parent.info.run_id], "one parent"
+    assert {run.info.run_id for run in store.trials("FINISHED")} == finished, "finished trials are not run again"
+    assert len(store.trials("FAILED")) == 2, "the failed one is"
+
+    dpexp_job(*sweep[:-1], "privacy.epsilon=3,5", "tracking.resume=false")
+    assert len(store.parents()) == 2 and len(store.trials("FINISHED")) == 4
+
+
+def lines_of(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_sweep_killed_in_mid_training_is_resumed(forked, tmp_path, store):
+    endless = ["model=logistic", "privacy.noise_multiplier=20", "trainer.num_evaluations=0"]
+    sweep = ("-m", *endless, "sampling.steps=3,1000000")
+
+    def ledgers():
+        return [path for path in tmp_path.glob("outputs/multirun/*/*/1/ledger.jsonl") if lines_of(path) > 30]
+
+    job = forked(*sweep)
+    job.until(ledgers)
+    job.send_signal(signal.SIGKILL)
+    job.ended()
+    (parent,) = store.parents()
+    assert parent.info.status == "RUNNING" and len(store.trials("FINISHED")) == 1
+    again = forked(*sweep)
+    again.until(lambda: len(ledgers()) == 2)
+    again.send_signal(signal.SIGINT)
+    printed = again.ended()
+    assert "[1/2] sampling.steps=3 · finished before" in printed and "Interrupted after" in printed
+    (parent,) = store.parents()
+    assert parent.info.status == "KILLED"
+    assert sorted(run.info.status for run in store.trials()) == ["FINISHED", "KILLED", "KILLED"]
+
+
+def test_a_sweep_prints_a_line_a_trial(dpexp_job, capsys):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4", "optimizer.lr=0.1")
+    dpexp_job(*sweep)
+    *lines, _, _, _ = re.findall(r"^\[.*|^Sweep.*|^Best.*|^Compare.*", capsys.readouterr().out, re.M)
+    for number, (line, z) in enumerate(zip(lines, (2, 4), strict=True), 1):
+        left = r" · about \d+ s left" if number < 2 else ""
+        place = rf"\[{number}/2\] privacy\.noise_multiplier={z}"
+        assert re.fullmatch(rf"{place} · ε \d\.\d+ · \d+\.\d% · \d+ s{left}", line), line
+    dpexp_job(*sweep)
+    assert "[2/2] privacy.noise_multiplier=4 · finished before" in capsys.readouterr().out
+    dpexp_job(*sweep, "train=false", "verbose=true", "tracking.resume=false")
+    assert capsys.readouterr().out.count("noise per coordinate") == 2
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", "diagnostics=unsafe")
+    assert capsys.readouterr().out.count("not private ·") == 2
+
+
+def test_all_trials_are_checked_before_the_first_starts(dpexp_job, store, tmp_path):
+    """What its trials share is sound, the last two of them cannot be."""
+    grid = ("privacy.noise_multiplier=2", "group=flat,conv_fc", "optimizer.lr=0.1,0.2")
+    with pytest.raises(SystemExit) as refused:
+        dpexp_job("-m", *QUICK, *grid)
+    words = str(refused.value)
+    assert words.startswith("dpexp: no trial was started, since one cannot run: trial 3 of 4 (group=conv_fc ")
+    assert words.endswith("(Nor can 1 more.)") and "\n" not in words
+    assert not store.trials() and not store.parents() and not list(tmp_path.glob("**/ledger.jsonl"))
+
+
+def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(forked, tmp_path, store):
+    """One after the other SIGTERM, SIGKILL; then the sweep is started again in the same folder."""
+    common = [
+        "model=logistic",
+        "trainer.num_evaluations=0",
+        "privacy.noise_multiplier=20",
+        "checkpoint.every_n_rounds=40",
+    ]
+    sweep = ("-m", *common, "hydra.sweep.dir=outputs/multirun/a/b", "sampling.steps=3,400")
+    ledger = tmp_path / "outputs/multirun/a/b/1/ledger.jsonl"
+
+    def killed_at(lines, by):
+        job = forked(*sweep)
+        job.until(lambda: lines_of(ledger) > lines)
+        job.send_signal(by)
+        job.ended()
+
+    killed_at(60, signal.SIGTERM)
+    (stopped,) = store.trials("KILLED")
+    assert "SIGTERM" in stopped.data.tags["dpexp.error"]
+    killed_at(200, signal.SIGKILL)
+    printed = forked(*sweep).ended()
+    assert "[1/2] sampling.steps=3 · finished before" in printed and "[2/2] sampling.steps=400 · ε " in printed, printed
+    first, second = sorted(store.trials(), key=lambda run: run.info.start_time)
+    assert second.info.run_id == stopped.info.run_id, "the same MLflow run"
+    assert [run.info.status for run in (first, second)] == ["FINISHED", "FINISHED"]
+    assert "dpexp.error" not in second.data.tags
+    assert len(list(tmp_path.glob("outputs/multirun/a/b/**/ledger.jsonl"))) == 2, "the same ledger"
+    spent = read_ledger(ledger)
+    assert 400 <= len(spent) <= 441, "those after the last checkpoint twice; and one that SIGTERM met after its line"
+    costs = store.parents()[0].data.metrics
+    both = joined([spent, read_ledger(ledger.parents[1] / "0" / "ledger.jsonl")])
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(both, 1e-4), rel=1e-9)
+
+
+def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(forked, tmp_path, store):
+    sweep = ("-m", "model=logistic", "trainer.num_evaluations=0", "sampling.steps=300",
+        "privacy.noise_multiplier=20,21",
+             "hydra.sweep.dir=outputs/multirun/a/b")  # fmt: skip
+    ledger = tmp_path / "outputs/multirun/a/b/0/ledger.jsonl"
+    job = forked(*sweep)
+    job.until(lambda: lines_of(ledger) > 10)
+    job.send_signal(signal.SIGKILL)
+    job.ended()
+    before = ledger.read_bytes()
+    done = forked(*sweep)
+    printed = done.ended()
+    assert done.exitcode == 0 and ledger.read_bytes() == before, printed
+    assert {path.parent.name for path in ledger.parents[1].glob("*/ledger.jsonl")} == {"0", "0.2", "1"}
+    (dead,) = store.trials("KILLED")
+    assert "died without a word" in dead.data.tags["dpexp.error"]
+    assert len(store.trials("FINISHED")) == 2
+    ledgers = [ledger_so_far(path) for path in ledger.parents[1].glob("*/ledger.jsonl")]
+    costs = store.parents()[0].data.metrics
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
+
+
+def test_the_non_private_twin_is_trained_once(dpexp_job, store):
+    dpexp_job("-m", *QUICK, "privacy.epsilon=inf", "group=flat,per_layer")
+    (twin,) = store.trials()
+    assert twin.data.tags["dpexp.private"].startswith("no: trained without privacy")
+    (parent,) = store.parents()
+    assert "nothing has been spent" in parent.data.tags["mlflow.note.content"]
+
+
+def test_calibration_without_training(dpexp_job, store):
+    dpexp_job("-m", "model=logistic", "train=false", "privacy.epsilon=1,2,4", "sampling.steps=10,100")
+    trials = store.trials("FINISHED")
+    assert len(trials) == 6
+    for run in trials:
+        target = float(run.data.params["privacy.epsilon"])
+        assert target * (1 - 1e-3) <= run.data.metrics["epsilon_planned"] <= target
+        assert "test_accuracy" not in run.data.metrics and "epsilon" not in run.data.metrics
+        assert "noise" not in run.data.metrics, "it is noise_multiplier"
+        probes = store.client.get_metric_history(run.info.run_id, "tried epsilon")
+        assert [probe.step for probe in probes] == list(range(len(probes)))
+    (parent,) = store.parents()
+    files = {item.path for item in store.client.list_artifacts(parent.info.run_id)}
+    assert {"needed.png", "trials.csv"} <= files
+    assert "nothing has been spent" in parent.data.tags["mlflow.note.content"]
+
+
+def test_the_job_returns_its_objective(dpexp_job, monkeypatch):
+    from dpexp.commands import train
+
+    returned, run = [], train.run
+    monkeypatch.setattr(train, "run", lambda cfg: returned.append(run(cfg)))
+    dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=noise")
+    dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2", "objective=epsilon")
+    dpexp_job(*QUICK, "tracking=none", "privacy.epsilon=2")
+    assert returned[0] > 0.5 and 1.9 < returned[1] <= 2 and 0 <= returned[2] <= 1
+    dpexp_job(*QUICK, "tracking=none", "callbacks=ema", "privacy.noise_multiplier=1", "objective=test_loss_unaveraged")
+    assert returned[3] > 0
+
+
+def test_an_objective_that_a_job_does_not_give_is_refused_before_it_trains(dpexp_job, tmp_path):
+    for more in (
+        ("objective=f1",),
+        ("objective=test_loss", "train=false"),
+        ("objective=noise", "privacy.epsilon=null", "privacy.noise_multiplier=1"),
+        ("objective=test_loss_unaveraged",),
+        ("objective=epsilon", "privacy.enabled=false"),
+    ):
+        with pytest.raises(SystemExit, match=f"{more[0]} is not among what this job gives: "):
+            dpexp_job(*QUICK, *more)
+    assert not list(tmp_path.rglob("ledger.jsonl")) and not (tmp_path / "outputs" / "mlflow.db").exists()
+
+
+def test_an_objective_of_ones_own_module_is_only_known_afterwards(dpexp_job, tmp_path, monkeypatch):
+    (tmp_path / "own_metric.py").write_text(
+        "from dpexp.training.classifier import Classifier\n"
+        "from dpexp.training.models import logistic\n"
+        "from torch.optim import SGD\n"
+        "class Own(Classifier):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(logistic([1, 8, 8], 10), lambda parameters: SGD(parameters, lr=0.1))\n"
+        "    def test_step(self, batch):\n"
+        "        self.log('f1', 0.5)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("model=logistic", "~model.shape", "~model.classes", "model._target_=own_metric.Own", "sampling.steps=3")
+    from dpexp.commands import train
+
+    returned, run = [], train.run
+    monkeypatch.setattr(train, "run", lambda cfg: returned.append(run(cfg)))
+    own = (*own, "privacy.noise_multiplier=1", "trainer.num_evaluations=0")
+    dpexp_job(*own, "objective=f1", "tracking=none")
+    assert returned == [0.5]
+    with pytest.raises(SystemExit, match="objective=f2 is not among what this job gives: f1, epsilon"):
+        dpexp_job(*own, "objective=f2", "hydra.run.dir=outputs/a/kept")
+    assert (tmp_path / "outputs/a/kept/result.json").exists(), "the run is not lost"
+
+
+@pytest.mark.parametrize("exposing", ["privacy.noise_seed=1", "diagnostics=unsafe"])
+def test_nothing_is_claimed_for_trials_whose_guarantee_does_not_hold(dpexp_job, store, exposing):
+    dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4", exposing)
+    (parent,) = store.parents()
+    assert not any(key.startswith("selection/") for key in parent.data.metrics)
+    assert "Nothing may be claimed" in parent.data.tags["mlflow.note.content"]
+
+
+def test_deleted_trials_have_spent_what_they_spent(dpexp_job, store, tmp_path):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    dpexp_job(*sweep)
+    before = store.parents()[0].data.metrics["selection/all_runs_epsilon"]
+    for run in store.trials():
+        store.client.delete_run(run.info.run_id)
+    dpexp_job(*sweep)
+    (parent,) = store.parents()
+    assert len(store.trials()) == 2
+    ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl")]
+    assert len(ledgers) == 4
+    after = parent.data.metrics["selection/all_runs_epsilon"]
+    assert after == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9) and after > before
+
+
+def test_a_ledger_that_ends_early_is_told_of(dpexp_job, store, tmp_path, recwarn):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    dpexp_job(*sweep)
+    assert "ends early" not in store.parents()[0].data.tags["mlflow.note.content"]
+    path = next(tmp_path.glob("outputs/multirun/*/*/0/ledger.jsonl"))
+    path.write_text(path.read_text().rpartition('{"line"')[0])
+    dpexp_job(*sweep)
+    assert "1 with a ledger that ends early) covers" in store.parents()[0].data.tags["mlflow.note.content"]
+    assert not any("ends early" in str(warning.message) for warning in recwarn)
+
+
+def test_a_lost_ledger_is_not_taken_for_nothing(dpexp_job, store, tmp_path):
+    sweep = ("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    dpexp_job(*sweep)
+    for path in tmp_path.glob("outputs/m*/**/ledger.jsonl"):
+        path.unlink()
+    dpexp_job(*sweep)
+    (parent,) = store.parents()
+    assert "are not at hand" in parent.data.tags["mlflow.note.content"]
+    withdrawn = [value for key, value in parent.data.metrics.items() if key.startswith("selection/")]
+    assert withdrawn and all(math.isnan(value) for value in withdrawn)
+
+
+def test_a_sweep_whose_parent_cannot_begin_does_not_train(dpexp_job, monkeypatch, tmp_path):
+    def breaking(*args):
+        raise OSError("database is locked")
+
+    monkeypatch.setattr("dpexp.tracking.sweep_run.Parent.__init__", breaking)
+    with pytest.raises(SystemExit, match="dpexp: database is locked"):
+        dpexp_job("-m", *QUICK, "privacy.noise_multiplier=2,4")
+    assert not list(tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl"))
+
+
+# Private selection
+
+
+def test_private_selection_is_accounted_as_dp_accounting_does(dpexp_job, store, monkeypatch):
+    monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", lambda mean, shape, random: 3)
+    sweep = ("-m", "hydra/sweeper=private_selection", "hydra.sweeper.mean=4", *QUICK, "privacy.noise_multiplier=8",
+             "optimizer.lr=0.1,0.2,0.4")  # fmt: skip
+    dpexp_job(*sweep)
+    (parent,) = store.parents()
+    trials = store.trials("FINISHED")
+    assert len(trials) == 3 and {run.data.params["draw"] for run in trials} == {"0", "1", "2"}
+    one = dp_accounting.PoissonSampledDpEvent(512 / 1437, dp_accounting.GaussianDpEvent(8.0))
+    trial = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(one, 3)])
+    accountant = rdp.RdpAccountant(ORDERS)
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, 4.0, 1.0))
+    costs = parent.data.metrics
+    assert costs["selection/private_selection_epsilon"] == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-12)
+    assert costs["selection/single_run_epsilon"] < costs["selection/private_selection_epsilon"]
+    assert "private selection" in parent.data.tags["mlflow.note.content"]
+
+    def again(*arguments):
+        raise AssertionError("a sweep that is resumed must not draw again")
+
+    monkeypatch.setattr("dpexp.accounting.multiple_runs.draw_repetitions", again)
+    dpexp_job(*sweep)
+    assert len(store.parents()) == 1 and len(store.trials()) == 3
+
+
+def selected_geometrically(z, q, rounds, mean, delta):
+    """Papernot & Steinke 2022, theorem 2 for η = 1 (γ = 1/mean), with Rényi DP by quadrature."""
+    orders = np.array(ORDERS)
+    moments = np.array([float(log_moments(np.array([z]), np.array([q]), a)[0]) for a in orders])  # see their own test
+    trial = rounds * moments / (orders - 1)
+    other = np.min((1 - 1 / orders) * trial + math.log(mean) / orders)
+    best = trial + math.log(mean) / (orders - 1) + 2 * other
+    return np.min(best + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1))
+
+
+SELECT = (
+    "-m",
+    "hydra/sweeper=private_selection",
+    "hydra.sweeper.mean=1",
+    "model=logistic",
+    "trainer.num_evaluations=0",
+)
+
+
+def test_selection_costs_what_the_dearest_of_the_grid_costs_whatever_was_drawn(dpexp_job, store, monkeypatch):
+    """Only z = 8 is drawn; z = 1 might have been."""
+    random = np.random.default_rng
+
+    class Last:
+        def __init__(self):
+            self.random = random(0)
+
+        def integers(self, n):
+            return n - 1
+
+    monkeypatch.setattr(np.random, "default_rng", lambda *seed: random(*seed) if seed else Last())
+    sweep = (*SELECT, "sampling.steps=3", "privacy.noise_multiplier=1,8")
+    dpexp_job(*sweep)
+    (parent,), (trial,) = store.parents(), store.trials("FINISHED")
+    assert trial.data.metrics["noise_multiplier"] == 8
+    price = parent.data.metrics["selection/private_selection_epsilon"]
+    assert price == pytest.approx(selected_geometrically(1.0, 512 / 1437, 3, 1.0, 1e-4), rel=1e-9)
+    assert price > 10 * parent.data.metrics["selection/single_run_epsilon"]
+
+    def planned(cfg):
+        raise AssertionError("a sweep that is resumed keeps its price")
+
+    monkeypatch.setattr("dpexp.commands.build.planned", planned)
+    dpexp_job(*sweep)
+    (parent,) = store.parents()
+    assert parent.data.metrics["selection/private_selection_epsilon"] == price and len(store.trials()) == 1
+
+
+def test_the_dearest_is_so_order_by_order():
+    """At low orders the sampled trial is cheaper, at high orders the one with more noise."""
+    sampled, noisy = ledger(1.0, 0.01, 10), ledger(6.0, 1.0, 10)
+    curves = np.array([run_rdp(sampled), run_rdp(noisy)])
+    assert set(curves.argmax(axis=0)) == {0, 1}
+    assert worst_case_rdp([sampled, noisy]).tolist() == curves.max(axis=0).tolist()
+    both = selection_epsilon(worst_case_rdp([sampled, noisy]), 1e-6, 5.0, 1.0)
+    assert both > max(selection_epsilon(curve, 1e-6, 5.0, 1.0) for curve in curves)
+
+
+@pytest.mark.parametrize("z, q, rounds", [(1.0, 1.0, 2), (2.0, 0.1, 50), (8.0, 0.4, 300)])
+def test_a_trials_curve_is_dp_accountings(z, q, rounds):
+    """At whole orders; between them dp-accounting's series is an upper bound, or does not converge."""
+    accountant = rdp.RdpAccountant(ORDERS)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), rounds)
+    curve = run_rdp(ledger(z, q, rounds))
+    whole = np.array(ORDERS) % 1 == 0
+    assert curve[whole] == pytest.approx(accountant.rdp[whole], rel=1e-7)
+    assert np.all(curve <= accountant.rdp * (1 + 1e-9))
+
+
+@pytest.mark.parametrize(
+    "grid, message",
+    [
+        ("privacy.epsilon=1,inf", r"privacy.epsilon=inf too: it is not private with privacy.enabled=False"),
+        ("diagnostics=none,unsafe", "diagnostics=unsafe too: it is not private"),
+        ("privacy.noise_seed=null,1", "noise_seed=1 too: it is not private"),
+        ("sampling=fixed_size,shuffle", "no bound for private selection"),
+        ("privacy.noise_multiplier=1,-1", "noise_multiplier=-1 too: privacy.noise_multiplier=-1.0 must be"),
+        ("privacy.adjacency=add_remove,replace_null", "different adjacencies"),
+    ],
+)
+def test_a_grid_without_a_price_is_refused_before_it_starts(dpexp_job, store, tmp_path, grid, message):
+    with pytest.raises(SystemExit, match=f"(?s)^dpexp: [^\n]*{message}"):
+        dpexp_job(*SELECT, "sampling.steps=3", grid)
+    assert not store.trials() and not list(tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl"))
+
+
+@pytest.mark.parametrize("mean, shape", [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5), (6.0, math.inf), (1.0, 1.0)])
+def test_the_number_of_trials_has_the_distribution_that_is_accounted(mean, shape):
+    """Papernot & Steinke 2022, definitions 1 and 2."""
+    random = np.random.default_rng(0)
+    drawn = np.array([draw_repetitions(mean, shape, random) for _ in range(4000)])
+    assert drawn.mean() == pytest.approx(mean, abs=5 * drawn.std() / 4000**0.5 + 1e-9)
+    if math.isinf(shape) or mean == 1:
+        assert drawn.min() >= (0 if math.isinf(shape) else 1)
+        return
+    assert drawn.min() == 1
+    if shape == 1:
+        expected = [(1 / mean) * (1 - 1 / mean) ** (k - 1) for k in range(1, 8)]  # geometric
+        seen = [int((drawn == k).sum()) for k in range(1, 8)]
+        seen.append(4000 - sum(seen))
+        assert chisquare(seen, 4000 * np.array([*expected, 1 - sum(expected)])).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("mean, shape", [(0.0, 1.0), (0.5, 1.0), (math.nan, 1.0), (3.0, -1.0)])
+def test_distributions_that_do_not_exist_are_refused(mean, shape):
+    with pytest.raises(ConfigError, match=r"hydra\.sweeper\."):
+        selection_epsilon(run_rdp(ledger(2.0, 0.1, 3)), 1e-5, mean, shape)
+
+
+def test_selection_needs_a_renyi_bound():
+    from tests.test_accountants import of
+
+    with pytest.raises(ConfigError, match="no bound for private selection"):
+        run_rdp(of("fixed_size", "replace_one"))

@@ -1,0 +1,367 @@
+"""Users who train, against FedAvg written out with plain torch."""
+
+import copy
+import json
+
+import pytest
+import torch
+from tests.test_records import (
+    MEMBERS,
+    SCALED,
+    Items,
+    Model,
+    OfUsers,
+    a_data_set,
+    by_hand,
+    choices_of,
+    close,
+    difference,
+    quiet,
+    released,
+    rows,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import dpexp
+from dpexp.accounting.ledger import read_ledger
+from dpexp.errors import ConfigError
+from dpexp.privacy.checks import StateFound
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import adaptive_clipping, clipping, groups
+from dpexp.privacy.plan.clipping import Automatic
+from dpexp.privacy.sampling.privacy_unit import LocalTraining, User
+from tests.audited import attacked
+
+__all__ = ["quiet"]
+LOCALS = {
+    "one step": LocalTraining(lr=0.5, steps=1),
+    "epochs": LocalTraining(lr=0.3, epochs=3),
+    "batches": LocalTraining(lr=0.3, epochs=2, batch_size=2),
+    "steps": LocalTraining(lr=0.3, steps=4, batch_size=3),
+}
+
+
+def trained_by_hand(x, y, local, make=Model):
+    """θ_0 - θ_K of torch's own SGD on the examples at some positions."""
+
+    def vector(positions):
+        model = make().double()
+        before = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=local.lr)
+        size, steps = local.batch_size or len(positions), 0
+        for _ in range(local.epochs or 100):
+            for start in range(0, len(positions), size):
+                if steps == local.steps:
+                    break
+                some = positions[start : start + size]
+                optimizer.zero_grad()
+                model.loss((x[some].double(), y[some])).backward()
+                optimizer.step()
+                steps += 1
+        return {
+            n: p.detach() - q.detach()
+            for (n, p), (_, q) in zip(before.named_parameters(), model.named_parameters(), strict=True)
+        }
+
+    return vector
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    """Users' examples stay in their order."""
+    monkeypatch.setattr(KeyStream, "permutation", lambda self, size: torch.arange(size))
+
+
+@pytest.mark.parametrize("kind, local", zip([TensorDataset, Items, OfUsers, OfUsers], LOCALS.values(), strict=True))
+def test_a_users_vector_is_how_far_its_training_goes(local, kind, tmp_path, quiet, in_order):
+    x, y = rows(11)
+    by = None if kind is OfUsers else "user_of"
+    found, plan = released(
+        tmp_path, a_data_set(kind, x.double(), y), User(8, by, local), users=4,
+        group=groups.per_layer(), clip_norm=clipping.FixedClipNorm(0.5),
+    )  # fmt: skip
+    close(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan))
+
+
+class Random(Model):
+    def training_step(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(F.dropout(x, 0.5)), y)
+
+
+class Transformer(Model):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(1, 8)
+        self.net = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.scale * self.head(self.net(self.embed(x.unsqueeze(-1))).mean(1)), y)
+
+
+class Tied(Model):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.net[2].weight = self.net[0].weight
+
+
+class Infinite(Model):
+    """Its loss is finite for real records alone."""
+
+    def loss(self, batch):
+        return super().loss(batch) / (batch[0][:, 0] == 5).all()
+
+
+class Frozen(Model):
+    def __init__(self):
+        super().__init__()
+        self.net[1].weight.requires_grad_(False)
+
+
+class Unused(Model):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+MODELS = {"cnn": Model, "transformer": Transformer, "tied": Tied}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_models_train_as_by_hand(make, tmp_path, quiet, in_order):
+    x, y = rows(12)
+    local = LOCALS["batches"]
+    dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
+    found, plan = released(tmp_path, dataset, User(8, "user_of", local), make(), users=4)
+    close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan))
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"noise": "discrete_gaussian", "noise_multiplier": 0.1}], ids=["gaussian", "exact"]
+)
+def test_users_train_as_by_hand_where_no_made_up_record_has_a_finite_loss(choices, tmp_path, quiet, in_order):
+    x, y = rows(11)
+    x[:, 0] = 5
+    found, plan = released(
+        tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["epochs"]), Infinite(), users=4,
+        clip_norm=clipping.FixedClipNorm(0.1), **choices,
+    )  # fmt: skip
+    expected = by_hand(MEMBERS, trained_by_hand(x, y, LOCALS["epochs"], Infinite), plan)
+    for name, total in found.items():
+        assert torch.allclose(total, expected[name], atol=0.6 * 0.1 if choices else 1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("make", [Frozen, Unused])
+def test_what_is_not_trained_stays(make, tmp_path, quiet, in_order):
+    x, y = rows(11)
+    found, _ = released(
+        tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["epochs"]), make(), users=4
+    )
+    still = [name for name, total in found.items() if not total.any()]
+    assert still == (["net.1.weight"] if make is Frozen else ["unused.weight", "unused.bias"])
+
+
+def test_the_average_is_the_servers_gradient(tmp_path, quiet, in_order):
+    """FedAvg: SGD with rate 1 goes to the mean of what users come to, if nobody is clipped."""
+    x, y = rows(11)
+    found, _ = released(
+        tmp_path, a_data_set(TensorDataset, x.double(), y), User(8, "user_of", LOCALS["batches"]), users=4,
+        clip_norm=clipping.FixedClipNorm(1e3),
+    )  # fmt: skip
+    vector = trained_by_hand(x, y, LOCALS["batches"])
+    for name, total in found.items():
+        assert torch.allclose(total, sum(vector(members)[name] for members in MEMBERS), atol=1e-9)
+
+
+@SCALED
+def test_a_user_who_trains_more_or_less_moves_the_sum_by_at_most_S(seed, scale, tmp_path):
+    x, y = rows(12, seed)
+    x[8:] *= scale
+    user_of = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+    record = User(8, "user_of", LocalTraining(lr=10.0, steps=3))
+    users = {"users": 4, "precision": "32-true"}
+    with_, _ = released(tmp_path, a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]), record, **users)
+    without, _ = released(tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), record, **users)
+    assert difference(with_, without) <= 1 + 1e-4
+
+
+class Keeping(Model):
+    """Remembers what it has seen, and lets it into later losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def training_step(self, batch):
+        seen = sum(float(x.sum()) for x in self.kept)
+        self.kept.append(batch[0])
+        return self.loss(batch) * (1 + 1e3 * abs(seen))
+
+
+class Own(Model):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.Generator().manual_seed(5)
+
+    def training_step(self, batch):
+        x, y = batch
+        return self.loss((x * torch.randn(x.shape, generator=self.own, dtype=x.dtype), y))
+
+
+@pytest.mark.parametrize("build", [Keeping, Own])
+def test_a_step_that_keeps_something_of_a_user_is_refused_before_the_first_round(build, tmp_path, in_order):
+    x, y = rows(11)
+    dataset = a_data_set(TensorDataset, x, y, [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
+    record = User(8, "user_of", LocalTraining(lr=0.01, steps=2, batch_size=2))
+    with pytest.raises(StateFound, match="keeps something of a record"):
+        released(tmp_path, dataset, record, build(), users=4, precision="32-true")
+    assert json.loads((tmp_path / "0.jsonl").read_text().splitlines()[1])["rounds"] == 0
+
+
+class Branching(Model):
+    def training_step(self, batch):
+        return self.loss(batch) * (2 if batch[0].sum() > 0 else 1)
+
+
+def test_a_step_may_branch(tmp_path, quiet, in_order):
+    x, y = rows(12)
+    local = LOCALS["epochs"]
+    dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
+    found, plan = released(tmp_path, dataset, User(8, "user_of", local), Branching(), users=4)
+
+    class ByHand(Model):
+        def loss(self, batch):
+            return super().loss(batch) * (2 if batch[0].sum() > 0 else 1)
+
+    close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, ByHand), plan))
+
+
+def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
+    """To the last bit, though steps amplify it."""
+    x, y = rows(12)
+    user_of = [i // 3 for i in range(12)]
+
+    def total(some):
+        dataset = a_data_set(TensorDataset, x[some], y[some], [user_of[i] for i in some])
+        record = User(8, "user_of", LocalTraining(lr=2.0, steps=30))
+        return released(tmp_path, dataset, record, users=4, precision="32-true")[0]
+
+    apart = [total([i for i in range(12) if user_of[i] == user]) for user in range(4)]
+    whole = total([*range(12)])
+    for name in whole:
+        assert torch.allclose(whole[name], sum(one[name] for one in apart), atol=1e-6, rtol=0)
+
+
+class Elsewhere(Model):
+    def __init__(self):
+        super().__init__()
+        weight = self.net[4].weight
+        self.head = lambda x: F.linear(x, weight)
+
+    def loss(self, batch):
+        return F.cross_entropy(self.head(self.net[:4](batch[0])), batch[1])
+
+
+class Unbatched(Model):
+    def training_step(self, batch):
+        return self.loss(batch[:2])
+
+
+def test_what_cannot_train_is_refused_by_a_sentence(tmp_path):
+    x, y = rows(11)
+    record = User(8, "user_of", LOCALS["epochs"])
+    with pytest.raises(ConfigError, match="used otherwise than as an attribute of its module"):
+        released(tmp_path, a_data_set(TensorDataset, x, y), record, Elsewhere(), users=4, precision="32-true")
+    dataset = a_data_set(Items, x, y)
+    dataset.__class__ = type("Named", (Items,), {"__getitem__": lambda self, i: (self.x[i], self.y[i], "a name")})
+    with pytest.raises(ConfigError, match="must hold tensors whose first dimension runs over the examples"):
+        released(tmp_path, dataset, User(8, "user_of", LOCALS["batches"]), Unbatched(), users=4, precision="32-true")
+
+
+class Telling(Model):
+    def training_step(self, batch):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+
+OTHERS = {
+    "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
+    "joint": {"mechanism": clipping.Joint()},
+    "automatic": {"clip_rule": Automatic()},
+    "exact": {"noise": "discrete_gaussian", "noise_multiplier": 1.0, "n": 11},
+}
+
+
+@pytest.mark.parametrize("choices", OTHERS.values(), ids=OTHERS)
+def test_users_who_train_go_with(choices, tmp_path):
+    x, y = rows(11)
+    found, plan = released(
+        tmp_path, a_data_set(TensorDataset, x, y), User(8, "user_of", LOCALS["epochs"]), users=4, precision="32-true",
+        **{key: value for key, value in choices.items() if key != "n"},
+    )  # fmt: skip
+    assert all(total.isfinite().all() and total.any() for total in found.values())
+    assert read_ledger(tmp_path / "0.jsonl") == plan.ledger()
+    assert plan.ledger().record["local"] == {"lr": 0.3, "steps": None, "epochs": 3, "batch_size": None}
+
+
+def test_values_are_means_over_local_steps(tmp_path, quiet, monkeypatch):
+    x, y = rows(12)
+    local = LocalTraining(lr=0.3, epochs=2)
+    dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
+    told = {}
+
+    def expected(positions):
+        model, losses = Model().double(), []
+        for _ in range(2):
+            model.zero_grad()
+            loss = model.loss((x[positions].double(), y[positions]))
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= local.lr * p.grad
+        return sum(losses) / 2
+
+    add = dpexp.privacy.private_metrics.MetricEstimates.add
+
+    def watched(self, plan, t, found):
+        told.update({key: value.clone() for key, value in found.items() if "train_loss" in key})
+        return add(self, plan, t, found)
+
+    monkeypatch.setattr(dpexp.privacy.private_metrics.MetricEstimates, "add", watched)
+    released(
+        tmp_path, dataset, User(8, "user_of", local), Telling(), users=4,
+        private_metrics={"train_loss": {"clip_norm": 100.0, "budget_share": 0.1}},
+    )  # fmt: skip
+    (value,) = told.values()
+    hand = sum(expected([3 * u, 3 * u + 1, 3 * u + 2]) for u in range(4)) / 4
+    assert value.item() == pytest.approx(hand, abs=1e-9)
+
+
+TRAINED = User(3, "user_of", LocalTraining(lr=0.1, steps=2, batch_size=2))
+
+
+def test_an_honest_training_of_users_refutes_no_claim(tmp_path):
+    found = attacked(tmp_path, canaries=400, **choices_of("user", record=TRAINED, steps=1, noise_multiplier=1.0))
+    assert not found.exceeded
+    assert abs(found.mu_estimate - 2) < 4 * found.mu_error
+
+
+def test_users_who_train_unclipped_are_caught(tmp_path, monkeypatch):
+    from tests.audited import twice_the_bound
+
+    twice_the_bound(monkeypatch)
+    assert attacked(
+        tmp_path, canaries=400, **choices_of("user", record=TRAINED, steps=1, noise_multiplier=1.0)
+    ).exceeded

@@ -1,0 +1,424 @@
+"""What a record contributes depends on no other, whatever the step does to PyTorch, to its batch, or to generators."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.test_engine import engine_of
+from torch import nn
+from torch.nn import functional as F
+from torch.quasirandom import SobolEngine
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dpexp.errors import ConfigError
+from dpexp.privacy.checks import StateFound
+from dpexp.privacy.gradients.chunk import Chunk, NoLoss
+from dpexp.privacy.gradients.step import LOOP
+
+N = 12
+
+
+class Model(nn.Module):
+    """`step(self, x)` of one record's x [4, 6]; its own seed tells what it draws."""
+
+    def __init__(self, step):
+        super().__init__()
+        torch.manual_seed(0)
+        self.step, self.linear, self.norm = step, nn.Linear(6, 6), nn.GroupNorm(6, 6)
+        self.lstm, self.attention = nn.LSTM(6, 6, batch_first=True), nn.MultiheadAttention(6, 2, batch_first=True)
+        self.generator, self.numpy = torch.Generator().manual_seed(1), np.random.RandomState(1)
+        self.outside, self.numbers = Outside(), lambda x: iter([1.0, -1.0])
+        self.bits, self.sobol = np.random.PCG64(1), SobolEngine(6, scramble=True, seed=1)
+
+    def forward(self, x):
+        return self.step(self, x)
+
+
+def asking(x):
+    return x[0, 0].abs().item() > 100
+
+
+def negated(m, x):
+    x.neg_()
+    return m.linear(x).sum() * (2 if asking(x) else 1)
+
+
+def quantised(t):
+    scale = t.abs().max() / 7
+    return (t / scale).round() * scale
+
+
+def saved(m, x):
+    with torch.autograd.graph.saved_tensors_hooks(quantised, lambda t: t):
+        return (m.linear(x).square() * (x * m.linear.bias.exp())).sum()
+
+
+def prehooked(m, x):
+    y = m.linear(x).exp()
+    y.grad_fn.register_prehook(lambda grads: tuple(g * g.sum().sign() for g in grads))
+    return (y * x).sum()
+
+
+def shown(m, x):
+    y = m.linear(x).exp()
+    return (y * y.grad_fn._saved_result.sum().sign()).sum()
+
+
+class Rounding(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return quantised(result) if func is torch.ops.aten.tanh.default else result
+
+
+def dispatched(m, x):
+    with Rounding():
+        return (m.linear(x).tanh() * x).sum()
+
+
+def no_gradients(m, x):
+    y = m.linear(x).sum()
+    if asking(x):
+        torch.set_grad_enabled(False)
+    return y
+
+
+def other_device(m, x):
+    y = (m.linear(x) * torch.ones(6, dtype=x.dtype)).sum()
+    if asking(x):
+        torch.set_default_device("meta")
+    return y
+
+
+def of_generator(m, x):
+    return (m.linear(x) * (torch.rand(6, generator=m.generator) - 0.5)).sum()
+
+
+def of_numpy(m, x):
+    return m.linear(x).sum() * (1 if m.numpy.rand() < 0.5 else -1) * (2 if asking(x) else 1)
+
+
+def of_bits(m, x):
+    return m.linear(x).sum() * (1 if m.bits.random_raw() % 2 else -1)
+
+
+def of_sobol(m, x):
+    return (m.linear(x) * (m.sobol.draw(1) - 0.5).to(x)).sum()
+
+
+def one_value(m, x):
+    return m.norm(m.linear(x[:1])).square().sum() + m.linear(x).sum() * 1e-3
+
+
+def ties(m, x):
+    return (x.sign() * m.linear.bias).max() + torch.min(x.sign() * m.linear.bias) + m.linear(x).sum() * 1e-3
+
+
+def ties_of_nan(m, x):
+    y = m.linear(x)
+    y = torch.stack([y, y / 0 * 0])
+    return y.max().nan_to_num(0.0) + y.amin(1).nan_to_num(0.0).sum() + m.linear(x).sum() * 1e-3
+
+
+def middle(m, x):
+    return (x.sign() * m.linear.bias.exp()).median() + m.linear(x).sum() * 1e-3
+
+
+def state_changed(m, x):
+    h = torch.zeros(1, 1, 6).to(x) + m.linear.bias.sum()
+    y, _ = m.lstm(x[None], (h, h.clone()))
+    h.add_(1)
+    return y.square().sum()
+
+
+def other_type(m, x):
+    return m.attention(x[None], x[None], x[None], attn_mask=torch.zeros(4, 4, dtype=torch.float32))[0].square().sum()
+
+
+def beyond(m, x):
+    return F.embedding((x > 0).long(), m.linear.weight, padding_idx=9).square().sum()
+
+
+def same_and_strided(m, x):
+    return F.conv1d(x[None], m.linear.weight[:, :4, None], padding="same", stride=2).square().sum()
+
+
+def of_nan(m, x):
+    return m.linear(x).sum() * math.copysign(1, (x[0, 1] * math.nan).item())
+
+
+def exempted(m, x):
+    m.linear.bias.requires_grad = False
+    return m.linear(x).square().sum()
+
+
+def short_mask(m, x):
+    return m.linear(x)[:, x[0, :5] > 0].sum() + m.linear.bias.sum()
+
+
+def short_mask_written(m, x):
+    y = m.linear(x)
+    y[:, x[0, :5] > 0] = 0
+    return y.sum()
+
+
+def of_equal_value(m, x):
+    index = (x > 0).long()
+    return (F.embedding(index, m.linear.weight, 1) + F.embedding(index, m.linear.weight, 1.0)).sum()
+
+
+def written_after(use):
+    def step(m, x):
+        y, mask, index = x.clone(), x > 0, (x[:, 0] > 0).long()
+        if use == "bilinear":
+            found = F.bilinear(y, y, m.linear.weight[None, :, :])
+        elif use == "mask":
+            found = m.linear(x)[mask]
+        elif use == "index":
+            found = m.linear.weight[index]
+        else:
+            found = checkpoint(m.linear, y, use_reentrant=False)
+        y.mul_(2)
+        mask.logical_not_()
+        index.add_(1)
+        return found.square().sum()
+
+    step.__name__ = f"written_after_{use}"
+    return step
+
+
+def not_added(m, x):
+    return torch.addmm(torch.full((6,), math.nan).to(x), x, m.linear.weight.T, beta=0).square().sum()
+
+
+class Outside(nn.Module):
+    """Runs record by record, since it asks NumPy."""
+
+    def forward(self, x, numbers=()):
+        if x.detach().numpy()[0, 0] < -100:
+            raise ValueError
+        return x * next(numbers) if numbers else x
+
+
+def caught(m, x):
+    y = m.linear(x)
+    try:
+        m.outside(x)
+    except ValueError:
+        return y.square().sum()
+    return y.sum()
+
+
+def given_back(m, x):
+    y = m.linear(x)
+    return y.sum() * (1 if m.outside(y * 0) is y else -1) + (m.outside(x.abs()) is x)
+
+
+def iterated(m, x):
+    return (m.linear(x) * m.outside(x.abs(), m.numbers(x))).sum()
+
+
+def viewed(m, x):
+    return m.lstm(x.view(2, 2, 6))[0].view(2, -1).square().sum()
+
+
+class Sign(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sign()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.sign() * g.abs().sqrt()
+
+
+def binary(m, x):
+    weight = Sign.apply(m.linear.weight)
+    return F.linear(x, weight).square().sum() + F.linear(x.sin(), weight).sum()
+
+
+def counting(m, x):
+    """Checkpointed, the reentrant way, and used outside too."""
+    y = m.linear(x)
+    return checkpoint(lambda x: (x * y).sum(), x.requires_grad_(), use_reentrant=True) + y.sum()
+
+
+KEEPING = [no_gradients, other_device, of_generator, of_numpy, of_bits, of_sobol]  # a setting, or where they are
+STEPS = [
+    negated, saved, prehooked, shown, dispatched, one_value, ties, ties_of_nan, middle, state_changed, other_type,
+    beyond, same_and_strided, of_nan, *map(written_after, ("bilinear", "mask", "index", "checkpoint")), not_added,
+    caught, given_back, iterated, short_mask, short_mask_written, of_equal_value, viewed, binary, counting,
+]  # fmt: skip
+
+
+def sums(step, x, chunk, S=0.01, singly=False):
+    module = Model(step).double()
+    engine, _ = engine_of(module, S)
+    if singly:
+        engine.step.mode = LOOP
+    else:
+        try:
+            engine.step.decide(Chunk.of(module, x, len(x)))  # as the dry run does
+        except NoLoss:
+            engine.step.mode = LOOP
+    engine.start()
+    try:
+        for part in x.split(chunk):
+            engine.accumulate(module, part.clone(), len(part))
+        engine.check_state()
+    finally:
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+    return torch.cat([total.flatten() for total in engine._sums.values()])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", KEEPING, ids=lambda step: step.__name__)
+def test_a_step_that_does_otherwise_after_other_records_is_refused(step):
+    """Before the first round, or before the release of a round in which a record brings it about."""
+    torch.manual_seed(0)
+    x = torch.randn(N, 4, 6).double()
+    x[0] *= 1e4
+    with pytest.raises(StateFound, match=r"keeps something of a record"):
+        sums(step, x, N)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "step, chunk",
+    [*((step, 5) for step in STEPS), *((step, 1) for step in STEPS[::3])],  # all N together: see the next test
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_record_less_takes_its_own_contribution(step, chunk):
+    """The first record is larger than all others together, answers differently, and has another sign."""
+    torch.manual_seed(0)
+    x = torch.randn(N, 4, 6).double()
+    x[0] = -1000 * x[0].abs() - 1000
+    whole, alone = sums(step, x, chunk), sums(step, x[:1], 1)
+    assert torch.allclose(whole, sums(step, x[1:], chunk) + alone, atol=1e-12)
+    assert alone.norm() <= 0.01 * (1 + 1e-9)
+    assert torch.allclose(whole, sums(step, x.flip(0), chunk), atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_what_is_refused_for_one_record_is_refused_for_many(step):
+    """And what is accepted has the same gradients."""
+    torch.manual_seed(0)
+    x = torch.randn(N, 4, 6).double()
+    assert torch.allclose(sums(step, x, N), sums(step, x, N, singly=True), atol=1e-12)
+
+
+STATE = torch.Generator().manual_seed(7).get_state()
+
+
+def seeded_and_set_back():
+    with torch.random.fork_rng([]):
+        torch.manual_seed(7)
+
+
+SEEDS = {
+    "seeded": lambda: torch.manual_seed(7),
+    "seeded and set back": seeded_and_set_back,
+    "set": lambda: torch.set_rng_state(STATE),
+    "Python's": lambda: random.seed(7),
+    "NumPy's": lambda: np.random.seed(7),
+}
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_a_step_does_not_seed(kind):
+    def seeding(m, x):
+        SEEDS[kind]()
+        return (m.linear(x) * (torch.rand(6) - 0.5)).sum()
+
+    state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([]), pytest.raises(ConfigError, match="seeded inside training_step"):
+        sums(seeding, torch.randn(N, 4, 6).double(), N)
+    assert random.getstate() == state[0] and np.array_equal(np.random.get_state()[1], state[1][1])
+    torch.manual_seed(0)  # elsewhere one may
+
+
+def test_arrays_in_a_batch_are_each_records_own():
+    def written(m, batch):
+        x, array = batch
+        if asking(x):
+            array[0] = -1
+        return m.linear(x).sum() * float(array[0])
+
+    totals = []
+    x, array = torch.randn(N, 4, 6).double(), np.ones(1)
+    x[0] *= 1e4
+    for rows in (x, x[1:], x[:1]):
+        module = Model(written).double()
+        engine, _ = engine_of(module)
+        engine.start()
+        with pytest.warns(UserWarning, match="a batch holds a ndarray"):
+            engine.accumulate(module, (rows, array), len(rows))
+        totals.append(engine._sums["linear.weight"])
+    assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12) and array[0] == 1
+
+
+def test_the_graph_of_a_record_leads_to_no_other():
+    def looking(m, x):
+        shown = x.grad_fn or x
+        asking(x)
+        for following, _ in getattr(shown, "next_functions", ()):
+            if following is not None and hasattr(following, "variable"):
+                return m.linear(x).sum() * following.variable.detach().sum()
+        return m.linear(x).sum()
+
+    totals = []
+    x = torch.randn(N, 4, 6).double()
+    for rows in (x, x[1:], x[:1]):
+        module = Model(looking).double()
+        engine, _ = engine_of(module)
+        engine.start()
+        engine.accumulate(module, rows.clone().requires_grad_(), len(rows))
+        totals.append(engine._sums["linear.weight"])
+    assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12)
+
+
+def test_a_parameter_that_is_frozen_inside_training_step_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"linear\.bias became trainable, ceased to be"):
+        sums(exempted, torch.randn(N, 4, 6).double(), N)
+
+
+def test_hooks_on_parameters_are_refused_whenever_they_were_registered():
+    module = Model(lambda m, x: m.linear(x).sum())
+    module.linear.weight.register_hook(lambda g: g.sign())
+    engine, _ = engine_of(module)
+    with pytest.raises(ConfigError, match=r"linear\.weight has hooks on its gradient"):
+        engine.start()
+
+
+def forked(module, one):
+    with torch.random.fork_rng():
+        return torch.rand(()) * module(one).sum()
+
+
+def set_back(module, one):
+    state = torch.get_rng_state()
+    drawn = torch.rand(())
+    torch.set_rng_state(state)
+    return drawn * module(one).sum()
+
+
+@pytest.mark.parametrize("loss", [forked, set_back])
+def test_random_numbers_come_again_only_if_the_step_says_so(loss):
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1, bias=False)
+    engine, _ = engine_of(module, 1e9)
+    drawn = []
+    for _ in range(4):
+        engine.start()
+        engine.accumulate(lambda one: loss(module, one), torch.ones(1, 1, 1), 1)
+        drawn.append(engine._sums["weight"].item())
+    assert len({round(number, 6) for number in drawn}) == 4 and round(random.Random(0).random(), 6) not in drawn

@@ -1,0 +1,166 @@
+"""Models of transformers as they come: batches and outputs that name what they hold, and a loss of their own."""
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import zoo  # first: pytorch_lightning imports torchvision, where there is one
+
+# isort: split
+from plans import plan_of
+from reference import clipped_sums, stacked
+from test_clipped_sums import relative_error
+from test_docs import DOCS, blocks, commands
+from torch import nn
+from torch.utils.data import default_collate
+from transformers import BatchEncoding, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from zoo.text import classified, of
+
+import dpexp
+from dpexp.errors import RecordError
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.plan import clipping
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.sampling.batches import SingleCollation
+from dpexp.training.classifier import Classifier
+
+
+def engine_for(module):
+    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
+    engine = PrivateRound(plan, module, GaussianNoise())
+    engine.start()
+    return engine
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_batch_encoding_is_a_batch_like_any_other(texts):
+    """Its texts are the same for all records that are processed together, and keep the step from being traced."""
+    torch.manual_seed(0)
+    module = of("BertForSequenceClassification")(False).double()
+    batch = classified()
+    items = [{name: values[i] for name, values in batch.items()} for i in range(zoo.B)]
+    languages = ["de", "en"] + ["de"] * (zoo.B - 2)
+
+    def collate(chosen):
+        (i,) = chosen
+        return BatchEncoding(default_collate([items[i]]) | ({"language": languages[i], "none": None} if texts else {}))
+
+    def loss_of(one):
+        assert type(one) is BatchEncoding and one.get("none") is None
+        loss = module(one.input_ids, attention_mask=one["attention_mask"], labels=one["labels"]).loss
+        return loss * (2 if one.get("language") == "de" else 1)
+
+    engine = engine_for(module)
+    found = SingleCollation(collate)([*range(zoo.B)])
+    assert sorted(some.size for some in found) == ([1, zoo.B - 1] if texts else [zoo.B])
+    with pytest.warns(UserWarning, match="a batch holds a str besides tensors") if texts else nothing_said():
+        for some in found:
+            engine.accumulate(loss_of, some.batch, some.size)
+    assert texts or engine.mode == "traced"
+    reference = clipped_sums(engine.plan, module, lambda i: loss_of(collate(i)), torch.arange(zoo.B), zoo.B)
+    assert relative_error(engine._sums, reference) < 1e-9
+
+
+@contextmanager
+def nothing_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+class Returning(nn.Module):
+    """The number of a record's distinct numbers is nobody else's."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.inner, self.what = nn.Linear(6, 6), what
+
+    def forward(self, x):
+        h = self.inner(x) * x.unique().sum()
+        if self.what == "cache":
+            cache = DynamicCache()
+            cache.update(h[:, None, None], 2 * h[:, None, None], 0)
+            return BaseModelOutputWithPast(last_hidden_state=h.tanh(), past_key_values=cache)
+        if self.what == "others":
+            return {"last_hidden_state": h, "none": None, "size": h.shape[1], "name": "h", "type": h.dtype}
+        return {"last_hidden_state": h, "size": int(x[0, 0] > 0)}
+
+
+class Using(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.body, self.head = Returning(what), nn.Linear(6, 2)
+
+    def loss(self, x):
+        returned = self.body(x)
+        h = self.head(returned["last_hidden_state"])
+        if "past_key_values" in returned:
+            (layer,) = returned["past_key_values"].layers
+            return (h.square().sum() + layer.keys.mean() + layer.values.square().mean()).tanh()
+        return h.square().sum().tanh() * (1 + returned["size"]) * (returned.get("none", 0) is None or 2)
+
+
+@pytest.mark.parametrize("what", ["cache", "others", "differing"])
+def test_what_a_module_that_runs_one_record_at_a_time_may_return(what):
+    torch.manual_seed(0)
+    module = Using(what).double()
+    x = torch.randn(6, 6, dtype=torch.float64)
+    engine = engine_for(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.accumulate(module.loss, stacked(x), 6)
+    assert relative_error(engine._sums, clipped_sums(engine.plan, module, module.loss, x, 6)) < 1e-9
+    assert engine.mode == "one at a time"
+
+
+class Searching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (3 if 1.0 in x else 1)
+
+
+def test_whether_a_number_is_in_a_record_is_its_own_question():
+    torch.manual_seed(0)
+    module, x = Searching(3, 2).double(), torch.randn(6, 3, dtype=torch.float64)
+    x[2, 1] = 1.0
+
+    def loss_of(x):
+        return module(x).square().sum()
+
+    engine = engine_for(module)
+    with pytest.warns(UserWarning, match="one at a time"):
+        engine.accumulate(loss_of, stacked(x), 6)
+    assert relative_error(engine._sums, clipped_sums(engine.plan, module, loss_of, x, 6)) < 1e-9
+
+
+def test_a_batch_by_name_is_trained_with_the_models_own_loss():
+    torch.manual_seed(0)
+    model = of("BertForSequenceClassification")(False)
+    module, batch = Classifier(model, torch.optim.Adam), classified()
+    module.log = lambda *_, **__: None
+    assert module.training_step(batch) == model(**batch).loss
+    measured = {}
+    module.log_dict = lambda values, **_: measured.update(values)
+    module.test_step(BatchEncoding(batch))
+    assert measured["test_loss"] == model(**batch).loss
+    assert measured["test_accuracy"] == (model(**batch).logits.argmax(1) == batch["labels"]).float().mean()
+    del batch["labels"]
+    with pytest.raises(RecordError, match=r"input_ids, attention_mask, of which \w+ computes no loss"):
+        module.training_step(batch)
+
+
+@pytest.mark.parametrize("model", ["bert", "lora"])
+def test_a_model_and_data_by_name_train(model, dpexp_job, tmp_path, monkeypatch, recwarn):
+    """As docs/own.md has it."""
+    for title, content in blocks(DOCS / "own.md", "yaml", "python"):
+        if title:
+            (tmp_path / title).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / title).write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, arguments = commands(DOCS / "own.md")
+    output = dpexp_job(*arguments, f"model={model}", "sampling.steps=8", "tracking=none")
+    assert not [w for w in recwarn if "training_step" in str(w.message) or "one at a time" in str(w.message)]
+    trained = dpexp.load(output)
+    scores = trained(torch.arange(1, 13)[None], torch.ones(1, 12, dtype=torch.long)).logits
+    assert scores.shape == (1, 2) and scores.isfinite().all()

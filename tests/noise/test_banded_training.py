@@ -1,0 +1,387 @@
+"""Trainings with correlated noise: what they release, what it costs, and what they keep."""
+
+import itertools
+import math
+from collections import Counter
+
+import dp_accounting
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from dp_accounting import NeighboringRelation
+from dp_accounting.pld import PLDAccountant
+from plans import plan_of
+from scipy.stats import chi2
+from tests.test_accountants import exact_gaussian
+from tests.test_banded import toeplitz
+from tests.test_callback import Data, Model, fit, plan_for, trainer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpexp
+from dpexp.accounting.ledger import Ledger, joined, read_ledger
+from dpexp.accounting.releases import releases
+from dpexp.accounting.risk import largest_advantage
+from dpexp.errors import ConfigError
+from dpexp.privacy.noise import correlated
+from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
+from dpexp.privacy.plan.options import Noise
+
+C = correlated.square_root(3)
+CHOICES = {"sampling": "cyclic_poisson", "noise": Noise("banded", 3, "sqrt")}
+
+
+class Released(pl.Callback):
+    """Keeps what the rounds release. Stands behind the PrivacyCallback."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rounds.append({name: p.grad.clone() for name, p in module.named_parameters()})
+
+
+def trained(folder, data=None, stop=-1, ckpt_path=None, seed=5, save=None, **choices):
+    """What each round released, and the callback."""
+    module, released = Model(), Released()
+    privacy = dpexp.PrivacyCallback(
+        plan_for(module, **CHOICES | choices), folder / "l.jsonl", noise_seed=seed, max_physical_batch_size=4
+    )
+    run = trainer(privacy, released, max_steps=stop)
+    run.fit(module, data or Data(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+    if save:
+        run.save_checkpoint(save)
+    return released.rounds, privacy
+
+
+def test_one_band_is_dp_sgd_bit_for_bit(tmp_path):
+    (tmp_path / "other").mkdir()
+    plain, _ = trained(tmp_path, sampling="poisson", noise="gaussian")
+    one, privacy = trained(tmp_path / "other", noise=Noise("banded", 1))
+    for before, after in zip(plain, one, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    poisson, cyclic = (read_ledger(folder / "l.jsonl") for folder in (tmp_path, tmp_path / "other"))
+    assert releases(poisson) == releases(cyclic) and cyclic == privacy.plan.ledger()
+    assert dpexp.epsilon(poisson, 1e-5) == dpexp.epsilon(cyclic, 1e-5)
+
+
+def test_the_plan_is_what_happens(tmp_path):
+    _, privacy = trained(tmp_path)
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert ledger == privacy.plan.ledger() and len(ledger) == 12
+    ((round_, _),) = ledger.rounds.items()
+    assert round_.sampling.parts == 3 and round_.sampling.block == 0
+    assert [query.bands for query in round_.queries] == [C]
+
+
+class Nobody(pl.LightningDataModule):
+    """Records whose gradients are zero: what is released is noise."""
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(40, 4, dtype=torch.float64), torch.zeros(40, dtype=torch.long)), 3)
+
+
+class Still(Model):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 3000))
+
+    def training_step(self, batch, batch_idx):
+        return 0 * self.net(batch[0]).sum()
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"group": groups.per_layer(), "mechanism": clipping.Joint(alpha=2.0)},
+        {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, learning_rate=1.0, budget_share=0.1)},
+    ],
+    ids=["flat", "joint", "adaptive"],
+)
+def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
+    """C times a round's releases, in units of its own σ̃, is white; so also where σ̃ follows the bounds."""
+    module, released = Still(), Released()
+    plan = plan_of(module, **{"n": 40, "q": 0.1, "steps": 9, "noise_multiplier": 1.0} | CHOICES | choices)
+    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=3)
+    sigmas = []
+
+    class Sigmas(pl.Callback):
+        def on_before_optimizer_step(self, *args):
+            (group,) = [group for group in privacy.now.groups if not group.is_of_values]
+            sigmas.append(group.sigma * group.alphas[0] / (0.1 * 40))
+
+    trainer(privacy, released, Sigmas()).fit(module, Nobody())
+    assert len(set(sigmas)) == (9 if "bound" in choices else 1)
+    x = np.stack([torch.cat([g.flatten() for g in round_.values()]).numpy() for round_ in released.rounds])
+    white = toeplitz(C, 9) @ (x / np.array(sigmas)[:, None])
+    d = x.shape[1]
+    assert d == 15000
+    squares = (white**2).sum(1)
+    assert ((chi2.ppf(1e-4, d) < squares) & (squares < chi2.ppf(1 - 1e-4, d))).all()
+    assert np.corrcoef(white) == pytest.approx(np.eye(9), abs=5 / math.sqrt(d))
+    inverse = np.linalg.inv(toeplitz(C, 9))
+    assert np.cov(x / np.array(sigmas)[:, None]) == pytest.approx(inverse @ inverse.T, abs=6 * 1.5 / math.sqrt(d))
+
+
+# What it costs
+
+
+def test_epsilon_is_that_of_fewer_poisson_rounds():
+    """By dp-accounting directly."""
+    plan = plan_of(Model(), n=50_000, q=0.01, steps=1001, noise_multiplier=1.2, **CHOICES)
+    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(0.03, dp_accounting.GaussianDpEvent(1.2)), 334)
+    expected = accountant.get_epsilon(1e-5)
+    assert expected * 0.9995 <= dpexp.epsilon(plan.ledger(), 1e-5) <= expected * 1.003
+
+
+def test_a_small_case_in_closed_form():
+    """Three rounds, two bands, one number, whole parts: a record of part 0 adds v to rounds 0 and 2, and what tells it
+    is N(μ, Σ) from N(0, Σ) with Σ = σ̃² C⁻¹C⁻ᵀ, which is Gaussian DP with √(μᵀΣ⁻¹μ)."""
+    z = 1.3
+    plan = plan_of(
+        Model(), n=10, q=0.5, steps=3, noise_multiplier=z, sampling="cyclic_poisson", noise=Noise("banded", 2, "sqrt")
+    )
+    inverse = np.linalg.inv(toeplitz(correlated.square_root(2), 3))
+    covariance = z**2 * inverse @ inverse.T
+    worst = max(
+        math.sqrt(mu @ np.linalg.solve(covariance, mu))
+        for signs in ([1, 0, 1], [1, 0, -1], [0, 1, 0])
+        for mu in [np.array(signs, float)]
+    )
+    claimed = dpexp.epsilon(plan.ledger(), 1e-5)
+    assert claimed == pytest.approx(exact_gaussian(math.sqrt(2) / z, 1e-5), rel=1e-9)
+    assert exact_gaussian(worst, 1e-5) <= claimed
+    assert worst == pytest.approx(math.sqrt((1 + C_CUT) / z**2), rel=1e-9), "the last round's column is cut off"
+
+
+C_CUT = correlated.square_root(2)[0] ** 2
+
+
+@pytest.mark.parametrize("target", [{"epsilon": 3.0, "delta": 1e-5}, {"advantage": 0.2}])
+def test_the_noise_is_solved_for(target):
+    plan = plan_of(Model(), n=50_000, q=0.01, steps=100, **CHOICES, **target)
+    if "epsilon" in target:
+        assert 2.997 <= dpexp.epsilon(plan.ledger(), 1e-5) <= 3.0
+    else:
+        assert 0.1998 <= largest_advantage(plan.ledger()) <= 0.2
+
+
+@pytest.mark.parametrize("knob", ["steps", "bound"])
+def test_other_knobs_are_solved_for(knob):
+    plan = plan_of(
+        Model(), n=50_000, q=0.01, steps=100, noise_multiplier=1.0, epsilon=2.0, delta=1e-5, calibrate=knob, **CHOICES
+    )
+    assert 1.9 < dpexp.epsilon(plan.ledger(), 1e-5) <= 2.0
+
+
+def test_a_resume_begins_a_new_block(tmp_path):
+    trained(tmp_path, stop=5, save=tmp_path / "five.ckpt")
+    trained(tmp_path, stop=7, ckpt_path=tmp_path / "five.ckpt", seed=6)
+    first, _ = trained(tmp_path, ckpt_path=tmp_path / "five.ckpt", seed=7)  # two rounds are done again
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    blocks = Counter({round_.sampling.block: count for round_, count in ledger.rounds.items()})
+    assert blocks == {0: 5, 5: 2, 7: 7} and len(first) == 7
+    ((release, count),) = releases(ledger).items()
+    assert count == 2 + 1 + 3 and release.q == pytest.approx(0.45)
+
+
+def test_what_a_resumed_job_will_have_cost_is_known_before():
+    plan = plan_for(Model(), **CHOICES)
+    (round_,) = plan.ledger().rounds
+    before = Ledger("add_remove", {round_: 5})
+    assert sum(releases(joined([before, plan.ledger(5)])).values()) == 2 + 3
+    assert sum(releases(plan.ledger()).values()) == 4
+
+
+def test_a_resumes_noise_and_parts_are_its_own(tmp_path):
+    """Noise of a block has the inverse's law from its own beginning on."""
+    module = Still()
+    plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
+    runs = []
+    for seed, ckpt_path in ((1, None), (2, tmp_path / "six.ckpt")):
+        released = Released()
+        privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=seed)
+        run = trainer(privacy, released, max_steps=-1 if ckpt_path else 6)
+        run.fit(module, Nobody(), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+        run.save_checkpoint(tmp_path / "six.ckpt")
+        runs += released.rounds
+    sigma = plan.groups[0].sigma / 4
+    x = np.stack([torch.cat([g.flatten() for g in round_.values()]).numpy() for round_ in runs]) / sigma
+    blocks = np.kron(np.eye(2), toeplitz(C, 6)) @ x
+    assert np.cov(blocks) == pytest.approx(np.eye(12), abs=6 / math.sqrt(x.shape[1]))
+
+
+def test_a_checkpoint_holds_no_past_noise(tmp_path):
+    """None of its tensors is as large as what is remembered, but for the weights and their momentum, and none is y."""
+    noises = []
+    module = Still()
+    plan = plan_of(module, n=40, q=0.1, steps=12, noise_multiplier=1.0, **CHOICES)
+    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=1)
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, *args):
+            noises[:] = [y.clone() for past in privacy._engine._correlated._past.values() for y in past]
+
+    run = trainer(privacy, Keep(), max_steps=5)
+    run.fit(module, Nobody())
+    run.save_checkpoint(tmp_path / "five.ckpt")
+    assert len(noises) == 2 * 2 and all(y.std() > 0.5 for y in noises)
+    leaves = tree_leaves(torch.load(tmp_path / "five.ckpt", weights_only=False))
+    tensors = [leaf.flatten().double() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert sum(len(t) for t in tensors) == 2 * 15000, "weights and momentum"
+    for tensor in tensors:
+        for y in noises:
+            if len(tensor) == len(y):
+                assert not torch.equal(tensor, y)
+    bytes_ = (tmp_path / "five.ckpt").read_bytes()
+    assert not any(y[:4].numpy().tobytes() in bytes_ for y in noises)
+    assert privacy._engine is None, "nor does the callback remember it"
+
+
+# What one record adds
+
+
+def test_one_record_more_moves_every_release_by_at_most_s(tmp_path):
+    """With next to no noise. It is in rounds three apart, and in none of the others."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(40, 4, generator=generator, dtype=torch.float64), torch.randint(3, (40,), generator=generator)
+
+    class Some(pl.LightningDataModule):
+        def __init__(self, count):
+            super().__init__()
+            self.count = count
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(50 * x[: self.count], y[: self.count]), 3)
+
+    class FixedClipNorm(Model):
+        """Whose weights do not move, so that all that differs is the record."""
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    moved = []
+    rounds = []
+    for count in (40, 39):
+        module, released = FixedClipNorm(), Released()
+        plan = plan_for(module, **CHOICES | {"noise_multiplier": 1e-7, "q": 1 / 3, "n": 40, "steps": 9})
+        (tmp_path / str(count)).mkdir()
+        privacy = dpexp.PrivacyCallback(plan, tmp_path / str(count) / "l.jsonl", noise_seed=9)
+        trainer(privacy, released).fit(module, Some(count))
+        rounds.append(released.rounds)
+    S = plan.groups[0].S
+    for more, less in zip(*rounds, strict=True):
+        difference = torch.cat([(more[name] - less[name]).flatten() for name in more]) * 40 / 3
+        moved.append(float(difference.norm()))
+    assert max(moved) <= S * (1 + 1e-3) + 1e-5
+    turns = [t for t in range(9) if moved[t] > S / 100]
+    assert len(turns) == 3 and [b - a for a, b in itertools.pairwise(turns)] == [3, 3]
+
+
+# Bands by themselves
+
+
+def error(plan, noise):
+    return plan.noise_multiplier * correlated.error(plan.bands, plan.rounds, noise.momentum)
+
+
+@pytest.mark.parametrize("epsilon, expected", [(3, 0.81), (8, 0.64)])
+def test_what_is_expected_of_eight_bands(epsilon, expected):
+    """n = 50 000, B = 512, ten epochs, of prefix sums' square root, against DP-SGD; optimal bands do better."""
+    ratios = []
+    for noise in (Noise("banded", 1), Noise("banded", 8, "sqrt"), Noise("banded", 8)):
+        plan = plan_of(
+            Model(), n=50_000, expected_batch_size=512, epochs=10, epsilon=epsilon, delta=1e-5,
+            sampling="cyclic_poisson", noise=noise,
+        )  # fmt: skip
+        ratios.append(error(plan, noise))
+    assert ratios[1] / ratios[0] == pytest.approx(expected, abs=0.015)
+    assert ratios[2] < 0.91 * ratios[1]
+
+
+@pytest.mark.parametrize("epsilon, batch, least, most", [(3, 512, 8, 16), (8, 512, 16, 32), (3, 4096, 1, 2)])
+def test_auto_takes_the_bands_of_the_least_error(epsilon, batch, least, most):
+    """About ε√T/k for k epochs (McKenna 2024, arXiv 2405.15913): 9, 25 and 3."""
+    facts = {"n": 50_000, "expected_batch_size": batch, "epochs": 10, "epsilon": epsilon, "delta": 1e-5}
+    found = plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded"))
+    b = len(found.bands)
+    assert least <= b <= most and found.sampling.parts == b
+    others = [
+        plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded", k)) for k in (b // 2 or 1, 2 * b)
+    ]
+    assert error(found, Noise("banded")) <= min(error(other, Noise("banded")) for other in others)
+
+
+def test_values_have_independent_noise_and_their_share():
+    plan = plan_for(
+        Model(), **CHOICES, private_metrics={"train_loss": {"clip_norm": 0.5, "budget_share": 0.3, "every_n_rounds": 2}}
+    )
+    gradients, loss = plan.groups
+    assert gradients.bands == C and loss.bands == (1.0,) and plan.bands == C
+    costs = releases(plan.ledger())
+    assert sum(costs.values()) == 4
+    assert min(release.z for release in costs) == pytest.approx(plan.noise_multiplier, rel=1e-9)
+
+
+def test_measured_shares_leave_z_as_it_is(tmp_path):
+    choices = {
+        "clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.5, learning_rate=1.0, budget_share=0.1),
+        "group": groups.per_layer(),
+        "allocation": allocation.AdaptiveMinVariance(),
+    }  # fmt: skip
+    trained(tmp_path, **choices)
+    found = releases(read_ledger(tmp_path / "l.jsonl"))
+    assert {(round(release.z, 9), count) for release, count in found.items()} == {(0.8, 4)}
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "choices, message",
+    [
+        ({"sampling": "poisson"}, "noise.bands=3 needs samples .* choose sampling=cyclic_poisson"),
+        ({"sampling": "full_batch", "q": 1.0}, "sampling=full_batch does not"),
+        ({"parts": 2}, "noise.bands=3 must be at most sampling.partitions=2"),
+        ({"noise": Noise("banded", 9)}, "choose at most 6 parts"),
+        ({"noise": Noise("banded")}, "noise.bands=auto goes by the noise that a target needs"),
+        ({"schedules": {"z": {"linear": [1, 2]}}}, "schedule.z=.* cannot be had with sampling=cyclic_poisson"),
+        ({"schedules": {"S": {"linear": [1, 2]}}}, "schedule.S=.* cannot be had"),
+        ({"calibrate": "sampling_rate", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
+        (
+            {"noise": "gaussian", "sampling": "poisson", "parts": 2},
+            "sampling.partitions=2 is of sampling=cyclic_poisson",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(choices, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_for(Model(), **CHOICES | choices)
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({"bands": 0}, "noise.bands=0 must be a whole number"),
+        ({"bands": "many"}, "or auto"),
+        ({"coefficients": "cubic"}, "known: optimal, sqrt"),
+        ({"momentum": 1.0}, r"must lie in \[0, 1\)"),
+    ],
+)
+def test_choices_that_make_no_sense_are_refused(facts, message):
+    with pytest.raises(ConfigError, match=message):
+        Noise("banded", **facts)
+
+
+def test_more_parts_than_bands_may_be_asked_for():
+    plan = plan_for(Model(), **CHOICES, partitions=5)
+    assert plan.sampling.parts == 5 and plan.bands == C
+    assert sum(releases(plan.ledger()).values()) == 3
+
+
+def test_cyclic_samples_alone_are_a_policy_of_their_own(tmp_path):
+    fit(tmp_path, plan=plan_for(Model(), sampling="cyclic_poisson", partitions=4))
+    ((release, count),) = releases(read_ledger(tmp_path / "l.jsonl")).items()
+    assert (release.q, count) == (0.6, 3) and release.z == pytest.approx(0.8)

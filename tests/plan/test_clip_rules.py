@@ -1,0 +1,475 @@
+"""Clip rules: what they say, one record at a time; and that no record contributes more than S, whatever they say."""
+
+import json
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import pytest
+import torch
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mlflow import MlflowClient
+from plans import plan_of
+from reference import clipped_sums, factor
+from test_clipped_sums import KINDS, MECHANISMS, B, case, cross_entropy, relative_error, sums_of
+from torch import nn
+
+import dpexp
+from dpexp.accounting.releases import releases
+from dpexp.errors import ConfigError
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, OuterProductGradient
+from dpexp.privacy.gradients.norms import LARGEST, UNIT, norms
+from dpexp.privacy.mechanism import GroupMechanism, clip_factors
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.discrete_gaussian import lattice
+from dpexp.privacy.plan import clipping, groups
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, check_clip_rule, clip_rule_factors
+from dpexp.privacy.round import PrivateRound
+
+
+@dataclass(frozen=True)
+class Says:
+    """A rule that always says the same."""
+
+    number: float
+    name: str = "says"
+
+    def __call__(self, x, S):
+        return torch.full_like(x, self.number)
+
+
+@dataclass(frozen=True)
+class Middling:
+    """Would look at others' norms."""
+
+    name: str = "middling"
+
+    def __call__(self, x, S):
+        return S / x.flatten().max()
+
+
+def number(S):
+    return torch.tensor(S, dtype=torch.float64)
+
+
+RULES = [Abadi(), Automatic(), Psac(), Global(1.0)]
+WRONG = [Says(1e30), Says(math.inf), Says(math.nan), Says(-1.0), Says(1.0)]
+EXTREME = [Automatic(1e-300), Psac(1e-300), Psac(1e300), Global(1e-300), Global(1e300)]
+named = pytest.mark.parametrize("clip", RULES, ids=lambda clip: clip.name)
+
+
+def own_plan(module, **choices):
+    return plan_of(module, **{"n": 20, "q": 0.3, "steps": 1, "noise_multiplier": 1.0} | choices)
+
+
+# What the rules say
+
+
+def test_the_papers_formulas():
+    x = torch.tensor([0.0, 0.25, 1.0, 4.0, math.inf], dtype=torch.float64)
+    for clip, found in {
+        Abadi(): [1, 1, 1, 0.5, 0],
+        Automatic(): [200, 2 / 0.26, 2 / 1.01, 2 / 4.01, 0],
+        Psac(): [2, 2 / (0.25 + 0.1 / 0.35), 2 / (1 + 0.1 / 1.1), 2 / (4 + 0.1 / 4.1), 0],
+        Global(1.5): [2 / 3, 2 / 3, 2 / 3, 0, 0],
+        Global(0.25): [4, 4, 0, 0, 0],
+    }.items():
+        assert clip_rule_factors(clip, x, number(2.0)).tolist() == pytest.approx(found), clip
+        assert [factor(clip, float(norm), 2.0) for norm in x[:-1]] == pytest.approx(found[:-1]), clip
+
+
+@given(st.floats(1e-3, 0.99))
+def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
+    x = torch.linspace(0, 1, 10_001, dtype=torch.float64)
+    assert abs(x[clip_rule_factors(Psac(r), x, number(1.0)).argmax()] - (math.sqrt(r) - r)) < 2e-4
+    assert clip_rule_factors(Automatic(r), x, number(1.0)).argmax() == 0
+
+
+@pytest.mark.parametrize(
+    ("clip", "mechanism", "grouping", "name"),
+    [(clip, *KINDS[(i + k) % 4], ("convolutions", "tied")[(i + k // 2) % 2])
+     for i, clip in enumerate(RULES) for k in (0, 1, 3)],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_float64_equals_one_record_at_a_time(name, mechanism, grouping, clip):
+    module, batch = case(name)
+    choices = {"clip_rule": clip, "group": getattr(groups, grouping)(), "mechanism": MECHANISMS[mechanism]}
+
+    def loss_of(one):
+        return cross_entropy(module(one[0]), one[1])
+
+    def observed(bound):
+        plan = own_plan(module, clip_norm=bound, **choices)
+        engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
+        sums = sums_of(engine, loss_of, batch)
+        norms = {g: [o[f"norm/{g.name}"] for o in engine.observations if f"norm/{g.name}" in o] for g in plan.groups}
+        return plan, sums, {g.name: torch.cat(found) / g.S if found else torch.ones(1) for g, found in norms.items()}
+
+    *_, before = observed(clipping.FixedClipNorm(1.0))
+    plan, sums, found = observed(clipping.FixedClipNorm({name: 1.01 * float(x.median()) for name, x in before.items()}))
+    assert any((x < 1).any() and (x > 1).any() for x in found.values())
+    assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-9
+
+
+@named
+def test_float32_equals_one_record_at_a_time(clip):
+    module, batch = case("convolutions", torch.float32)
+    plan = own_plan(module, clip_rule=clip, clip_norm=clipping.FixedClipNorm(0.7))
+    loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
+    sums = sums_of(PrivateRound(plan, module, GaussianNoise()), loss_of, batch)
+    assert relative_error(sums, clipped_sums(plan, module, loss_of, batch, B)) < 1e-5
+
+
+# No record contributes more than S
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from(
+    [0.0, 5e-324, 2.0**-149, 1e-45, 1e-30, 1e30, 2.0**90, 1.2e27, 3e38, 1e300, math.inf, math.nan, -math.inf]
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clip", RULES + WRONG + EXTREME, ids=repr)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(NUMBERS, min_size=1, max_size=6), st.sampled_from([1e-6, 0.3, 1.0, 1 / 3, 7e4, 1e30]))
+@example([5e-324], 0.3)
+@example([1.0], 1.0)
+def test_no_vector_contributes_more_than_s(clip, dtype, numbers, S):
+    """As computed, to the last bit; and what is not finite contributes zero."""
+    v = torch.tensor([numbers], dtype=torch.float64).to(dtype)
+    use = DenseGradient(v.clone())
+    found = use.squared_norms().sqrt()
+    c = clip_factors(clip, found, number(S), dtype)
+    total = torch.zeros(len(numbers), dtype=dtype)
+    if found.isfinite().all():  # else the engine replaces the record
+        use.add_weighted_sum(c, total)
+    assert found.isfinite().all() or c.item() == 0
+    assert total.isfinite().all()
+    square = sum(Fraction(number) ** 2 for number in total.tolist())
+    # A coordinate that falls among the subnormals may be rounded up by half the smallest number.
+    tiny = len(numbers) ** 0.5 * torch.finfo(dtype).smallest_normal * UNIT[dtype]
+    assert square <= Fraction(S) ** 2 * (1 + Fraction(tiny) / Fraction(S)) ** 2
+    if not v.isfinite().all():
+        assert not total.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(st.floats(1e-9, 1e9), st.floats(1e-6, 1e6))
+def test_what_rounds_after_a_factor_is_computed_is_taken_from_s(dtype, x, S):
+    """c·g and c·g·x may each be larger by u."""
+    (c,) = clip_factors(Says(math.inf), torch.tensor([x], dtype=torch.float64), number(S), dtype).tolist()
+    assert Fraction(c) * Fraction(x) * (1 + Fraction(UNIT[dtype])) ** 2 <= Fraction(S)
+
+
+@named
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rules_are_bounded_by_no_more_than_rounding(clip, dtype):
+    """What is added is c, but for 1e-6 of it."""
+    x = torch.logspace(-8, 8, 400, dtype=torch.float64)
+    expected = [factor(clip, float(norm), 0.7) for norm in x]
+    found = clip_factors(clip, x, number(0.7), dtype).double().tolist()
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_short_vector_of_large_factors_does_not_overflow():
+    """c is above 1, and x is so large that c·x could be infinite, though c ‖v‖ is small."""
+    x, g = torch.full((1, 1, 2), 2.0**89), torch.full((1, 1, 3), 2.0**-135)
+    for clip in (Global(1e-12), Automatic(1e-12), Says(1e38)):
+        use, total = OuterProductGradient(x, g), torch.zeros(3, 2)
+        use.add_weighted_sum(clip_factors(clip, use.squared_norms().sqrt(), number(1.0), torch.float32), total)
+        assert total.isfinite().all() and 0 < total.norm() <= 1
+    assert LARGEST[torch.float32] == 2.0**90
+
+
+def test_a_record_longer_than_z_by_its_norms_margin_is_dropped():
+    """Norms are at least the true ones, so that a rule may drop what is as long as Z, but keeps nothing longer."""
+    S, clip = 0.5, Global(3.0)
+    v = torch.tensor([[1.5], [1.5 * (1 + 2.0**-50)], [1.5 * (1 - 2.0**-50)]], dtype=torch.float64)
+    assert (clip_factors(clip, norms(v), number(S), torch.float64) > 0).tolist() == [False, False, True]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(RULES + WRONG), st.data(),
+    st.lists(st.lists(st.floats(width=32), min_size=3, max_size=3), min_size=2, max_size=5),
+)  # fmt: skip
+def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
+    """Of each group, in every round of a schedule."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+    plan = own_plan(
+        module, clip_rule=clip, group=groups.per_layer(), mechanism=clipping.Joint(),
+            clip_norm=clipping.DimensionClipNorm(0.3),
+        vectors="parameter", steps=2, schedules={"S": [1.0, 0.3]},
+    )  # fmt: skip
+    engine = PrivateRound(plan, module, GaussianNoise())
+    x = torch.tensor(records, dtype=torch.float64)
+    out = data.draw(st.integers(0, len(x) - 1))
+    for t in (0, 1):
+        sums = []
+        for rows in (x, torch.cat([x[:out], x[out + 1 :]])):
+            engine.start(t)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                engine.accumulate(lambda one: module(one).square().sum(), rows, len(rows))
+            sums.append({name: total.clone() for name, total in engine._sums.items()})
+        some, others = sums
+        for group in engine.now.groups:
+            moved = [
+                (some.get(name, torch.zeros(1)) - others.get(name, torch.zeros(1))).flatten() / alpha
+                for vector, alpha in zip(group.vectors, group.alphas, strict=True)
+                for name in vector.parameters
+            ]
+            assert torch.cat(moved).norm() <= group.S * (1 + 1e-12)
+
+
+def test_a_rule_sees_one_norm_at_a_time():
+    x = torch.tensor([1.0, 2.0, 1e6], dtype=torch.float64)
+    assert clip_rule_factors(Middling(), x, number(1.0)).tolist() == pytest.approx([1.0, 0.5, 1e-6])
+
+
+# Exact noise
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(RULES + WRONG + EXTREME), st.lists(st.floats(width=64), min_size=1, max_size=9),
+    st.floats(1e-3, 1e3), st.floats(0.1, 1e3),
+)  # fmt: skip
+def test_exact_noise_takes_every_rule(clip, vector, S, z):
+    at, row = lattice(S, z * S), torch.tensor([vector], dtype=torch.float64)
+    found = norms(row)
+    whole = at.rounded(row, found, clip_rule_factors(clip, found, number(S)))
+    assert sum(int(number) ** 2 for number in whole[0].tolist()) <= at.S2
+    norm = float(found)
+    if clip in RULES and 1e-100 < norm < 1e100 and at.S2 > 1e4:
+        expected = row[0] * factor(clip, norm, S) / at.grid
+        assert ((whole[0] - expected).abs() <= 1 + 1e-9 * expected.abs()).all()
+
+
+@named
+def test_exact_and_gaussian_noise_are_given_the_same_sums(clip):
+    module, batch = case("mlp")
+    sums = []
+    for noise in ("exact", "gaussian"):
+        plan = own_plan(
+            module, clip_rule=clip, noise=noise, clip_norm=clipping.FixedClipNorm(1.0), group=groups.per_layer()
+        )
+        engine = PrivateRound(plan, module, GaussianNoise())
+        found = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch)
+        units = {
+            name: g.lattice.grid if g.exact else 1 for g in plan.groups for v in g.vectors for name in v.parameters
+        }
+        sums.append({name: total * units[name] for name, total in found.items()})
+    assert relative_error(*sums) < 1e-5
+
+
+# The plan
+
+
+@named
+def test_a_rule_changes_nothing_that_is_accounted(clip):
+    module = nn.Linear(4, 3)
+    plans = [own_plan(module, clip_rule=rule, group=groups.per_layer(), steps=5) for rule in (clip, None)]
+    assert plans[0].ledger() == plans[1].ledger()
+    assert (plans[0].clip == "") is (clip == Abadi()) and plans[1].clip == ""
+
+
+def test_z_goes_with_s():
+    """From group to group, and from round to round."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    given = clipping.FixedClipNorm({"0": 1.0, "1": 10.0})
+    plan = own_plan(
+        module, clip_rule=Global(2.0), group=groups.per_layer(), clip_norm=given, steps=2, schedules={"S": [1.0, 0.1]}
+    )
+    x = torch.tensor([0.15, 1.5, 15.0], dtype=torch.float64)
+    kept = [
+        [bool(c) for c in clip_factors(group.clip, x, number(group.S), torch.float64)]
+        for t in (0, 1)
+        for group in plan.at(t).groups
+    ]
+    assert kept == [[True, True, False], [True, True, True], [True, False, False], [True, True, False]]
+
+
+@dataclass
+class Thawed:
+    """Could be changed during training."""
+
+    name: str = "thawed"
+
+    def __call__(self, x, S):
+        return S / x
+
+
+@pytest.mark.parametrize("clip", [lambda x, S: S / x, Abadi, Thawed(), clipping.FixedClipNorm(1.0)])
+def test_what_is_no_rule_is_refused(clip):
+    with pytest.raises(ConfigError, match="is no clip rule; give a frozen dataclass with a name"):
+        own_plan(nn.Linear(2, 2), clip_rule=clip)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda v: Automatic(v), lambda v: Psac(v), lambda v: Global(v)], ids=["gamma", "r", "Z"]
+)
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "large", None, True, {"all": 1.0}])
+def test_bad_values_are_refused(make, value):
+    with pytest.raises(ConfigError, match=r"clip\.(gamma|r|Z)=.* must be a (finite )?number above 0"):
+        make(value)
+
+
+@pytest.mark.parametrize("group", ["flat", "per_layer"])
+@pytest.mark.parametrize("clip", ["clip_rule=abadi", "clip_rule=global clip_rule.threshold=16"])
+def test_local_and_global_flat_and_layerwise(clip, group, dpexp_job):
+    output = dpexp_job(
+        *clip.split(), f"group={group}", "clip_norm=fixed", "model=mlp", "privacy.noise_multiplier=1",
+            "sampling.steps=2",
+        "tracking=none", "trainer.num_evaluations=0",
+    )  # fmt: skip
+    result = json.loads((output / "result.json").read_text())
+    assert result["trained"] and result["rounds"] == 2
+
+
+def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
+    output = dpexp_job(
+        "clip_rule=global",
+        "clip_rule.threshold=8",
+        "model=logistic",
+        "group=per_layer",
+        "trainer.num_evaluations=0",
+        "sampling.steps=2",
+    )
+    assert "clip global (Z = 8" in capsys.readouterr().out
+    plan = json.loads((output / "plan.json").read_text())
+    assert [group["clip"] for group in plan["groups"]] == [{"Z": 8, "name": "global"}] * len(plan["groups"])
+    assert "clip global (Z = 8), noise multiplier" in (output / "card.md").read_text()
+    client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
+    result = json.loads((output / "result.json").read_text())
+    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.clip_rule"] == "global"
+
+
+def test_a_job_older_than_the_choice_is_loaded(dpexp_job):
+    output = dpexp_job("model=logistic", "tracking=none", "trainer.num_evaluations=0", "sampling.steps=2")
+    cfg = yaml.safe_load((output / "config.yaml").read_text())
+    del cfg["clip"], cfg["norms"]
+    (output / "config.yaml").write_text(yaml.safe_dump(cfg))
+    assert isinstance(dpexp.load(output), nn.Module)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """It changes the norm that it is given."""
+
+    name: str = "writing"
+
+    def __call__(self, x, S):
+        x.mul_(0)
+        return x + 1e6
+
+
+def test_a_rule_that_writes_to_its_norm_is_bounded_all_the_same():
+    norms = torch.tensor([1e-3, 1.0, 1e6], dtype=torch.float64)
+    c = clip_factors(Writing(), norms, number(0.01), torch.float64)
+    assert norms.tolist() == [1e-3, 1.0, 1e6] and (c * norms <= 0.01).all()
+
+
+@dataclass(frozen=True)
+class Asking:
+    name: str = "asking"
+
+    def __call__(self, x, S):
+        return 1.0 if x <= S else S / x
+
+
+@dataclass(frozen=True)
+class Answering:
+    name: str = "answering"
+
+    def __call__(self, x, S):
+        return torch.stack([x, x])
+
+
+@pytest.mark.parametrize("rule, said", [(Asking(), "cannot answer for a norm"), (Answering(), "one real number")])
+def test_rules_that_do_not_answer_are_refused_before_training(rule, said):
+    with pytest.raises(ConfigError, match=said):
+        check_clip_rule(rule)
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """Clips to the longest norm so far."""
+
+    name: str = "remembering"
+    seen: dict = field(default_factory=dict, hash=False, compare=False)
+
+    def __call__(self, x, S):
+        self.seen["longest"] = torch.maximum(x, self.seen.get("longest", x))
+        return S / self.seen["longest"]
+
+
+def test_a_rule_remembers_nothing():
+    rule, norms = Remembering(), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert clip_rule_factors(rule, 1e6 * norms, number(1.0)).tolist() == [1e-6, 5e-7]
+    assert clip_rule_factors(rule, norms, number(1.0)).tolist() == [1.0, 0.5] and not rule.seen
+
+
+def add_all(mechanism, gradients, S, total):
+    """As the engine does: of doubtful norms those that are computed from factors in float64."""
+    found = mechanism.norms(gradients, number(S))
+    doubtful = found.doubtful.amax(0) > 0
+    if doubtful.any():
+        mechanism.add(mechanism.exact_norms(found, doubtful.nonzero()[:, 0]), number(S), total)
+    mechanism.add(found, number(S), total, ~doubtful)
+
+
+@pytest.mark.parametrize("far", [1.002, 1.006, 1.01])
+def test_how_many_are_processed_together_decides_over_little(far):
+    """Records whose outer products all but cancel, so that what is allowed for rounding lies about where float64 is
+    taken instead (6 in `rounding`): at a threshold, one of them more would change the norms of all by a hundredth."""
+    random = torch.Generator().manual_seed(11)
+    x, g = torch.tanh(torch.randn(256, generator=random)), torch.randn(256, generator=random)
+    plan = own_plan(nn.Linear(256, 256, bias=False), n=100, q=0.5, steps=1, noise_multiplier=1.0, clip_rule=Global(far))
+    moved = []
+    for left in torch.linspace(0.04, 0.12, 161).tolist():
+        S = left * float(g.double().norm() * x.double().norm())
+        (group,) = (replace(group, S=S) for group in plan.groups)
+        sums = []
+        for many in (7, 8):
+            of_all = [torch.stack(pair).expand(many, 2, 256).clone() for pair in ((x, x), (g, -(1 - left) * g))]
+            total = {"weight": torch.zeros(256, 256)}
+            add_all(GroupMechanism(group), {"weight": OuterProductGradient(*of_all)}, S, total)
+            sums.append(total["weight"].double() / many / S)
+        moved.append(float((sums[0] - sums[1]).norm()))
+    assert 0 < max(moved) < 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_last_digits_of_a_norm_decide_over_little(rule):
+    """They vary with how many records are processed together, for all of them at once."""
+    x = torch.cat([torch.logspace(-3, 3, 20001, dtype=torch.float64), torch.linspace(0.4, 0.6, 20001).double()])
+    moved = (clip_rule_factors(rule, x * (1 + 1e-7), number(0.5)) - clip_rule_factors(rule, x, number(0.5))).abs() * x
+    assert float(moved.max()) < 1e-4 * 0.5
+
+
+@pytest.mark.parametrize("adjacency, changed", [("add_remove", []), ("replace_null", [0.0]), ("replace_one", [-9.0])])
+def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency, changed):
+    """σ̃ over it is the z of a round in which all are sampled."""
+    plan = own_plan(
+        nn.Linear(1, 1, bias=False),
+        n=2,
+        q=1.0,
+        sampling="full_batch",
+        steps=1,
+        noise_multiplier=1.5,
+        adjacency=adjacency,
+    )
+    (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
+    sums = []
+    for gradients in ([9.0, 5.0], [*changed, 5.0]):
+        total = {"weight": torch.zeros(1, 1)}
+        found = mechanism.norms({"weight": DenseGradient(torch.tensor(gradients)[:, None])}, number(group.S))
+        mechanism.add(found, number(group.S), total)
+        sums.append(float(total["weight"]))
+    assert abs(sums[0] - sums[1]) == pytest.approx(mechanism.sensitivity(adjacency), rel=1e-6)
+    (release,) = releases(plan.ledger())
+    assert release.z == pytest.approx(group.sigma / mechanism.sensitivity(adjacency))

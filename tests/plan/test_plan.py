@@ -1,0 +1,356 @@
+"""Groups, bounds, mechanisms, allocations: the paper's formulas and worked numbers."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import plan_of
+from torch import nn
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.errors import ConfigError
+from dpexp.privacy.plan.allocation import DimensionAdjusted, Explicit, MinVariance, Proportional, Weighted
+from dpexp.privacy.plan.clipping import (
+    DimensionClipNorm,
+    FixedClipNorm,
+    GroupClipping,
+    Joint,
+    Separate,
+    UniformClipNorm,
+)
+from dpexp.privacy.plan.groups import Groups, Match, Vector, conv_fc, flat, per_layer
+from dpexp.privacy.sampling.policies import Poisson
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(72, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
+
+
+def plan(module=None, **choices):
+    defaults = {"n": 1000, "q": 0.1, "steps": 10, "noise_multiplier": 1.5}
+    return plan_of(module or cnn(), **defaults | choices)
+
+
+def names(plan):
+    return {group.name: [vector.name for vector in group.vectors] for group in plan.groups}
+
+
+# Groups and vectors
+
+
+def test_a_glob_below_anything_takes_what_is_at_the_top():
+    deep = nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.ModuleDict({"head": nn.Linear(2, 2)})})
+    deep["ahead"] = nn.Linear(2, 2)
+    grouping = Groups({"head": Match(parameters=["*.head.*"]), "rest": Match(rest=True)})
+    assert names(plan(deep, group=grouping)) == {"head": ["head", "body.head"], "rest": ["ahead"]}
+
+
+def test_the_ready_groupings():
+    assert names(plan(group=flat())) == {"all": ["0", "1", "3", "5"]}
+    assert names(plan(group=per_layer())) == {"0": ["0"], "1": ["1"], "3": ["3"], "5": ["5"]}
+    assert names(plan(group=conv_fc())) == {"conv": ["0"], "fc": ["3", "5"], "rest": ["1"]}
+
+
+def test_a_vector_is_a_layer_or_a_parameter():
+    by_layer, by_parameter = plan(), plan(vectors="parameter")
+    assert [v.d for v in by_layer.groups[0].vectors] == [20, 4, 365, 18]
+    assert [v.name for v in by_parameter.groups[0].vectors][:2] == ["0.weight", "0.bias"]
+    assert by_layer.groups[0].d == by_parameter.groups[0].d == 407
+
+
+def test_custom_groups_match_by_glob_and_type():
+    grouping = Groups(
+        {"biases": Match(parameters=["*.bias"]), "norms": Match(layers=["GroupNorm"]), "rest": Match(rest=True)}
+    )
+    with pytest.raises(ConfigError, match=r"parameter 1\.bias falls in both biases and norms"):
+        plan(group=grouping)
+    grouping = Groups({"late": {"parameters": ["3.*", "5.*"]}, "early": {"layers": ["Module"]}})
+    with pytest.raises(ConfigError, match="falls in both"):
+        plan(group=grouping)
+    grouping = Groups({"late": {"parameters": ["3.*", "5.*"]}, "early": {"rest": True}})
+    assert names(plan(group=grouping)) == {"late": ["3", "5"], "early": ["0", "1"]}
+
+
+def test_no_parameter_is_left_out_and_no_group_is_empty():
+    with pytest.raises(ConfigError, match=r"parameter 0\.weight falls in no group"):
+        plan(group=Groups({"fc": Match(layers=["Linear"])}))
+    with pytest.raises(ConfigError, match=r"rnn .*matches none"):
+        plan(group=Groups({"rnn": Match(layers=["LSTM"]), "rest": Match(rest=True)}))
+
+
+def test_frozen_parameters_are_not_released_and_tied_ones_once():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    module[1].bias.requires_grad_(False)
+    (group,) = plan(module).groups
+    assert [v.parameters for v in group.vectors] == [("0.weight", "0.bias")] and group.d == 20
+
+
+# Bounds
+
+SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
+
+
+@given(sizes=SIZES, total=st.floats(1e-3, 1e3))
+def test_uniform_and_dimension_bounds_add_up_to_the_total(sizes, total):
+    """With the paper's misprint S*/√(d/D) they would not."""
+    groups = [f"g{i}" for i in range(len(sizes))]
+    for bound in (UniformClipNorm(total), DimensionClipNorm(total)):
+        assert math.sqrt(sum(S**2 for S in bound(groups, sizes))) == pytest.approx(total, rel=1e-12)
+
+
+def test_fixed_bounds():
+    assert [g.S for g in plan(group=conv_fc(), clip_norm=FixedClipNorm(0.3)).groups] == [0.3] * 3
+    given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
+    assert [g.S for g in plan(group=conv_fc(), clip_norm=FixedClipNorm(given)).groups] == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"names the groups conv; the model has conv, fc, rest"):
+        plan(group=conv_fc(), clip_norm=FixedClipNorm({"conv": 1.0}))
+
+
+# Mechanisms
+
+
+def test_section_2s_example():
+    """v_1, v_2 with norms up to 1 and 100, tolerable noise 0.01 and 1, one of them always zero: joint clipping
+    reaches z = 0.01·qn, separate clipping at the same noise 0.00707·qn."""
+    n, q = 1000, 0.1
+    module = nn.ModuleList([nn.Linear(3, 1), nn.Linear(2, 1)])
+    common = {"n": n, "q": q, "steps": 1, "noise_multiplier": None}
+    joint = plan(
+        module, mechanism=Joint(alpha=[1.0, 100.0], clip_norm=1.0), allocation=Explicit({"all": 0.01 * q * n}), **common
+    )
+    assert joint.noise_multiplier == pytest.approx(0.01 * q * n, rel=1e-12)
+    noises = [alpha * joint.groups[0].sigma / (q * n) for alpha in joint.groups[0].alphas]
+    assert noises == pytest.approx([0.01, 1.0])
+    separate = plan(
+        module,
+        group=per_layer(),
+        clip_norm=FixedClipNorm({"0": 1.0, "1": 100.0}),
+        allocation=Explicit({"0": 0.01 * q * n, "1": 1.0 * q * n}),
+        **common,
+    )
+    assert separate.noise_multiplier == pytest.approx(0.01 / math.sqrt(2) * q * n, rel=1e-12)
+    assert separate.noise_multiplier / (q * n) == pytest.approx(0.00707, abs=1e-5)
+
+
+def test_joint_bound_lies_in_zero_to_root_k():
+    assert plan(mechanism=Joint()).groups[0].S == 2.0
+    assert plan(mechanism=Joint(clip_norm=2.0)).groups[0].S == 2.0
+    for S in (2.0001, 0.0, -1.0):
+        with pytest.raises(ConfigError, match=r"mechanism\.clip_norm"):
+            plan(mechanism=Joint(clip_norm=S))
+    with pytest.raises(ConfigError, match=r"mechanism\.clip_norm.*group conv"):
+        plan(group=conv_fc(), mechanism=Joint(clip_norm=[1.1, 1.0, 1.0]))
+
+
+def test_joint_scales_come_from_a_number_a_list_or_the_bound():
+    assert plan(mechanism=Joint(alpha=0.5)).groups[0].alphas == (0.5,) * 4
+    assert plan(mechanism=Joint(alpha=[1, 2, 3, 4])).groups[0].alphas == (1, 2, 3, 4)
+    derived = plan(mechanism=Joint(), clip_norm=DimensionClipNorm(2.0)).groups[0]
+    assert derived.alphas == pytest.approx([2 * math.sqrt(v.d / 407) for v in derived.vectors])
+    with pytest.raises(ConfigError, match="lists 2 numbers for 4 vectors"):
+        plan(mechanism=Joint(alpha=[1, 2]))
+    with pytest.raises(ConfigError, match=r"mechanism\.alpha\[1\]=-2"):
+        plan(mechanism=Joint(alpha=[1, -2, 3, 4]))
+
+
+# Allocation
+
+ALLOCATIONS = {
+    "proportional": Proportional(),
+    "dimension_adjusted": DimensionAdjusted(),
+    "min_variance": MinVariance(),
+    "weighted": Weighted({"a": 0.2, "b": 0.5, "c": 0.3}),
+}
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS.values(), ids=ALLOCATIONS)
+@given(
+    sizes=st.tuples(*[st.integers(1, 10**6)] * 3),
+    bounds=st.tuples(*[st.floats(1e-3, 1e3)] * 3),
+    z=st.floats(1e-2, 1e3),
+)
+def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, bounds, z):
+    grouped = {name: (Vector(name, (name,), d),) for name, d in zip("abc", sizes, strict=True)}
+    clipping = {name: GroupClipping((1.0,), S) for name, S in zip("abc", bounds, strict=True)}
+    shares = allocation.shares(grouped, clipping)
+    assert sum(shares.values()) == pytest.approx(1, rel=1e-12)
+    sigmas = {name: z * clipping[name].S / math.sqrt(w) for name, w in shares.items()}
+    assert sum((clipping[n].S / sigmas[n]) ** 2 for n in shares) == pytest.approx(z**-2, rel=1e-9)
+
+
+def test_the_papers_two_allocations():
+    """Section 4: σ̃_g = z √G S_g and σ̃_g = z √(D/d_g) S_g."""
+    given = {"conv": 1.0, "fc": 2.0, "rest": 3.0}
+    for group in plan(group=conv_fc(), clip_norm=FixedClipNorm(given)).groups:
+        assert group.sigma == pytest.approx(1.5 * math.sqrt(3) * group.S)
+    for group in plan(group=conv_fc(), clip_norm=FixedClipNorm(given), allocation=DimensionAdjusted()).groups:
+        assert group.sigma == pytest.approx(1.5 * math.sqrt(407 / group.d) * group.S)
+
+
+@pytest.mark.parametrize("mechanism", [Separate(), Joint(alpha=[0.5, 2.0, 1.0, 3.0])])
+def test_min_variance_has_the_least_noise(mechanism):
+    def variance(allocation):
+        groups = plan(group=conv_fc(), clip_norm=FixedClipNorm(0.7), mechanism=mechanism, allocation=allocation).groups
+        return sum(g.sigma**2 * sum(a**2 * v.d for a, v in zip(g.alphas, g.vectors, strict=True)) for g in groups)
+
+    least = variance(MinVariance())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        weights = torch.rand(3, generator=generator, dtype=torch.float64) + 1e-3
+        weights = (weights / weights.sum()).tolist()
+        assert variance(Weighted(dict(zip(("conv", "fc", "rest"), weights, strict=True)))) >= least * (1 - 1e-12)
+    assert variance(Proportional()) > least
+
+
+def test_weights_must_add_up_to_one():
+    with pytest.raises(ConfigError, match=r"add up to 0\.9; they must add up to 1"):
+        plan(group=conv_fc(), allocation=Weighted({"conv": 0.3, "fc": 0.3, "rest": 0.3}))
+    with pytest.raises(ConfigError, match="names the groups conv"):
+        plan(group=conv_fc(), allocation=Weighted({"conv": 1.0}))
+
+
+def test_explicit_noise_contradicts_a_target():
+    with pytest.raises(ConfigError, match="allocation=explicit fixes the noise"):
+        plan(allocation=Explicit({"all": 1.0}))
+
+
+# The whole plan
+
+
+@pytest.mark.parametrize("knob", ["q", "q_at_fixed_z", "steps", "bound"])
+def test_other_knobs_are_solved_from_the_noise_given(knob):
+    asked = plan(group=conv_fc(), noise_multiplier=3.0, clip_norm=FixedClipNorm(0.5))
+    made = plan(
+        group=conv_fc(), noise_multiplier=3.0, clip_norm=FixedClipNorm(0.5), epsilon=0.5, delta=1e-5, calibrate=knob
+    )
+    cost = epsilon(made.ledger(), 1e-5)
+    assert cost <= 0.5 and (cost >= 0.5 * (1 - 1e-3) or knob == "steps")
+    assert made.calibration.value != 1 and made.calibration.cost == pytest.approx(cost, rel=1e-12)
+
+    def averages(p):
+        return [group.sigma / (p.sampling.q * p.n) for group in p.groups]
+
+    def sigmas(p):
+        return [group.sigma for group in p.groups]
+
+    held = {"q": averages, "q_at_fixed_z": sigmas, "steps": sigmas, "clip_norm": sigmas}[knob]
+    assert held(made) == pytest.approx(held(asked), rel=1e-12), "the paper's §4 holds the averages' noise"
+    assert (made.rounds != asked.rounds) == (knob == "steps")
+    assert (made.sampling.q != asked.sampling.q) == knob.startswith("q")
+    assert (made.groups[0].S != asked.groups[0].S) == (knob == "bound")
+
+
+def test_explicit_noise_may_be_the_start_for_another_knob():
+    made = plan(allocation=Explicit({"all": 3.0}), noise_multiplier=None, epsilon=0.5, delta=1e-5, calibrate="steps")
+    assert made.groups[0].sigma == 3.0 and epsilon(made.ledger(), 1e-5) <= 0.5
+
+
+def test_the_noise_is_solved_for_a_target():
+    made = plan(noise_multiplier=None, epsilon=2.0, delta=1e-5, group=conv_fc())
+    assert 2.0 * (1 - 2e-3) <= epsilon(made.ledger(), 1e-5) <= 2.0
+    assert len(made.ledger()) == 10
+
+
+def test_rounds_from_epochs_lose_no_step():
+    """Trap 4: int(1/q) steps an epoch would lose one for 312 of these lengths."""
+    lost = [n for n in range(1, 5000) if int(1 / (1 / n)) != n]
+    assert len(lost) == 312 and lost[:3] == [93, 99, 105]
+    for n in range(1, 5000):
+        assert [Poisson(1 / n).rounds(epochs) for epochs in (1, 3)] == [n, 3 * n]
+    assert Poisson(512 / 1437).rounds(40) == math.ceil(40 * 1437 / 512) == 113
+    assert Poisson(1 / 3).rounds(0.5) == 2
+
+
+@pytest.mark.parametrize(
+    "choices, message",
+    [
+        ({"q": 1.5}, r"sampling\.sampling_rate=1\.5"),
+        ({"q": 0.0}, r"sampling\.sampling_rate=0"),
+        ({"q": "0.2"}, r"sampling\.sampling_rate='0.2' must lie in"),
+        ({"clip_norm": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
+        ({"allocation": Weighted([1, 2])}, r"allocation.weights=\[1, 2\] must be {group: number} .*: all"),
+        (
+            {"allocation": Explicit([1.0]), "noise_multiplier": None},
+            r"allocation.sigma=\[1.0\] must be {group: number}",
+        ),
+        ({"allocation": Explicit({1: 2}), "noise_multiplier": None}, "allocation.sigma names the groups 1; the model"),
+        ({"group": Groups(["a"])}, r"group.groups=\['a'\] must be {name: {parameters:"),
+        ({"group": Groups({"a": 3})}, r"group.groups.a=3 must be {parameters:"),
+        ({"group": Groups({"a": {"parameter": "*"}})}, r"group.groups.a={'parameter': '\*'} must be {parameters:"),
+        ({"q": None, "expected_batch_size": 2000}, "exceeds data.n=1000"),
+        ({"q": None}, "exactly one of"),
+        ({"expected_batch_size": 10}, "exactly one of"),
+        ({"steps": 0}, r"sampling\.steps=0"),
+        ({"steps": None, "epochs": -1.0}, r"sampling\.epochs=-1"),
+        ({"epsilon": 1.0}, "exactly one of privacy.epsilon or privacy.noise_multiplier"),
+        ({"noise_multiplier": -1.0}, r"privacy\.noise_multiplier=-1"),
+        ({"noise_multiplier": None, "epsilon": 0.0, "delta": 1e-5}, r"privacy\.epsilon=0"),
+        ({"noise_multiplier": None, "epsilon": 1.0, "delta": 1.0}, r"privacy\.delta=1"),
+        ({"noise_multiplier": None, "epsilon": 1.0}, "privacy.delta must be given"),
+        ({"n": 0}, r"data\.n=0"),
+        ({"vectors": "neuron"}, "vectors=neuron"),
+        ({"clip_norm": FixedClipNorm(math.inf)}, "clip_norm.value=inf"),
+        ({"clip_norm": FixedClipNorm(-1.0)}, "clip_norm.value=-1"),
+        ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
+        (
+            {"sampling": "fixed_size", "adjacency": "add_remove"},
+            "adjacency=add_remove cannot be claimed for sampling=fi",
+        ),
+        ({"sampling": "shuffle", "adjacency": "add_remove"}, "choose adjacency=replace_one or replace_null"),
+        ({"adjacency": "remove"}, "known: add_remove"),
+        ({"sampling": "poisson", "maximum": 5}, r"sampling\.max_batch_size=5"),
+        ({"sampling": "fixed_size", "q": 0.0123}, "whole number of records"),
+        ({"schedules": {"z": [1.0]}}, r"schedule\.z lists 1 numbers for 10 rounds"),
+        ({"schedules": {"q": {"linear": [1, 100]}}}, r"sampling\.sampling_rate=.* must lie in"),
+        ({"schedules": {"sigma": 1.0}}, r"schedule\.sigma is unknown"),
+        ({"sampling": "shuffle", "schedules": {"q": {"step": {0: 1, 2: 0.5}}}}, "q cannot vary"),
+        ({"calibrate": "lr"}, "calibrate=lr is unknown; choose one of noise_multiplier, sampling_rate"),
+        ({"calibrate": "sampling_rate", "epsilon": 1.0, "noise_multiplier": None}, "give both"),
+        (
+            {"calibrate": "sampling_rate", "sampling": "shuffle", "epsilon": 1.0, "delta": 1e-5},
+            "choose sampling=poisson",
+        ),
+        (
+            {"adjacency": "replace_one", "noise_multiplier": None, "epsilon": 1.0, "delta": 1e-5, "accountant": "rdp"},
+            "choose accountant=pld",
+        ),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(choices, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(**choices)
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (nn.BatchNorm2d(2), r"layer 1 \(BatchNorm2d\) mixes .* use GroupNorm"),
+        (nn.SyncBatchNorm(2), r"layer 1 \(SyncBatchNorm\)"),
+        (nn.InstanceNorm2d(2, track_running_stats=True), "track_running_stats=False"),
+        (nn.LazyLinear(3), "no sizes yet"),
+    ],
+)
+def test_layers_that_mix_records_are_refused_by_name(layer, message):
+    """Trap 10."""
+    with pytest.raises(ConfigError, match=message):
+        plan(nn.Sequential(nn.Conv2d(1, 2, 3), layer))
+
+
+def test_a_frozen_batchnorm_is_fine():
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).eval())
+    assert plan(module).groups[0].d == 12
+
+
+def test_what_is_left_of_a_plan_are_its_last_rounds():
+    made = plan_of(
+        nn.Linear(3, 1), n=100, q=0.1, steps=25, noise_multiplier=1.0, schedules={"z": {"step": {0: 2.0, 10: 1.0}}}
+    )
+    for since in (0, 4, 10, 24, 25):
+        left = {round(round_.noise_multiplier, 9): count for round_, count in made.ledger(since).rounds.items()}
+        assert left == Counter(([2.0] * 10 + [1.0] * 15)[since:])

@@ -1,0 +1,784 @@
+"""The callback in a real Lightning Trainer, against the same training done by hand."""
+
+import copy
+import math
+import warnings
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from plans import plan_of
+from reference import clipped_sums
+from tests.test_ledger_file import edited
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+import dpexp
+from dpexp.accounting.ledger import ledger_so_far, read_ledger
+from dpexp.accounting.releases import releases
+from dpexp.errors import ConfigError
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import clipping, groups
+from dpexp.privacy.sampling.policies import Poisson
+
+N, Q, T, SEED = 40, 0.15, 12, 5
+
+
+class Images(nn.Module):
+    """A whole CNN, on the records' four numbers as 2×2 images of one channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 2),
+            nn.Tanh(), nn.Flatten(), nn.Linear(12, 3),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.net(x.view(-1, 1, 2, 2))
+
+
+class Words(nn.Module):
+    """A small transformer with tied embeddings, on the records' four numbers as words."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(3, 8)
+        self.positions = nn.Parameter(0.1 * torch.randn(4, 8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        words = (x > 0).long() + (x > 1).long()
+        return self.head(self.block(self.embed(words) + self.positions).mean(1))
+
+
+class Model(pl.LightningModule):
+    """A LightningModule as a user writes it: logs its loss, has a scheduler and momentum."""
+
+    def __init__(self, net=None, optimizer=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = net or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        self._optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self._optimizer(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (N,), generator=generator))
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, workers=0):
+        super().__init__()
+        self.workers = workers
+
+    def setup(self, stage):
+        self.train = dataset()
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=3, shuffle=True, num_workers=self.workers)
+
+
+def plan_for(module, **choices):
+    defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "clip_norm": clipping.FixedClipNorm(0.4)}
+    return plan_of(module, **defaults | choices)
+
+
+def trainer(*callbacks, **options):
+    defaults = {
+        "accelerator": "cpu", "max_epochs": -1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    return pl.Trainer(callbacks=list(callbacks), **defaults | options)
+
+
+def fit(tmp_path, module=None, data=None, plan=None, ledger="l.jsonl", options=None, **callback):
+    module = module or Model()
+    callback = {"physical_batch": 4, "noise_seed": SEED} | callback
+    privacy = dpexp.PrivacyCallback(plan or plan_for(module), tmp_path / ledger, **callback)
+    run = trainer(privacy, **options or {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.fit(module, Data() if data is None else data)
+    return module, run, privacy
+
+
+def by_hand(plan, rounds=T, net=None, factors=lambda t: (1, 1, 1)):
+    """DP-SGD with momentum and a decaying rate, record by record, on the same samples and noise.
+
+    factors: what z, q and S are multiplied by in round t."""
+    module = Model(net)
+    x, y = dataset().tensors
+    sampler = KeyStream.known(SEED, "sampling", 0)
+    noise = GaussianNoise(KeyStream.known(SEED, "noise", 0))
+    velocity = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    rate, sizes = 0.5, []
+    for t in range(rounds):
+        f_z, f_q, f_S = factors(t)
+        rows = Poisson(Q * f_q).samples(N, sampler)[0]
+        sizes.append(len(rows))
+        now = replace(plan, groups=tuple(replace(group, S=group.S * f_S) for group in plan.groups))
+        sums = clipped_sums(
+            now, module, lambda one: F.cross_entropy(module.net(one[0]), one[1]), (x[rows], y[rows]), len(rows)
+        )
+        sigmas = {
+            name: alpha * group.sigma * f_S * f_z
+            for group in plan.groups
+            for vector, alpha in zip(group.vectors, group.alphas, strict=True)
+            for name in vector.parameters
+        }
+        noise.add_to((sums[name], sigma) for name, sigma in sigmas.items())
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                velocity[name] = 0.9 * velocity[name] + sums[name] / (Q * f_q * 37)
+                p -= rate * velocity[name]
+        rate *= 0.9
+    return module, sizes
+
+
+def assert_same(module, other):
+    for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("mechanism", [clipping.Separate(), clipping.Joint(alpha=[0.2, 0.5])])
+@pytest.mark.parametrize("grouping", [groups.flat(), groups.per_layer()])
+def test_training_equals_dp_sgd_by_hand(tmp_path, grouping, mechanism):
+    """Traps 3 and 5: empty samples step like others, and chunks are neither re-noised nor clipped as means."""
+    plan = plan_for(Model(), group=grouping, mechanism=mechanism)
+    module, run, _ = fit(tmp_path, plan=plan)
+    reference, sizes = by_hand(plan)
+    assert 0 in sizes or min(sizes) < 4 < max(sizes), "some samples must span chunks"
+    assert_same(module, reference)
+    assert run.global_step == T
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert ledger == plan.ledger()
+
+
+def test_a_schedule_is_carried_out_and_accounted(tmp_path):
+    schedules = {"z": {"step": {0: 1.0, 3: 0.5}}, "q": [1 + 0.1 * t for t in range(T)], "S": {"linear": [1, 2]}}
+    plan = plan_for(Model(), group=groups.per_layer(), schedules=schedules)
+    module, _, _ = fit(tmp_path, plan=plan)
+
+    def factors(t):
+        return (0.5 if t >= 3 else 1.0), 1 + 0.1 * t, 1 + t / (T - 1)
+
+    assert_same(module, by_hand(plan, factors=factors)[0])
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert len(ledger.rounds) == T == len(ledger)
+    for t, round_ in enumerate(ledger.rounds):
+        f_z, f_q, f_S = factors(t)
+        assert round_.sampling.q == pytest.approx(Q * f_q)
+        (bound,) = {query.S for query in round_.queries}
+        assert bound == pytest.approx(0.4 * f_S)
+        assert round_.noise_multiplier == pytest.approx(0.8 * f_z), "a schedule of bounds leaves z alone"
+    assert ledger == plan.ledger()
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"sampling": "truncated_poisson", "maximum": 6},
+        {"sampling": "fixed_size", "q": 5 / N},
+        {"sampling": "shuffle", "q": 5 / N},
+        {"sampling": "shuffle", "q": 5 / N, "adjacency": "replace_null"},
+        {"sampling": "full_batch", "q": 1.0},
+    ],
+    ids=str,
+)
+def test_every_policy_runs_and_writes_what_it_did(tmp_path, choices):
+    plan = plan_for(Model(), n=N, steps=20, **choices)
+    fit(tmp_path, plan=plan)
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    assert ledger == plan.ledger() and len(ledger) == 20
+    assert {round_.sampling.policy for round_ in ledger.rounds} == {choices["sampling"]}
+
+
+@pytest.mark.parametrize("sampling", ["fixed_size", "shuffle", "truncated_poisson"])
+def test_policies_that_rely_on_n_refuse_another_number_of_records(tmp_path, sampling):
+    maximum = {"maximum": 9} if sampling == "truncated_poisson" else {}
+    plan = plan_for(Model(), n=N + 4, q=4 / (N + 4), sampling=sampling, **maximum)
+    with pytest.raises(ConfigError, match=f"data.n={N + 4}, but the training set holds {N} records"):
+        fit(tmp_path, plan=plan)
+    assert not (tmp_path / "l.jsonl").exists()
+
+
+def test_an_accountant_without_a_claim_is_refused_before_training(tmp_path):
+    plan = plan_for(Model(), n=N, q=5 / N, sampling="truncated_poisson", max_batch_size=9)
+    with pytest.raises(ConfigError, match="accountant=rdp has no bound for sampling=truncated_poisson"):
+        fit(tmp_path, plan=plan, delta=1e-5, accountant="rdp")
+
+
+@pytest.mark.parametrize("build", [Images, Words])
+def test_whole_models_train_as_by_hand(tmp_path, build):
+    def net():
+        torch.manual_seed(3)
+        return build()
+
+    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), clip_norm=clipping.UniformClipNorm(0.4))
+    module, _, _ = fit(tmp_path, Model(net()), plan=plan)
+    assert_same(module, by_hand(plan, 5, net())[0])
+
+
+def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):
+    """Trap 3."""
+    module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    before = [p.clone() for p in module.parameters()]
+    plan = plan_for(module, q=1e-9, steps=3)
+    _, run, _ = fit(tmp_path, module, plan=plan)
+    assert run.global_step == 3 and len(read_ledger(tmp_path / "l.jsonl")) == 3
+    assert all((p != b).all() for p, b in zip(module.parameters(), before, strict=True)), "noise reached every weight"
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("usual"))[0]
+
+
+@pytest.mark.parametrize("callback", [{"physical_batch": 1}, {"physical_batch": 1000}])
+def test_physical_batches_change_nothing(tmp_path, callback, usual):
+    assert_same(fit(tmp_path, **callback)[0], usual)
+
+
+def test_loader_workers_change_nothing(tmp_path, usual):
+    assert_same(fit(tmp_path, data=Data(workers=2))[0], usual)
+
+
+def test_a_loader_given_to_fit_is_sampled_too(tmp_path, usual):
+    assert_same(fit(tmp_path, data=DataLoader(dataset(), batch_size=2))[0], usual)
+
+
+def test_without_a_seed_no_two_runs_are_alike(tmp_path):
+    first, _, _ = fit(tmp_path, noise_seed=None)
+    second, _, _ = fit(tmp_path, ledger="other.jsonl", noise_seed=None)
+    assert not torch.equal(first.net[0].weight, second.net[0].weight)
+
+
+def test_the_denominator_is_the_plans_n(tmp_path):
+    """Not the size of the data set at hand: deriving it from the data is a leak."""
+    module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    start = [p.clone() for p in module.parameters()]
+    fit(tmp_path, module, plan=plan_for(module, steps=1))
+    other = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    fit(tmp_path, other, plan=plan_for(other, steps=1, n=74), ledger="other.jsonl")
+    for p, q, s in zip(module.parameters(), other.parameters(), start, strict=True):
+        assert torch.allclose(p - s, 2 * (q - s), rtol=1e-9)
+
+
+def test_adam_and_clipping_by_the_trainer_are_post_processing(tmp_path):
+    module = Model(optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
+    _, run, _ = fit(tmp_path, module, options={"gradient_clip_val": 0.1})
+    assert run.global_step == T and read_ledger(tmp_path / "l.jsonl") == plan_for(Model()).ledger()
+
+
+def test_epsilon_comes_from_the_ledger(tmp_path):
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            seen.append(trainer.callback_metrics.get("epsilon"))
+
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", delta=1e-3, noise_seed=0)
+    trainer(privacy, Watch()).fit(module, Data())
+    spent = dpexp.epsilon(read_ledger(tmp_path / "l.jsonl"), 1e-3)
+    assert privacy.readings.epsilon == spent
+    assert spent <= float(seen[-1]) <= 1.01 * spent, "rounded up, for progress bars"
+    for done, shown in enumerate(seen, 1):
+        assert float(shown) >= dpexp.epsilon(replace(privacy.plan, rounds=done).ledger(), 1e-3) - 1e-12
+
+
+def test_what_training_step_logs_is_dropped(tmp_path):
+    _, run, _ = fit(tmp_path)
+    assert "train_loss" not in run.callback_metrics | run.logged_metrics
+    _, run, _ = fit(tmp_path, ledger="other.jsonl", unsafe_diagnostics=True)
+    assert {"unsafe/sample_size", "unsafe/train_loss", "unsafe/clip_fraction/all"} <= set(run.logged_metrics)
+
+
+def test_the_module_is_as_before_afterwards(tmp_path):
+    module, run, _ = fit(tmp_path)
+    assert "training_step" not in module.__dict__ and "log" not in module.__dict__
+    assert run.accumulate_grad_batches == 1
+
+
+def test_a_round_is_in_the_ledger_before_its_noise_is_drawn(tmp_path, monkeypatch):
+    add_to, known = GaussianNoise.add_to, set()
+
+    def noted(self, sums, divisor=1.0):
+        known.add(len(ledger_so_far(tmp_path / "l.jsonl")))
+        add_to(self, sums, divisor)
+
+    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+    fit(tmp_path, plan=plan_for(Model(), steps=3))
+    assert known == {1, 2, 3}
+
+
+def test_a_crash_leaves_a_valid_ledger(tmp_path):
+    class Crash(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                raise RuntimeError("crash")
+
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", noise_seed=0)
+    with pytest.raises(RuntimeError, match="crash"):
+        trainer(privacy, Crash()).fit(module, Data())
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
+    assert "training_step" not in module.__dict__
+
+
+def test_resuming_continues_the_ledger_and_stops_at_the_plans_rounds(tmp_path):
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
+    rest = trainer(privacy)
+    rest.fit(module, Data(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert rest.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+def test_resuming_a_finished_run_ends_at_once(tmp_path):
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module))
+    run.save_checkpoint(tmp_path / "whole.ckpt")
+    assert resumed(tmp_path, tmp_path / "whole.ckpt", -1).global_step == T
+    assert len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+def resumed(folder, checkpoint, stop, **choices):
+    module = Model()
+    privacy = dpexp.PrivacyCallback(plan_for(module, **choices), folder / "l.jsonl", delta=1e-5)
+    run = trainer(privacy, max_steps=stop)
+    run.fit(module, Data(), ckpt_path=checkpoint, weights_only=False)
+    return run
+
+
+def test_shuffled_epochs_stay_apart_however_often_one_checkpoint_is_resumed(tmp_path):
+    """Each resumption deals the records anew, so that its batches are not disjoint with those dealt before."""
+    shuffle = {"n": N, "sampling": "shuffle", "q": 4 / N, "steps": 30}
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module, **shuffle), options={"max_steps": 10})
+    run.save_checkpoint(tmp_path / "ten.ckpt")
+    for stop in (13, 16):
+        resumed(tmp_path, tmp_path / "ten.ckpt", stop, **shuffle)
+    ledger = read_ledger(tmp_path / "l.jsonl")
+    dealt = Counter()
+    for round_, count in ledger.rounds.items():
+        dealt[round_.sampling.epoch] += count
+    assert sorted(dealt.values()) == [3, 6, 10], "three partitions, three releases of a record"
+    assert sum(releases(ledger).values()) == 3
+
+
+def test_a_checkpoint_is_only_resumed_with_the_ledger_of_its_run(tmp_path):
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
+    run.save_checkpoint(tmp_path / "five.ckpt")
+    lines = (tmp_path / "l.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "l.jsonl").write_text("".join(lines[:-3]))
+    (tmp_path / "l.end.json").unlink()
+    with pytest.raises(ConfigError, match="does not begin with the rounds that the checkpoint's run had written"):
+        resumed(tmp_path, tmp_path / "five.ckpt", T)
+    with pytest.raises(ConfigError, match="the run that would continue it plans"):
+        resumed(tmp_path, tmp_path / "five.ckpt", T, q=0.2)
+
+
+def test_a_checkpoint_is_not_resumed_with_the_cheaper_ledger_of_a_run_alike(tmp_path):
+    for name, z in (("dear", 0.3), ("cheap", 30.0)):
+        (tmp_path / name).mkdir()
+        module = Model()
+        plan = plan_for(module, noise_multiplier=z)
+        _, run, _ = fit(tmp_path / name, module, plan=plan, options={"max_steps": 5})
+        run.save_checkpoint(tmp_path / name / "five.ckpt")
+    cheap = (tmp_path / "cheap" / "l.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="is another run's or was changed since"):
+        resumed(tmp_path / "cheap", tmp_path / "dear" / "five.ckpt", T, noise_multiplier=30.0)
+    assert (tmp_path / "cheap" / "l.jsonl").read_bytes() == cheap, "nothing was released, and nothing written"
+    spent = dpexp.epsilon(read_ledger(tmp_path / "dear" / "l.jsonl"), 1e-5)
+    assert resumed(tmp_path / "dear", tmp_path / "dear" / "five.ckpt", T, noise_multiplier=30.0).global_step == T
+    ledger = read_ledger(tmp_path / "dear" / "l.jsonl")
+    assert sorted(ledger.rounds.values()) == [5, T - 5] and dpexp.epsilon(ledger, 1e-5) > spent > 10
+
+
+def test_rounds_between_the_state_of_a_checkpoint_and_its_saving_belong_to_its_run(tmp_path):
+    """As when one is saved in the background."""
+
+    class Late(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                self.checkpoint = copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint())
+
+        def on_train_end(self, *args):
+            torch.save(self.checkpoint, tmp_path / "three.ckpt")
+
+    module, late = Model(), Late()
+    trainer(dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"), late, max_steps=5).fit(module, Data())
+    assert resumed(tmp_path, tmp_path / "three.ckpt", T).global_step == T
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5 + T - 3
+
+
+@pytest.mark.parametrize("lacks", ["ledger", "callbacks"])
+def test_a_checkpoint_that_does_not_say_what_its_ledger_held_is_not_resumed(tmp_path, lacks):
+    """As when the number of rounds was all that was saved."""
+    module = Model()
+    _, run, _ = fit(tmp_path, module, plan=plan_for(module), options={"max_steps": 5})
+    run.save_checkpoint(tmp_path / "five.ckpt")
+    checkpoint = torch.load(tmp_path / "five.ckpt", weights_only=True)
+    del (checkpoint if lacks == "callbacks" else checkpoint["callbacks"]["PrivacyCallback"])[lacks]
+    torch.save(checkpoint, tmp_path / "five.ckpt")
+    with pytest.raises(ConfigError, match="does not say what its run's ledger held, as none made by an older dpexp"):
+        resumed(tmp_path, tmp_path / "five.ckpt", T)
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
+
+
+def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_path):
+    class Edit(pl.Callback):
+        released = 0
+
+        def on_before_optimizer_step(self, *args):
+            self.released += 1
+
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                edited(tmp_path / "l.jsonl")
+
+    module, edit = Model(), Edit()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
+    with pytest.raises(ConfigError, match="was edited while its run was writing it, so training stops; its 5 rounds"):
+        trainer(privacy, edit).fit(module, Data())
+    assert edit.released == 5
+    assert len(read_ledger(tmp_path / "l.rescued1.jsonl")) == 5
+
+
+# Refusals, before anything is released
+
+
+class BatchMean(nn.Module):
+    """Mixes records although no known layer does."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from dataset()
+
+
+def expect_refusal(tmp_path, match, module=None, data=None, options=None, **callback):
+    with pytest.raises(ConfigError, match=match):
+        fit(tmp_path, module, data, options=options, **callback)
+    ledger = tmp_path / "l.jsonl"
+    assert not ledger.exists() or len(read_ledger(ledger)) == 0
+
+
+def test_it_is_said_that_a_module_mixes_records(tmp_path, monkeypatch):
+    net, said = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), BatchMean(), nn.Linear(5, 3)), []
+    monkeypatch.setattr(warnings, "warn", lambda message, *args, **kwargs: said.append(str(message)))
+    fit(tmp_path, Model(net))
+    assert any("the loss of a batch of one, which gives net.0.weight" in one for one in said)
+
+
+def test_modules_with_their_own_randomness_are_not_mistaken_for_mixing(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.RReLU(), nn.LayerNorm(5), nn.Linear(5, 3))
+    fit(tmp_path, Model(net))
+    assert len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+def test_batchnorm_is_refused_by_name(tmp_path):
+    """Trap 10. It is caught although it was added after the plan was made."""
+    module = Model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False).eval()))
+    plan = plan_for(module)
+    module.net[1].train()
+    with pytest.raises(ConfigError, match=r"net\.1 \(BatchNorm1d\) mixes"):
+        fit(tmp_path, module, plan=plan)
+
+
+def test_lbfgs_is_refused(tmp_path):
+    expect_refusal(tmp_path, "LBFGS", Model(optimizer=lambda p: torch.optim.LBFGS(p)))
+
+
+def test_settings_that_would_cut_a_sample_are_refused(tmp_path):
+    expect_refusal(tmp_path, "accumulate_grad_batches", options={"accumulate_grad_batches": 2})
+    expect_refusal(tmp_path, "cut samples short", options={"limit_train_batches": 3})
+    expect_refusal(tmp_path, "cut samples short", options={"limit_train_batches": 1})
+    expect_refusal(tmp_path, "cut samples short", options={"fast_dev_run": True})
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_profilers_are_refused_since_they_count_records(tmp_path, profiler):
+    with pytest.raises(ConfigError, match=r"trainer\.profiler=\w+Profiler: what it counts"):
+        fit(tmp_path, options={"profiler": profiler})
+
+
+@pytest.mark.parametrize(
+    "meter", [pl.callbacks.DeviceStatsMonitor(), pl.callbacks.ThroughputMonitor(batch_size_fn=len)]
+)
+def test_callbacks_that_measure_the_device_each_round_are_refused(tmp_path, meter):
+    module = Model()
+    run = trainer(dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl"), logger=False)
+    run.callbacks.append(meter)
+    with pytest.raises(ConfigError, match=f"{type(meter).__name__} logs what the device did"):
+        run.fit(module, Data())
+
+
+def test_manual_optimization_is_refused(tmp_path):
+    module = Model()
+    module.automatic_optimization = False
+    expect_refusal(tmp_path, "by hand", module)
+
+
+def test_a_stream_cannot_be_sampled(tmp_path):
+    expect_refusal(tmp_path, "can be indexed", data=DataLoader(Stream()))
+
+
+def test_no_round_beyond_the_plan(tmp_path):
+    """Not even if the Trainer insists on more."""
+    _, run, _ = fit(tmp_path, options={"min_epochs": 100, "max_epochs": 100})
+    assert run.global_step == T and len(read_ledger(tmp_path / "l.jsonl")) == T
+
+
+@pytest.mark.parametrize("epochs", [-1, 100, None])
+def test_schedulers_are_told_the_rounds_of_the_plan(tmp_path, epochs):
+    class Warm(Model):
+        def configure_optimizers(self):
+            optimizer, self.rounds = torch.optim.SGD(self.parameters(), 0.5), self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=self.rounds)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    module, run, _ = fit(tmp_path, Warm(), options={"max_epochs": epochs})
+    assert (module.rounds, run.global_step) == (T, T) and run.optimizers[0].param_groups[0]["lr"] < 0.02
+    assert isinstance(pl.Trainer.estimated_stepping_batches, property)
+
+
+def test_a_trainer_that_would_end_before_the_plan_is_refused_or_said(tmp_path):
+    epochs = math.ceil(T * Q)
+    expect_refusal(tmp_path, f"max_epochs={epochs - 1} ends before", options={"max_epochs": epochs - 1})
+    assert fit(tmp_path, options={"max_epochs": epochs})[1].global_step == T
+    privacy = dpexp.PrivacyCallback(plan_for(module := Model()), tmp_path / "steps.jsonl")
+    with pytest.warns(UserWarning, match="max_steps=2 ends before the plan's"):
+        trainer(privacy, max_steps=2).fit(module, Data())
+
+
+class Asking(Model):
+    def on_train_epoch_end(self):
+        print(self.trainer.callback_metrics["train_loss"])
+
+
+class Looking(Model):
+    def on_train_epoch_end(self):
+        if "train_loss" in self.trainer.callback_metrics:
+            print(self.trainer.callback_metrics["train_loss"])
+
+
+class Waiting(Model):
+    def configure_optimizers(self):
+        (optimizer,) = [super().configure_optimizers()["optimizer"]]
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
+
+
+@pytest.mark.parametrize(
+    "module, callbacks, who",
+    [
+        (Asking, (), "Asking.on_train_epoch_end"),
+        (Waiting, (), "ReduceLROnPlateau"),
+        (Model, (pl.callbacks.EarlyStopping("train_loss"),), "EarlyStopping"),
+        (Looking, (), None),
+    ],
+)
+def test_what_waits_for_a_value_that_is_private_is_named_before_the_first_round(tmp_path, module, callbacks, who):
+    module = module()
+    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl")
+    run = trainer(privacy, *callbacks)
+    if who is None:
+        run.fit(module, Data())
+        return
+    with pytest.raises(ConfigError, match=f"{who} reads train_loss, which training_step logs"):
+        run.fit(module, Data())
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 0
+
+
+class Validated(Model):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+class NotAtFirst(Validated):
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.log("late", 1.0)
+
+
+class Plateau(Validated):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.5)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_los"}}
+
+
+class WithValidation(Data):
+    def val_dataloader(self):
+        return DataLoader(dataset(), batch_size=N)
+
+
+@pytest.mark.parametrize(
+    "module, data, monitor",
+    [(Model, Data, "val_loss"), (Validated, WithValidation, "val_los"), (Plateau, WithValidation, None)],
+)
+def test_what_waits_for_a_value_that_nobody_logs_is_named_before_the_first_round(tmp_path, module, data, monitor):
+    privacy = dpexp.PrivacyCallback(plan_for(module := module()), tmp_path / "l.jsonl")
+    stopping = [pl.callbacks.EarlyStopping(monitor)] if monitor else []
+    with pytest.raises(ConfigError, match=r"waits for val_los\w*, which neither training_step nor the validation logs"):
+        trainer(privacy, *stopping).fit(module, data())
+    assert len(read_ledger(tmp_path / "l.jsonl")) == 0
+
+
+@pytest.mark.parametrize("module, monitor", [(Validated, "val_loss"), (NotAtFirst, "late")])
+def test_what_waits_for_a_value_that_is_logged_trains(tmp_path, module, monitor):
+    privacy = dpexp.PrivacyCallback(plan_for(module := module()), tmp_path / "l.jsonl")
+    trainer(privacy, pl.callbacks.EarlyStopping(monitor, patience=99)).fit(module, WithValidation())
+    assert privacy.completed == T
+
+
+def test_a_module_that_was_refused_and_mended_may_have_the_same_ledger(tmp_path):
+    expect_refusal(tmp_path, "LBFGS", Model(optimizer=torch.optim.LBFGS))
+    assert (tmp_path / "l.jsonl").exists()
+    _, _, privacy = fit(tmp_path)
+    assert len(read_ledger(tmp_path / "l.jsonl")) == privacy.completed == T
+
+
+def test_a_plan_for_other_sizes_is_refused(tmp_path):
+    plan = plan_for(
+        Model(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))), clip_norm=clipping.DimensionClipNorm(1.0)
+    )
+    with pytest.raises(ConfigError, match=r"another model, whose net.0 has 45 parameters, and this one's has 25"):
+        fit(tmp_path, Model(), plan=plan)
+
+
+def test_a_physical_batch_is_a_whole_number(tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer.max_physical_batch_size=2.5 must be a whole number"):
+        dpexp.PrivacyCallback(plan_for(Model()), tmp_path / "l.jsonl", max_physical_batch_size=2.5)
+
+
+def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):
+    """The same noise twice could be subtracted by anybody."""
+
+    class Watch(pl.Callback):
+        def __init__(self):
+            self.released = []
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.released.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+
+    def still(module):
+        return plan_for(module, q=1e-9, steps=4)
+
+    first, second, third = Watch(), Watch(), Watch()
+    module = Model()
+    privacy = dpexp.PrivacyCallback(still(module), tmp_path / "l.jsonl", noise_seed=SEED)
+    half = trainer(privacy, first, max_steps=2)
+    half.fit(module, Data())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    for watch in (second, third):  # one checkpoint, resumed twice
+        privacy = dpexp.PrivacyCallback(still(module), tmp_path / "l.jsonl", noise_seed=SEED)
+        trainer(privacy, watch).fit(Model(), Data(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert len(first.released) == len(second.released) == len(third.released) == 2
+    every = [*first.released, *second.released, *third.released]
+    assert not any(torch.equal(a, b) for k, a in enumerate(every) for b in every[:k])
+
+
+class LogsLater(Model):
+    """Keeps its losses and logs them when the epoch is over."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.kept = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, *args):
+        self.log("train_loss", 1.0)
+
+    def on_train_epoch_end(self):
+        self.log("kept", 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+def test_nothing_that_training_hooks_log_gets_out(tmp_path):
+    class WithTest(Data):
+        def val_dataloader(self):
+            return DataLoader(dataset())
+
+    _, run, _ = fit(tmp_path, LogsLater(), WithTest())
+    assert "val_loss" in run.callback_metrics, "validation may log"
+    assert not {"train_loss", "kept"} & set(run.callback_metrics | run.logged_metrics)
+
+
+FIRST = SubsetRandomSampler(range(10))
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"sampler": FIRST}, r" sampler of its own \(SubsetRandomSampler"),
+        ({"sampler": SequentialSampler(range(10))}, r" sampler of its own \(SequentialSampler"),
+        ({"batch_sampler": BatchSampler(FIRST, 4, False)}, r"batch_sampler of its own \(SubsetRandomSampler"),
+        ({"batch_sampler": [[0, 1, 2], [3]]}, r"batch_sampler of its own \(list"),
+    ],
+    ids=["a subset", "another order", "batches of a subset", "lists"],
+)
+def test_a_sampler_of_the_users_is_refused(tmp_path, options, told):
+    expect_refusal(tmp_path, told, data=DataLoader(dataset(), **options))
+
+
+def test_hooks_that_see_whole_batches_are_refused(tmp_path):
+    class Centred(Model):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] - batch[0].mean(0), batch[1]
+
+    expect_refusal(tmp_path, r"Centred\.on_after_batch_transfer sees whole batches", Centred())
+
+
+def test_no_optimizer_is_refused(tmp_path):
+    class Without(Model):
+        def configure_optimizers(self):
+            return None
+
+    expect_refusal(tmp_path, "optimizer: configure_optimizers returns None", Without())
+
+
+def test_an_optimizer_with_parameters_that_no_group_releases_is_refused(tmp_path):
+    hidden = nn.Linear(2, 2)
+    expect_refusal(
+        tmp_path,
+        "not among the module's own",
+        Model(optimizer=lambda p: torch.optim.SGD([*p, *hidden.parameters()], 0.1)),
+    )

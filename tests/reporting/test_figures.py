@@ -1,0 +1,411 @@
+"""What the figures draw: points, labels, titles and legends, on trials that used to mislead them."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from matplotlib import pyplot
+from pandas import DataFrame
+from plans import plan_of
+from tests.test_accountants import ledger
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import joined
+from dpexp.privacy.plan.clipping import DimensionClipNorm, Joint
+from dpexp.privacy.plan.groups import conv_fc
+from dpexp.reporting.comparisons import apart, settings
+from dpexp.reporting.panels import NotDrawn, arrange, scale
+from dpexp.reporting.report_page import Documents, by_accountant, write_page
+from dpexp.reporting.run_figures import (
+    alike_in_cost,
+    epsilon_by_accountant,
+    epsilon_of_runs,
+    epsilon_over_rounds,
+    trade_off,
+)
+from dpexp.reporting.sweep_figures import (
+    against,
+    budget_shares,
+    compared,
+    frontier,
+    groups_of,
+    needed,
+    noise_and_signal,
+    numbers_swept,
+    progress,
+)
+from dpexp.reporting.terminal import plan_json
+from dpexp.training.models import cnn
+from tests.trials import TWIN, trials
+
+
+def grid_of(seeds=(0,), **values):
+    """A trial for each combination; its accuracy follows from what it is."""
+    names = list(values)
+    rows = []
+    for row in itertools.product(*values.values()):
+        given = dict(zip(names, row, strict=True))
+        score = sum((k + 1) * 0.02 * values[name].index(value) for k, (name, value) in enumerate(given.items()))
+        rows += [given | {"seed": str(seed), "test_accuracy": 0.4 + score + 0.001 * seed} for seed in seeds]
+    return rows
+
+
+def told_apart(frame, by=None):
+    """The settings that tell runs apart, by run id."""
+    table = settings(frame).set_axis(frame["run_id"])
+    return table[by or apart(settings(frame))]
+
+
+def lines(axes):
+    """Points by label, of error bars and plain lines."""
+    bars = {bar.get_label(): bar.lines[0].get_data() for bar in axes.containers if hasattr(bar, "lines")}
+    plain = {line.get_label(): line.get_data() for line in axes.lines if not line.get_label().startswith("_")}
+    return {name: [*zip(*map(list, data), strict=True)] for name, data in (plain | bars).items()}
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()] if figure.legends else []
+
+
+def ticks(figure, which="x"):
+    """What stands along the first axis once drawn."""
+    figure.draw_without_rendering()
+    axis = getattr(figure.axes[0], f"{which}axis")
+    low, high = sorted(getattr(figure.axes[0], f"get_{which}lim")())
+    shown = [t.label1.get_text() for t in axis.get_major_ticks() if low <= t.get_loc() <= high and t.label1.get_text()]
+    return shown, axis.get_offset_text().get_text()
+
+
+# The frontier
+
+
+def test_a_line_of_the_frontier_joins_runs_that_differ_in_epsilon_alone():
+    """It used to join the best at each ε, whatever their lengths and rates."""
+    frame = trials(*grid_of((0, 1, 2), **{"privacy.epsilon": [1, 2, 4], "optimizer.lr": [0.1, 0.4],
+                                          "sampling.epochs": [2, 8]}))  # fmt: skip
+    figure = frontier(frame)
+    (axes,) = figure.axes
+    drawn = lines(axes)
+    assert sorted(drawn) == sorted(f"lr={lr} · epochs={t}" for lr in (0.1, 0.4) for t in (2, 8))
+    for name, points in drawn.items():
+        lr, epochs = (float(word.split("=")[1]) for word in name.split(" · "))
+        of = frame[frame["configuration"].map(
+            lambda text: json.loads(text)["optimizer.lr"] == str(lr)  # noqa: B023
+            and float(json.loads(text)["sampling.epochs"]) == epochs  # noqa: B023
+        )]  # fmt: skip
+        means = of.groupby("epsilon")["test_accuracy"].mean()
+        assert points == [pytest.approx(pair) for pair in means.items()]
+    spreads = {round(segment[1][1] - segment[0][1], 9) for bar in axes.containers for segment in
+               bar.lines[2][0].get_segments()}  # fmt: skip
+    assert spreads == {0.002}, "standard deviation over the seeds, up and down"
+    assert sorted(legend(figure)) == sorted(drawn) and "Fixed: data=digits" in figure.get_suptitle()
+    assert ticks(figure) == (["1", "2", "4"], "")
+
+
+def test_a_frontier_of_one_epsilon_is_not_drawn():
+    """Its ticks used to read 1e-11 + 2.9976."""
+    frame = trials(*grid_of(**{"privacy.epsilon": [3], "optimizer.lr": [0.1, 0.2]}))
+    with pytest.raises(NotDrawn, match="not two values of ε"):
+        frontier(frame.assign(epsilon=[2.9976, 2.9976 + 2e-11]))
+
+
+def test_values_that_are_nearly_the_same_are_one_tick():
+    figure = pyplot.Figure()
+    axes = figure.add_subplot()
+    axes.plot([2.9976, 2.9976 + 2e-11], [1.13, 1.14])
+    scale(axes, "x", [2.9976, 2.9976 + 2e-11], digits=2)
+    scale(axes, "y", [1.13, 1.14], digits=3)
+    assert ticks(figure) == (["3"], "") and ticks(figure, "y") == (["1.13", "1.14"], "")
+    low, high = axes.get_xlim()
+    assert low < 2.7 and high > 3.2
+
+
+def test_panels_are_made_of_what_else_differs():
+    frame = trials(*grid_of(**{"privacy.epsilon": [1, 8], "group": ["flat", "conv_fc"],
+                               "mechanism": ["separate", "joint"], "optimizer.lr": [1, 2, 4]}), TWIN)  # fmt: skip
+    figure = frontier(frame)
+    assert sorted(axes.get_title() for axes in figure.axes) == ["group=conv_fc", "group=flat"]
+    assert all(len(lines(axes)) == 7 for axes in figure.axes)  # six, and the twin
+    assert len(legend(figure)) == 7 and "without privacy" in legend(figure)
+
+
+def test_data_sets_have_panels_and_ceilings_of_their_own():
+    rows = [{"data": d, "privacy.epsilon": e, "data.n": n} for d, n in (("a", 1), ("b", 2)) for e in (1, 8)]
+    twins = [TWIN | {"data": d, "data.n": n, "test_accuracy": 0.9 + n / 100} for d, n in (("a", 1), ("b", 2))]
+    worse = TWIN | {"data": "a", "data.n": 1, "optimizer.lr": 7, "test_accuracy": 0.2}
+    figure = frontier(trials(*rows, *twins, worse))
+    ceilings = {axes.get_title(): [(line.get_label(), line.get_ydata()[0]) for line in axes.lines
+                                   if "without" in line.get_label()] for axes in figure.axes}  # fmt: skip
+    assert ceilings == {"data=a": [("without privacy (the best of 2)", 0.91)], "data=b": [("without privacy", 0.92)]}
+
+
+def test_too_many_settings_are_refused_in_a_sentence(tmp_path):
+    frame = trials(*grid_of(**{"privacy.epsilon": [1, 8], "optimizer.lr": [*range(1, 10)],
+                               "sampling.epochs": [*range(1, 10)]}))  # fmt: skip
+    with pytest.raises(NotDrawn, match=r"^81 settings of lr, epochs are more than can be told apart in 12 panels"):
+        frontier(frame)
+    page = write_page("a", frame, [], Documents({}, {}, []), tmp_path).read_text()
+    assert "frontier.png is not drawn. 81 settings of lr, epochs" in page and "<td>lr=9 · epochs=9</td>" not in page
+    assert "target ε=8 · lr=9 · epochs=9" in page and not (tmp_path / "frontier.png").exists()
+
+
+def test_few_panels_are_chosen():
+    frame = trials(*grid_of(group=["a", "b", "c"], mechanism=["x", "y"], allocation=["p", "q", "r"],
+                            **{"optimizer.lr": [1, 2, 4]}))  # fmt: skip
+    table = settings(frame)
+    by = apart(table)
+    panels, rest = arrange(table[by], by)
+    assert set(panels + rest) == set(by) and not set(panels) & set(rest)
+    count = len(table[panels].drop_duplicates())
+    assert count == 9 and len(table[rest].drop_duplicates()) == 6
+
+
+# At one ε
+
+
+def test_configurations_at_one_epsilon_have_labels_of_their_own():
+    """Nine used to be called flat · separate · proportional."""
+    frame = trials(*grid_of((0, 1), **{"privacy.epsilon": [3], "optimizer.lr": [0.1, 0.2, 0.4],
+                                       "sampling.epochs": [2, 5, 10]}))  # fmt: skip
+    figure = compared(frame)
+    (axes,) = figure.axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(names)) == 9 and names[-1] == "lr=0.4 · epochs=10 (2 runs)"
+    assert axes.get_xlabel() == "test accuracy at ε = 3" and "target ε=3" in figure.get_suptitle()
+    drawn = sorted(x for points in lines(axes).values() for x, _ in points)
+    assert drawn == pytest.approx(sorted(frame.groupby("configuration")["test_accuracy"].mean()))
+
+
+def test_equal_configurations_are_shown_as_tied():
+    """The best used to be the luckiest of three that are the same."""
+    scores = {
+        "proportional": [0.84, 0.85, 0.86],
+        "dimension_adjusted": [0.80, 0.82, 0.92],
+        "explicit": [0.2, 0.21, 0.2],
+    }
+    frame = trials(*({"allocation": a, "test_accuracy": s, "privacy.epsilon": 3} for a, found in scores.items()
+                     for s in found))  # fmt: skip
+    figure = compared(frame)
+    drawn = lines(figure.axes[0])
+    assert {name: len(points) for name, points in drawn.items()} == {
+        "highest mean": 1, "not told apart from it": 1, "lower by more than chance": 1,
+    }  # fmt: skip
+    assert drawn["highest mean"][0][0] == pytest.approx(0.85) and set(legend(figure)) == set(drawn)
+
+
+def test_many_configurations_are_counted():
+    frame = trials(*grid_of(**{"privacy.epsilon": [3], "optimizer.lr": [*range(1, 71)]}))
+    figure = compared(frame)
+    assert "The 60 best of 70." in figure.get_suptitle() and len(figure.axes[0].get_yticklabels()) == 60
+    with pytest.raises(NotDrawn, match="one data set at one ε"):
+        compared(trials(*grid_of(**{"privacy.epsilon": [1, 3]})))
+
+
+# What was swept
+
+
+def test_against_a_parameter_nothing_is_averaged_but_seeds():
+    """ε and accuracy used to be means over the other parameters, and their spread that over learning rates."""
+    frame = trials(*grid_of((0, 1), **{"sampling.epochs": [2, 4, 8], "optimizer.lr": [0.1, 0.4],
+                                       "privacy.epsilon": [1, 3]}))  # fmt: skip
+    assert numbers_swept(frame) == ["sampling.epochs"]
+    figure = against(frame, "sampling.epochs")
+    left, right = figure.axes
+    assert {round(y, 6) for points in lines(left).values() for _, y in points} == {0.999, 2.997}
+    drawn = lines(right)
+    assert sorted(drawn) == sorted(f"target ε={e} · lr={lr}" for e in (1, 3) for lr in (0.1, 0.4))
+    means = frame.groupby("configuration")["test_accuracy"].mean()
+    assert sorted(y for points in drawn.values() for _, y in points) == pytest.approx(sorted(means))
+    assert all([x for x, _ in points] == [2, 4, 8] for points in drawn.values())
+    spreads = [s[1][1] - s[0][1] for bar in right.containers for s in bar.lines[2][0].get_segments()]
+    assert spreads == pytest.approx([2 * 0.001 / math.sqrt(2)] * 12)
+    assert sorted(legend(figure)) == sorted(drawn) and ticks(figure) == (["2", "4", "8"], "")
+
+
+def test_what_moves_along_with_the_parameter_is_told():
+    frame = trials(*({"optimizer.lr": lr, "sampling.expected_batch_size": 10 * lr} for lr in (1, 2, 4)))
+    for key, other in (("optimizer.lr", "expected_batch_size"), ("sampling.expected_batch_size", "lr")):
+        figure = against(frame, key)
+        assert f"following: {other}." in figure.get_suptitle().replace("\n", " ")
+        assert [axes.get_xlabel() for axes in figure.axes] == [key, key]
+    with pytest.raises(NotDrawn, match="in 4 panels"):
+        against(trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "sampling.epochs": [*range(1, 31)]})), "optimizer.lr")
+
+
+def test_every_z_that_is_drawn_was_needed_by_a_run():
+    """Of a parameter with two values, needed.png used to show the mean."""
+    zs = {(1, 20): 2.9, (1, 100): 5.8, (4, 20): 1.1, (4, 100): 1.9}
+    frame = trials(*({"privacy.epsilon": e, "sampling.steps": t, "knob_value": z, "test_accuracy": math.nan}
+                     for (e, t), z in zs.items()))  # fmt: skip
+    figure = needed(frame)
+    assert lines(figure.axes[0]) == {"steps=20": [(1, 2.9), (4, 1.1)], "steps=100": [(1, 5.8), (4, 1.9)]}
+    assert figure.axes[0].get_ylabel() == "noise needed" and legend(figure) == ["steps=20", "steps=100"]
+    assert ticks(figure) == (["1", "4"], "") and ticks(figure, "y") == (["1.1", "1.9", "2.9", "5.8"], "")
+
+
+def test_what_the_knob_does_not_depend_on_is_one_line():
+    frame = trials(*grid_of((0, 1), **{"privacy.epsilon": [1, 2], "optimizer.lr": [1, 2, 4]}))
+    figure = needed(frame)
+    assert [[*map(list, line.get_data())] for line in figure.axes[0].lines] == [[[1, 2], [5, 2.5]]]
+    assert "The same for every lr." in figure.get_suptitle() and not figure.legends
+
+
+@pytest.mark.parametrize(
+    "rows, why",
+    [
+        ([{"privacy.epsilon": 1.0}], "two values"),
+        ([{"privacy.noise_multiplier": 1.0}, {"privacy.noise_multiplier": 2.0}], "two values"),
+        ([{"privacy.epsilon": 1.0}, {"privacy.epsilon": 2.0, "knob": "q"}], "Different knobs.*noise, q"),
+    ],
+)
+def test_what_was_not_needed_is_not_drawn(rows, why):
+    with pytest.raises(NotDrawn, match=why):
+        needed(trials(*rows))
+
+
+def test_progress_shows_every_training_of_a_configuration():
+    histories = {"lr=1": [[(0.5, 0.1), (1, 0.2)], [(0.5, 0.3), (1, 0.4)], []], "lr=2": [[(0.5, 0.9)]]}
+    figure = progress(histories, "Fixed: a", "The 2 best of 5 configurations.")
+    (axes,) = figure.axes
+    assert [[*zip(*line.get_data(), strict=True)] for line in axes.lines] == [
+        [(0.5, 0.1), (1, 0.2)], [(0.5, 0.3), (1, 0.4)], [(0.5, 0.9)],
+    ]  # fmt: skip
+    colours = [line.get_color() for line in axes.lines]
+    assert colours[0] == colours[1] != colours[2] and legend(figure) == ["lr=1 (2 runs)", "lr=2 (1 run)"]
+    assert figure.get_suptitle() == "Fixed: a\nThe 2 best of 5 configurations."
+
+
+# Plans
+
+
+def plan(**choices):
+    made = plan_of(cnn([1, 8, 8], 10), n=1000, q=0.1, steps=5, noise_multiplier=2.0, group=conv_fc(), **choices)
+    return made, groups_of(json.loads(plan_json(made)))
+
+
+def test_noise_and_signal_per_coordinate():
+    made, rows = plan()
+    for group, row in zip(made.groups, rows, strict=True):
+        assert row["noise"] == pytest.approx(group.sigma / 100)
+        assert row["record"] == pytest.approx(group.S / 100 / math.sqrt(group.d))
+        assert row["average"] == pytest.approx(100 * row["record"])
+        assert row["noise"] / row["record"] == pytest.approx(2 * math.sqrt(group.d / row["share"]))
+    made, rows = plan(mechanism=Joint(), clip_norm=DimensionClipNorm(1.0))
+    for group, row in zip(made.groups, rows, strict=True):
+        noise = sum(
+            v.d * (alpha * group.sigma / 100) ** 2 for v, alpha in zip(group.vectors, group.alphas, strict=True)
+        )
+        assert group.d * row["noise"] ** 2 == pytest.approx(noise)
+        assert row["record"] == pytest.approx(max(group.alphas) * group.S / 100 / math.sqrt(group.d))
+
+
+def blocks(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_plans_that_are_nearly_the_same_are_one_block():
+    """Seventeen used to be drawn."""
+    frame = trials(*grid_of(group=["flat", "conv_fc"], **{"optimizer.lr": [1, 2, 3, 4, 5, 6, 7, 8]}), {"group": "far"})
+    _, rows = plan()
+
+    def noisier(factor):
+        return [row | {"noise": factor * row["noise"]} for row in rows]
+
+    plans = {f"run{k}": noisier(1 + 0.01 * (k % 8) if k < 16 else 2) for k in range(17)}
+    figure = noise_and_signal(plans, told_apart(frame), "Fixed: data=digits.")
+    assert blocks(figure) == ["group=flat or conv_fc (16 configurations)", "group=far"]
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [row["group"] for row in rows] * 2
+    _, record, noises, _ = axes.collections
+    assert record.get_offsets()[:, 0].tolist() == pytest.approx([row["record"] for row in rows] * 2)
+    assert noises.get_offsets()[:, 0].tolist() == pytest.approx([f * row["noise"] for f in (1, 2) for row in rows])
+    assert noises.get_offsets()[:, 1].tolist() == [1, 2, 4, 5] and figure.get_suptitle() == "Fixed: data=digits."
+
+
+def test_the_rest_of_many_plans_is_counted():
+    frame = trials(*grid_of(**{"optimizer.lr": [*range(1, 91)]}))
+    plans = {f"run{k}": [{"group": "all", "record": 1.0, "noise": 1.2**k, "average": 5.0}] for k in range(90)}
+    figure = noise_and_signal(plans, told_apart(frame))
+    assert (
+        len(blocks(figure)) == 30 == len(set(blocks(figure))) and figure.get_suptitle() == "30 of 90 plans that differ."
+    )
+
+
+def test_shares_are_one_bar_for_plans_that_share_alike():
+    frame = trials(*grid_of(allocation=["proportional", "min_variance"], **{"optimizer.lr": [1, 2]}))
+    shares = [(0.5, 0.5), (0.5, 0.5), (0.7, 0.3), (0.6, 0.4)]
+    plans = {f"run{k}": [{"group": g, "share": s} for g, s in zip(("conv", "fc"), pair, strict=True)]
+             for k, pair in enumerate(shares)}  # fmt: skip
+    (axes,) = budget_shares(plans, told_apart(frame)).axes
+    names = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
+    assert names == ["allocation=proportional (2 configurations)", "allocation=min_variance · lr=2",
+                     "allocation=min_variance · lr=1"]  # fmt: skip
+    widths = {}
+    for patch in axes.patches:
+        widths.setdefault(round(patch.get_y(), 6), []).append(patch.get_width())
+    assert [*widths.values()] == [pytest.approx(pair) for pair in ([0.5, 0.5], [0.6, 0.4], [0.7, 0.3])]
+    assert {"conv 60%", "fc 30%"} <= {text.get_text() for text in axes.texts}
+
+
+# Spending
+
+
+def test_epsilon_over_rounds_draws_runs_that_cost_the_same_once():
+    frame = trials(*grid_of(**{"optimizer.lr": [1, 2], "sampling.steps": [300, 40]}))
+    first, second = ledger(2.0, 0.05, 300), ledger(3.0, 0.05, 40)
+    runs = {
+        "run0": (first, 1e-5, "pld"),
+        "run1": (second, 1e-5, "rdp"),
+        "run2": (ledger(2 + 1e-12, 0.05, 300), 1e-5, "pld"),
+    }
+    assert alike_in_cost(runs) == [["run0", "run2"], ["run1"]]
+    figure = epsilon_of_runs(runs, told_apart(frame), "Fixed: a.")
+    drawn = {line.get_label(): line.get_data() for line in figure.axes[0].lines if line.get_marker() != "o"}
+    assert list(drawn) == ["steps=300 (2 configurations)", "steps=40"] == legend(figure)
+    x, y = drawn["steps=40"]
+    assert (x[0], y[0]) == (0, 0) and (x[-1], y[-1]) == (40, epsilon(second, 1e-5, "rdp"))
+    assert y[1] == epsilon(ledger(3.0, 0.05, 1), 1e-5, "rdp")
+    assert figure.axes[0].get_ylabel() == "ε at δ = 1e-05" and figure.get_suptitle() == "Fixed: a."
+    many = {f"run{k}": (ledger(2.0 + k, 1.0, 1), 1e-5, "pld") for k in range(15)}
+    figure = epsilon_of_runs(many, told_apart(trials(*grid_of(**{"optimizer.lr": [*range(1, 16)]}))))
+    assert len(set(legend(figure))) == 12 and figure.get_suptitle() == "12 of 15 that differ in cost."
+
+
+def test_rounds_whose_order_a_ledger_does_not_keep_are_not_said_to_have_one():
+    mixed = joined([ledger(2.0, 0.05, 30), ledger(3.0, 0.05, 40)])
+    assert epsilon_over_rounds(mixed, 1e-5, ["pld"]).axes[0].get_xlabel() == "round, those of a kind together"
+    figure = epsilon_over_rounds(ledger(2.0, 0.05, 30), 1e-5, ["pld", "gdp"])
+    assert figure.axes[0].get_xlabel() == "round"
+    assert "gdp (approximation, no bound)" in [line.get_label() for line in figure.axes[0].lines]
+
+
+def test_an_approximation_bounds_no_error():
+    run = ledger(2.0, 0.05, 30)
+    assert trade_off(run, 1e-5, ["pld", "gdp"]).axes[1].get_ylabel() == "type II error, at least (by pld)"
+    assert trade_off(run, 1e-5, ["gdp"]).axes[1].get_ylabel() == "type II error, about (by gdp)"
+
+
+def test_every_accountant_that_has_a_bound_and_no_other():
+    poisson = ledger(2.0, 0.05, 30)
+    fixed = {replace(r, sampling=replace(r.sampling, policy="fixed_size")): c for r, c in poisson.rounds.items()}
+    costs = DataFrame.from_dict(
+        {
+            "poisson": by_accountant(poisson, 1e-5),
+            "fixed": by_accountant(replace(poisson, adjacency="replace_one", rounds=fixed), 1e-5),
+        },
+        orient="index",
+    )
+    assert costs.loc["fixed"].dropna().index.tolist() == ["pld", "rdp"]
+    assert costs.loc["poisson"].to_dict() == {name: epsilon(poisson, 1e-5, name) for name in costs.columns}
+    figure = epsilon_by_accountant(costs, "Fixed: a.")
+    (axes,) = figure.axes
+    bars = {bar.get_label(): [patch.get_width() for patch in bar] for bar in axes.containers}
+    assert bars["rdp"] == pytest.approx([costs["rdp"]["poisson"], costs["rdp"]["fixed"]])
+    assert "gdp (approximation, no bound)" in bars and math.isnan(bars["moments"][1])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["poisson", "fixed"]
+    assert set(legend(figure)) == set(bars) and figure.get_suptitle() == "Fixed: a."
+    many = DataFrame({"pld": [1.0 + k for k in range(15)]}, index=[f"lr={k}" for k in range(15)])
+    figure = epsilon_by_accountant(many)
+    assert len(figure.axes[0].patches) == 12 and figure.get_suptitle() == "12 of 15 that differ in cost."

@@ -1,0 +1,360 @@
+"""Records of several examples, against the same done by hand; neighbours differ in a unit or a user."""
+
+import json
+import math
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from plans import plan_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import dpexp
+from dpexp.accounting.ledger import Ledger, joined, read_ledger
+from dpexp.errors import ConfigError
+from dpexp.privacy.mechanism import MARGIN
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream
+from dpexp.privacy.plan import groups
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
+from tests import audited
+from tests.audited import attacked
+
+SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1e-3, 1.0, 1e6, 1e30, math.inf, math.nan])])
+
+
+class Model(pl.LightningModule):
+    """A small CNN and a layer, with the mean loss of its batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)
+        )
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Items(Dataset):
+    """No TensorDataset, so that each example is fetched by itself."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+
+class OfUsers(Items):
+    """Each index gives a list of one user's examples."""
+
+    def __init__(self, x, y, user_of):
+        super().__init__(x, y)
+        self.members = [[i for i, u in enumerate(user_of) if u == user] for user in dict.fromkeys(user_of)]
+
+    def __len__(self):
+        return len(self.members)
+
+    def __getitem__(self, user):
+        return [super(OfUsers, self).__getitem__(i) for i in self.members[user]]
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """No noise at all, which no plan may have."""
+
+    def divided(self, sums, divisor=1.0):
+        for total, _ in sums:
+            total.div_(divisor)
+
+    monkeypatch.setattr(GaussianNoise, "add_to", divided)
+
+
+def rows(n, seed=1):
+    torch.manual_seed(seed)
+    return 3 * torch.randn(n, 4), torch.randint(3, (n,))
+
+
+def released(folder, dataset, record, module=None, users=None, precision="64-true", **choices):
+    """What one round releases, times qn: by parameter."""
+    folder.mkdir(exist_ok=True)
+    ledger = folder / f"{len([*folder.glob('*.jsonl')])}.jsonl"
+    module = module or Model()
+    plan = plan_of(
+        module, n=len(dataset), users=users, privacy_unit=record,
+        **{"sampling": "full_batch", "q": 1.0, "steps": 1, "noise_multiplier": 1e-6} | choices,
+    )  # fmt: skip
+    before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
+    callback = dpexp.PrivacyCallback(plan, ledger, noise_seed=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl.Trainer(
+            accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, precision=precision, callbacks=[callback],
+        ).fit(module, DataLoader(dataset, 2))  # fmt: skip
+    factor = plan.sampling.q * plan.n
+    return {name: (before[name] - p.detach().double()) * factor for name, p in module.named_parameters()}, plan
+
+
+def by_hand(records, vector, plan):
+    """Σ_u c_u v_u: one record after another, straight from the paper."""
+    sums = {}
+    for record in records:
+        v = vector(record)
+        for group in plan.groups:
+            names = [name for one in group.vectors for name in one.parameters]
+            norm = math.sqrt(sum(v[name].square().sum().item() for name in names))
+            c = min(1.0, group.S * (1 - MARGIN[torch.float64]) / norm)
+            for name in names:
+                sums[name] = sums.get(name, 0) + c * v[name]
+    return sums
+
+
+def mean_gradient(x, y):
+    def vector(positions):
+        model = Model().double()
+        model.loss((x[positions].double(), y[positions])).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    return vector
+
+
+USER_OF = [7, 2, 2, 7, 9, 2, 2, 9, 5, 5, 5]
+MEMBERS = [[0, 3], [1, 2, 5, 6], [4, 7], [8, 9, 10]]
+
+
+def a_data_set(kind, x, y, user_of=USER_OF):
+    if kind is OfUsers:
+        return OfUsers(x, y, user_of)
+    dataset = kind(x, y)
+    dataset.user_of = user_of
+    return dataset
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, total in found.items():
+        assert total.norm() > 0.01
+        assert torch.allclose(total, expected[name], atol=1e-9, rtol=0), name
+
+
+@pytest.mark.parametrize("k, kind", [(1, Items), (3, TensorDataset), (4, Items)])
+def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, quiet):
+    x, y = rows(11)
+    found, plan = released(
+        tmp_path,
+        kind(x.double(), y),
+        Microbatch(k),
+        clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
+        group=groups.per_layer(),
+    )
+    assert plan.n == math.ceil(11 / k)
+    units = [[*range(i, min(i + k, 11))] for i in range(0, 11, k)]
+    close(found, by_hand(units, mean_gradient(x, y), plan))
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Items, OfUsers])
+def test_a_users_vector_is_the_mean_gradient_of_its_examples(kind, tmp_path, quiet):
+    x, y = rows(11)
+    by = None if kind is OfUsers else "user_of"
+    found, plan = released(tmp_path, a_data_set(kind, x.double(), y), User(8, by), users=4)
+    assert plan.n == 4
+    close(found, by_hand(MEMBERS, mean_gradient(x, y), plan))
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, OfUsers])
+def test_of_a_user_with_more_examples_a_random_part_is_used(kind):
+    """Another one each round; those of a smaller one stay."""
+    x, y = torch.arange(11), torch.zeros(11)
+    dataset = a_data_set(kind, x, y)
+    units = User(2, None if kind is OfUsers else "user_of").units(dataset)
+    stream = KeyStream.known(0, "sampling", 0)
+    drawn = [[units.examples(dataset, units.draw(i, stream)) for i in range(4)] for _ in range(200)]
+    for i, members in enumerate(MEMBERS):
+        chosen = [tuple(int(example[0]) for example in one[i]) for one in drawn]
+        assert all(len({*some}) == 2 and {*some} <= {*members} for some in chosen)
+        if len(members) == 2:
+            assert {*chosen} == {tuple(members)}
+        else:
+            counts = [sum(member in some for some in chosen) for member in members]
+            assert all(abs(count - 200 * 2 / len(members)) < 40 for count in counts)  # 5.6 standard deviations
+
+
+def length(found):
+    return math.sqrt(sum(total.square().sum().item() for total in found.values()))
+
+
+def difference(some, others):
+    return length({name: some[name] - others[name] for name in some})
+
+
+@SCALED
+def test_a_user_more_or_less_moves_the_sum_by_at_most_S(seed, scale, tmp_path):
+    """With next to no noise, whatever it has, and however much of it."""
+    x, y = rows(12, seed)
+    x[8:] *= scale
+    user_of = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+    with_, _ = released(
+        tmp_path,
+        a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]),
+        User(8, "user_of"),
+        users=4,
+        precision="32-true",
+    )
+    without, _ = released(
+        tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), User(8, "user_of"), users=4, precision="32-true"
+    )
+    assert difference(with_, without) <= 1 + 1e-4
+
+
+@SCALED
+def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_that(seed, scale, tmp_path):
+    folder, k = tmp_path, 1 + seed % 5
+    x, y = rows(4 * k, seed)
+    x[-1] *= scale
+    some, _ = released(folder, TensorDataset(x, y), Microbatch(k), precision="32-true")
+    without, _ = released(folder, TensorDataset(x[:-k], y[:-k]), Microbatch(k), precision="32-true")
+    assert difference(some, without) <= 1 + 1e-4
+    other_x = x.clone()
+    other_x[-1] = 5.0
+    replaced, _ = released(folder, TensorDataset(other_x, y), Microbatch(k), precision="32-true")
+    assert difference(some, replaced) <= 2 + 1e-4
+
+
+HONEST = {
+    "microbatch": Microbatch(4),
+    "user": User(3, "user_of"),
+}
+
+
+def choices_of(kind, **more):
+    users = {"users": 2000} if kind == "user" else {}
+    return (
+        {"record": HONEST[kind], "data": lambda: data_of(kind), "n": 8000 if kind == "microbatch" else 2000}
+        | users
+        | more
+    )
+
+
+def data_of(kind):
+    data = audited.Synthetic(8000, [4], 3)
+    data.train.user_of = [i // 4 for i in range(8000)]
+    return data
+
+
+@pytest.mark.parametrize("kind, sampling", [("microbatch", "all"), ("user", "all"), ("user", "fixed_size")])
+def test_an_honest_training_refutes_no_claim_for_units_and_users(kind, sampling, tmp_path):
+    found = attacked(tmp_path, **choices_of(kind, **audited.SAMPLINGS[sampling]))
+    assert not found.exceeded
+    assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
+
+
+def each_example_clipped_alone(patch):
+    """As if records were examples: what a user has counts as often as it has examples."""
+    accumulate = PrivateRound.accumulate
+
+    def apart(self, loss_of, batch, size):
+        def flat(leaf):
+            return leaf.flatten(0, 1).unsqueeze(1) if isinstance(leaf, torch.Tensor) else leaf
+
+        m = next(leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        accumulate(self, loss_of, tree_map(flat, batch), size * m)
+
+    patch.setattr(PrivateRound, "accumulate", apart)
+
+
+@pytest.mark.parametrize("kind", HONEST)
+def test_clipping_examples_in_place_of_units_or_users_is_caught(kind, tmp_path, monkeypatch):
+    each_example_clipped_alone(monkeypatch)
+    assert attacked(tmp_path, **choices_of(kind)).exceeded
+
+
+def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
+    x, y = rows(11)
+    _, plan = released(tmp_path, a_data_set(TensorDataset, x, y), User(8, "user_of"), users=4, precision="32-true")
+    header = read_lines(tmp_path / "0.jsonl")[0]
+    assert header["record"] == {"kind": "user", "most": 8, "by": "user_of", "local": None}
+    ledger = read_ledger(tmp_path / "0.jsonl")
+    assert ledger.unit == "user" and plan.ledger() == ledger
+    _, plan = released(tmp_path, TensorDataset(x, y), make_privacy_unit(), precision="32-true")
+    assert "record" not in read_lines(tmp_path / "1.jsonl")[0]
+    with pytest.raises(ConfigError, match="different privacy units"):
+        joined([ledger, read_ledger(tmp_path / "1.jsonl")])
+    with pytest.raises(ConfigError, match="different privacy units"):
+        joined([Ledger("add_remove", {}, record=Microbatch(k).told()) for k in (4, 8)])
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"kind": "group"}, "record.kind=group is unknown; known: example, microbatch, user"),
+        ({"kind": "microbatch"}, "privacy_unit.size=None must be a whole number"),
+        ({"kind": "microbatch", "k": 0}, "privacy_unit.size=0 must be a whole number"),
+        ({"kind": "example", "k": 2}, "privacy_unit.size=2 is not for privacy_unit=example"),
+        ({"kind": "user", "most": 0}, "privacy_unit.max_examples=0 must be a whole number"),
+        (
+            {"kind": "user", "most": 1, "local": {"lr": 1}},
+            "exactly one of privacy_unit.local_training.steps or privacy_unit.local_training.epochs",
+        ),
+        ({"kind": "user", "most": 1, "local": {"steps": 1}}, "must give lr"),
+        ({"kind": "user", "most": 1, "local": {"steps": 1, "lr": -1}}, "privacy_unit.local_training.lr=-1 must be"),
+    ],
+)
+def test_what_a_record_cannot_be_is_said(given, said):
+    with pytest.raises(ConfigError, match=said):
+        make_privacy_unit(**given)
+
+
+def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
+    x, y = rows(11)
+    with pytest.raises(ConfigError, match=r"privacy_unit=user counts users: give data.users"):
+        released(tmp_path, TensorDataset(x, y), User(8, "user_of"))
+    with pytest.raises(
+        ConfigError, match=r"privacy_unit.user_attribute=user_of must be an attribute of the training data set"
+    ):
+        released(tmp_path, TensorDataset(x, y), User(8, "user_of"), users=4)
+
+
+@pytest.mark.parametrize(
+    "arguments, unit, n",
+    [
+        (["privacy_unit=microbatch", "privacy_unit.size=8"], "unit of 8 examples", 180),
+        (["privacy_unit=user"], "user", 200),
+    ],
+)
+def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
+    quick = ("model=logistic", "privacy.noise_multiplier=1", "sampling.steps=2", "trainer.num_evaluations=0")
+    output = dpexp_job(*arguments, *quick, "sampling.epochs=null", "tracking.experiment=units")
+    result = json.loads((output / "result.json").read_text())
+    assert (result["unit"], result["n"]) == (unit, n)
+    assert f"for adding or removing one {unit}" in (output / "card.md").read_text()
+    assert json.loads((output / "plan.json").read_text())["record"]["kind"] == arguments[0].split("=")[1]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{output.parent.parent}/mlflow.db")
+    assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.privacy_unit"] == unit
+
+
+def test_a_data_set_of_tensors_has_no_lists_of_examples():
+    data = TensorDataset(torch.zeros(6, 2), torch.zeros(6))
+    with pytest.raises(
+        ConfigError, match=r"privacy_unit\.user_attribute=null takes a data set .* a TensorDataset has tensors"
+    ):
+        User(2, None).units(data)
