@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
-from tests.test_accountants import exact_gaussian
+from test_accountants import exact_gaussian
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import (

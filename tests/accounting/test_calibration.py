@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import pld
-from tests.test_accountants import directly, ledger
+from test_accountants import directly, ledger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve

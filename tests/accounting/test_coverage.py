@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from tests.test_accountants import ledger
+from test_accountants import ledger
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import NAMES, check_covered, coverage

@@ -14,8 +14,8 @@ from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 from scipy.stats import norm
-from tests.test_accountants import ledger, of
-from tests.test_privacy_loss import analytic_gaussian
+from test_accountants import ledger, of
+from test_pld import analytic_gaussian
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair, TruncatedPoissonPair

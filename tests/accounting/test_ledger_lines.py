@@ -6,7 +6,7 @@ import math
 import warnings
 
 import pytest
-from tests.test_ledger import ALL, SAMPLING, closed
+from test_ledger import ALL, SAMPLING, closed
 
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.integrity import end_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
-from tests.test_accountants import ledger
+from test_accountants import ledger
 
 from dpexp.accounting import accountants, pld, pld_numerics
 from dpexp.accounting.accountants import delta, epsilon

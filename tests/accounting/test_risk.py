@@ -10,7 +10,7 @@ from dp_accounting import pld
 from mlflow import MlflowClient
 from scipy.optimize import brentq
 from scipy.stats import norm
-from tests.test_accountants import ledger, of
+from test_accountants import ledger, of
 
 from dpexp.accounting import pld as own_pld
 from dpexp.accounting.accountants import guarantee

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 from scipy.stats import norm
-from tests.test_accountants import ledger, of
+from test_accountants import ledger, of
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon

@@ -14,7 +14,7 @@ import pytest
 from dp_accounting import rdp
 from mlflow import MlflowClient
 from scipy.stats import chisquare
-from tests.test_accountants import ledger
+from test_accountants import ledger
 
 import dpexp
 from dpexp.accounting.ledger import joined, ledger_so_far, read_ledger
@@ -477,7 +477,7 @@ def test_distributions_that_do_not_exist_are_refused(mean, shape):
 
 
 def test_selection_needs_a_renyi_bound():
-    from tests.test_accountants import of
+    from test_accountants import of
 
     with pytest.raises(ConfigError, match="no bound for private selection"):
         run_rdp(of("fixed_size", "replace_one"))

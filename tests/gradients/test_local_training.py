@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tests.test_records import (
+from test_privacy_unit import (
     MEMBERS,
     SCALED,
     Items,

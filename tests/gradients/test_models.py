@@ -135,18 +135,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 INTRODUCTION = """# Models that were tried
 
 Tiny ones, as the libraries that have them make them, on records of several lengths where they are sequences: masks,
-labels of -100, the usual loss. For each, `tests/gradients/test_models.py` compares the clipped sums with those of one record at a
-time in float64, at 1e-9, and holds how its records are processed, with dropout and without:
+labels of -100, the usual loss. For each, `tests/gradients/test_models.py` compares the clipped sums with those of one
+record at a time in float64, at 1e-9, and holds how its records are processed, with dropout and without:
 
 - *traced*: by a graph of the step, all records together;
 - *together*: by the step as it is written, under vmap;
 - *singly*: one at a time by ordinary autograd, which is right but slow;
 - *refused*.
 
-What a model is made of decides, and [speed](speed.md) says how. `python tests/gradients/test_models.py` writes this page; with
-`pip install -e '.[test,models]'`, `python -m pytest tests/gradients/test_models.py -m ''` tries them all,
-and without `-m ''`
-some."""
+What a model is made of decides, and [speed](speed.md) says how. `python tests/gradients/test_models.py` writes this
+page; with `pip install -e '.[test,models]'`, `python -m pytest tests/gradients/test_models.py -m ''` tries them all, and
+without `-m ''` some."""
 
 
 def page():

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from tests.test_engine import engine_of
+from test_clipped_sums import engine_of
 from torch import nn
 from torch.nn import functional as F
 from torch.quasirandom import SobolEngine

@@ -13,9 +13,9 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from plans import plan_of
 from scipy.stats import chi2
-from tests.test_accountants import exact_gaussian
-from tests.test_banded import toeplitz
-from tests.test_callback import Data, Model, fit, plan_for, trainer
+from test_accountants import exact_gaussian
+from test_callback import Data, Model, fit, plan_for, trainer
+from test_correlated import toeplitz
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 

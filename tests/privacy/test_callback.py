@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from plans import plan_of
 from reference import clipped_sums
-from tests.test_ledger_file import edited
+from test_ledger_file import edited
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from plans import plan_of
-from tests.test_banded import toeplitz
+from test_correlated import toeplitz
 from torch import nn
 
 import dpexp

@@ -339,7 +339,7 @@ class Broken(Digits):
 
 def test_an_audit_that_began_no_training_spends_nothing(dpexp_job, tmp_path):
     with pytest.raises(RuntimeError):
-        dpexp_job("audit", *QUICK, "data.id=digits", "data.module._target_=tests.test_membership.Broken")
+        dpexp_job("audit", *QUICK, "data.id=digits", "data.module._target_=test_membership.Broken")
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
     assert len(charge.ledger) == 0 and not charge.lost
 
@@ -371,7 +371,7 @@ class Own(pl.LightningModule):
 
 def test_modules_of_ones_own_are_audited(dpexp_job):
     own = (
-        "model._target_=tests.test_membership.Own",
+        "model._target_=test_membership.Own",
         "privacy.enabled=false",
         "sampling.steps=60",
         "audit.target_models=2",
@@ -389,7 +389,7 @@ def test_modules_of_ones_own_are_audited(dpexp_job):
         (["draw=1"], "private_selection"),
         (["sampling=truncated_poisson", "sampling.max_batch_size=600"], "no null record .* sampling=truncated_poisson"),
         (["sampling=shuffle", "privacy.adjacency=replace_null"], "no null record"),
-        (["data.module._target_=tests.test_membership.Unlabelled"], "needs records"),
+        (["data.module._target_=test_membership.Unlabelled"], "needs records"),
     ],
 )
 def test_what_cannot_be_audited_is_refused_before_training(arguments, message, dpexp_job, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot
 from pandas import DataFrame
 from plans import plan_of
-from tests.test_accountants import ledger
+from test_accountants import ledger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import joined

@@ -10,7 +10,7 @@ import pytest
 from dp_accounting import pld, rdp
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
-from tests.test_budget import EVENT, FORK, QUICK, held, job, killed_in_round, racing, rounds, run_on, store
+from test_data_budget import EVENT, FORK, QUICK, held, job, killed_in_round, racing, rounds, run_on, store
 
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, joined, read_ledger
