@@ -182,8 +182,8 @@ FAULTS = [
     fault("edited lines are read", "accounting/ledger/reader.py", "if given != link.decode() or line[-7:-3] != link:",
           "if False:", "ledger_lines"),
     # Accounting
-    fault("sensitivity 1 where a record is replaced", "accounting/coverage.py", '"replace_one": 2}', '"replace_one": 1}',
-          "accountants -k replacing"),
+    fault("sensitivity 1 where a record is replaced", "accounting/coverage.py", '"replace_one": 2}',
+          '"replace_one": 1}', "accountants -k replacing"),
     fault("equation 1 with the largest group alone", EVENTS, "sum(query.squared_ratio for",
           "max(query.squared_ratio for", "ledger"),
     fault("‖c‖ is left out", EVENTS, "math.fsum(c**2 for c in self.bands or (1.0,))", "1", "banded_rounds"),

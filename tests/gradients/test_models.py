@@ -144,8 +144,8 @@ record at a time in float64, at 1e-9, and holds how its records are processed, w
 - *refused*.
 
 What a model is made of decides, and [speed](speed.md) says how. `python tests/gradients/test_models.py` writes this
-page; with `pip install -e '.[test,models]'`, `python -m pytest tests/gradients/test_models.py -m ''` tries them all, and
-without `-m ''` some."""
+page; with `pip install -e '.[test,models]'`, `python -m pytest tests/gradients/test_models.py -m ''` tries all of them,
+and without `-m ''` some."""
 
 
 def page():

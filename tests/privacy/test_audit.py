@@ -4,8 +4,10 @@ import itertools
 import json
 import math
 
+import audited
 import numpy as np
 import pytest
+import test_callback
 import torch
 from mlflow import MlflowClient
 from rich.progress import Progress
@@ -19,7 +21,6 @@ from dpexp.privacy.audit_canaries import Contributions, nearly_noiseless
 from dpexp.privacy.plan import groups
 from dpexp.training.classifier import Classifier
 from dpexp.training.data.tabular import Synthetic
-from tests import audited, test_callback
 from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, check, trained
 
 # Every sampling, the other choices in turn, and every mechanism where the attacker has all the power there is;

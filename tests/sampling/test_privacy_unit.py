@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 
+import audited
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -22,7 +23,6 @@ from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import groups
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
-from tests import audited
 from tests.audited import attacked
 
 SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1e-3, 1.0, 1e6, 1e30, math.inf, math.nan])])
