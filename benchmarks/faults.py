@@ -110,7 +110,7 @@ FAULTS = [
     fault("padding counts as records", "privacy/gradients/graphs.py",
           "counted = torch.arange(rows, device=self._device) < chunk.size",
           "counted = torch.arange(rows, device=self._device) >= 0", "traced -k padding"),
-    fault("labels out of range count", "privacy/gradients/clipped_sums.py", "gradients.in_range & outputs", "outputs",
+    fault("labels out of range count", "privacy/gradients/tracer.py", "counted & gradients.in_range", "counted",
           "traced clipped_sums -k 'odd_row or cannot_be_computed'"),
     fault("no graph is proved", "privacy/gradients/traced.py", "    if size == 1:\n        return\n", "    return\n",
           "traced -k mixes"),
