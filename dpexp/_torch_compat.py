@@ -76,7 +76,7 @@ def qualified_name(operator: OpOverloadPacket) -> str:
     return operator._qualified_op_name
 
 
-def direct(operator: OpOverload) -> Callable[..., Any]:
+def operator_function(operator: OpOverload) -> Callable[..., Any]:
     """What calls it without looking it up."""
     return operator._op
 
@@ -93,18 +93,18 @@ def forward_pre_hooks(layer: nn.Module) -> Iterable[Any]:
     return layer._forward_pre_hooks.values()
 
 
-def tensors_held(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def own_tensors(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """A layer's own parameters and buffers, by name."""
     return layer._parameters, layer._buffers
 
 
-def having_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
     """Meanwhile a module has other tensors in the place of its parameters."""
     return _reparametrize_module(module, tensors, tie_weights=True)
 
 
 @contextmanager
-def activations_kept(met: Callable[[Any], None]) -> Iterator[None]:
+def checkpointing_disabled(met: Callable[[Any], None]) -> Iterator[None]:
     """Meanwhile torch.utils.checkpoint.checkpoint keeps what a function computes, unless it is reentrant, which makes
     another thing of gradients.
 
@@ -152,7 +152,7 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor], options: di
 
 
 @contextmanager
-def alone(refuse: Callable[[], Any]) -> Iterator[None]:
+def without_process_group(refuse: Callable[[], Any]) -> Iterator[None]:
     """Meanwhile code that asks finds no other processes; collectives of the default group call `refuse`."""
     world = dist.distributed_c10d._world
     before, world.default_pg = world.default_pg, None

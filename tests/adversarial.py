@@ -113,13 +113,13 @@ def engine_of(names, compile, device="cpu", at_once=2):
     plan = plan_of(
         module, n=4 * at_once, q=0.25, steps=1, noise_multiplier=1.0, clip_norm=FixedClipNorm(0.3), group=per_layer()
     )
-    return PrivateRound(plan, module, GaussianNoise(), compiled=compile, at_once=at_once)
+    return PrivateRound(plan, module, GaussianNoise(), compiled=compile, max_records=at_once)
 
 
 def sums_of(engine, batch, count):
     device = next(engine._module.parameters()).device
-    engine.start()
-    engine.accumulate(engine._module, tree_map(lambda leaf: leaf[:, None].to(device), batch), count)
+    engine.begin()
+    engine.add_chunk(engine._module, tree_map(lambda leaf: leaf[:, None].to(device), batch), count)
     assert engine.mode == "traced"
     return {name: total.double().cpu() for name, total in engine._sums.items()}
 

@@ -53,7 +53,7 @@ def clipped_sums(plan, module, loss_of, batch, size):
                         square += gradients[name].double().square().sum().item() / alpha**2
             norm = math.sqrt(square)
             bound = group.S * (1 - MARGIN[torch.promote_types(next(iter(sums.values())).dtype, torch.float32)])
-            c = min(factor(group.clip, norm, group.S), bound / norm) if norm else 0.0
+            c = min(factor(group.clip_rule, norm, group.S), bound / norm) if norm else 0.0
             for vector in group.vectors:
                 for name in vector.parameters:
                     if gradients[name] is not None:

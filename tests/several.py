@@ -64,10 +64,10 @@ class Empty:
     """How many records each part of a round's sample has."""
 
     def __init__(self):
-        self.parts, self._accumulate = [], PrivateRound.accumulate
+        self.parts, self._accumulate = [], PrivateRound.add_chunk
 
     def __enter__(self):
-        start, parts, accumulate = PrivateRound.start, self.parts, self._accumulate
+        start, parts, accumulate = PrivateRound.begin, self.parts, self._accumulate
 
         def started(engine, t=0):
             parts.append(0)
@@ -77,7 +77,7 @@ class Empty:
             parts[-1] += size
             accumulate(engine, loss_of, batch, size)
 
-        self._patches = mock.patch.multiple(PrivateRound, start=started, accumulate=accumulated)
+        self._patches = mock.patch.multiple(PrivateRound, begin=started, add_chunk=accumulated)
         self._patches.__enter__()
         return self
 
@@ -134,7 +134,7 @@ def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, se
     return {
         "released": seen.released,
         "weights": [tensor.clone() for tensor in module.state_dict().values()],
-        "told": [privacy.readings.epsilon, privacy.completed, dict(privacy.estimates.history), privacy.now.groups[0].S],
+        "told": [privacy.readings.epsilon, privacy.rounds_done, dict(privacy.estimates.history), privacy.current_plan.groups[0].S],
         "sizes": empty.parts,
     }
 
@@ -178,7 +178,7 @@ def mistaken(rank, count, folder):
         noted("commit")
     with mock.patch.object(Seen, "on_train_batch_end", drifts):
         noted("weights")
-    with mock.patch.object(PrivateRound, "accumulate", breaks):
+    with mock.patch.object(PrivateRound, "add_chunk", breaks):
         noted("step")
     first = fit("plain", count, folder / "resumed", rank, steps=4)
     found["resumed"] = (

@@ -18,7 +18,7 @@ from dpexp.commands.build import make, rounds_of
 from dpexp.commands.validate import sampling_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.gradients.physical_batch import ON_A_CPU
+from dpexp.privacy.gradients.physical_batch import CPU_BATCH
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import NonPrivatePreprocessing
 from dpexp.reporting.terminal import RoundBar
@@ -71,7 +71,7 @@ def trainer_for(
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
     rounds = plan.rounds if plan else rounds_of(cfg)
     per_epoch = max(1, round(policy.rounds_per_epoch))
-    at_once = ON_A_CPU if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
+    at_once = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, at_once)
     callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
     chosen = callbacks_of(cfg)

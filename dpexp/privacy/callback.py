@@ -21,7 +21,7 @@ from dpexp.privacy.checks import StateFound, digest_of_weights
 from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan, give_back, ledger_of, take_over
 from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.gradients.per_example import loss_in
-from dpexp.privacy.gradients.physical_batch import first_batch, fitting, public_record
+from dpexp.privacy.gradients.physical_batch import first_batch, largest_fitting_batch, public_record
 from dpexp.privacy.gradients.step import TRACED
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
@@ -241,12 +241,12 @@ class PrivacyCallback(pl.Callback):
         done = self.rounds_done >= self.plan.rounds
         if self.readings and self.readings.due(self.rounds_done):
             self._read_epsilon(trainer)
-            muted_logging.log_although_mute(pl_module, "epsilon", self.readings.shown, prog_bar=True, logger=False)
+            muted_logging.log_released(pl_module, "epsilon", self.readings.shown, prog_bar=True, logger=False)
         for logger in trainer.loggers if self._metrics else ():
             logger.log_metrics(self._metrics, step=self.rounds_done)
         for name, value in self._metrics.items():
             if name.endswith("_moving_average"):
-                muted_logging.log_although_mute(pl_module, name, value, prog_bar=True, logger=False)
+                muted_logging.log_released(pl_module, name, value, prog_bar=True, logger=False)
         if self.unsafe_diagnostics:
             muted_logging.log_diagnostics(pl_module, self._engine)
         trainer.should_stop = trainer.should_stop or done
@@ -313,8 +313,8 @@ class PrivacyCallback(pl.Callback):
             with (
                 self._noting_state(),
                 self._processes.fail_together(),
-                muted_logging.nothing_collected(),
-                muted_logging.nothing_logged(trainer),
+                muted_logging.collectives_refused(),
+                muted_logging.loggers_muted(trainer),
             ):
                 converted, given = trainer.precision_plugin.convert_input, [*args]
 
@@ -322,13 +322,13 @@ class PrivacyCallback(pl.Callback):
                     return loss_in(lambda: training_step(converted(record), *given, **kwargs))
 
                 if not self._fitted:
-                    rounds.sampler.physical_batch = fitting(self.plan, pl_module, loss_of, trainer)
+                    rounds.sampler.physical_batch = largest_fitting_batch(self.plan, pl_module, loss_of, trainer)
                     self._fitted = True
                 if engine_step.mode is None:
                     kept, engine_step.public = unsupported.kept_numbers(pl_module), public_record(trainer)
                     unsupported.refuse_hooks(pl_module)
-                    last = muted_logging.other_round(trainer, self.plan.rounds - 1, rounds.sampler.last_place(), given)
-                    with muted_logging.signals_wait(trainer):
+                    last = muted_logging.as_in_round(trainer, self.plan.rounds - 1, rounds.sampler.last_place(), given)
+                    with muted_logging.signals_deferred(trainer):
                         dry_run(engine_step, rounds, loss_of, pl_module, last)
                     unsupported.refuse_kept_losses(pl_module, kept, engine_step.mode != TRACED)
                     unsupported.refuse_monitors(trainer, pl_module, self._logged, self._validated)
@@ -378,7 +378,7 @@ class PrivacyCallback(pl.Callback):
                 except Exception as error:
                     engine.skip(records.size, error)
                 else:
-                    with muted_logging.signals_wait(pl_module.trainer):
+                    with muted_logging.signals_deferred(pl_module.trainer):
                         engine.add_chunk(loss_of, records.batch, records.size)
         return chunk.digest
 

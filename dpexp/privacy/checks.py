@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 
-FIRST = 8  # rounds that are all checked
+ROUNDS_ALWAYS_CHECKED = 8  # rounds that are all checked
 
-STATE = (
+KEEPS_STATE = (
     "model: {what}, so that training_step keeps something of a record that reaches others, or what is saved; compute a "
     "record's loss from that record, the weights and torch's random numbers alone. Counters belong into a hook such as "
     "on_train_batch_end, averages of weights into callbacks=ema, statistics of data into private metrics."
 )
 
-CHANGED = (
+STEP_CHANGED = (
     "model: training_step has changed since it was last traced ({what}), by something that is neither an attribute of "
     "a module nor a global variable, so that records whose graph is traced now would be processed by another step than "
     "the others; keep what hooks change in attributes of the module."
@@ -75,17 +75,17 @@ class StateCheck:
         now = digests(self._module) | digests_of_training(self._module)
         changed = [name for name, was in self._saved.items() if now.get(name) != was]
         if changed:
-            raise StateFound(STATE.format(what=f"{changed[0]} is changed inside training_step"), self._clean)
+            raise StateFound(KEEPS_STATE.format(what=f"{changed[0]} is changed inside training_step"), self._clean)
         for _ in range(2 if self._given is not None else 0):  # what every second call does is found
             try:
                 again = [*map(digest, self._probe())]
             except ConfigError:
                 raise
             except Exception as error:  # of what is left behind
-                raise StateFound(STATE.format(what="training_step fails after other records"), self._clean) from error
+                raise StateFound(KEEPS_STATE.format(what="training_step fails after other records"), self._clean) from error
             if again != self._given:
                 raise StateFound(
-                    STATE.format(what="a record's loss or gradient is another one after other records"), self._clean
+                    KEEPS_STATE.format(what="a record's loss or gradient is another one after other records"), self._clean
                 )
         self._clean = done + 1 if self._given is not None else self._clean
         self._saved, self._given = {}, None
@@ -93,10 +93,10 @@ class StateCheck:
 
 def digest_of_weights(module: nn.Module) -> int:
     """Of the bits of all parameters and buffers."""
-    return number_of(b"".join(digests(module).values()))
+    return digest_as_integer(b"".join(digests(module).values()))
 
 
-def number_of(content: bytes) -> int:
+def digest_as_integer(content: bytes) -> int:
     """A digest that processes compare, in 56 bits."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
 

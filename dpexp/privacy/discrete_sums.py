@@ -1,11 +1,11 @@
-"""Clipped sums of integer vectors, for discrete Gaussian noise."""
+"""Clipped sums of vectors rounded to integers, and discrete Gaussian noise for them."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from dpexp.privacy.gradients.clipped_sums import ClippedSums, weights_of
+from dpexp.privacy.gradients.clipped_sums import ClippedSums, record_weights
 from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.norms import norms
 from dpexp.privacy.gradients.per_example import Gradients
@@ -17,28 +17,32 @@ from dpexp.privacy.plan.plan import Group, PrivacyPlan
 
 
 class IntegerSums(ClippedSums):
-    """Clips and sums vectors as integer multiples of each group's grid; the sums are int64, on the CPU."""
+    """Clips vectors and sums them as integer multiples of each group's quantization step, in int64 on the CPU."""
 
-    def numbers(self, now: Sequence[Group], device: torch.device) -> Tensor:
-        self._now = now
-        return super().numbers(now, device)
+    def clip_norms(self, now: Sequence[Group], device: torch.device) -> Tensor:
+        self._released = now
+        return super().clip_norms(now, device)
 
-    def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        outputs, weights = {"finite": gradients.in_range}, weights_of(gradients)
-        for group in self._now:
-            given = gradients.of
-            members = [(alpha, name, given.pop(name)) for _, alpha, name in by_parameter([group]) if name in given]
+    def add(self, gradients: Gradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        outputs, weights = {"finite": gradients.in_range}, record_weights(gradients)
+        for group in self._released:
+            members = [
+                (alpha, name, gradients.of.pop(name))
+                for _, alpha, name in by_parameter([group])
+                if name in gradients.of
+            ]
             if not members:
                 continue
             vectors = torch.cat(
-                [DenseGradient(use.materialize()).flat().cpu().double() / alpha for alpha, _, use in members], 1
+                [DenseGradient(gradient.materialize()).flat().cpu().double() / alpha for alpha, _, gradient in members],
+                1,
             )
             found = outputs[f"norm:{group.name}"] = norms(vectors)
             c = clip_rule_factors(group.clip_rule, found, torch.tensor(group.S).double())
             c = c if weights is None or group.is_metric else c * weights.cpu()
-            whole = group.lattice.rounded(vectors, found, c)
+            integers = group.lattice.rounded(vectors, found, c)
             sizes = [sums[name].numel() for _, name, _ in members]
-            for (_, name, _), part in zip(members, whole.split(sizes, 1), strict=True):
+            for (_, name, _), part in zip(members, integers.split(sizes, 1), strict=True):
                 sums[name].view(-1).add_(part.sum(0))
         return outputs
 
@@ -50,7 +54,7 @@ class IntegerNoise:
         self._gaussian = DiscreteGaussian(SIGMA2, stream)
 
     def released(self, plan: PrivacyPlan, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """v̂ for each parameter, in float64: α γ (Σ_i u^i + N) / qn. What follows the sum is post-processing."""
+        """v̂ = α γ (Σ_i u^i + N) / qn by parameter, in float64, with integer vectors u and quantization step γ."""
         drawn = self._gaussian.draw(sum(total.numel() for total in sums.values()))
         noise = dict(zip(sums, drawn.split([total.numel() for total in sums.values()]), strict=True))
         return {

@@ -30,7 +30,7 @@ from dpexp._torch_compat import tree_leaves
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError, is_own
-from dpexp.privacy.checks import bits_of, number_of
+from dpexp.privacy.checks import bits_of, digest_as_integer
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.plan import PrivacyPlan
 
@@ -203,12 +203,12 @@ _DIFFER = {
 
 def digest_of_plan(plan: PrivacyPlan) -> int:
     """Of all that it says; functions count by name."""
-    return number_of(re.sub(r" at 0x\w+", "", repr(plan)).encode())
+    return digest_as_integer(re.sub(r" at 0x\w+", "", repr(plan)).encode())
 
 
 def digest_of_rows(rows: Sequence[int]) -> int:
     """Of which records a sample holds, in which order."""
-    return number_of(np.asarray(rows, dtype=np.int64).tobytes())
+    return digest_as_integer(np.asarray(rows, dtype=np.int64).tobytes())
 
 
 def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
@@ -223,7 +223,7 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
     if type(dataset) is TensorDataset:
         for tensor in dataset.tensors:
             seen.update(bits_of(tensor))
-        return number_of(seen.digest())
+        return digest_as_integer(seen.digest())
     if type(dataset) is Subset:
         seen.update(np.asarray(dataset.indices, dtype=np.int64).tobytes())
     states = random.getstate(), np.random.get_state()
@@ -242,7 +242,7 @@ def digest_of_records(dataset: Dataset, examples: Any = None) -> int:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-    return number_of(seen.digest())
+    return digest_as_integer(seen.digest())
 
 
 # Lightning's strategies

@@ -13,7 +13,7 @@ from torch import nn
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import why
-from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, copied
+from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, NoLoss, SyntheticRecords, copied
 from dpexp.privacy.gradients.per_example import python_randomness
 from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
@@ -50,7 +50,8 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
                 step.decide(chunk, later)
         except NoLoss as error:
             wrong = wrong if isinstance(wrong, NoLoss) else error
-            if str(error) == NO_LOSS and rounds.of_examples and any(_of_pairs(MadeUp(), chunk, module, device, False)):
+            pairs = _of_pairs(SyntheticRecords(), chunk, module, device, False)
+            if str(error) == NO_LOSS and rounds.of_examples and any(pairs):
                 raise ConfigError(_NONE_ALONE) from None
         else:
             break
@@ -64,10 +65,11 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
                 "batch do; here each record is collated by itself, and trained on as it then is. Change a record by "
                 "itself, as augment does (dpexp.views), and give statistics as public constants."
             )
-    if step.held:
+    if step.constant_shapes:
         warnings.warn(
-            f"the step holds tensors that are neither parameters nor buffers, {', '.join(step.held[:4])}; they must be "
-            "public, since nothing protects what was computed from records beforehand."
+            "the step holds tensors that are neither parameters nor buffers, "
+            f"{', '.join(step.constant_shapes[:4])}; they must be public, since nothing protects what was computed "
+            "from records beforehand."
         )
 
 
@@ -98,17 +100,17 @@ def _check_loss_of_a_batch(
     a' and b', L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own. At first labels stay.
     `weighed`: a function that was given weights of classes. Raises ConfigError: a record by itself has no gradient.
     """
-    if step.made_up is None:
+    if step.synthetic is None:
         return
-    others = replace(step.made_up, floats="normal", public=None)  # whose labels differ, as those of one record do not
+    others = replace(step.synthetic, floats="normal", public=None)  # whose labels differ, as those of one record do not
     mixed, by_label = (
-        any(_mixes(one, chunk, module, device, labels) for one in (step.made_up, others)) for labels in (False, True)
+        any(_mixes(one, chunk, module, device, labels) for one in (step.synthetic, others)) for labels in (False, True)
     )
     if not (mixed or by_label or weighed):
         return
     try:
         with own_randomness(device, KeyStream.known(0, "pairs", 0)):
-            alone = step.of_one(step.made_up.records(chunk, 1, 0), 0).of
+            alone = step.gradients_of_record(step.synthetic.records(chunk, 1, 0), 0).of
     except RecordError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
@@ -141,10 +143,10 @@ _TOGETHER = 4
 _TRIES = 6  # since what mixes at random may leave two records as they are
 
 
-def _mixes(made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool) -> bool:
+def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool) -> bool:
     """Whether the loss of two records is another than those of each, where labels are replaced, too, or are not."""
     full = not torch.is_autocast_enabled(device.type) and all(p.dtype.itemsize >= 4 for p in module.parameters())
-    for losses in _of_pairs(made_up, chunk, module, device, labels):
+    for losses in _of_pairs(synthetic, chunk, module, device, labels):
         moved, most = max(abs(loss - losses[0]) for loss in losses), max(map(abs, losses))
         least = max(_PART * moved, _ROUNDING * most) if full else _COARSE * most
         if abs(losses[0] - losses[1] - losses[2] + losses[3]) > least:
@@ -153,12 +155,12 @@ def _mixes(made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.devic
 
 
 def _of_pairs(
-    made_up: MadeUp, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool
+    synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool
 ) -> Iterator[list[float]]:
     """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, of a few pairs whose losses are numbers; with
     others that stay, since classes of two records are as frequent as one another."""
     for seed in range(_TRIES):
-        some, others = (made_up.records(chunk, _TOGETHER, k) for k in (2 * seed, 2 * seed + 1))
+        some, others = (synthetic.records(chunk, _TOGETHER, k) for k in (2 * seed, 2 * seed + 1))
         only = [labels or leaf.is_floating_point() for leaf in some.tensors]
         losses, is_random = [], False
         for replaced in ([], [0], [1], [0, 1]):
@@ -168,7 +170,7 @@ def _of_pairs(
                     leaf[replaced] = other.detach()[replaced]
             if any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in together):
                 return
-            batch = some.having([leaf.flatten(0, 1) for leaf in together])
+            batch = some.with_tensors([leaf.flatten(0, 1) for leaf in together])
             stream = KeyStream.known(seed, "pairs", 0)
             with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
                 before = torch.get_rng_state(), python_randomness()

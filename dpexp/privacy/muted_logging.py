@@ -14,9 +14,9 @@ from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
 from dpexp._lightning_compat import results_dropped
-from dpexp._torch_compat import alone
+from dpexp._torch_compat import without_process_group
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import STATE, StateFound
+from dpexp.privacy.checks import KEEPS_STATE, StateFound
 from dpexp.privacy.gradients.branches import Unreadable
 from dpexp.privacy.gradients.torch_functions import EXCHANGES
 from dpexp.privacy.private_metrics import release
@@ -24,7 +24,7 @@ from dpexp.privacy.round import PrivateRound
 
 
 @contextmanager
-def nothing_logged(trainer: pl.Trainer) -> Iterator[None]:
+def loggers_muted(trainer: pl.Trainer) -> Iterator[None]:
     """Meanwhile whatever is logged by way of the module or the Trainer is lost."""
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
@@ -56,7 +56,7 @@ def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
             vars(metric).update({name: partial(_nothing, metric, name) for name in _EMPTIED} | {_OWN: own})
 
 
-def log_although_mute(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
+def log_released(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
     """What is released, or shown as unsafe."""
     type(module).log(module, name, value, on_step=True, on_epoch=False, **options)
 
@@ -94,7 +94,7 @@ _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 @contextmanager
-def signals_wait(trainer: pl.Trainer) -> Iterator[None]:
+def signals_deferred(trainer: pl.Trainer) -> Iterator[None]:
     """Meanwhile no handler of Python's is called; then those are whose signals came.
 
     A handler may save a checkpoint, or set `trainer.should_stop`, which would be taken for the step's doing. A second
@@ -121,7 +121,7 @@ def signals_wait(trainer: pl.Trainer) -> Iterator[None]:
     try:
         yield
         if trainer.should_stop != stops:
-            raise StateFound(STATE.format(what="trainer.should_stop is changed inside training_step"))
+            raise StateFound(KEEPS_STATE.format(what="trainer.should_stop is changed inside training_step"))
     finally:
         for number, handler in waiting.items():
             signal.signal(number, handler)
@@ -143,10 +143,10 @@ def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None
             values[f"unsafe/median_norm/{group.name}"] = float(joined.median())
             values[f"unsafe/clip_fraction/{group.name}"] = float((joined > group.S).float().mean())
     for name, value in values.items():
-        log_although_mute(pl_module, name, value)
+        log_released(pl_module, name, value)
 
 
-def other_round(
+def as_in_round(
     trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]
 ) -> Callable[[], AbstractContextManager]:
     """Makes the Trainer say meanwhile that round `t` is under way, with half of the optimizers' numbers.
@@ -190,7 +190,7 @@ def _is_number(value: Any) -> bool:
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
+def collectives_refused() -> Iterator[None]:
     """Meanwhile code that asks finds no other processes, and collectives of the default group are refused: what is
     computed from a record would be told the others.
 
@@ -204,5 +204,5 @@ def nothing_collected() -> Iterator[None]:
     def refuse() -> NoReturn:
         raise ConfigError(EXCHANGES.format(name="a collective"))
 
-    with alone(refuse):
+    with without_process_group(refuse):
         yield

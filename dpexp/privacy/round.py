@@ -1,4 +1,4 @@
-"""Accumulates clipped sums over the chunks of a sample, and releases them with noise."""
+"""One private round: sums clipped gradients over the chunks of a sample, then releases the sums with noise."""
 
 import warnings
 from collections.abc import Iterable
@@ -29,25 +29,24 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import Values
 from dpexp.privacy.sampling.training_data import Memory
 
-_ENOUGH = 64  # records that fail, while none ever contributed, to end a round early
+_MAX_FAILED = 64  # records without a loss, while none ever had one, after which a round ends early
 
 
 class PrivateRound:
-    """Carries out a plan's mechanisms on a module's gradients, and on the values that its step gives for release.
+    """Carries out a plan's mechanisms on a module's gradients and on the metrics of its training step.
 
-    Per sample: `start`, then `accumulate` for each chunk, then `finish` and `release`. What a record contributes
-    depends on no other.
+    Per sample: `begin`, `add_chunk` for each chunk, `end`, `release`. What a record contributes depends on no other.
 
     Args:
         observe: keep each chunk's per-record norms and losses in `observations`. They are private.
-        bounds: where those of an adaptive plan have come to; by default they stay where they begin.
-        processes: those that have a part of each sample.
-        at_once: records that are processed together at most; None: a sample.
-        data: where the training set lies in memory, which no graph may hold.
-        compiled: whether graphs are compiled; None: where that pays.
+        adaptive_state: current clip norms of an adaptive plan; by default the initial ones, which then stay.
+        processes: that share each sample.
+        max_records: processed together; None: the whole sample.
+        data_memory: where the training set lies in memory, which no graph may reference.
+        compiled: whether graphs are compiled; None: where that saves time.
 
     Attributes:
-        step: how records are processed.
+        step: the training step, with its execution mode.
     """
 
     def __init__(
@@ -56,21 +55,21 @@ class PrivateRound:
         module: nn.Module,
         noise: GaussianNoise,
         observe: bool = False,
-        bounds: AdaptiveState | None = None,
+        adaptive_state: AdaptiveState | None = None,
         processes: Processes | None = None,
-        at_once: int | None = None,
-        data: Memory | None = None,
+        max_records: int | None = None,
+        data_memory: Memory | None = None,
         compiled: bool | None = None,
     ) -> None:
         self.plan = self.current_plan = plan
         self._processes = processes or Processes()
-        self._bounds = bounds or (AdaptiveState(plan.adaptive) if plan.adaptive else None)
+        self._adaptive = adaptive_state or (AdaptiveState(plan.adaptive) if plan.adaptive else None)
         self._correlated = CorrelatedNoise(noise)
-        self._whole = IntegerNoise(noise.stream) if plan.discrete else None
+        self._integer_noise = IntegerNoise(noise.stream) if plan.discrete else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
-        values = {v.parameters[0]: v.d - self._numbers(v.parameters[1:]) for v in vectors if v.is_value}
+        values = {v.parameters[0]: v.d - self._size_of(v.parameters[1:]) for v in vectors if v.is_value}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._values = Values(values, next(iter(self._parameters.values()), torch.zeros(())))
         planned = {name for vector in vectors for name in vector.parameters} - set(values)
@@ -81,34 +80,34 @@ class PrivateRound:
             if parameter.is_complex():
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
-        joint = self._bounds is not None and self._bounds.joint
+        joint = self._adaptive is not None and self._adaptive.joint
         self._clip = (IntegerSums if plan.discrete else ClippedSums)(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
         run_pass = VmapPass(module, self._parameters, self._values)
         tracer = Tracer(
             module, run_pass, self._clip, lambda: {name: self._zeros(name) for name in self._names},
-            self._device, usual_rows(plan.sampling, plan.n, at_once), data or Memory(),
+            self._device, usual_rows(plan.sampling, plan.n, max_records), data_memory or Memory(),
         )  # fmt: skip
         compiling = CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
         local = plan.privacy_unit.local_training
         training = Training(module, self._parameters, self._values, local) if local else None
-        # With discrete noise, what is rounded otherwise among others may be another integer.
+        # Discrete noise: records one at a time, as rounding in a batch could change the integers.
         self.step = Step(
             module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training,
             plan.discrete, self._device,
         )  # fmt: skip
         self._round = 0
         self._succeeded = False
-        self._contributed = False  # a record has, in some process
+        self._contributed = False  # a record has, in any process
         self._failed = 0
         self._reason_of_failure: Exception | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.observe = observe
         self.observations: list[dict[str, Tensor]] = []
 
     @property
     def mode(self) -> str | None:
-        """How records are processed; see `Step`."""
+        """The execution mode of `step`."""
         return self.step.mode
 
     @property
@@ -117,7 +116,7 @@ class PrivateRound:
         return self.step.reason
 
     def begin(self, t: int = 0) -> None:
-        """Begins round t's sample: all sums are zero.
+        """Begins round t: all sums are zero.
 
         Raises:
             ConfigError: the module's trainable parameters are no longer those of the plan, or have hooks.
@@ -134,23 +133,22 @@ class PrivateRound:
         hooked = [name for name, p in self._parameters.items() if has_gradient_hooks(p)]
         if hooked:
             raise ConfigError(
-                f"model: {', '.join(hooked)} has hooks on its gradient, which here is never that of a batch; change "
+                f"model: {', '.join(hooked)} has gradient hooks, and no gradient of a batch is ever computed; change "
                 "the private gradient in on_before_optimizer_step instead."
             )
-        self.current_plan = self._bounds.apply(self.plan.at_round(t)) if self._bounds else self.plan.at_round(t)
+        self.current_plan = self._adaptive.apply(self.plan.at_round(t)) if self._adaptive else self.plan.at_round(t)
         self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
         self.observations = []
         self._round = t
         self.step.begin_round(t)
 
     def add_chunk(self, loss_of: LossOf, batch: Any, size: int) -> None:
-        """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing,
-        unless none ever could.
+        """Adds one chunk's clipped vectors to the sums. A record whose loss cannot be computed contributes nothing.
 
         Args:
-            loss_of: the loss of one record, as a scalar.
-            batch: what it is given, stacked over the records: tensors [size, ...] in any nesting of tuples, lists and
-                dicts; whatever else the batch holds is the same for all of them.
+            loss_of: computes the scalar loss of one record.
+            batch: the records, stacked: tensors [size, ...] in any nesting of tuples, lists and dicts. Other objects in
+                it are shared by all records.
 
         Raises:
             ConfigError: the batch cannot be split into records, or a parameter changed.
@@ -160,49 +158,50 @@ class PrivateRound:
             parameter.grad = None
         if self.step.mode is None:
             self.step.decide(chunk)
-        numbers = self._clip.numbers(self.current_plan.groups, self._device)
-        for found in self.step.add(chunk, numbers, self._sums):
+        clip_norms = self._clip.clip_norms(self.current_plan.groups, self._device)
+        for found in self.step.add(chunk, clip_norms, self._sums):
             self.skip(1, found) if isinstance(found, Exception) else self._note(found)
 
     def skip(self, count: int, reason: Exception) -> None:
-        """Notes records that contribute nothing, because they could not even be fetched, or have no loss.
+        """Counts records that contribute nothing, because they could not be fetched or have no loss.
 
         Raises:
-            ConfigError, or the reason: so many, and none ever contributed.
+            ConfigError, or `reason`: too many were skipped and none ever contributed.
         """
         self._failed, self._reason_of_failure = self._failed + count, reason
-        if "failure" not in self._said:
-            self._said.add("failure")
-            said = f"{type(reason).__name__}: {words_of(reason)}"
-            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {said}")
-        if self._failed >= _ENOUGH and self._processes.is_single:
+        if "failure" not in self._warned:
+            self._warned.add("failure")
+            description = f"{type(reason).__name__}: {words_of(reason)}"
+            warnings.warn(f"the loss of some records cannot be computed; they contribute nothing: {description}")
+        if self._failed >= _MAX_FAILED and self._processes.is_single:
             self.end()
 
     def check_state(self) -> None:
-        """Looks, once a round that is checked, whether the step has kept something of the sample's records."""
+        """In rounds that are checked, tests whether the step kept something of the sample's records."""
         self.step.check_state(self._round)
 
     def end(self) -> None:
         """Ends the sample.
 
         Raises:
-            ConfigError, or what the last record raised: more than one record has failed, and none ever contributed, in
-                no process.
+            ConfigError, or the last record's error: more than one record failed, and none ever contributed in any
+                process.
         """
         self.check_state()
-        if not self._contributed:  # which all processes know alike
-            every = self._processes.gathered([self._succeeded, self._failed])
-            self._contributed = any(succeeded for succeeded, _ in every)
-            failed = sum(failed for _, failed in every)
-        if not self._contributed and failed > 1 and self._reason_of_failure is not None:
-            reason = self._reason_of_failure
+        if self._contributed:  # equal in all processes
+            return
+        counts = self._processes.gathered([self._succeeded, self._failed])
+        self._contributed = any(succeeded for succeeded, _ in counts)
+        reason = self._reason_of_failure
+        if not self._contributed and reason is not None and sum(failed for _, failed in counts) > 1:
             if isinstance(reason, RecordError):
                 raise ConfigError(str(reason)) from reason
             raise reason
 
     def release(self, ledger: LedgerWriter | SharedLedger) -> dict[str, Tensor]:
-        """Writes the sum query events, and only then returns v̂ for each parameter, and each value by its key:
-        (Σ_i c_i v^i + α N(0, σ̃²)) / qn. Of several processes the first adds the noise, to the sum of all parts."""
+        """Writes the sum query events, then returns v̂ = (Σ_i c_i v^i + α N(0, σ̃²)) / qn, by parameter or metric key.
+
+        With several processes the main one adds the noise, to the sum over all of them."""
         for group in self.current_plan.groups:
             ledger.query(group.query())
         ledger.commit()
@@ -213,35 +212,34 @@ class PrivateRound:
         if self._processes.is_main:
             released = self._noised(released)
         else:
-            kinds = {name: self._kind(name) for name in released}
-            released = {n: torch.empty(s.shape, device=kinds[n][0], dtype=kinds[n][1]) for n, s in released.items()}
+            released = {name: self._zeros(name, released=True) for name in names}
         self._processes.broadcast(released)
         return released
 
     def close(self) -> None:
-        """Drops the noise's key and what was drawn from it, so that they are nowhere."""
-        del self._correlated, self._whole
+        """Deletes the noise generators, with their key and unused random numbers."""
+        del self._correlated, self._integer_noise
 
     def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._whole:
-            return {
-                name: total.to(*self._kind(name))
-                for name, total in self._whole.released(self.current_plan, sums).items()
-            }
+        if self._integer_noise:
+            noisy = self._integer_noise.released(self.current_plan, sums)
+            return {name: mean.to(*self._device_and_dtype(name)) for name, mean in noisy.items()}
         add_noise(self.current_plan.groups, sums, self._correlated, self.current_plan.sampling.q * self.current_plan.n)
         return sums
 
-    def _numbers(self, parameters: Iterable[str]) -> int:
+    def _size_of(self, parameters: Iterable[str]) -> int:
         return sum(self._parameters[name].numel() for name in parameters)
 
-    def _kind(self, name: str) -> tuple[torch.device, torch.dtype]:
-        """Where and in what the sum of a parameter's gradients, or of a value, is computed."""
-        of = self._parameters.get(name, self._values)
-        return of.device, _summed(of.dtype)
+    def _device_and_dtype(self, name: str) -> tuple[torch.device, torch.dtype]:
+        """Of the sum of a parameter's gradients, or of a metric."""
+        summand = self._parameters.get(name, self._values)
+        return summand.device, torch.promote_types(torch.float32, summand.dtype)
 
-    def _zeros(self, name: str) -> Tensor:
+    def _zeros(self, name: str, released: bool = False) -> Tensor:
         shape = self._parameters[name].shape if name in self._parameters else (self._values.sizes[name],)
-        device, dtype = (torch.device("cpu"), torch.int64) if self._whole else self._kind(name)
+        device, dtype = self._device_and_dtype(name)
+        if self._integer_noise and not released:
+            device, dtype = torch.device("cpu"), torch.int64
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def _note(self, found: dict[str, Tensor]) -> None:
@@ -250,17 +248,11 @@ class PrivateRound:
         self._succeeded = self._succeeded or failed < size
         if failed:
             self.skip(failed, RecordError("an index or a label is out of range."))
-        if size > 1 and "finite" not in self._said and not bool(found["finite"].any()):
-            self._said.add("finite")
+        if size > 1 and "finite" not in self._warned and not bool(found["finite"].any()):
+            self._warned.add("finite")
             warnings.warn(
-                "no vector of a whole chunk of records is finite; they contribute nothing, and what is released is "
-                "noise."
+                "no record of a chunk has finite gradients; they contribute nothing, and what is released is noise."
             )
         if self.observe:
             norms = {name.replace(":", "/"): value for name, value in found.items() if name.startswith("norm:")}
             self.observations.append({"loss": found["loss"], **norms})
-
-
-def _summed(dtype: torch.dtype) -> torch.dtype:
-    """What sums of gradients of such a parameter are computed in."""
-    return torch.promote_types(torch.float32, dtype)

@@ -98,7 +98,7 @@ def trained(folder, module, loader, steps=1, z=SILENT, callbacks=(), callback=No
     released = Released()
     folder.mkdir(exist_ok=True)
     ledger = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"
-    privacy = dpexp.PrivacyCallback(plan, ledger, **{"physical_batch": 4} | (callback or {}))
+    privacy = dpexp.PrivacyCallback(plan, ledger, **{"max_physical_batch_size": 4} | (callback or {}))
     defaults = {"accelerator": "cpu", "max_epochs": -1, "logger": False, "enable_checkpointing": False,
                 "enable_progress_bar": False, "enable_model_summary": False}  # fmt: skip
     run = pl.Trainer(callbacks=[privacy, *callbacks, released], **defaults | options)
@@ -457,7 +457,7 @@ class Random(Model):
 def test_random_generators_do_not_tell_how_many_records_there_were(tmp_path, physical):
     def afterwards(count):
         pl.seed_everything(3)
-        trained(tmp_path, Random(), rows(count), 2, callback={"physical_batch": physical})
+        trained(tmp_path, Random(), rows(count), 2, callback={"max_physical_batch_size": physical})
         return torch.rand(1).item(), random.random(), np.random.rand()
 
     assert afterwards(4) == afterwards(9)
@@ -490,7 +490,7 @@ def test_checkpoints_hold_no_count_of_records(tmp_path, physical, monkeypatch):
     monkeypatch.setattr("dpexp.accounting.ledger.writer.os.urandom", bytes)  # the number that tells ledgers apart
 
     def checkpoint(count):
-        _, run = trained(tmp_path, Model(), rows(count), 3, z=1.0, callback={"physical_batch": physical})
+        _, run = trained(tmp_path, Model(), rows(count), 3, z=1.0, callback={"max_physical_batch_size": physical})
         run.save_checkpoint(tmp_path / "c.ckpt")
         return contents(torch.load(tmp_path / "c.ckpt", weights_only=False))
 
@@ -589,8 +589,8 @@ def test_a_sealed_batch_tells_nothing(tmp_path):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             seen.append((repr(batch), batch_idx))
 
-    trained(tmp_path, Model(), rows(9), 2, callbacks=[Watch()], callback={"physical_batch": 1})
-    assert seen == [("Sample(round=tensor(0))", 0), ("Sample(round=tensor(1))", 0)], "rounds, not chunks"
+    trained(tmp_path, Model(), rows(9), 2, callbacks=[Watch()], callback={"max_physical_batch_size": 1})
+    assert seen == [("SealedSample(round=tensor(0))", 0), ("SealedSample(round=tensor(1))", 0)], "rounds, not chunks"
 
 
 def test_validation_falls_after_rounds_not_chunks(tmp_path):

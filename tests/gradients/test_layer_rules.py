@@ -322,7 +322,7 @@ def test_attention_that_pytorch_refuses_is_refused(call):
         module.loss(x[:1])
     engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
-    with pytest.raises(ConfigError, match="fails for every record that was made up"):
+    with pytest.raises(ConfigError, match="fails for every synthetic record"):
         engine.accumulate(module.loss, stacked(x), 4)
 
 

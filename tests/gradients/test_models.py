@@ -140,7 +140,7 @@ record at a time in float64, at 1e-9, and holds how its records are processed, w
 
 - *traced*: by a graph of the step, all records together;
 - *together*: by the step as it is written, under vmap;
-- *singly*: one at a time by ordinary autograd, which is right but slow;
+- *singly*: one at a time by ordinary autograd, which is slow;
 - *refused*.
 
 What a model is made of decides, and [speed](speed.md) says how. `python tests/gradients/test_models.py` writes this

@@ -71,7 +71,7 @@ def test_an_error_that_a_step_catches_is_one_records_own(tmp_path, physical):
 
     records = [(x.clamp(max=1), y) for x, y in rows(8)]
     records[3] = (records[3][0] + 9, records[3][1])
-    (released,), _ = trained(tmp_path, Decomposing(), records, callback={"physical_batch": physical})
+    (released,), _ = trained(tmp_path, Decomposing(), records, callback={"max_physical_batch_size": physical})
     assert torch.allclose(released, sum_of_clipped(Decomposing(), records), atol=1e-6)
 
 
@@ -87,7 +87,7 @@ def test_a_backward_pass_that_fails_for_every_record_ends_the_training(tmp_path,
                 return F.cross_entropy(scores, y) + h.mean()
             return F.cross_entropy(NoBackward.apply(scores), y)
 
-    with pytest.raises(ConfigError, match="fails for every record that was made up"):
+    with pytest.raises(ConfigError, match="fails for every synthetic record"):
         trained(tmp_path, Failing(), rows(5), steps=3)
     assert len(read_ledger(tmp_path / "0.jsonl")) == 0, "nothing was spent"
 
@@ -118,8 +118,8 @@ def test_a_record_that_fails_changes_nothing_for_the_others(tmp_path):
 
     good = [(x.float(), y) for x, y in rows(16)]
     bad = (torch.randn(4), torch.tensor(99))
-    (with_it,), _ = trained(tmp_path, make(), [*good, bad], callback={"physical_batch": 20, "noise_seed": 1})
-    (without,), _ = trained(tmp_path, make(), good, callback={"physical_batch": 20, "noise_seed": 1})
+    (with_it,), _ = trained(tmp_path, make(), [*good, bad], callback={"max_physical_batch_size": 20, "noise_seed": 1})
+    (without,), _ = trained(tmp_path, make(), good, callback={"max_physical_batch_size": 20, "noise_seed": 1})
     assert torch.equal(with_it, without)
 
 
@@ -166,7 +166,7 @@ def test_one_bad_record_ends_no_training_wherever_it_stands(tmp_path, bad, place
     records = [*good[:place], item, *good[place:]]
     for physical in (1, 8):
         loader = DataLoader(Missing(records), batch_size=2)
-        (released,), _ = trained(tmp_path, Sized(), loader, callback={"physical_batch": physical})
+        (released,), _ = trained(tmp_path, Sized(), loader, callback={"max_physical_batch_size": physical})
         assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
 
@@ -212,7 +212,7 @@ def test_records_that_only_claim_to_be_equal_are_not_taken_for_one_another(tmp_p
 
     items = [Alike(int(y), x) for x, y in rows(6)]
     loader = DataLoader(Items(items), batch_size=2, collate_fn=lambda items: {"item": items[0]})
-    (released,), _ = trained(tmp_path, Unpacking(), loader, callback={"physical_batch": 6})
+    (released,), _ = trained(tmp_path, Unpacking(), loader, callback={"max_physical_batch_size": 6})
     assert torch.allclose(released, sum_of_clipped(Model(), rows(6)), atol=1e-6)
 
 
@@ -225,8 +225,8 @@ def test_zero_and_minus_zero_are_two_numbers(tmp_path):
     items = [(x, y, 0.0 if k % 2 else -0.0) for k, (x, y) in enumerate(rows(6))]
     loader = DataLoader(Items(items), batch_size=2,
                         collate_fn=lambda i: (i[0][0][None], i[0][1][None], i[0][2]))  # fmt: skip
-    (together,), _ = trained(tmp_path, Signed(), loader, callback={"physical_batch": 6})
-    (alone,), _ = trained(tmp_path, Signed(), loader, callback={"physical_batch": 1})
+    (together,), _ = trained(tmp_path, Signed(), loader, callback={"max_physical_batch_size": 6})
+    (alone,), _ = trained(tmp_path, Signed(), loader, callback={"max_physical_batch_size": 1})
     assert torch.allclose(together, alone, atol=1e-6) and not torch.allclose(
         together, sum_of_clipped(Model(), rows(6)), atol=1e-3
     )
@@ -241,8 +241,8 @@ def test_keys_that_are_equal_but_not_the_same_are_kept_apart(tmp_path, collate):
 
     items = [{(1, True)[k > 0]: x, "y": y} for k, (x, y) in enumerate(rows(5))]
     loader = DataLoader(Items(items), batch_size=2, collate_fn=collate)
-    (together,), _ = trained(tmp_path, Keyed(), loader, callback={"physical_batch": 5})
-    (alone,), _ = trained(tmp_path, Keyed(), loader, callback={"physical_batch": 1})
+    (together,), _ = trained(tmp_path, Keyed(), loader, callback={"max_physical_batch_size": 5})
+    (alone,), _ = trained(tmp_path, Keyed(), loader, callback={"max_physical_batch_size": 1})
     assert torch.allclose(together, alone, atol=1e-6)
 
 
@@ -316,7 +316,7 @@ def test_random_numbers_of_python_are_each_records_own(tmp_path, draw):
             drawn[float(x[0, 0])] = scale = draw()
             return F.cross_entropy(scale * self.net(x), y)
 
-    trained(tmp_path, Scaled(), rows(6), callback={"physical_batch": 6})
+    trained(tmp_path, Scaled(), rows(6), callback={"max_physical_batch_size": 6})
     assert len({drawn[float(x[0])] for x, _ in rows(6)}) == 6
 
 

@@ -9,7 +9,7 @@ from plans import plan_of
 from torch import nn
 
 from dpexp.privacy.gradients import physical_batch
-from dpexp.privacy.gradients.physical_batch import FIRST, doubled, fitting
+from dpexp.privacy.gradients.physical_batch import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 
@@ -26,19 +26,19 @@ def taking(most):
 
 
 @pytest.mark.parametrize(
-    "memory, sample, found", [(100, 1000, 64), (10**6, 100, 128), (10**6, 128, 128), (3, 100, FIRST)]
+    "memory, sample, found", [(100, 1000, 64), (10**6, 100, 128), (10**6, 128, 128), (3, 100, FIRST_ON_GPU)]
 )
 def test_it_is_doubled_until_memory_or_the_sample_ends(memory, sample, found):
     attempt, tried = taking(memory)
-    assert doubled(attempt, sample) == found
-    assert max(tried) <= 2 * max(memory, FIRST) and max(tried) < 2 * max(sample, FIRST)
+    assert double_while_fitting(attempt, sample) == found
+    assert max(tried) <= 2 * max(memory, FIRST_ON_GPU) and max(tried) < 2 * max(sample, FIRST_ON_GPU)
 
 
 def test_an_error_of_another_kind_leaves_it_small():
     def attempt(size):
         raise ValueError("not such a record")
 
-    assert doubled(attempt, 1000) == FIRST
+    assert double_while_fitting(attempt, 1000) == FIRST_ON_GPU
 
 
 def trainer_of_digits():
@@ -68,15 +68,15 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     def loss_of(batch):
         return module.training_step(batch)
 
-    real = physical_batch.PrivateRound.accumulate
+    real = physical_batch.PrivateRound.add_chunk
 
     def accumulate(engine, loss_of, batch, size):
         assert torch.equal(batch[0], expected.expand(size, 1, 1, 8, 8))
         seen.append(size)
         return real(engine, loss_of, batch, size)
 
-    monkeypatch.setattr(physical_batch.PrivateRound, "accumulate", accumulate)
-    assert fitting(plan, module, loss_of, run) == 64
+    monkeypatch.setattr(physical_batch.PrivateRound, "add_chunk", accumulate)
+    assert largest_fitting_batch(plan, module, loss_of, run) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None
 

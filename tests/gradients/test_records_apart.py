@@ -268,10 +268,10 @@ def sums(step, x, chunk, S=0.01, singly=False):
             engine.step.decide(Chunk.of(module, x, len(x)))  # as the dry run does
         except NoLoss:
             engine.step.mode = LOOP
-    engine.start()
+    engine.begin()
     try:
         for part in x.split(chunk):
-            engine.accumulate(module, part.clone(), len(part))
+            engine.add_chunk(module, part.clone(), len(part))
         engine.check_state()
     finally:
         torch.set_default_device(None)
@@ -359,9 +359,9 @@ def test_arrays_in_a_batch_are_each_records_own():
     for rows in (x, x[1:], x[:1]):
         module = Model(written).double()
         engine, _ = engine_of(module)
-        engine.start()
+        engine.begin()
         with pytest.warns(UserWarning, match="a batch holds a ndarray"):
-            engine.accumulate(module, (rows, array), len(rows))
+            engine.add_chunk(module, (rows, array), len(rows))
         totals.append(engine._sums["linear.weight"])
     assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12) and array[0] == 1
 
@@ -380,8 +380,8 @@ def test_the_graph_of_a_record_leads_to_no_other():
     for rows in (x, x[1:], x[:1]):
         module = Model(looking).double()
         engine, _ = engine_of(module)
-        engine.start()
-        engine.accumulate(module, rows.clone().requires_grad_(), len(rows))
+        engine.begin()
+        engine.add_chunk(module, rows.clone().requires_grad_(), len(rows))
         totals.append(engine._sums["linear.weight"])
     assert torch.allclose(totals[0], totals[1] + totals[2], atol=1e-12)
 
@@ -395,8 +395,8 @@ def test_hooks_on_parameters_are_refused_whenever_they_were_registered():
     module = Model(lambda m, x: m.linear(x).sum())
     module.linear.weight.register_hook(lambda g: g.sign())
     engine, _ = engine_of(module)
-    with pytest.raises(ConfigError, match=r"linear\.weight has hooks on its gradient"):
-        engine.start()
+    with pytest.raises(ConfigError, match=r"linear\.weight has gradient hooks"):
+        engine.begin()
 
 
 def forked(module, one):
@@ -418,7 +418,7 @@ def test_random_numbers_come_again_only_if_the_step_says_so(loss):
     engine, _ = engine_of(module, 1e9)
     drawn = []
     for _ in range(4):
-        engine.start()
-        engine.accumulate(lambda one: loss(module, one), torch.ones(1, 1, 1), 1)
+        engine.begin()
+        engine.add_chunk(lambda one: loss(module, one), torch.ones(1, 1, 1), 1)
         drawn.append(engine._sums["weight"].item())
     assert len({round(number, 6) for number in drawn}) == 4 and round(random.Random(0).random(), 6) not in drawn

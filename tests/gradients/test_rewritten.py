@@ -148,7 +148,7 @@ def test_what_pytorch_refuses_is_refused(call, shapes):
         module.loss(x[:1])
     engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
     engine.start()
-    with pytest.raises(ConfigError, match="training_step fails for every record that was made up"):
+    with pytest.raises(ConfigError, match="training_step fails for every synthetic record"):
         engine.accumulate(module.loss, stacked(x), B)
 
 

@@ -63,5 +63,5 @@ def test_the_line_and_the_way_out_are_told(loss):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         engine.accumulate(lambda x: loss(module, x), torch.randn(20, 3, 4), 20)
-    (said,) = [str(w.message) for w in told if "right but slow" in str(w.message)]
+    (said,) = [str(w.message) for w in told if "one at a time, which is slow" in str(w.message)]
     assert all(words in said for words in SAID[loss]) and ("test_slowness.py, line" in said or loss is drawn)

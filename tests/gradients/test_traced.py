@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import StateFound
 from dpexp.privacy.gradients import graphs, interception, tracer
-from dpexp.privacy.gradients.chunk import Chunk, MadeUp
+from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
@@ -35,16 +35,16 @@ from dpexp.privacy.sampling.training_data import Memory
 N, S = 12, 0.1
 
 
-def engine_of(module, bound=S, n=4 * N, q=0.25, **options):
-    plan = plan_of(module, n=n, q=q, steps=9, noise_multiplier=1.0, clip_norm=FixedClipNorm(bound), **options)
+def engine_of(module, clip_norm=S, n=4 * N, q=0.25, **options):
+    plan = plan_of(module, n=n, q=q, steps=9, noise_multiplier=1.0, clip_norm=FixedClipNorm(clip_norm), **options)
     return PrivateRound(plan, module, GaussianNoise(), observe=True)
 
 
 def sums_of(engine, loss_of, batch, size=N, t=0):
-    engine.start(t)
+    engine.begin(t)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine.accumulate(loss_of, batch, size)
+        engine.add_chunk(loss_of, batch, size)
     return {name: total.clone() for name, total in engine._sums.items()}
 
 
@@ -734,14 +734,14 @@ def test_records_of_a_shape_that_cannot_be_traced_contribute_nothing():
 
     engine = engine_of(module)
     usual = sums_of(engine, loss_of, rows())
-    engine.start(1)
+    engine.begin(1)
     with pytest.warns(UserWarning, match=r"contribute nothing: .* cannot be traced for records of \[1, 2, 8\] float32"):
-        engine.accumulate(loss_of, longer(), 2)
+        engine.add_chunk(loss_of, longer(), 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine.accumulate(loss_of, rows(), N)
+        engine.add_chunk(loss_of, rows(), N)
     assert relative_error(engine._sums, usual) < 1e-6
-    engine.finish()
+    engine.end()
 
 
 def test_what_changes_gradients_and_no_loss_is_found_where_another_size_is_traced():
@@ -780,10 +780,10 @@ def test_many_shapes_are_said_to_take_long(monkeypatch):
     monkeypatch.setattr(graphs, "_SHAPES", 3)
     module = nn.Linear(2, 1)
     engine = engine_of(module)
-    engine.start()
+    engine.begin()
     with pytest.warns(UserWarning, match="records have 3 shapes so far"):
         for length in (1, 2, 3):
-            engine.accumulate(lambda one: module(one).mean(), torch.ones(2, 1, length, 2), 2)
+            engine.add_chunk(lambda one: module(one).mean(), torch.ones(2, 1, length, 2), 2)
     assert engine.mode == "traced"
 
 
@@ -1006,10 +1006,10 @@ def test_a_pass_that_mixes_records_never_takes_them_together(monkeypatch):
     sums = []
     for size in (N, 1):
         engine = engine_of(module)
-        engine.start()
+        engine.begin()
         for k in range(0, N, size):
             some = (x[k : k + size], y[k : k + size], index[k : k + size])
-            engine.accumulate(lambda one: loss_of((torch.index_fill(one[0], 1, one[2][0], 5.0), one[1])), some, size)
+            engine.add_chunk(lambda one: loss_of((torch.index_fill(one[0], 1, one[2][0], 5.0), one[1])), some, size)
         sums.append(engine._sums)
     assert engine.mode == "one at a time" and "depends on another record" in engine.reason
     assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
@@ -1020,7 +1020,7 @@ def test_records_are_copied_whatever_their_batch_looks_like_in_memory():
     chunk = Chunk.of(lambda one: one, (batch,), 12)
     assert torch.equal(chunk.padded(15).tensors[0], torch.cat([batch, batch[:1].expand(3, 8)]))
     assert torch.equal(chunk.rows(torch.tensor([3, 1])).tensors[0], batch[[3, 1]])
-    records = MadeUp().records(chunk, 12, 0).tensors[0]
+    records = SyntheticRecords().records(chunk, 12, 0).tensors[0]
     assert len(records.unique()) == records.numel()
 
 

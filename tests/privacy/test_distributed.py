@@ -18,7 +18,7 @@ from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import digest_of_weights
 from dpexp.privacy.distributed import Processes, digest_of_plan, digest_of_records
-from dpexp.privacy.muted_logging import nothing_collected
+from dpexp.privacy.muted_logging import collectives_refused
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm
 from dpexp.privacy.plan.clipping import Global
@@ -224,7 +224,7 @@ EXCHANGES = {
 def test_a_step_finds_no_other_process(tmp_path, way):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meet"), 1), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match="exchanges something"), nothing_collected():
+        with pytest.raises(ConfigError, match="exchanges something"), collectives_refused():
             assert not dist.is_initialized()
             EXCHANGES[way]()
         EXCHANGES[way]()

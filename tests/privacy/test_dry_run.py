@@ -493,7 +493,7 @@ class Positive(Model):
 
 def test_a_loss_that_no_made_up_record_has_needs_a_public_record(tmp_path):
     records = [(6 + x.abs(), y) for x, y in rows(5)]
-    assert_refused(tmp_path, Positive(), records, "NaN or infinite for every record that was made up.*validation set")
+    assert_refused(tmp_path, Positive(), records, "NaN or infinite for every synthetic record.*validation set")
 
 
 def test_a_public_record_is_one_of_the_validation_set(tmp_path):

@@ -1,5 +1,7 @@
-"""Records that are processed together: a chunk of a sample; or such as are made up, or made from a public one, on which
-a step is traced and tried before it sees data. Of private records only shapes, types and structure are used for these.
+"""Chunks of records that are processed together, and synthetic records.
+
+A step is traced and tested on synthetic records before it sees data. They are random, or drawn around one public
+record; from private records they take shapes, types and structure alone.
 """
 
 import itertools
@@ -18,17 +20,18 @@ from dpexp.privacy.gradients.index_checks import sizes_met
 from dpexp.privacy.sampling.batches import flattened
 
 LossOf = Callable[[Any], Tensor]
-PLAIN = (str, int, float, bool, bytes, type(None))
+PLAIN_TYPES = (str, int, float, bool, bytes, type(None))
 
 
 @dataclass
 class Chunk:
-    """Records of equal shapes.
+    """Records of equal shapes, as one batch.
 
     Attributes:
-        loss_of: the loss of one record, as a scalar.
-        leaves: of their batch: tensors [size, ...], and what is the same for all of them.
-        structure: of their batch.
+        loss_of: maps the batch of one record to its loss, a scalar.
+        leaves: of the batch: tensors [size, ...], and other objects that all records share.
+        structure: of the batch, as a pytree.
+        size: number of records.
     """
 
     loss_of: LossOf
@@ -38,7 +41,8 @@ class Chunk:
 
     @classmethod
     def of(cls, loss_of: LossOf, batch: Any, size: int) -> "Chunk":
-        """
+        """The chunk of a batch.
+
         Raises:
             ConfigError: the batch cannot be split into records.
         """
@@ -57,85 +61,86 @@ class Chunk:
 
     @property
     def key(self) -> Hashable:
-        """Equal for records of equal shapes, types and structure, which hold the same besides tensors; equal to no
-        other where what they hold cannot be compared."""
+        """Equal for chunks of equal shapes, dtypes, structure and non-tensor leaves; unique if leaves cannot be
+        compared."""
         try:
-            return (repr(self.structure), *map(_look, self.leaves))
-        except Exception:  # of a key's own, say
+            return (repr(self.structure), *map(_signature, self.leaves))
+        except Exception:  # raised by the __repr__ of a dict's key
             return object()
 
-    def having(self, tensors: list[Any]) -> "Chunk":
-        """The same with other tensors [size, ...]."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+    def with_tensors(self, tensors: list[Any]) -> "Chunk":
+        """The same chunk with other tensors [size, ...]."""
+        new = iter(tensors)
+        leaves = [next(new) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return replace(self, leaves=leaves, size=len(tensors[0]) if tensors else self.size)
 
     def rows(self, index: Tensor) -> "Chunk":
-        """Copies of some records, by number."""
-        some = [laid_out(leaf.detach()[index], leaf).requires_grad_(leaf.requires_grad) for leaf in self.tensors]
-        return self.having(some)
+        """Copies of the records with these indices."""
+        some = [with_layout_of(leaf.detach()[index], leaf).requires_grad_(leaf.requires_grad) for leaf in self.tensors]
+        return self.with_tensors(some)
 
     def split(self, size: int) -> "list[Chunk]":
-        """In parts of at most so many records, which share memory with it."""
+        """Chunks of at most `size` records, which share memory with this one."""
         each = zip(*(leaf.split(size) for leaf in self.tensors), strict=True)
-        return [self.having([*some]) for some in each]
+        return [self.with_tensors([*some]) for some in each]
 
     def padded(self, rows: int) -> "Chunk":
-        """With copies of the first record behind the others."""
+        """This chunk, with copies of its first record appended up to `rows` records."""
         more = rows - self.size
         if not more:
             return self
         longer = [torch.cat([leaf.detach(), leaf.detach()[:1].expand(more, *leaf.shape[1:])]) for leaf in self.tensors]
-        return self.having(
+        return self.with_tensors(
             [
-                laid_out(new, leaf).requires_grad_(leaf.requires_grad)
+                with_layout_of(new, leaf).requires_grad_(leaf.requires_grad)
                 for new, leaf in zip(longer, self.tensors, strict=True)
             ]
         )
 
     def row(self, i: int) -> "Chunk":
-        """A copy of one record, as a chunk: a function may look at the memory behind it."""
-        return replace(self.having([copied(leaf[i : i + 1]) for leaf in self.tensors]), size=1)
+        """A chunk of one record, copied: a step may read the memory around a tensor."""
+        return replace(self.with_tensors([copied(leaf[i : i + 1]) for leaf in self.tensors]), size=1)
 
-    def one(self, i: int) -> Any:
-        """A copy of one record's batch."""
+    def batch_of(self, i: int) -> Any:
+        """The batch of one record, copied."""
         some = [copied(leaf[i] if isinstance(leaf, Tensor) else leaf) for leaf in self.leaves]
         return tree_unflatten(some, self.structure)
 
 
-def _look(leaf: Any) -> Hashable:
+def _signature(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.dtype, leaf.shape[1:], leaf.stride()[1:], leaf.requires_grad
-    return (type(leaf), repr(leaf)) if type(leaf) in PLAIN else object()
+    return (type(leaf), repr(leaf)) if type(leaf) in PLAIN_TYPES else object()
 
 
-def laid_out(made: Tensor, like: Tensor) -> Tensor:
-    """Records [B, ...], each in memory as those of another tensor are, where that is possible."""
-    reach = sum((n - 1) * step for n, step in zip(like.shape[1:], like.stride()[1:], strict=True))
-    if made.stride()[1:] == like.stride()[1:] or reach >= like[:1].numel():  # one record's numbers are among others'
-        return made
+def with_layout_of(records: Tensor, like: Tensor) -> Tensor:
+    """Records [B, ...] with the strides of each record of another tensor, where that is possible."""
+    extent = sum((n - 1) * step for n, step in zip(like.shape[1:], like.stride()[1:], strict=True))
+    if records.stride()[1:] == like.stride()[1:] or extent >= like[:1].numel():  # records are interleaved in memory
+        return records
     try:
-        laid = made.new_empty_strided(made.shape, (max(made[0].numel(), 1), *like.stride()[1:]))
-        return laid.copy_(made) if 0 not in laid.stride()[1:] else made
+        strided = records.new_empty_strided(records.shape, (max(records[0].numel(), 1), *like.stride()[1:]))
+        return strided.copy_(records) if 0 not in strided.stride()[1:] else records
     except RuntimeError:
-        return made
+        return records
 
 
 def copied(leaf: Any) -> Any:
-    """Of a tensor its numbers, without what it was computed from."""
+    """A copy; of a tensor, without its autograd graph."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return deepcopy(leaf)
 
 
 @dataclass
-class MadeUp:
-    """Makes records up.
+class SyntheticRecords:
+    """Draws synthetic records.
 
     Args:
-        floats, integers: how their entries are drawn.
-        below: integers are drawn below it.
-        public: leaves [1, ...] of a public record of the same structure, whose entries are used, if any.
+        floats, integers: how entries are drawn: `normal`, `uniform`, `ones`, `same` (as in the public record); and
+            `random`, `ones`, `zeros`.
+        below: exclusive upper limit of random integers.
+        public: leaves [1, ...] of a public record of the same structure, whose entries are used.
     """
 
     floats: str = "normal"
@@ -144,71 +149,70 @@ class MadeUp:
     public: list[Any] | None = None
 
     def records(self, chunk: Chunk, size: int, seed: int) -> Chunk:
-        """`size` records that look like those of a chunk, all different."""
+        """`size` distinct records of the shapes and types of a chunk's."""
         generator = torch.Generator().manual_seed(seed)
         leaves = [
-            self._made_up(leaf, size, generator, self.public[k] if self.public else None)
+            self._draw(leaf, size, generator, self.public[k] if self.public else None)
             if isinstance(leaf, Tensor)
             else leaf
             for k, leaf in enumerate(chunk.leaves)
         ]
         return replace(chunk, leaves=leaves, size=size)
 
-    def _made_up(self, like: Tensor, size: int, generator: torch.Generator, public: Tensor | None) -> Tensor:
+    def _draw(self, like: Tensor, size: int, generator: torch.Generator, public: Tensor | None) -> Tensor:
         shape = (size, *like.shape[1:])
         if public is not None and public.numel():
             entries = public.detach().cpu().reshape(-1)
             if public.shape[1:] == like.shape[1:]:
-                made = public.detach().cpu().expand(shape).clone()
+                drawn = public.detach().cpu().expand(shape).clone()
             else:
-                made = entries[torch.randint(len(entries), shape, generator=generator)]
-            if made.is_floating_point() and self.floats == "normal":
-                spread = entries.double().std(correction=0).nan_to_num(0).clamp(max=1e6).to(made.dtype)
-                made = made + 0.1 * spread * torch.randn(shape, generator=generator).to(made.dtype)
+                drawn = entries[torch.randint(len(entries), shape, generator=generator)]
+            if drawn.is_floating_point() and self.floats == "normal":
+                spread = entries.double().std(correction=0).nan_to_num(0).clamp(max=1e6).to(drawn.dtype)
+                drawn = drawn + 0.1 * spread * torch.randn(shape, generator=generator).to(drawn.dtype)
         elif like.is_floating_point() or like.is_complex():
             draw: Callable[..., Tensor] = torch.rand if self.floats == "uniform" else torch.randn
-            made = torch.ones(shape) if self.floats == "ones" else draw(shape, generator=generator)
+            drawn = torch.ones(shape) if self.floats == "ones" else draw(shape, generator=generator)
         elif like.dtype == torch.bool or self.integers == "ones":
-            made = torch.ones(shape)
+            drawn = torch.ones(shape)
         elif self.integers == "zeros":
-            made = torch.zeros(shape)
+            drawn = torch.zeros(shape)
         else:
-            made = torch.randint(max(1, self.below), shape, generator=generator)
-        return laid_out(made.to(like.device, like.dtype), like).requires_grad_(like.requires_grad)
+            drawn = torch.randint(max(1, self.below), shape, generator=generator)
+        return with_layout_of(drawn.to(like.device, like.dtype), like).requires_grad_(like.requires_grad)
 
 
 class NoLoss(ConfigError):
-    """No record that was made up has a loss."""
+    """No synthetic record has a finite loss."""
 
 
 NO_LOSS = (
-    "model: training_step's loss, or its gradient, is NaN or infinite for every record that was made up, and for the "
-    "first record of the validation set, if there is one; mend the loss, or give a validation set, whose records are "
-    "public, that it takes."
+    "model: training_step's loss, or its gradient, is NaN or infinite for every synthetic record, and for the first "
+    "record of the validation set, if there is one; correct the loss, or give a validation set, whose records are "
+    "public, with finite losses."
 )
 
 
-def tries(below: int, public: list[Any] | None) -> Iterator[MadeUp]:
-    """Ways to make records up, the best first."""
+def synthetic_options(below: int, public: list[Any] | None) -> Iterator[SyntheticRecords]:
+    """Ways to draw synthetic records, in order of preference."""
     if public is not None:
-        yield from (MadeUp(floats, below=below, public=public) for floats in ("normal", "same"))
+        yield from (SyntheticRecords(floats, below=below, public=public) for floats in ("normal", "same"))
     floats, integers = ("normal", "uniform", "ones"), ("random", "ones", "zeros")
-    yield from (MadeUp(a, b, below) for b, a in itertools.product(integers, floats))
+    yield from (SyntheticRecords(a, b, below) for b, a in itertools.product(integers, floats))
 
 
-def smallest_table(chunk: Chunk) -> int:
-    """The size of the smallest table, or number of classes, that indices meet while one made-up record of zeros is
-    processed; 2 if they meet none."""
-    seen = _TablesSeen()
+def smallest_index_range(chunk: Chunk) -> int:
+    """The smallest number of rows or classes that the step indexes, found with one record of zeros; by default 2."""
+    ranges = _IndexRanges()
     try:
-        with seen, torch.no_grad():
-            chunk.loss_of(MadeUp(integers="zeros").records(chunk, 1, 0).one(0))
+        with ranges, torch.no_grad():
+            chunk.loss_of(SyntheticRecords(integers="zeros").records(chunk, 1, 0).batch_of(0))
     except Exception:
-        pass  # what is wrong with it is said when records are tried
-    return min((size for size in seen.sizes if size > 1), default=2)
+        pass  # reported when synthetic records are tried
+    return min((size for size in ranges.sizes if size > 1), default=2)
 
 
-class _TablesSeen(TorchFunctionMode):
+class _IndexRanges(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
@@ -216,7 +220,7 @@ class _TablesSeen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         try:
             size = sizes_met(func, args, kwargs or {})
-        except Exception:  # of arguments that are wrong
+        except Exception:  # wrong arguments, of which func itself complains
             size = None
         if size is not None:
             self.sizes.append(size)
@@ -224,14 +228,14 @@ class _TablesSeen(TorchFunctionMode):
 
 
 def public_leaves(public: Any, chunk: Chunk) -> list[Any] | None:
-    """The leaves of a batch of one public record, if it is of the same structure and types as the records."""
+    """The leaves of a batch of one public record, if it has the structure and types of the records; else None."""
     if public is None:
         return None
-    found, structure = flattened(public)
-    if structure != chunk.structure or len(found) != len(chunk.leaves):
+    leaves, structure = flattened(public)
+    if structure != chunk.structure or len(leaves) != len(chunk.leaves):
         return None
-    alike = all(
+    fits = all(
         isinstance(a, Tensor) and a.dtype == b.dtype and a.dim() + 1 == b.dim() if isinstance(b, Tensor) else True
-        for a, b in zip(found, chunk.leaves, strict=True)
+        for a, b in zip(leaves, chunk.leaves, strict=True)
     )
-    return [a[None] if isinstance(a, Tensor) else a for a in found] if alike else None
+    return [a[None] if isinstance(a, Tensor) else a for a in leaves] if fits else None

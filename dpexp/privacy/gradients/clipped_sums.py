@@ -30,19 +30,19 @@ class ClippedSums:
         self._joint = joint
         self._dtype = dtype
 
-    def numbers(self, now: Sequence[Group], device: torch.device) -> Tensor:
+    def clip_norms(self, now: Sequence[Group], device: torch.device) -> Tensor:
         """The numbers of a round: S of each group, then the scales of its vectors; of a group that is not released in
         this round those of the plan, since its sums are dropped."""
         present = {group.name: group for group in now}
         groups = [present.get(m.group.name, m.group) for m in self._mechanisms]
-        numbers = [group.S for group in groups]
-        numbers += [alpha for group in groups for alpha in group.alphas] if self._joint else []
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
+        clip_norms = [group.S for group in groups]
+        clip_norms += [alpha for group in groups for alpha in group.alphas] if self._joint else []
+        return torch.tensor(clip_norms, dtype=torch.float64, device=device)
 
     def __call__(
         self,
         gradients: Gradients,
-        numbers: Tensor,
+        clip_norms: Tensor,
         sums: Mapping[str, Tensor],
         counted: Tensor,
         rows: tuple[Tensor, Tensor] | None = None,
@@ -61,10 +61,10 @@ class ClippedSums:
         Returns:
             `norm:group` [B] for each group, `finite` [B], whether all of them are; `doubtful` [B] if any can be.
         """
-        S, _ = self._split(numbers)
+        S, _ = self._split(clip_norms)
         for use in gradients.of.values():
             use.change(computed_once)
-        found, outputs = self._norms(gradients, numbers)
+        found, outputs = self._norms(gradients, clip_norms)
         for name in ("finite", "doubtful"):  # in this order in every process
             if name in outputs:
                 outputs[name] = computed_once(outputs[name])
@@ -84,10 +84,10 @@ class ClippedSums:
             self._add(found, S, sums, counted & ~doubtful)
         return outputs
 
-    def add(self, gradients: Gradients, numbers: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def add(self, gradients: Gradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same outside of a graph, for all rows, the doubtful ones included."""
-        S, _ = self._split(numbers)
-        found, outputs = self._norms(gradients, numbers)
+        S, _ = self._split(clip_norms)
+        found, outputs = self._norms(gradients, clip_norms)
         counted = gradients.in_range & outputs["finite"]
         if not bool(outputs["finite"].all()):
             _zero(found, ~outputs["finite"])
@@ -98,9 +98,9 @@ class ClippedSums:
         self._add(found, S, sums, counted)
         return outputs
 
-    def _norms(self, gradients: Gradients, numbers: Tensor) -> tuple[list[ScaledNorms | None], dict[str, Tensor]]:
-        S, alphas = self._split(numbers)
-        weights = weights_of(gradients)
+    def _norms(self, gradients: Gradients, clip_norms: Tensor) -> tuple[list[ScaledNorms | None], dict[str, Tensor]]:
+        S, alphas = self._split(clip_norms)
+        weights = record_weights(gradients)
         found: list[ScaledNorms | None] = []
         for mechanism, S_g, scales in zip(self._mechanisms, S, alphas, strict=True):
             if mechanism.group.name == UNCLIPPED:
@@ -142,9 +142,9 @@ class ClippedSums:
             if norms is not None:
                 mechanism.add(norms, S_g, sums, counted)
 
-    def _split(self, numbers: Tensor) -> tuple[Sequence[Tensor], list[Sequence[Tensor] | None]]:
+    def _split(self, clip_norms: Tensor) -> tuple[Sequence[Tensor], list[Sequence[Tensor] | None]]:
         """S of each group, and its scales where they are not those of the plan."""
-        each = numbers.unbind(0)
+        each = clip_norms.unbind(0)
         k = len(self._mechanisms)
         alphas: list[Sequence[Tensor] | None] = [None] * k
         if self._joint:
@@ -174,7 +174,7 @@ class ClippedSums:
         return DenseGradient(torch.cat(counted).T.to(self._dtype) - 0.5)
 
 
-def weights_of(gradients: Gradients) -> Tensor | None:
+def record_weights(gradients: Gradients) -> Tensor | None:
     """[B] in float64: the records' weights, each brought into [0, 1], and NaN to 0; None: they have none."""
     given = gradients.of.pop(WEIGHT, None)
     return None if given is None else given.materialize()[:, 0].double().nan_to_num(0.0).clamp(0, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dpexp._torch_compat import direct, tree_flatten, tree_unflatten
+from dpexp._torch_compat import operator_function, tree_flatten, tree_unflatten
 from dpexp.privacy.checks import digest
 from dpexp.privacy.gradients.compiled import MARK, Compiled
 from dpexp.privacy.gradients.norms import full_precision
@@ -30,7 +30,7 @@ class Graph:
 
     run: fx.GraphModule
     outputs: list[str]
-    forms: list[tuple]
+    input_specs: list[tuple]
     zeroing: bool = False  # gradients of rows that are not finite are set to zero
     compiled: Compiled | None = None
 
@@ -46,7 +46,7 @@ class Graph:
         def named(found: re.Match) -> str:
             name = "_".join(found.groups())
             operator: Any = reduce(getattr, found.groups(), torch.ops)
-            names[name] = _itself if operator is MARK else direct(operator)
+            names[name] = _itself if operator is MARK else operator_function(operator)
             return name
 
         exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", named, self._code.src), names)
@@ -59,7 +59,7 @@ class Graph:
 
     def compile(self, inputs: Sequence[Tensor], device: torch.device) -> "Graph":
         with torch.no_grad(), full_precision(device):
-            return replace(self, compiled=Compiled(self.run, inputs, len(self.forms)))
+            return replace(self, compiled=Compiled(self.run, inputs, len(self.input_specs)))
 
     @cached_property
     def draws(self) -> bool:

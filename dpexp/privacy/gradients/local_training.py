@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp._torch_compat import having_parameters, tree_unflatten
+from dpexp._torch_compat import parameters_replaced, tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.chunk import Chunk, copied
 from dpexp.privacy.gradients.norms import full_precision
@@ -79,7 +79,7 @@ class Training:
 
     @contextmanager
     def _having(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        with having_parameters(self._module, weights):
+        with parameters_replaced(self._module, weights):
             yield
 
     def _batches(self, chunk: Chunk, leaves: list[Any]) -> Iterator[Any]:

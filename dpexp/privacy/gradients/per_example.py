@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp._torch_compat import activations_kept, tree_unflatten
+from dpexp._torch_compat import checkpointing_disabled, tree_unflatten
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
 from dpexp.privacy.gradients.derived_parameters import Derived
@@ -95,7 +95,7 @@ class VmapPass:
             )
             with (
                 self._values.given() as values,
-                activations_kept(capture.met),
+                checkpointing_disabled(capture.met),
                 hooks,
                 no_vmap_of_its_own(),
                 no_seeds(),

@@ -22,23 +22,23 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.batches import RecordBatch, flattened
 
-ON_A_CPU = 640
-FIRST = 16  # on a GPU, and all that is risked where nothing can be tried
+CPU_BATCH = 640
+FIRST_ON_GPU = 16  # on a GPU, and all that is risked where nothing can be tried
 _LARGEST_SAMPLE = 1.25  # of q·n, of which a larger chunk is of no use
 _ROOM = 0.8  # of a GPU's memory that tries may take, since samples vary and optimizers allocate theirs later
 
 
 def first_batch(device: torch.device) -> int:
-    return FIRST if device.type == "cuda" else ON_A_CPU
+    return FIRST_ON_GPU if device.type == "cuda" else CPU_BATCH
 
 
-def fitting(
+def largest_fitting_batch(
     plan: PrivacyPlan, module: pl.LightningModule, loss_of: Callable[[Any], Tensor], trainer: pl.Trainer
 ) -> int:
     """The largest power of two of records, up to a whole sample, that a pass takes without running out of memory."""
     one = public_record(trainer)
     if one is None:
-        return FIRST
+        return FIRST_ON_GPU
     leaves, structure = flattened(one)
     most = math.ceil(_LARGEST_SAMPLE * plan.sampling.q * plan.n)
 
@@ -54,16 +54,16 @@ def fitting(
             raise torch.OutOfMemoryError
 
     try:
-        return doubled(attempt, most)
+        return double_while_fitting(attempt, most)
     finally:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def doubled(attempt: Callable[[int], None], most: int) -> int:
-    """The last of FIRST, 2·FIRST, …, until `most` is reached, that is attempted without running out of memory; FIRST
+def double_while_fitting(attempt: Callable[[int], None], most: int) -> int:
+    """The last of FIRST_ON_GPU, 2·FIRST_ON_GPU, …, until `most` is reached, that is attempted without running out of memory; FIRST_ON_GPU
     if even that is not, or if it fails for another reason."""
-    size = FIRST
+    size = FIRST_ON_GPU
     try:
         attempt(size)
         while size < most:
@@ -72,7 +72,7 @@ def doubled(attempt: Callable[[int], None], most: int) -> int:
     except torch.OutOfMemoryError:
         return size
     except Exception:  # of a validation record that is none for training_step
-        return FIRST
+        return FIRST_ON_GPU
     return size
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 import dpexp
-from dpexp.privacy.gradients.chunk import PLAIN
+from dpexp.privacy.gradients.chunk import PLAIN_TYPES
 
 # Parameters and buffers are inputs of a graph; most of what else a module holds for PyTorch's purposes changes no loss.
 _NOT_NOTED = {*vars(nn.Module())} - {"training", "_modules", "_forward_hooks", "_forward_pre_hooks"} | {"log"}
@@ -44,7 +44,7 @@ class Reads:
         self._idle: Counter[tuple[int, str]] = Counter()  # how often each has changed and the step has not
 
     @contextmanager
-    def variables_noted(self, found: Callable[[Any, str], None] = lambda owner, name: None) -> Iterator[None]:
+    def variables_recorded(self, found: Callable[[Any, str], None] = lambda owner, name: None) -> Iterator[None]:
         """Notes what the code of functions that run meanwhile, and are not a library's, names: global variables,
         attributes of classes and Python modules, and variables of the functions around them.
 
@@ -61,7 +61,7 @@ class Reads:
             if not _is_library_file(code.co_filename):
                 variables = [*_global_variables(frame)]
                 for name in code.co_freevars if id(code) not in inner else ():
-                    if not isinstance(value := frame.f_locals.get(name), (Tensor, nn.Module, *PLAIN, *_FIXED)):
+                    if not isinstance(value := frame.f_locals.get(name), (Tensor, nn.Module, *PLAIN_TYPES, *_FIXED)):
                         variables.append((_ClosureVariable(value), name))
                 for owner, name in variables:
                     found(owner, name)
@@ -76,7 +76,7 @@ class Reads:
             sys.settrace(tracer)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Notes which attributes are read meanwhile, or looked for, and afterwards what all that was noted is."""
         read: dict[tuple[int, str], nn.Module] = {}
         numbers = {(id(owner), name): (owner, value_of(owner, name)) for owner, name in self.variables()}
@@ -100,22 +100,22 @@ class Reads:
             yield
         for (_, name), owner in read.items():
             self._note(owner, name)
-        self.note_values()
+        self.record_values()
         self.counters = [
             (owner, name)
             for (_, name), (owner, was) in numbers.items()
             if type(was) in (int, float) and type(now := value_of(owner, name)) in (int, float) and now != was
         ]
 
-    def note_values(self) -> None:
+    def record_values(self) -> None:
         """Notes the present values of all that is watched."""
         for (_, name), (owner, *_) in [*self._seen.items()]:
             self._note(owner, name)
 
     def _note(self, owner: Any, name: str) -> None:
         value = value_of(owner, name)
-        look = _look(value)
-        is_fixed = _is_constant(value) or isinstance(look, _Same)
+        look = _signature(value)
+        is_fixed = _is_constant(value) or isinstance(look, _Identity)
         key = id(value if isinstance(owner, _ClosureVariable) else owner), name
         self._seen[key] = owner, value if is_fixed else _CHANGEABLE, look
 
@@ -126,7 +126,7 @@ class Reads:
     def signatures(self) -> dict[tuple[str, int], Any]:
         """Of each value that is watched, by (name, key): equal while the value is the same."""
         return {
-            (name, key): None if (value := value_of(owner, name)) is constant else _look(value)
+            (name, key): None if (value := value_of(owner, name)) is constant else _signature(value)
             for (key, name), (owner, constant, _) in self._seen.items()
         }
 
@@ -135,17 +135,17 @@ class Reads:
         self._moved = []
         for key, (owner, constant, before) in self._seen.items():
             value = value_of(owner, key[1])
-            if self._idle[key] < _IDLE and value is not constant and _look(value) != before:
+            if self._idle[key] < _IDLE and value is not constant and _signature(value) != before:
                 self._moved.append(key)
         return self._moved[0][1] if self._moved else None
 
-    def step_unaffected(self) -> None:
+    def note_step_unaffected(self) -> None:
         """What `changed` found has not changed the step; at the third time it is watched no more."""
         self._idle.update(self._moved)
 
 
 @contextmanager
-def as_if_much_later(variables: list[tuple[Any, str]]) -> Iterator[None]:
+def counters_advanced(variables: list[tuple[Any, str]]) -> Iterator[None]:
     """Raises numbers, such as counters, by a million meanwhile."""
     numbers = [(owner, name, value_of(owner, name)) for owner, name in variables]
     for owner, name, value in numbers:
@@ -215,13 +215,13 @@ def set_value(owner: Any, name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
+class _Identity:
     """The very same object, which is held so that no other takes its place in memory."""
 
     value: Any
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _Identity) and other.value is self.value
 
 
 def _is_itself(value: Any) -> bool:
@@ -231,24 +231,24 @@ def _is_itself(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     """Of a type that cannot be changed in place."""
-    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(_is_constant, value)))
+    return isinstance(value, PLAIN_TYPES) or (type(value) is tuple and all(map(_is_constant, value)))
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*PLAIN, list, tuple, dict))
+    return isinstance(value, (*PLAIN_TYPES, list, tuple, dict))
 
 
-def _look(value: Any, depth: int = _DEPTH) -> Any:
+def _signature(value: Any, depth: int = _DEPTH) -> Any:
     """Equal for what is the same: plain numbers and texts by value, also in containers and plain objects; else the very
     same object."""
     if isinstance(value, dict) and all(map(_is_itself, value.values())):  # layers and hooks
         return tuple(value.items())
-    if isinstance(value, PLAIN) or _library(value) == "omegaconf":  # of which not every value can be asked for
+    if isinstance(value, PLAIN_TYPES) or _library(value) == "omegaconf":  # of which not every value can be asked for
         return repr(value)
     if isinstance(value, np.ndarray) and value.size <= _MANY:
         return value.dtype, value.shape, value.tobytes()
     entries = _entries(value) if depth else None
-    return _Same(value) if entries is None else [(name, _look(one, depth - 1)) for name, one in entries]
+    return _Identity(value) if entries is None else [(name, _signature(one, depth - 1)) for name, one in entries]
 
 
 def _entries(value: Any) -> list[tuple[str, Any]] | None:
@@ -259,14 +259,14 @@ def _entries(value: Any) -> list[tuple[str, Any]] | None:
         if len(value) > _MANY:
             return None
         return [(repr(key), one) for key, one in value.items()] if isinstance(value, dict) else [("", x) for x in value]
-    if is_of_the_users(value):
+    if is_user_object(value):
         own = fields(value) if is_dataclass(type(value)) else ()
         found = getattr(value, "__dict__", {}) | {field.name: getattr(value, field.name, None) for field in own}
         return [*found.items()] if len(found) <= _MANY else None
     return None
 
 
-def is_of_the_users(value: Any) -> bool:
+def is_user_object(value: Any) -> bool:
     """An object of a class of the user's own, such as a configuration."""
     if isinstance(value, nn.Module | type) or is_library_class(type(value)):
         return False

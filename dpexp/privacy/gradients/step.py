@@ -1,4 +1,4 @@
-"""How the records of a job are processed: traced, all by a graph, or as the training step is written."""
+"""Decides how a job's records are processed: by a traced graph, by vmap, or one at a time."""
 
 import time
 import warnings
@@ -11,9 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.checks import FIRST, STATE, StateCheck, StateFound, digest, digests_of_training, number_of
+from dpexp.privacy.checks import (
+    KEEPS_STATE,
+    ROUNDS_ALWAYS_CHECKED,
+    StateCheck,
+    StateFound,
+    digest,
+    digest_as_integer,
+    digests_of_training,
+)
 from dpexp.privacy.gradients.branches import described, failing_layer, why
-from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, MadeUp, NoLoss, public_leaves, smallest_table, tries
+from dpexp.privacy.gradients.chunk import (
+    NO_LOSS,
+    Chunk,
+    LossOf,
+    NoLoss,
+    SyntheticRecords,
+    public_leaves,
+    smallest_index_range,
+    synthetic_options,
+)
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graphs import Graphs
@@ -21,21 +38,21 @@ from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.local_training import Training
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import Gradients, VmapPass, gradients_of_one, no_seeds
-from dpexp.privacy.gradients.traced import Mixes
+from dpexp.privacy.gradients.traced import MixesRecords
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
 
 TRACED, VMAP, LOOP = "traced", "vmap", "one at a time"
-NOT_OF_A_RECORD = (torch.OutOfMemoryError, ConfigError)
-_OTHERS = (1, 2, 4)  # made-up records that are processed between one and the same
-_SCALES = (8, 0.125)  # of more such records, since thresholds may lie anywhere
-_TRACING = _CHECKING = 0.02  # of the time
-_STEPS_CHANGED = 3  # how often, after which a step runs as written
+_NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
+_OTHER_RECORDS = (1, 2, 4)  # numbers of other records between two probes of the same ones
+_PROBE_SCALES = (8, 0.125)  # factors of further probes, since a step may have thresholds anywhere
+_MAX_TRACING_TIME = _MAX_CHECKING_TIME = 0.02  # fractions of the time since the start
+_MAX_STEP_CHANGES = 3  # with more, the step is no longer traced
 
 _NO_GRADIENT = (
-    "model: training_step's loss depends on none of the parameters that are trained; leave out .detach(), "
-    "torch.no_grad() and .item() on the way from them to the loss."
+    "model: training_step's loss depends on none of the trainable parameters; remove .detach(), torch.no_grad() and "
+    ".item() between them and the loss."
 )
 
 _Settings = Callable[[], AbstractContextManager]
@@ -45,16 +62,15 @@ class Step:
     """The training step of a job, applied to records.
 
     Args:
-        training: of users, one after another; None: a record's vector is its gradient.
-        alone: each record is to be processed by itself.
+        training: local training of users; None: a record's vector is its gradient.
+        one_at_a_time: forces `LOOP`.
 
     Attributes:
-        mode: decided once, before the first record: `traced`; or, as the step is written, several records under vmap,
-            or one at a time by ordinary autograd.
+        mode: `TRACED`, `VMAP` or `LOOP`, decided once before the first record; None: not yet.
         reason: why the job is not traced.
-        is_random: whether the step draws random numbers, as far as is known.
-        made_up: how records are made up, once that was found out.
-        public: a batch of one public record, on which the step is tried; None: records are made up.
+        is_random: whether the step draws random numbers; True while unknown.
+        synthetic: how synthetic records are drawn, once that is decided.
+        public: a batch of one public record, on which the step is tried; None: there is none.
     """
 
     def __init__(
@@ -66,22 +82,22 @@ class Step:
         run_pass: VmapPass,
         clip: ClippedSums,
         training: Training | None,
-        alone: bool,
+        one_at_a_time: bool,
         device: torch.device,
     ) -> None:
         self._module, self._parameters, self._values = module, parameters, values
         self._graphs, self._pass, self._clip = graphs, run_pass, clip
-        self._training, self._alone, self._device = training, alone, device
+        self._training, self._one_at_a_time, self._device = training, one_at_a_time, device
         self.mode: str | None = None
         self.reason = ""
         self.is_random = True
         self.public: Any = None
-        self.made_up: MadeUp | None = None
+        self.synthetic: SyntheticRecords | None = None
         self._check: StateCheck | None = None
-        self._template: tuple[Chunk, _Settings] | None = None  # a made-up record; settings of a later round
-        self._asked = 1
-        self._clean = 0  # rounds completed when the step was last traced
-        self._steps_changed = 0
+        self._template: tuple[Chunk, _Settings] | None = None  # a synthetic record; settings of a later round
+        self._calls = 1
+        self._last_traced_round = 0  # rounds completed then
+        self._step_changes = 0
         self._tracing = self._checking = 0.0  # seconds
         self._began = time.perf_counter()
 
@@ -91,74 +107,74 @@ class Step:
         return self._graphs.compiling
 
     @property
-    def held(self) -> list[str]:
+    def constant_shapes(self) -> list[str]:
         """Shapes of tensors that a traced step reads and that are neither parameters nor buffers."""
-        return self._graphs.tracer.held
+        return self._graphs.tracer.constant_shapes
 
     @property
     def digest(self) -> int:
-        """Of how records are processed, which is the same in all processes."""
-        return number_of(f"{self.mode} {self._graphs.digest()}".encode())
+        """A digest of the mode and graphs, which all processes must have in common."""
+        return digest_as_integer(f"{self.mode} {self._graphs.digest()}".encode())
 
     def decide(self, chunk: Chunk, settings: _Settings = nullcontext) -> None:
-        """Decides for the whole job, on made-up records that look like these, what `mode` is.
+        """Decides `mode` for the job, on synthetic records.
 
         Args:
-            chunk: of which shapes and types alone are used.
-            settings: under which the step must be the same to be traced, as another round's.
+            chunk: records, of which only shapes and types are used.
+            settings: those of a later round; a step is traced only if its graph is the same under them.
 
         Raises:
-            StateFound: the step keeps something of records, or changes a weight.
-            ConfigError: a mistake in the step.
+            StateFound: the step keeps state of records, or changes a weight.
+            ConfigError: the step fails.
         """
-        before = self._held()
+        before = self._digests()
         with own_state(self._device):
-            made_up, error = self._made_up_records(chunk)
-            self.made_up = made_up or MadeUp()
+            synthetic, error = self._synthetic_records(chunk)
+            self.synthetic = synthetic or SyntheticRecords()
             if error is not None:
-                raise NoLoss(self._mistake(chunk, error)) from error
-            if made_up is None and not self._training:
+                raise NoLoss(self._failure_message(chunk, error)) from error
+            if synthetic is None and not self._training:
                 raise NoLoss(NO_LOSS)
-            if made_up is None or self._training or self._alone:
+            if synthetic is None or self._training or self._one_at_a_time:
                 self.mode = LOOP
             else:
                 self._trace(chunk, settings)
-                self._template = made_up.records(chunk.row(0), 1, 0), settings
+                self._template = synthetic.records(chunk.row(0), 1, 0), settings
             if self.mode != TRACED:
-                self._try_state(chunk)
+                self._test_for_state(chunk)
         self._refuse_changes(before)
-        self._say_slowness()
+        self._warn_if_slow()
 
-    def _held(self) -> dict[str, bytes]:
-        """Of what a step may not set. It may fill buffers at first, as caches are."""
+    def _digests(self) -> dict[str, bytes]:
+        """Digests of what a step may not set. Buffers are left out, since a step may fill caches once."""
         weights = {name: digest(p) for name, p in self._module.named_parameters()}
         return weights | digests_of_training(self._module)
 
     def _refuse_changes(self, before: dict[str, bytes]) -> None:
-        """Raises StateFound: the step set something."""
-        now = self._held()
+        """Raises StateFound: the step has set something."""
+        now = self._digests()
         changed = next((name for name, was in before.items() if now.get(name, was) != was), None)
         if changed is not None:
-            raise StateFound(STATE.format(what=f"{changed} is changed inside training_step"))
+            raise StateFound(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
 
     def trace_again(self, loss_of: LossOf, completed: int, epoch_begins: bool = False) -> None:
-        """Sees whether the step of a traced job is still what was traced, where a hook may have changed it: when
-        something that the step reads has changed, and, as far as that takes 2 % of the time, at epochs'
-        starts and in rounds 2, 4, 8, …
+        """Traces the step of a traced job again if hooks may have changed it between rounds.
 
-        A step that has changed is traced and proved. One that changes time and again runs as written from then on.
+        That is done whenever a value that the step reads has changed, and, within 2 % of the time, at the start of
+        epochs and in rounds 2, 4, 8, …. A changed step is proved again. A step that changes more than three times is
+        no longer traced.
         """
         if self.mode != TRACED or self._template is None:
             return
-        self._asked += 1
+        self._calls += 1
         now = time.perf_counter()
-        due = (epoch_begins or self._asked.bit_count() == 1) and self._tracing < _TRACING * (now - self._began)
+        due = (epoch_begins or self._calls.bit_count() == 1) and self._tracing < _MAX_TRACING_TIME * (now - self._began)
         changed = self._graphs.stale()
         if not due and changed is None:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
-        assert self.made_up
-        self._clean = completed
+        assert self.synthetic
+        self._last_traced_round = completed
         for parameter in self._parameters.values():
             parameter.grad = None
         with own_state(self._device):
@@ -166,151 +182,157 @@ class Step:
             if changed is not None:
                 self._graphs.forget(but=chunk)
             if self.mode != TRACED:
-                self._try_state(chunk)
-                self._say_slowness()
+                self._test_for_state(chunk)
+                self._warn_if_slow()
         self._tracing += time.perf_counter() - now
 
     def _trace_if_changed(self, chunk: Chunk, settings: _Settings) -> None:
-        assert self.made_up
+        assert self.synthetic
         try:
-            odd = self._graphs.changed(chunk, self.made_up)
+            difference = self._graphs.changed(chunk, self.synthetic)
         except ConfigError:
             raise
         except Exception as error:
-            odd = why(error)
-        if odd is None:
-            self._graphs.reads.step_unaffected()
+            difference = why(error)
+        if difference is None:
+            self._graphs.reads.note_step_unaffected()
             return
-        self._steps_changed += 1
+        self._step_changes += 1
         self._graphs.forget()
         self._trace(chunk, settings)
-        if self._steps_changed > _STEPS_CHANGED and self.mode == TRACED:
-            self.reason = f"hooks change the step time and again ({odd})"
-            self._untraced(chunk)
+        if self._step_changes > _MAX_STEP_CHANGES and self.mode == TRACED:
+            self.reason = f"hooks change the step repeatedly ({difference})"
+            self._decide_untraced(chunk)
 
     def versions(self) -> dict[tuple[str, int], Any]:
         """See `Graphs.versions`."""
         return self._graphs.versions()
 
     def begin_round(self, t: int) -> None:
-        """Before a round's records: their step is tried on made-up ones in the first rounds, and then as often as that
-        takes 2 % of the time. Weights and buffers are looked at in each round."""
+        """Notes weights, buffers and, in the first rounds and then within 2 % of the time, gradients of probes."""
         if self._check is None:
             return
         began = time.perf_counter()
         for parameter in self._module.parameters():
             parameter.grad = None
-        with suppress(Exception):  # of a made-up record that has no loss with the weights as they are
-            self._check.before(t < FIRST or self._checking <= _CHECKING * (began - self._began))
+        with suppress(Exception):  # a synthetic record may have no loss with the present weights
+            self._check.before(
+                t < ROUNDS_ALWAYS_CHECKED or self._checking <= _MAX_CHECKING_TIME * (began - self._began)
+            )
         self._checking += time.perf_counter() - began
 
     def check_state(self, t: int) -> None:
-        """After a round's records."""
+        """Compares what `begin_round` noted with what it is after the round's records.
+
+        Raises:
+            StateFound: something has changed.
+        """
         if self._check is not None:
             began = time.perf_counter()
             self._check.after(t)
             self._checking += time.perf_counter() - began
 
-    def add(self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]) -> Iterator[dict[str, Tensor] | Exception]:
-        """Adds the clipped vectors of a chunk's records to `sums`, of all together, or of one after the other; gives
-        what is found of each, or an error in place of a record's that has no loss.
+    def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Iterator[dict[str, Tensor] | Exception]:
+        """Adds the clipped vectors of a chunk's records to `sums`.
 
         Args:
-            numbers: see `ClippedSums`.
+            clip_norms: see `ClippedSums.clip_norms`.
+
+        Yields:
+            losses, norms and flags of some of the records in order, or the error of a record without a loss.
 
         Raises:
-            ConfigError: there is no graph that is proved for their number, or the step keeps state.
+            ConfigError: the step keeps state, or has changed unseen.
         """
         if self.mode == TRACED:
-            yield from self._add_by_graph(chunk, numbers, sums)
+            yield from self._add_by_graph(chunk, clip_norms, sums)
             return
         found = self._gradients(chunk) if self.mode == VMAP else None
         if isinstance(found, Gradients):
-            yield self._clipped(found, numbers, sums)
+            yield self._clipped(found, clip_norms, sums)
             return
         for i in range(chunk.size):
             one = self._gradients(chunk, i)
-            yield self._clipped(one, numbers, sums) if isinstance(one, Gradients) else one
+            yield self._clipped(one, clip_norms, sums) if isinstance(one, Gradients) else one
 
     def _gradients(self, chunk: Chunk, i: int | None = None) -> Gradients | Exception:
-        """Of all records together, or of one; or why they have none."""
+        """Gradients of all records by vmap, or of record i; or the error that they raise."""
         try:
-            return self._pass(chunk) if i is None else self.of_one(chunk, i)
-        except NOT_OF_A_RECORD:
+            return self._pass(chunk) if i is None else self.gradients_of_record(chunk, i)
+        except _NOT_A_RECORDS_FAULT:
             raise
         except Exception as error:
             return error
 
     def _add_by_graph(
-        self, chunk: Chunk, numbers: Tensor, sums: dict[str, Tensor]
+        self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
     ) -> Iterator[dict[str, Tensor] | Exception]:
-        assert self.made_up
+        assert self.synthetic
         try:
-            yield self._graphs.add(chunk, self.made_up, numbers, sums)
+            yield self._graphs.add(chunk, self.synthetic, clip_norms, sums)
         except StateFound as found:
-            found.last_clean_round = self._clean
+            found.last_clean_round = self._last_traced_round
             raise
-        except NOT_OF_A_RECORD:
+        except _NOT_A_RECORDS_FAULT:
             raise
         except Exception as error:
             if chunk.size == 1:
                 yield error
                 return
             for i in range(chunk.size):
-                yield from self._add_by_graph(chunk.row(i), numbers, sums)
+                yield from self._add_by_graph(chunk.row(i), clip_norms, sums)
 
-    def of_one(self, chunk: Chunk, i: int) -> Gradients:
-        """A record's gradients as the step is written. Where others are taken together, it is taken as they are, with
-        norms that allow for rounding alike."""
+    def gradients_of_record(self, chunk: Chunk, i: int) -> Gradients:
+        """Gradients of one record, untraced; in mode `VMAP` by vmap, so that norms allow for the same rounding."""
         if self.mode == VMAP:
             return self._pass(chunk.row(i))
         with spectral_norms_fixed(self._module):
             if self._training:
                 found, loss = self._training.one(chunk, i)
             else:
-                found, loss = gradients_of_one(chunk.loss_of, chunk.one(i), self._parameters, self._values)
+                found, loss = gradients_of_one(chunk.loss_of, chunk.batch_of(i), self._parameters, self._values)
         dense: Any = {
             n: DenseGradient(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()
         }
         return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
-    def _clipped(self, gradients: Gradients, numbers: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _clipped(self, gradients: Gradients, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad(), full_precision(self._device):
-            found = self._clip.add(gradients, numbers, sums)
+            found = self._clip.add(gradients, clip_norms, sums)
         return found | {"loss": gradients.losses, "in_range": gradients.in_range}
 
     def _trace(self, chunk: Chunk, settings: _Settings) -> None:
-        assert self.made_up
+        assert self.synthetic
         try:
-            odd = self._graphs.settle(chunk, self.made_up, settings)
-            if odd is None:
+            difference = self._graphs.trace_and_prove(chunk, self.synthetic, settings)
+            if difference is None:
                 self.mode, self.is_random = TRACED, self._graphs.draws
                 return
-            self.reason = f"the step is not the same each time it runs ({odd})"
+            self.reason = f"the step is not the same each time it runs ({difference})"
         except ConfigError:
             raise
         except Exception as caught:
             self.reason = why(caught)
-            if isinstance(caught, Mixes):
+            if isinstance(caught, MixesRecords):
                 self.mode = LOOP
                 return
-        self._untraced(chunk)
+        self._decide_untraced(chunk)
 
-    def _untraced(self, chunk: Chunk) -> None:
-        """Decides how records are processed by the step as it is written: several under vmap, if that is proved."""
-        assert self.made_up
+    def _decide_untraced(self, chunk: Chunk) -> None:
+        """Decides between `VMAP`, if that is proved to keep records apart, and `LOOP`."""
+        assert self.synthetic
         self.mode = VMAP
         try:
-            self._graphs.tracer.prove_untraced(chunk, self.made_up)
+            self._graphs.tracer.prove_untraced(chunk, self.synthetic)
         except ConfigError:
             raise
-        except Exception:  # what stands in the way of a graph was said
+        except Exception:  # self.reason already says why the step is not traced
             self.mode = LOOP
 
-    def _try_state(self, chunk: Chunk) -> None:
-        """Looks for state that a step keeps, on made-up records, and will look again in the rounds."""
-        assert self.made_up
-        first, *others = (self.made_up.records(chunk, 1, seed) for seed in range(sum(_OTHERS) + 1))
+    def _test_for_state(self, chunk: Chunk) -> None:
+        """Tests on synthetic records whether the step keeps state, and sets up the tests of the rounds."""
+        assert self.synthetic
+        first, *others = (self.synthetic.records(chunk, 1, seed) for seed in range(sum(_OTHER_RECORDS) + 1))
         probed = [first]
         state = all_random_states(self._device)
 
@@ -318,83 +340,76 @@ class Step:
             before = all_random_states(self._device)
             set_all_random_states(self._device, *state)
             try:
-                each = [self.of_one(one, 0) for one in probed]
+                each = [self.gradients_of_record(one, 0) for one in probed]
             finally:
                 set_all_random_states(self._device, *before)
             return [t for one in each for t in (one.losses, *(use.materialize() for use in one.of.values()))]
 
         check = StateCheck(self._module, probe)
         try:
-            probe()  # which may fill caches
-            for scale in _SCALES:
-                scaled = first.having([leaf * scale if leaf.is_floating_point() else leaf for leaf in first.tensors])
-                with suppress(Exception):  # of numbers that the step does not take
-                    self.of_one(scaled, 0)
+            probe()  # a step may fill caches once
+            for scale in _PROBE_SCALES:
+                leaves = [leaf * scale if leaf.is_floating_point() else leaf for leaf in first.tensors]
+                scaled = first.with_tensors(leaves)
+                with suppress(Exception):  # the step may not accept such values
+                    self.gradients_of_record(scaled, 0)
                     probed.append(scaled)
-            for count in _OTHERS:
+            for count in _OTHER_RECORDS:
                 check.before()
                 for _ in range(count):
-                    self._meet(others.pop())
+                    self._gradients(others.pop(), 0)  # which may have none
                 check.after(-1)
         except ConfigError:
             raise
-        except Exception as error:  # of what an earlier pass has left behind
+        except Exception as error:  # caused by what an earlier pass left behind
             if isinstance(error, RecordError):
                 raise ConfigError(str(error)) from error
-            raise StateFound(STATE.format(what=f"training_step fails after other records ({why(error)})")) from error
+            what = f"training_step fails after other records ({why(error)})"
+            raise StateFound(KEEPS_STATE.format(what=what)) from error
         self._check = check
 
-    def _meet(self, chunk: Chunk) -> None:
-        """Processes a made-up record, which may have no loss."""
-        try:
-            self.of_one(chunk, 0)
-        except NOT_OF_A_RECORD:
-            raise
-        except Exception:
-            pass
-
-    def _made_up_records(self, chunk: Chunk) -> tuple[MadeUp | None, Exception | None]:
-        """A way to make records up that have finite losses and gradients; else why they have none at all."""
+    def _synthetic_records(self, chunk: Chunk) -> tuple[SyntheticRecords | None, Exception | None]:
+        """Synthetic records with finite losses and gradients, if any; and the error, if all raise one."""
         public = public_leaves(self.public, chunk)
         with own_state(self._device), no_seeds():
-            below = smallest_table(chunk)
+            below = smallest_index_range(chunk)
         error: Exception | None = None
         failed = True
-        for made_up in tries(below, public):
+        for synthetic in synthetic_options(below, public):
             try:
-                one = made_up.records(chunk, 1, 0).one(0)
-                with self._graphs.reads.variables_noted():
+                one = synthetic.records(chunk, 1, 0).batch_of(0)
+                with self._graphs.reads.variables_recorded():
                     found, loss = gradients_of_one(chunk.loss_of, one, self._parameters, self._values)
             except ConfigError:
                 raise
             except Exception as caught:
                 error = error or caught
-                if made_up.floats == "same":  # the public record as it is
+                if synthetic.floats == "same":  # the public record itself
                     warnings.warn(f"the first record of the validation set has no loss: {why(caught)}")
             else:
                 gradients = [found[name] for name in found if name in self._parameters]
                 if not gradients:
                     raise ConfigError(_NO_GRADIENT)
                 if loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients):
-                    return made_up, None
+                    return synthetic, None
                 failed = False
         return None, error if failed else None
 
-    def _mistake(self, chunk: Chunk, error: Exception) -> str:
-        """What every record that was made up fails with, and in which layer."""
-        layer = failing_layer(self._module, lambda: chunk.loss_of(MadeUp().records(chunk, 1, 0).one(0)))
+    def _failure_message(self, chunk: Chunk, error: Exception) -> str:
+        """Says how all synthetic records fail, and in which layer."""
+        layer = failing_layer(self._module, lambda: chunk.loss_of(SyntheticRecords().records(chunk, 1, 0).batch_of(0)))
         records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
-        way_out = "" if self.public is not None else " Or give a validation set, whose first record is tried."
+        remedy = "" if self.public is not None else " Or give a validation set, whose first record is tried."
         return (
-            f"model: training_step fails for every record that was made up like those of the data, which are "
-            f"{described(records)}{layer}: {why(error)}{way_out}"
+            f"model: training_step fails for every synthetic record; the data's are {described(records)}{layer}: "
+            f"{why(error)}{remedy}"
         )
 
-    def _say_slowness(self) -> None:
+    def _warn_if_slow(self) -> None:
         if self.mode == VMAP:
-            how = "together, but by training_step as it is written in every round, which is slower than a graph of it"
-        elif self.mode != TRACED and not (self._training or self._alone):
-            how = "one at a time, which is right but slow"
+            how = "by vmap of training_step in every round, which is slower than a traced graph"
+        elif self.mode != TRACED and not (self._training or self._one_at_a_time):
+            how = "one at a time, which is slow"
         else:
             return
         warnings.warn(f"this model's records are processed {how}: {self.reason}")
