@@ -32,7 +32,7 @@ from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, 
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.unsupported import refuse_mixing_layers
 from dpexp.training.classifier import Classifier
-from dpexp.training.pretrained import begin_from, head_of
+from dpexp.training.pretrained import head_parameters, load_initial_weights
 
 
 def planned(cfg: DictConfig) -> PrivacyPlan:
@@ -183,7 +183,7 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
         model = normalise(model)
     tuning = make("fine_tuning", cfg.fine_tuning)
     if begun and isinstance(weights, Path):
-        begin_from(model, weights, head_of(model, getattr(tuning, "head", None)))
+        load_initial_weights(model, weights, head_parameters(model, getattr(tuning, "head", None)))
     if begun and cfg.privacy.enabled:
         refuse_telling(cfg)
     model = tuning(model)

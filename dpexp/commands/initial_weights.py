@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dpexp.errors import ConfigError
-from dpexp.training.pretrained import about
+from dpexp.training.pretrained import read_metadata
 
 ITS_OWN = object()
 
@@ -75,7 +75,7 @@ def _begun_from(cfg: DictConfig) -> Iterator[dict[str, str]]:
     for text in {*_texts([OmegaConf.to_container(part, resolve=True) for part in (cfg.model, cfg.data.module)])}:
         with suppress(ConfigError, OSError, ValueError, RuntimeError):  # of texts that name no file
             if (path := Path(text).expanduser()).is_file():
-                yield {"path": text} | about(path)
+                yield {"path": text} | read_metadata(path)
 
 
 def _texts(thing: Any) -> Iterator[str]:

@@ -29,7 +29,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
 from dpexp.training.classifier import Classifier
-from dpexp.training.pretrained import load_weights, no_tensors, save_elsewhere, save_weights
+from dpexp.training.pretrained import load_weights, non_tensor_state, save_to_temporary_file, save_weights
 
 WEIGHTS, CARD, OF_MLFLOW = "weights.safetensors", "card.md", "mlflow_model"
 RESERVED = "weights.reserved"
@@ -79,10 +79,10 @@ def keep(
         save_weights(model, output / WEIGHTS, about | origin)
     except Exception as error:
         (output / WEIGHTS).unlink(missing_ok=True)
-        raise NotKept(error, save_elsewhere(model, about | origin)) from error
+        raise NotKept(error, save_to_temporary_file(model, about | origin)) from error
     names = {name: str(HydraConfig.get().runtime.choices.get(name)) for name in ("data", "model")}
     names["schedule"] = ", ".join(f"{key}: {kind}" for key, kind in cfg.schedule.items() if kind is not None)
-    lost = no_tensors(model)
+    lost = non_tensor_state(model)
     if lost:
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, no tensors: a model made from it begins anew there")
     text = card(names, result, plan, run_id or str(output), lost, spent_before(origin))

@@ -49,7 +49,7 @@ from dpexp.reporting.run_figures import counts
 from dpexp.tracking.job_folder import begun
 from dpexp.tracking.provenance import without_passwords
 from dpexp.training.callbacks import LastWeights, Stop
-from dpexp.training.pretrained import room_for
+from dpexp.training.pretrained import reserve_disk_space
 
 if TYPE_CHECKING:
     from dpexp.accounting.auditing import Audit
@@ -75,7 +75,7 @@ def run(cfg: DictConfig) -> float | None:
         return processes.start(run, cfg, count)
     with processes.connected(cfg, count):
         if processes.rank() == 0:
-            with Stop().heeded() as stop:
+            with Stop().installed() as stop:
                 return _run(cfg, stop)
         _accompany(cfg)
         return None
@@ -250,7 +250,7 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     named = cfg.data.id is not None and plan is not None
     try:
         with (
-            room_for(bare(module), output / RESERVED),
+            reserve_disk_space(bare(module), output / RESERVED),
             begun(output, lambda: released[0].ledger_opened) if named else nullcontext(),
         ):
             trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)

@@ -1,4 +1,4 @@
-"""Lightning callbacks: checkpoints, averages of weights, signals, and the end of training that cannot work."""
+"""Learning-rate schedules, and Lightning callbacks: checkpoints, averaged weights, signals, early failure."""
 
 import math
 import os
@@ -26,12 +26,13 @@ from dpexp.training.classifier import Classifier
 
 
 def cosine(optimizer: Optimizer, rounds: int, warmup: float = 0.0) -> LambdaLR:
-    """Half a cosine from the optimizer's rate to 0, after a linear rise over the first part of the rounds.
+    """Half a cosine from the optimizer's learning rate to 0, after a linear warm-up.
 
     Args:
-        warmup: that part, in [0, 1).
+        rounds: T, of the training.
+        warmup: fraction of the rounds for the warm-up, in [0, 1).
     """
-    rise = _rise(rounds, warmup)
+    rise = _warmup_rounds(rounds, warmup)
 
     def factor(t: int) -> float:
         return (t + 1) / (rise + 1) if t < rise else (1 + math.cos(math.pi * (t - rise) / max(1, rounds - rise))) / 2
@@ -40,45 +41,42 @@ def cosine(optimizer: Optimizer, rounds: int, warmup: float = 0.0) -> LambdaLR:
 
 
 def linear_warmup(optimizer: Optimizer, rounds: int, warmup: float = 0.1) -> LambdaLR:
-    """A linear rise over the first part of the rounds to the optimizer's rate, which then stays."""
-    rise = _rise(rounds, warmup)
+    """A linear warm-up over the first fraction `warmup` of the rounds, then the optimizer's learning rate."""
+    rise = _warmup_rounds(rounds, warmup)
     return LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / (rise + 1)))
 
 
 def step(optimizer: Optimizer, rounds: int, at: list[float], factor: float = 0.1) -> LambdaLR:
-    """Times a factor after each of some parts of the rounds.
+    """Multiplies the learning rate by `factor` at each of some points of the training.
 
     Args:
-        at: parts, in (0, 1).
+        at: the points, as fractions of the rounds in (0, 1).
     """
-    return LambdaLR(optimizer, lambda t: factor ** sum(t >= part * rounds for part in at))
+    return LambdaLR(optimizer, lambda t: factor ** sum(t >= point * rounds for point in at))
 
 
-def _rise(rounds: int, warmup: float) -> int:
+def _warmup_rounds(rounds: int, warmup: float) -> int:
     if not 0 <= warmup < 1:
         raise ValueError(f"warmup={warmup} must lie in [0, 1)")
     return math.floor(warmup * rounds)
 
 
-NAMES = {
+SIGNAL_NAMES = {
     signal.SIGINT: "the keyboard",
-    signal.SIGTERM: "SIGTERM, which schedulers send before they kill",
+    signal.SIGTERM: "SIGTERM, which schedulers send before they kill a job",
 }
 if hasattr(signal, "SIGHUP"):  # not on Windows
-    NAMES[signal.SIGHUP] = "SIGHUP, which a terminal sends that is closed"
-    NAMES[signal.SIGUSR1] = "SIGUSR1, which schedulers send before they kill"
+    SIGNAL_NAMES[signal.SIGHUP] = "SIGHUP, which a terminal sends when it is closed"
+    SIGNAL_NAMES[signal.SIGUSR1] = "SIGUSR1, which schedulers send before they kill a job"
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-IN_A_ROW = 2  # evaluations
-_LOOKS = 100  # at the weights, during one training
+NAN_EVALUATIONS = 2  # in a row
+_WEIGHT_CHECKS = 100  # about as many in one training
 
 
 class Checkpoints(pl.Callback):
-    """Keeps the last state of a training.
+    """Saves a checkpoint every `every` rounds (None: never), and when the training is interrupted.
 
-    It is saved every so many rounds and when the training is interrupted, behind the callback that counts the rounds.
-
-    Args:
-        every: rounds; None for interruptions only.
+    It must come after the callback that counts the rounds.
     """
 
     def __init__(self, path: Path, every: int | None) -> None:
@@ -97,23 +95,25 @@ class Checkpoints(pl.Callback):
 
 
 def save(trainer: pl.Trainer, path: Path) -> None:
-    """Whole or not at all."""
-    beside = path.with_suffix(".part")
+    """Saves a checkpoint atomically."""
+    partial = path.with_suffix(".part")
     try:
         if trainer.world_size == 1:
-            trainer.save_checkpoint(beside)
-        elif trainer.is_global_zero:  # without waiting for the others, of which one may be interrupted elsewhere
-            trainer.strategy.save_checkpoint(checkpoint_of(trainer), beside)
+            trainer.save_checkpoint(partial)
+        elif trainer.is_global_zero:  # does not wait for the other processes: one may have been interrupted elsewhere
+            trainer.strategy.save_checkpoint(checkpoint_of(trainer), partial)
         else:
             return
-        os.replace(beside, path)
+        os.replace(partial, path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 class LastCheckpoint(pl.Callback):
-    """Keeps the state of the last round, for as long as the model is not kept, before a callback behind it replaces
-    the weights by an average."""
+    """Saves a checkpoint of the last round, before a later callback replaces the weights by an average.
+
+    The job deletes it once the model is saved.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -121,12 +121,12 @@ class LastCheckpoint(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         try:
             save(trainer, self._path)
-        except (OSError, RuntimeError) as error:  # of a full disk; the weights come next
+        except (OSError, RuntimeError) as error:  # full disk: the weights may still fit
             warnings.warn(f"no checkpoint of the last round could be written: {error}")
 
 
 class LastWeights(pl.Callback):
-    """Keeps the weights of the last round, before a callback behind it replaces them by an average."""
+    """Copies the weights of the last round, before a later callback replaces them by an average."""
 
     weights: dict[str, Tensor] | None = None
 
@@ -135,52 +135,53 @@ class LastWeights(pl.Callback):
 
 
 class WarmAveraging(WeightAveraging):
-    """The exponential average of the weights after each round, in which the factor of what was averaged before grows to
-    `decay`: with n rounds before, min(decay, (1 + n)/(10 + n)), as De et al. 2022 have it (arXiv 2204.13650, section
-    3.2), so that the beginning is forgotten also where there are fewer rounds than 1/(1 - decay).
+    """Exponential moving average of the weights with a warm-up (De et al. 2022, arXiv 2204.13650, section 3.2).
+
+    After n averaged rounds the decay is min(decay, (1 + n)/(10 + n)), so that the average forgets the initial weights
+    also in trainings of fewer than 1/(1 - decay) rounds.
 
     Args:
         decay: in [0, 1).
 
     Raises:
-        ConfigError: another decay.
+        ConfigError: the decay is out of range.
     """
 
     def __init__(self, decay: float) -> None:
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ConfigError(f"callbacks.warm_ema.decay={decay} must be at least 0 and below 1.")
 
-        def averaged(before: Tensor, now: Tensor, n: Tensor | int) -> Tensor:
-            kept = min(decay, (1 + int(n)) / (10 + int(n)))
-            return kept * before + (1 - kept) * now
+        def averaged(average: Tensor, new: Tensor, n: Tensor | int) -> Tensor:
+            decay_now = min(decay, (1 + int(n)) / (10 + int(n)))
+            return decay_now * average + (1 - decay_now) * new
 
         super().__init__(avg_fn=averaged)
 
 
 class Stop(pl.Callback):
-    """Notes which signal came first, and raises KeyboardInterrupt.
+    """Remembers the first signal that asks the job to stop, and raises KeyboardInterrupt.
 
-    It is raised again at the next round, since Python drops what is raised while an object is collected.
+    The next round raises it again, since Python drops an exception that is raised during garbage collection.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     @contextmanager
-    def heeded(self) -> Iterator["Stop"]:
-        """Meanwhile; but not of signals that somebody else has a handler for.
+    def installed(self) -> Iterator["Stop"]:
+        """Handles the signals that have no other handler, for as long as the context lasts.
 
         Raises:
-            SystemExit: after such a signal, with the status that a shell gives a process which it ended.
+            SystemExit: after a signal, with the exit status that a shell gives a process ended by it.
         """
-        main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.getsignal(number) for number in NAMES if main}
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.getsignal(number) for number in SIGNAL_NAMES if is_main}
         own = [number for number, handler in before.items() if handler in _DEFAULT]
         for number in own:
-            signal.signal(number, self._came)
+            signal.signal(number, self._received)
         try:
             yield self
-        except (KeyboardInterrupt, SystemExit):  # Lightning makes one of the other
+        except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
             if self.number is None:
                 raise
             raise SystemExit(128 + self.number) from None
@@ -192,26 +193,29 @@ class Stop(pl.Callback):
         if self.number is not None:
             raise KeyboardInterrupt
 
-    def _came(self, number: int, _: Any) -> None:
+    def _received(self, number: int, _: Any) -> None:
         self.number = self.number or number
         raise KeyboardInterrupt
 
     @property
     def name(self) -> str:
-        return NAMES[signal.Signals(self.number or signal.SIGINT)]
+        """Description of the signal, for messages."""
+        return SIGNAL_NAMES[signal.Signals(self.number or signal.SIGINT)]
 
 
 class Watch(pl.Callback):
-    """Stops a training whose model does not take the validation set's records, whose weights are no numbers any more,
-    or whose validation loss is none at IN_A_ROW evaluations.
+    """Stops a training that cannot succeed.
+
+    That is: the model does not fit the records of the validation set, weights are not finite, or the validation loss
+    is NaN in NAN_EVALUATIONS evaluations in a row.
 
     Args:
-        rounds: of the training; the weights are looked at after 1, 2, 4, 8, … of them, and about a hundred times.
+        rounds: T, of the training; weights are checked after rounds 1, 2, 4, 8, …, and about a hundred times more.
     """
 
     def __init__(self, rounds: int) -> None:
-        self._every = math.ceil(rounds / _LOOKS)
-        self._without_loss = 0
+        self._every = math.ceil(rounds / _WEIGHT_CHECKS)
+        self._nan_evaluations = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(pl_module, Classifier):
@@ -228,12 +232,12 @@ class Watch(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         losses = {name: value for name, value in trainer.callback_metrics.items() if name.endswith("loss")}
         nan = [name for name, value in losses.items() if bool(torch.isnan(value).any())]
-        self._without_loss = self._without_loss + 1 if nan else 0
-        if self._without_loss >= IN_A_ROW:
+        self._nan_evaluations = self._nan_evaluations + 1 if nan else 0
+        if self._nan_evaluations >= NAN_EVALUATIONS:
             raise ConfigError(
-                f"{nan[0]} was NaN at {IN_A_ROW} evaluations in a row, the last after {trainer.global_step} rounds: "
-                "the model gives no numbers for some records of the validation set. Lower the learning rate "
-                "(optimizer.lr), or look at the model or the loss. Training stops."
+                f"{nan[0]} was NaN at {NAN_EVALUATIONS} evaluations in a row, the last after {trainer.global_step} "
+                "rounds: the model's loss is NaN for some records of the validation set. Lower the learning rate "
+                "(optimizer.lr), or check the model and the loss. Training stops."
             )
 
 
@@ -242,18 +246,18 @@ def _check_weights(module: pl.LightningModule, rounds: int) -> None:
     broken = next((name for name, weights in trained if not bool(weights.isfinite().all())), None)
     if broken is not None:
         raise ConfigError(
-            f"after {rounds} rounds the weights {broken} are no finite numbers any more; lower the learning rate "
+            f"after {rounds} rounds the weights {broken} are not finite; lower the learning rate "
             "(optimizer.lr), or choose trainer.precision=32-true. Training stops."
         )
 
 
 def _check_model(trainer: pl.Trainer, module: Classifier) -> None:
-    """Asks the classifier for its scores of a batch of the validation set, which is taken as public."""
+    """Runs the classifier on one batch of the validation set, which is taken as public."""
     data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]
     loader = data.val_dataloader() if is_overridden("val_dataloader", data) else None
     if not isinstance(loader, DataLoader):
         return
-    was, shape = module.training, "unknown"
+    was_training, shape = module.training, "unknown"
     module.eval()
     try:
         with torch.random.fork_rng(), torch.no_grad(), trainer.precision_plugin.forward_context():
@@ -261,23 +265,23 @@ def _check_model(trainer: pl.Trainer, module: Classifier) -> None:
             batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), module.device)
             batch = data.on_after_batch_transfer(batch, 0)
             if isinstance(batch, Mapping):
-                shape = ", ".join(f"{name} {list(held.shape[1:])}" for name, held in batch.items())
+                shape = ", ".join(f"{name} {list(value.shape[1:])}" for name, value in batch.items())
                 module.loss_and_scores(batch)
                 return
             x, y = batch
             shape = str(list(x.shape[1:]))
-            scores, most = module(x), int(y.max())
+            scores, largest = module(x), int(y.max())
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"model: it cannot score the validation set's records, of shape {shape}; data.shape, or the model's own "
+            f"model: it cannot process the validation set's records, of shape {shape}; data.shape, or the model's own "
             f"arguments, must fit them: {' '.join(str(error).split())[:200]}."
         ) from error
     finally:
-        module.train(was)
-    if scores.dim() < 2 or most >= scores.shape[1]:
+        module.train(was_training)
+    if scores.dim() < 2 or largest >= scores.shape[1]:
         raise ConfigError(
-            f"model: its scores of {len(x)} records have the shape {list(scores.shape)}, but the validation set has a "
-            f"label {most}; data.classes, or the model's own arguments, must give at least {most + 1} classes."
+            f"model: its output for {len(x)} records has shape {list(scores.shape)}, but the validation set has a "
+            f"label {largest}; data.classes, or the model's own arguments, must give at least {largest + 1} classes."
         )

@@ -1,4 +1,4 @@
-"""A LightningModule around a plain classifier."""
+"""A LightningModule for classifiers, and augmentation: several random views of each record."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,39 +16,41 @@ Augment = Callable[[Tensor], Tensor]
 
 
 def views(batch: Any, augment: Augment, multiplicity: int = 1) -> Any:
-    """A batch (x, y, …) of B records as one of B·K rows: K views of each x, drawn independently, and whatever goes with
-    it K times. The mean loss over them is that of the records.
+    """Replaces a batch (x, y, …) of B records by one of B·K rows: K independent random views of each x.
+
+    y and further tensors are repeated K times. The mean loss over the rows is the mean loss over the records, with each
+    record's loss averaged over its views (augmentation multiplicity; De et al. 2022, arXiv 2204.13650, section 3.2).
 
     Args:
-        augment: one example's x -> a view of it, of the same shape whatever is drawn. To be computed for many records
-            at once it must draw by torch (`torch.rand`, `torch.randint`) and not branch on what it draws
-            (`torch.where`, `gather`); it is right, and slow, otherwise.
+        augment: one example's x -> a view of it, of a fixed shape. It should draw with torch (`torch.rand`,
+            `torch.randint`) and use `torch.where` and `gather` instead of branches on random values; otherwise
+            records are processed one at a time, which is slow.
         multiplicity: K.
 
     Raises:
-        RecordError: the batch is no tuple that begins with a tensor.
+        RecordError: the batch is not a tuple or list that begins with a tensor.
     """
     if isinstance(batch, Mapping) or not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
         raise RecordError(
-            f"augment: views are made of x in batches (x, y, …), and a batch of the data is a {type(batch).__name__}; "
+            f"augment: batches must be (x, y, …), and a batch of the data is a {type(batch).__name__}; "
             "set augment=none."
         )
     x, *others = batch
-    several = torch.stack([augment(one) for one in x for _ in range(multiplicity)])
-    return several, *(_repeated(other, multiplicity) for other in others)
+    rows = torch.stack([augment(example) for example in x for _ in range(multiplicity)])
+    return rows, *(o.repeat_interleave(multiplicity, 0) if isinstance(o, Tensor) else o for o in others)
 
 
 class FlipCrop:
-    """Horizontal flips with probability 1/2 and shifts by up to some pixels, for images [C, H, W]: De et al.'s.
+    """Random horizontal flips and crops of images [C, H, W], as in De et al. 2022.
 
     Args:
         max_shift: an image is shifted by -max_shift, …, max_shift pixels in each direction, which is a random crop of
-            the image with so many pixels more on every side.
-        padding: what is on them: "reflect", the image in a mirror, as in the paper; or "zeros".
-        flip: False for images that mean something else in a mirror, such as digits.
+            the image padded by max_shift pixels.
+        padding: "reflect", as in the paper, or "zeros".
+        flip: whether to flip with probability 1/2; False for images that change their meaning, such as digits.
 
     Raises:
-        ConfigError: another padding, or pixels that are none.
+        ConfigError: the padding is unknown, or max_shift is negative.
     """
 
     def __init__(self, max_shift: int = 4, padding: str = "reflect", flip: bool = True) -> None:
@@ -59,16 +61,15 @@ class FlipCrop:
         self.max_shift, self.padding, self.flip = max_shift, padding, flip
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[C, H, W] -> [C, H, W]: one lookup by drawn indices, so that many records' views are one operation.
+        """[C, H, W] -> [C, H, W], by one `gather` with random indices, which vmap can batch.
 
         Raises:
-            RecordError: x is no image, or too small for what it is shifted by.
+            RecordError: x is not an image, or has at most max_shift pixels in one direction.
         """
         if x.dim() != 3 or min(x.shape[1:]) <= self.max_shift:
             raise RecordError(
-                f"augment.max_shift={self.max_shift}: flip_crop takes images [C, H, W] of more pixels than that, "
-                f"and the "
-                f"data's x has the shape {list(x.shape)}."
+                f"augment.max_shift={self.max_shift}: flip_crop takes images [C, H, W] with more than max_shift pixels "
+                f"in each direction, and the data's x has shape {list(x.shape)}."
             )
         _, height, width = x.shape
         shift = torch.randint(-self.max_shift, self.max_shift + 1, (2,), device=x.device)
@@ -77,14 +78,14 @@ class FlipCrop:
         if self.flip:
             columns = torch.where(torch.rand((), device=x.device) < 0.5, width - 1 - columns, columns)
         at = (_mirrored(rows, height)[:, None] * width + _mirrored(columns, width)).flatten()
-        seen = x.flatten(1).gather(1, at.expand(len(x), -1)).reshape(x.shape)
+        view = x.flatten(1).gather(1, at.expand(len(x), -1)).reshape(x.shape)
         if self.padding == "reflect":
-            return seen
-        return torch.where(_inside(rows, height)[:, None] & _inside(columns, width), seen, 0)
+            return view
+        return torch.where(_inside(rows, height)[:, None] & _inside(columns, width), view, 0)
 
 
 def _mirrored(index: Tensor, size: int) -> Tensor:
-    """Beyond its edges an image begins to go back, as in torch's padding "reflect"."""
+    """Indices beyond an edge are mirrored at it, as in torch's padding "reflect"."""
     return size - 1 - (size - 1 - index.abs()).abs()
 
 
@@ -92,22 +93,20 @@ def _inside(index: Tensor, size: int) -> Tensor:
     return (index >= 0) & (index < size)
 
 
-def _repeated(other: Any, multiplicity: int) -> Any:
-    return other.repeat_interleave(multiplicity, 0) if isinstance(other, Tensor) else other
-
-
 class Classifier(pl.LightningModule):
-    """Trains `model` with cross entropy on (x, y) batches; on batches that name what they hold, as the models of
-    transformers take them, with the loss that the model itself computes from its `labels`.
+    """Trains `model` with cross entropy on batches (x, y), or with the model's own loss on batches that are mappings.
+
+    Mappings are passed to the model by keyword, as the models of transformers take them; these compute a loss from
+    `labels`.
 
     Args:
         optimizer: parameters -> optimizer.
-        scheduler: optimizer -> learning rate scheduler, stepped every round; or None.
-        augment: makes a view of a record (see `augment.views`); None: a record is its only one.
-        multiplicity: of so many views the mean is a record's loss in training.
-        class_weights: a weight of each class, or what gives them in each step, by which losses are averaged in
-            training. In private training, where a record is by itself, they weigh its clipped gradient, as parts of the
-            largest.
+        scheduler: optimizer -> learning-rate scheduler, stepped every round; or None.
+        augment: makes one random view of an example (see `views`); None: no augmentation.
+        multiplicity: number of views K over which a record's training loss is averaged.
+        class_weights: one weight per class [classes], or a function that returns them in each step. The training loss
+            is the weighted mean. In private training, where each record is a batch by itself, the clipped gradient
+            of a record is multiplied by its weight divided by the largest.
     """
 
     METRICS = ("test_loss", "test_accuracy")
@@ -134,10 +133,10 @@ class Classifier(pl.LightningModule):
         return scores_of(self.model(x))
 
     def loss_and_scores(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """Of (x, y), or of a batch by name.
+        """Mean loss and scores [B, classes, ...] of a batch (x, y) or of a mapping; no scores if a model gives none.
 
         Raises:
-            RecordError: the model computes no loss of its own.
+            RecordError: the batch is a mapping from which the model computes no loss.
         """
         if not isinstance(batch, Mapping):
             x, y = batch
@@ -147,8 +146,8 @@ class Classifier(pl.LightningModule):
         loss = getattr(outputs, "loss", None)
         if loss is None:
             raise RecordError(
-                f"data: its batches hold {', '.join(batch)}, of which {type(self.model).__name__} computes no loss; "
-                "give a model of transformers `labels` too, another model tuples (x, y)."
+                f"data: its batches hold {', '.join(batch)}, from which {type(self.model).__name__} computes no loss; "
+                "add `labels` for a model of transformers, and use tuples (x, y) for any other model."
             )
         return loss, getattr(outputs, "logits", None)
 
@@ -158,8 +157,8 @@ class Classifier(pl.LightningModule):
         loss, scores = self.loss_and_scores(batch)
         weights = self._weights_now() if self._weights_now is not None else self.class_weights
         if isinstance(weights, Tensor):
-            loss = _weighed(scores, _labels(batch), weights.to(loss))
-        self.log_dict(_measured("train", batch, loss, scores))
+            loss = _weighted_loss(scores, _labels(batch), weights.to(loss))
+        self.log_dict(_metrics("train", batch, loss, scores))
         return loss
 
     def validation_step(self, batch: Any) -> None:
@@ -170,8 +169,8 @@ class Classifier(pl.LightningModule):
 
     def _evaluate(self, batch: Any) -> None:
         loss, scores = self.loss_and_scores(batch)
-        measured = _measured("test", batch, loss, scores)
-        self.log_dict(measured, on_step=False, on_epoch=True, batch_size=len(_labels(batch)))
+        metrics = _metrics("test", batch, loss, scores)
+        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=len(_labels(batch)))
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.parameters())
@@ -181,14 +180,12 @@ class Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def _weighed(scores: Tensor | None, y: Tensor, weights: Tensor) -> Tensor:
-    """Cross entropy, of which the mean goes by weights; of one record it is the same, and `dpexp.weigh` does the rest.
-
-    Raises:
-        RecordError: labels are no classes.
-    """
+def _weighted_loss(scores: Tensor | None, y: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean of the cross entropy. For a single record it is its own loss; `dpexp.weigh` applies the weight."""
     if scores is None or scores.dim() != y.dim() + 1 or y.is_floating_point():
-        raise RecordError("data.class_weights: a record's label must be a whole number, its class; leave them out.")
+        raise RecordError(
+            "data.class_weights need labels that are integers, one class per record; set data.class_weights=null."
+        )
     own = weights[y]
     dpexp.weigh(own.mean() / weights.max())
     losses = own * F.cross_entropy(scores, y, reduction="none")
@@ -199,13 +196,13 @@ def _labels(batch: Any) -> Tensor:
     return batch["labels"] if isinstance(batch, Mapping) else batch[1]
 
 
-def _measured(on: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
-    y, measured = _labels(batch), {f"{on}_loss": loss}
+def _metrics(stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
+    y, metrics = _labels(batch), {f"{stage}_loss": loss}
     if scores is not None and scores.dim() == y.dim() + 1 and not y.is_floating_point():
-        measured[f"{on}_accuracy"] = (scores.argmax(1) == y).float().mean()
-    return measured
+        metrics[f"{stage}_accuracy"] = (scores.argmax(1) == y).float().mean()
+    return metrics
 
 
 def scores_of(outputs: Any) -> Tensor:
-    """Those of a model of transformers are among other things."""
+    """The scores in a model's output: its `logits`, as in transformers, or the output itself."""
     return getattr(outputs, "logits", outputs)

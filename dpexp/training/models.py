@@ -1,4 +1,4 @@
-"""The models that ship with dpexp. None but resnet, which needs `batchnorm`, has a layer that mixes records."""
+"""The models that ship with dpexp. Only resnet has layers that mix records (BatchNorm), and needs `batchnorm`."""
 
 import math
 from collections.abc import Sequence
@@ -10,17 +10,18 @@ from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
 
-GROUPS = 16  # of channels that are normalized together
+GROUPS = 16  # of GroupNorm
 _FIRST = 16  # channels
-_LEAST = 1e-4  # Σ (w - mean)² that is divided by
+_MIN_SUM_OF_SQUARES = 1e-4  # Σ (w - mean)²
 
 
 def wrn(shape: Sequence[int], classes: int, depth: int = 16, width: int = 4) -> nn.Module:
-    """WRN-depth-width for images [C, H, W]: three resolutions of 16, 32 and 64 times `width` channels and of
-    (depth - 4)/6 blocks each.
+    """Wide residual network WRN-depth-width for images [C, H, W] (Zagoruyko & Komodakis 2016; without BatchNorm: De et
+    al. 2022, arXiv 2204.13650): (depth - 4)/6 blocks at each of three resolutions, with 16, 32 and 64 times `width`
+    channels.
 
     Raises:
-        ConfigError: no such depth.
+        ConfigError: there is no WRN of that depth.
     """
     blocks, rest = divmod(depth - 4, 6)
     if rest or blocks < 1:
@@ -38,26 +39,31 @@ def wrn(shape: Sequence[int], classes: int, depth: int = 16, width: int = 4) -> 
 
 
 class Block(nn.Module):
-    """Two convolutions, beside them the input or, with a `stride`, a 1×1 convolution of it:
-    [B, d, H, W] -> [B, p, H/stride, W/stride]."""
+    """Two convolutions with a shortcut: the identity or, with a `stride`, a 1×1 convolution.
+
+    [B, d, H, W] -> [B, p, H/stride, W/stride].
+    """
 
     def __init__(self, d: int, p: int, stride: int | None = None) -> None:
         super().__init__()
-        self.inside = nn.Sequential(_convolved(d, p, 3, stride or 1), _convolved(p, p, 3))
-        self.beside = nn.Identity() if stride is None else _convolved(d, p, 1, stride)
+        self.residual = nn.Sequential(_preactivated(d, p, 3, stride or 1), _preactivated(p, p, 3))
+        self.shortcut = nn.Identity() if stride is None else _preactivated(d, p, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x) + self.beside(x)
+        return self.residual(x) + self.shortcut(x)
 
 
-def _convolved(d: int, p: int, size: int, stride: int = 1) -> nn.Sequential:
+def _preactivated(d: int, p: int, size: int, stride: int = 1) -> nn.Sequential:
     convolution = StandardizedConv2d(d, p, size, stride=stride, padding=size // 2)
     return nn.Sequential(nn.ReLU(), nn.GroupNorm(GROUPS, d), convolution)
 
 
 class StandardizedConv2d(nn.Conv2d):
-    """A convolution by gain·(w - mean)/sqrt(Σ (w - mean)²), with mean and sum over each output channel's weights (Qiao
-    et al. 2019, arXiv 1903.10520; with gains Brock et al. 2021, arXiv 2101.08692)."""
+    """A convolution with the standardized weight gain·(w - mean)/sqrt(Σ (w - mean)²).
+
+    Mean and sum are over the weights of one output channel (Qiao et al. 2019, arXiv 1903.10520; with gains: Brock et
+    al. 2021, arXiv 2101.08692).
+    """
 
     def __init__(self, d: int, p: int, size: int, stride: int = 1, padding: int = 0) -> None:
         super().__init__(d, p, size, stride=stride, padding=padding)
@@ -69,10 +75,10 @@ class StandardizedConv2d(nn.Conv2d):
         return F.conv2d(x, self.standardized(), self.bias, self.stride, self.padding)
 
     def standardized(self) -> Tensor:
-        """[p, d, size, size]."""
+        """The standardized weight [p, d, size, size]."""
         centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
         squares = centred.square().sum((1, 2, 3), keepdim=True)
-        return self.gain * centred * squares.clamp(min=_LEAST).rsqrt()
+        return self.gain * centred * squares.clamp(min=_MIN_SUM_OF_SQUARES).rsqrt()
 
 
 def logistic(shape: Sequence[int], classes: int) -> nn.Module:
@@ -81,15 +87,19 @@ def logistic(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def scattering_linear(shape: Sequence[int], classes: int, groups: int = 27) -> nn.Module:
-    """Group normalization without parameters, and logistic regression on what it gives: Tramèr & Boneh 2021
-    (arXiv 2011.11660), for scattering features [channels, H, W]."""
+    """Parameter-free GroupNorm and one linear layer, for scattering features [channels, H, W] (Tramèr & Boneh 2021,
+    arXiv 2011.11660)."""
     linear = nn.Linear(math.prod(shape), classes)
     return nn.Sequential(nn.GroupNorm(groups, shape[0], affine=False), nn.Flatten(), linear)
 
 
 def scattering_cnn(shape: Sequence[int], classes: int, groups: int = 27, widths: Sequence[int] = (16, 32)) -> nn.Module:
-    """Group normalization without parameters, and a small tanh CNN, for scattering features [channels, 7 or 8, same]
-    (after Tramèr & Boneh 2021)."""
+    """Parameter-free GroupNorm and a small tanh CNN, for scattering features [channels, 7, 7] or [channels, 8, 8]
+    (after Tramèr & Boneh 2021).
+
+    Raises:
+        ConfigError: features of another size.
+    """
     first, second = widths
     if shape[1] not in (7, 8):
         raise ConfigError(f"model=scattering_cnn takes features of 7×7 or 8×8; data.shape={list(shape)}.")
@@ -144,8 +154,8 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def resnet(shape: Sequence[int], classes: int, widths: Sequence[int] = (16, 32)) -> nn.Module:
-    """A small residual network with batch normalization (He et al. 2016), one block a width, each but the first at half
-    the resolution."""
+    """A small residual network with BatchNorm (He et al. 2016): one block per width, each but the first halving the
+    resolution."""
     first = widths[0]
     layers: list[nn.Module] = [nn.Conv2d(shape[0], first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU()]
     for k, (d, p) in enumerate(pairwise([first, *widths])):
@@ -154,25 +164,27 @@ def resnet(shape: Sequence[int], classes: int, widths: Sequence[int] = (16, 32))
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut: [B, d, H, W] -> [B, p, H/stride, W/stride]."""
+    """Two convolutions with a shortcut: [B, d, H, W] -> [B, p, H/stride, W/stride]."""
 
     def __init__(self, d: int, p: int, stride: int) -> None:
         super().__init__()
-        self.inside = nn.Sequential(
+        self.residual = nn.Sequential(
             nn.Conv2d(d, p, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(p), nn.ReLU(),
             nn.Conv2d(p, p, 3, padding=1, bias=False), nn.BatchNorm2d(p),
         )  # fmt: skip
-        fitted = stride > 1 or d != p
-        shortcut = [nn.Conv2d(d, p, 1, stride=stride, bias=False), nn.BatchNorm2d(p)] if fitted else []
-        self.beside = nn.Sequential(*shortcut)
+        resized = stride > 1 or d != p
+        layers = [nn.Conv2d(d, p, 1, stride=stride, bias=False), nn.BatchNorm2d(p)] if resized else []
+        self.shortcut = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.inside(x) + self.beside(x))
+        return torch.relu(self.residual(x) + self.shortcut(x))
 
 
 class Lstm(nn.Module):
-    """Scores [B, classes, T] of the next of T whole numbers [B, T] each, by an LSTM of `layers` layers over embeddings
-    (McMahan et al. 2018, arXiv 1710.06963; character by character: McMahan et al. 2017, arXiv 1602.05629)."""
+    """Next-token scores [B, classes, T] for tokens [B, T]: an embedding, `layers` LSTM layers and a linear layer.
+
+    McMahan et al. 2018, arXiv 1710.06963; on characters: McMahan et al. 2017, arXiv 1602.05629.
+    """
 
     def __init__(self, classes: int, width: int = 128, layers: int = 1, embedding: int = 8) -> None:
         super().__init__()

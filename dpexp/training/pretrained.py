@@ -1,4 +1,4 @@
-"""Which parameters are trained: all, or few, so that less noise is added to a model that is good already."""
+"""Weight files, initial weights, and which parameters are trained: all, the head, biases, or low-rank adapters."""
 
 import errno
 import os
@@ -16,40 +16,41 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 
+_SMALL_FILES = 2**20  # bytes for what a job writes besides weights
 
-def no_tensors(module: nn.Module) -> list[str]:
-    """Names of what a module's state holds beside tensors (`get_extra_state`), which a file of weights cannot."""
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def non_tensor_state(module: nn.Module) -> list[str]:
+    """Names in a module's state that hold no tensor (`get_extra_state`), which a file of weights cannot store."""
     return [name for name, value in module.state_dict().items() if not isinstance(value, Tensor)]
 
 
-def save_weights(module: nn.Module, path: Path, about: Mapping[str, str]) -> None:
-    """Writes parameters and buffers.
-
-    Args:
-        about: is kept in the file's head.
-    """
-    # Copies: a tensor may be part of a larger one, of which the rest is nobody's business.
-    tensors = {
-        n: t.detach().cpu().clone().contiguous() for n, t in module.state_dict().items() if isinstance(t, Tensor)
-    }
-    save_file(tensors, str(path), dict(about))
+def save_weights(module: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
+    """Writes parameters and buffers, with `metadata` in the header of the file."""
+    # Copies: a tensor may be a view of a larger one, whose other entries must not be written.
+    tensors = {name: t.detach().cpu().clone().contiguous() for name, t in _tensors(module).items()}
+    save_file(tensors, str(path), dict(metadata))
 
 
 @contextmanager
-def room_for(module: nn.Module, path: Path) -> Iterator[None]:
-    """Takes the room on the disk that a module's weights and a few small files need, by a file that is to be deleted
-    before they are written, and is if an error ends what comes between.
+def reserve_disk_space(module: nn.Module, path: Path) -> Iterator[None]:
+    """Reserves disk space for a module's weights and a few small files, by a file at `path`.
+
+    The caller deletes that file before it writes the weights. If the body raises an error, it is deleted here.
 
     Raises:
-        OSError: there is none.
+        OSError: the disk is full.
     """
-    held = [t for t in module.state_dict().values() if isinstance(t, Tensor)]
+    size = sum(t.numel() * t.element_size() for t in _tensors(module).values()) + _SMALL_FILES
     try:
         with path.open("wb") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, sum(t.numel() * t.element_size() for t in held) + _SMALL_FILES)
+                os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # not of this file system
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system cannot reserve space
                     raise OSError(error.errno, error.strerror, str(path)) from None
         yield
     except BaseException:
@@ -57,40 +58,39 @@ def room_for(module: nn.Module, path: Path) -> Iterator[None]:
         raise
 
 
-def save_elsewhere(module: nn.Module, about: Mapping[str, str]) -> Path:
-    """Writes the weights into $TMPDIR, for their owner's eyes alone.
+def save_to_temporary_file(module: nn.Module, metadata: Mapping[str, str]) -> Path:
+    """Writes the weights to a new file in $TMPDIR that only its owner may read.
 
     Raises:
-        OSError: there is no room either.
+        OSError: that disk is full, too.
     """
     number, name = tempfile.mkstemp(prefix="dpexp-", suffix=".safetensors")
     os.close(number)
-    save_weights(module, Path(name), about)
+    save_weights(module, Path(name), metadata)
     os.chmod(name, 0o600)
     return Path(name)
 
 
-_SMALL_FILES = 2**20
-
-
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Raises:
-    ConfigError: the file is of another model, or no such file.
+    """Loads what `save_weights` wrote.
+
+    Raises:
+        ConfigError: the file does not exist, or does not fit the module.
     """
     try:
         found = module.load_state_dict(load_file(path), strict=False)
         missing = [name for name in found.missing_keys if not name.endswith("_extra_state")]
         if missing or found.unexpected_keys:
-            raise RuntimeError(f"it lacks {missing}, and has {found.unexpected_keys} beside")
+            raise RuntimeError(f"missing {missing}, unexpected {found.unexpected_keys}")
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ConfigError(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from error
 
 
-def about(path: Path) -> dict[str, str]:
-    """What a file's head says about it.
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata in the header of a file of weights.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: the file cannot be read.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -99,44 +99,47 @@ def about(path: Path) -> dict[str, str]:
         raise ConfigError(f"the weights {path} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
-def begin_from(module: nn.Module, path: Path, head: Collection[str]) -> None:
-    """Takes over what a file holds, by name. The head begins anew where the file has none, or one of another shape.
+def load_initial_weights(module: nn.Module, path: Path, head: Collection[str]) -> None:
+    """Loads initial weights by name. Head parameters that are missing or of another shape keep their random values.
 
     Args:
-        head: names of its parameters.
+        head: names of the parameters of the head.
 
     Raises:
-        ConfigError: the file is of another model, or no such file.
+        ConfigError: the file cannot be read, or is of another model.
     """
     try:
-        given = load_file(path)
+        loaded = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.weights={path} cannot be read: {' '.join(str(error).split())[:300]}") from error
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    parts = {name.rpartition(".")[0] for name in head}
-    anew = [name for name in own if name in head and (name not in given or given[name].shape != own[name].shape)]
-    odd = [name for name in own if name not in anew and (name not in given or given[name].shape != own[name].shape)]
-    odd += [name for name in given if name not in own and name.rpartition(".")[0] not in parts]
-    if odd:
+    own = _tensors(module)
+    head_modules = {name.rpartition(".")[0] for name in head}
+    differ = [name for name in own if name not in loaded or loaded[name].shape != own[name].shape]
+    kept_random = [name for name in differ if name in head]
+    mismatched = [name for name in differ if name not in head]
+    mismatched += [name for name in loaded if name not in own and name.rpartition(".")[0] not in head_modules]
+    if mismatched:
         raise ConfigError(
-            f"model.weights={path} is of another model: they differ in {', '.join(sorted(odd)[:5])}, and only the head "
-            f"({', '.join(head)}) may; fine_tuning.head names another one."
+            f"model.weights={path} is of another model: they differ in {', '.join(sorted(mismatched)[:5])}, and only "
+            f"the head ({', '.join(head)}) may differ; fine_tuning.head names another head."
         )
-    if anew:
-        warnings.warn(f"model.weights: the head ({', '.join(anew)}) is another one in {path}, and begins anew.")
-    module.load_state_dict({name: given[name] for name in own if name not in anew}, strict=False)
+    if kept_random:
+        warnings.warn(
+            f"model.weights: {path} has another head; this model's head ({', '.join(kept_random)}) starts from random "
+            "weights."
+        )
+    module.load_state_dict({name: loaded[name] for name in own if name not in kept_random}, strict=False)
 
 
-def head_of(model: nn.Module, name: str | None = None) -> list[str]:
-    """The names of the parameters of a model's head: of the module of that name, or of the last one that has parameters
-    of its own.
+def head_parameters(model: nn.Module, name: str | None = None) -> list[str]:
+    """Names of the parameters of the head: the module called `name`, or the last with parameters of its own.
 
     Raises:
         ConfigError: there is no such module, or it has no parameters.
     """
     owners = [owner for owner, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))]
     if not owners:
-        raise ConfigError("tuning: the model has no parameters.")
+        raise ConfigError("fine_tuning: the model has no parameters.")
     head = owners[-1] if name is None else name
     found = [parameter for parameter, _ in model.named_parameters() if parameter.startswith(f"{head}." if head else "")]
     if not found:
@@ -148,10 +151,10 @@ def head_of(model: nn.Module, name: str | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class All:
-    """Every parameter that the model's maker left trainable.
+    """Trains every parameter that requires gradients.
 
     Args:
-        head: the name of the head, which alone may differ from weights to begin from; None: the last layer.
+        head: name of the module that may differ from that of the initial weights; None: the last layer.
     """
 
     head: str | None = None
@@ -162,42 +165,42 @@ class All:
 
 @dataclass(frozen=True)
 class Head:
-    """The head alone.
+    """Trains only the head.
 
     Args:
-        head: its name; None: the last layer.
+        head: name of its module; None: the last layer.
     """
 
     head: str | None = None
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        return _trained(model, set(head_of(model, self.head)).__contains__)
+        return _train_only(model, set(head_parameters(model, self.head)).__contains__)
 
 
 @dataclass(frozen=True)
 class Bias:
-    """Every bias, and the head (Bu et al. 2022, "Differentially private bias-term fine-tuning of foundation models",
-    arXiv 2210.00036)."""
+    """Trains every bias, and the head (Bu et al. 2022, "Differentially private bias-term fine-tuning of foundation
+    models", arXiv 2210.00036)."""
 
     head: str | None = None
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        head = set(head_of(model, self.head))
-        return _trained(model, lambda name: name in head or name.rpartition(".")[2] == "bias")
+        head = set(head_parameters(model, self.head))
+        return _train_only(model, lambda name: name in head or name.rpartition(".")[2] == "bias")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank changes of weights, and the head, by peft (Hu et al. 2021, arXiv 2106.09685; Yu et al. 2022, arXiv
-    2110.06500, with privacy).
+    """Trains low-rank adapters (LoRA) and the head, by peft (Hu et al. 2021, arXiv 2106.09685; with privacy: Yu et al.
+    2022, arXiv 2110.06500).
 
     Args:
-        rank: of a change.
-        alpha: changes are scaled by alpha/rank.
-        layers: the names of layers, or how they end; None: all linear ones but the head.
+        rank: rank of an adapter.
+        alpha: adapters are scaled by alpha/rank.
+        layers: names of layers, or their last parts; None: all linear layers but the head.
 
     Raises (when called):
-        ConfigError: peft is not there, or no layer is called that.
+        ConfigError: peft is not installed, or no layer has such a name.
     """
 
     rank: int = 8
@@ -210,30 +213,30 @@ class Lora:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
             raise ConfigError("fine_tuning=lora needs peft: pip install peft.") from error
-        head = set(head_of(model, self.head))
-        changed = [
+        head = set(head_parameters(model, self.head))
+        adapted = [
             name for name, layer in model.named_modules()
-            if f"{name}.weight" not in head and self._changes(name, layer)
+            if f"{name}.weight" not in head and self._adapts(name, layer)
         ]  # fmt: skip
-        if not changed:
-            asked = "has no linear layer but its head" if self.layers is None else f"has no layers {[*self.layers]}"
+        if not adapted:
+            lacks = "has no linear layer but its head" if self.layers is None else f"has no layers {[*self.layers]}"
             raise ConfigError(
-                f"fine_tuning=lora: the model {asked}; name some in fine_tuning.layers, or choose another fine_tuning."
+                f"fine_tuning=lora: the model {lacks}; name some in fine_tuning.layers, or choose another fine_tuning."
             )
         config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, target_modules="|".join(map(re.escape, changed)),
-            fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in changed),
+            r=self.rank, lora_alpha=self.alpha, target_modules="|".join(map(re.escape, adapted)),
+            fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in adapted),
         )  # fmt: skip
         inject_adapter_in_model(config, model)
-        return _trained(model, lambda name: name in head or ".lora_" in name)
+        return _train_only(model, lambda name: name in head or ".lora_" in name)
 
-    def _changes(self, name: str, layer: nn.Module) -> bool:
+    def _adapts(self, name: str, layer: nn.Module) -> bool:
         if self.layers is None:
             return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"  # of transformers
         return any(name == wanted or name.endswith(f".{wanted}") for wanted in self.layers)
 
 
-def _trained(model: nn.Module, chosen: Callable[[str], bool]) -> nn.Module:
+def _train_only(model: nn.Module, is_trained: Callable[[str], bool]) -> nn.Module:
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(chosen(name))
+        parameter.requires_grad_(is_trained(name))
     return model

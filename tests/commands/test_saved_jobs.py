@@ -23,7 +23,7 @@ from dpexp.commands.use_model import evaluate, predict
 from dpexp.errors import ConfigError
 from dpexp.tracking.registered_model import description
 from dpexp.training.data import Digits
-from dpexp.training.pretrained import about, save_weights
+from dpexp.training.pretrained import read_metadata, save_weights
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
@@ -338,7 +338,7 @@ def test_a_model_that_cannot_be_kept_is_written_elsewhere(dpexp_job, monkeypatch
         dpexp_job(*QUICK, "hydra.run.dir=job")
     path = Path(str(end.value).rpartition("the trained weights are in ")[2])
     assert path.parent == tmp_path and path.stat().st_mode & 0o777 == 0o600
-    assert about(path)["rounds"] == "4" and result_of(Path("job"))["weights"] == str(path)
+    assert read_metadata(path)["rounds"] == "4" and result_of(Path("job"))["weights"] == str(path)
 
 
 def test_room_for_the_model_is_taken_before_the_first_round(dpexp_job, monkeypatch):

@@ -146,7 +146,7 @@ def test_a_batch_by_name_is_trained_with_the_models_own_loss():
     assert measured["test_loss"] == model(**batch).loss
     assert measured["test_accuracy"] == (model(**batch).logits.argmax(1) == batch["labels"]).float().mean()
     del batch["labels"]
-    with pytest.raises(RecordError, match=r"input_ids, attention_mask, of which \w+ computes no loss"):
+    with pytest.raises(RecordError, match=r"input_ids, attention_mask, from which \w+ computes no loss"):
         module.training_step(batch)
 
 

@@ -40,11 +40,11 @@ def augmented(module, augment=None, multiplicity=K):
 
 
 def sums_of(engine, loss_of, batch):
-    engine.start()
+    engine.begin()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that records are slow, say
-        engine.accumulate(loss_of, stacked(batch), len(batch[1]))
-    engine.finish()
+        engine.add_chunk(loss_of, stacked(batch), len(batch[1]))
+    engine.end()
     return {name: total.clone() for name, total in engine._sums.items()}
 
 
@@ -101,8 +101,8 @@ def test_a_function_that_branches_on_what_it_draws_is_right_and_slow():
     S = 0.01
     engine, module, (x, y) = case(S)
     with pytest.warns(UserWarning, match="one at a time"):
-        engine.start()
-        engine.accumulate(augmented(module, flipped), stacked((x, y)), B)
+        engine.begin()
+        engine.add_chunk(augmented(module, flipped), stacked((x, y)), B)
     symmetric = x + x.flip(3)
     found = sums_of(engine, augmented(module, flipped), (symmetric, y))
     as_they_are = sums_of(engine, augmented(module, lambda x: x, 1), (symmetric, y))
@@ -149,7 +149,7 @@ def test_what_goes_with_x_is_repeated():
         (lambda: FlipCrop(padding="mirror"), "augment.padding=mirror is unknown; choose reflect or zeros"),
         (lambda: FlipCrop(-1), "augment.max_shift=-1"),
         (lambda: FlipCrop(4)(torch.zeros(20)), r"takes images \[C, H, W\].*shape \[20\]"),
-        (lambda: FlipCrop(8)(torch.zeros(1, 8, 8)), "of more pixels than that"),
+        (lambda: FlipCrop(8)(torch.zeros(1, 8, 8)), "with more than max_shift pixels"),
         (lambda: views({"input_ids": torch.zeros(1, 5)}, FlipCrop()), "a batch of the data is a dict; set augment"),
     ],
 )
@@ -161,12 +161,12 @@ def test_what_cannot_be_augmented_is_refused(make, words):
 def test_a_record_that_cannot_be_augmented_contributes_nothing():
     engine, module, (x, y) = case(S=0.1)
     expected = sums_of(engine, augmented(module, FlipCrop(0, flip=False)), (x, y))
-    engine.start()
+    engine.begin()
     with pytest.warns(UserWarning, match="contribute nothing"):
         for grey in (torch.randn(1, 1, 8, 8), torch.randn(1, 1, 0, 0, dtype=torch.float64)):
-            engine.accumulate(augmented(module, FlipCrop(0, flip=False)), (grey, y[:1, None]), 1)
-    engine.accumulate(augmented(module, FlipCrop(0, flip=False)), stacked((x, y)), len(y))
-    engine.finish()
+            engine.add_chunk(augmented(module, FlipCrop(0, flip=False)), (grey, y[:1, None]), 1)
+    engine.add_chunk(augmented(module, FlipCrop(0, flip=False)), stacked((x, y)), len(y))
+    engine.end()
     assert difference(expected, engine._sums) < 1e-12
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dpexp.errors import ConfigError
 from dpexp.training.data import Cifar10, Digits, Mnist, Synthetic
-from dpexp.training.data.base import dealt_out, standard_file
+from dpexp.training.data.base import standard_file, synthetic_users
 from dpexp.training.data.images import read_idx
 from dpexp.training.data.tabular import COLUMNS, FEATURES, read_adult
 
@@ -97,9 +97,9 @@ def test_a_file_with_another_checksum_is_not_taken(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count, users", [(1000, 100), (5, 100), (7, 7)])
 def test_records_are_dealt_out_among_users_who_all_have_some(count, users):
-    users_of = dealt_out(count, users)
+    users_of = synthetic_users(count, users)
     assert len(users_of) == count and set(users_of.tolist()) == {*range(min(users, count))}
-    assert torch.equal(users_of, dealt_out(count, users))
+    assert torch.equal(users_of, synthetic_users(count, users))
 
 
 def test_adults_records_are_numbers_and_names(tmp_path):

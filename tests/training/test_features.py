@@ -7,7 +7,7 @@ from torch import nn
 
 from dpexp.errors import ConfigError
 from dpexp.training.data import Backbone, Features, Joined, RandomFeatures, Scattering, TensorData
-from dpexp.training.data.features import made
+from dpexp.training.data.features import compute_features
 from dpexp.training.models import scattering_cnn, scattering_linear
 from dpexp.training.pretrained import save_weights
 
@@ -134,10 +134,10 @@ def test_a_file_that_was_cut_short_is_made_again(tmp_path):
 def test_scattering_is_of_each_image_by_itself_to_the_bit(at_once):
     scattering = Scattering([3, 32, 32])
     x = torch.rand(16, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    features = made(x, scattering, at_once)
+    features = compute_features(x, scattering, at_once)
     assert features.shape == (16, 243, 8, 8)
     others = torch.where(torch.arange(16).view(-1, 1, 1, 1) == 9, x, 1e30 * torch.ones(()))
-    assert torch.equal(made(others, scattering, at_once)[9], features[9])
+    assert torch.equal(compute_features(others, scattering, at_once)[9], features[9])
     assert torch.equal(scattering(x[9:10])[0], features[9])
 
 
@@ -145,11 +145,11 @@ def test_scattering_is_of_each_image_by_itself_to_the_bit(at_once):
 def test_joined_are_features_of_several_maps_of_each_image_by_itself(at_once):
     scales = [Scattering([1, 28, 28], groups=27), Scattering([1, 28, 28], J=3, groups=31)]
     x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    features = made(x, Joined(scales), at_once)
+    features = compute_features(x, Joined(scales), at_once)
     assert features.shape == (16, 81 * 7 * 7 + 217 * 3 * 3)
-    assert torch.equal(features, torch.cat([made(x, by).flatten(1) for by in scales], dim=1))
+    assert torch.equal(features, torch.cat([compute_features(x, by).flatten(1) for by in scales], dim=1))
     others = torch.where(torch.arange(16).view(-1, 1, 1, 1) == 9, x, 1e30 * torch.ones(()))
-    assert torch.equal(made(others, Joined(scales), at_once)[9], features[9])
+    assert torch.equal(compute_features(others, Joined(scales), at_once)[9], features[9])
     assert str(Joined(scales)) != str(Joined(scales[:1])) != str(Joined(scales[1:]))
 
 
@@ -181,10 +181,10 @@ def test_scattering_features_are_normalized_if_asked():
 def test_random_features_are_of_each_record_by_itself_to_the_bit(at_once):
     lift = RandomFeatures(Scattering([1, 28, 28], groups=27), channels=81, count=18, groups=9)
     x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    features = made(x, lift, at_once)
+    features = compute_features(x, lift, at_once)
     assert features.shape == (16, 99, 7, 7) and torch.equal(lift(x[9:10])[0], features[9])
     others = torch.where(torch.arange(16).view(-1, 1, 1, 1) == 9, x, 1e30 * torch.ones(()))
-    assert torch.equal(made(others, lift, at_once)[9], features[9])
+    assert torch.equal(compute_features(others, lift, at_once)[9], features[9])
 
 
 def test_random_features_are_rectified_convolutions_with_kernels_that_know_no_data():
@@ -195,7 +195,7 @@ def test_random_features_are_rectified_convolutions_with_kernels_that_know_no_da
     assert beside.mean(2).abs().max() < 1e-5 and (beside.var(2, correction=0) - 1).abs().max() < 1e-2
     assert (beside.amin(2, keepdim=True) == beside).double().mean() > 0.2, "what ReLU cuts off is one value"
     for wrong in ({"groups": 4}, {"size": 2}, {"groups": 0}, {"size": -1}, {"count": 0}, {"channels": 0}):
-        with pytest.raises(ConfigError, match="groups divides count, and size is odd"):
+        with pytest.raises(ConfigError, match="groups must divide count, and size must be odd"):
             RandomFeatures(**{"of": lambda x: x, "channels": 4, "count": 6} | wrong)
 
 
@@ -232,16 +232,16 @@ def test_a_backbone_is_a_network_up_to_its_head(tmp_path):
     features = Features(data(), Backbone(fresh, str(tmp_path / "weights.safetensors")), str(tmp_path / "cache"))
     assert torch.allclose(features.train.tensors[0], model[0](data().train.tensors[0]).tanh())
     for wrong in (0, 4):
-        with pytest.raises(ConfigError, match=r"no nn\.Sequential of more than"):
+        with pytest.raises(ConfigError, match=r"not an nn\.Sequential of more than"):
             Backbone(fresh, str(tmp_path / "weights.safetensors"), head=wrong)
-    with pytest.raises(ConfigError, match=r"data\.module\.by\.weights=nowhere: there is no such file"):
+    with pytest.raises(ConfigError, match=r"data\.module\.by\.weights=nowhere: the file does not exist"):
         Backbone(fresh, "nowhere")
 
 
 def test_what_is_no_set_of_x_and_y_is_refused(tmp_path):
     of = data()
     of.train = torch.utils.data.TensorDataset(torch.zeros(3, 4))
-    with pytest.raises(ConfigError, match="wants a TensorDataset of"):
+    with pytest.raises(ConfigError, match="needs a TensorDataset of"):
         Features(of, Squares(), str(tmp_path))
 
 

@@ -60,7 +60,7 @@ def test_a_speech_is_of_the_play_that_has_begun():
     found = plays.speeches_of_plays(script())
     assert [play for _, play in found] == [k for k in range(9) for _ in range(5)]
     assert all(len(said) >= 40 and "KING" not in said and "\n" not in said for said, _ in found)
-    assert plays.speeches_of_plays(script(), least=1)[1] == ("Speak.", 0)
+    assert plays.speeches_of_plays(script(), min_length=1)[1] == ("Speak.", 0)
 
 
 def test_every_fifth_speech_is_in_the_test_set(tiny, monkeypatch):
@@ -78,7 +78,7 @@ def test_every_fifth_speech_is_in_the_test_set(tiny, monkeypatch):
 def test_what_is_behind_a_texts_end_changes_nothing(tiny):
     model = text.MiniLM()
     short, long = (text.tokens(["The king speaks", "o o o o o o o"], length) for length in (10, 16))
-    assert (short[0] == text.NONE).sum() == 4 and torch.equal(long[:, :10], short)
+    assert (short[0] == text.PAD).sum() == 4 and torch.equal(long[:, :10], short)
     a, b = model(short), model(long)
     assert a.shape == (2, WIDTH) and torch.allclose(a, b, atol=1e-6)
     alone = model.encoder(short[:1, :6]).last_hidden_state.mean(1)
@@ -100,8 +100,8 @@ def test_its_low_ranks_are_clipped_right_and_together(tiny, recwarn):
 
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
-    engine.start()
-    engine.accumulate(loss_of, stacked(batch), 4)
+    engine.begin()
+    engine.add_chunk(loss_of, stacked(batch), 4)
     assert relative_error(engine._sums, clipped_sums(plan, module, loss_of, batch, 4)) < 1e-9
     assert engine.mode == "traced" and not [w for w in recwarn if "record" in str(w.message)]
 

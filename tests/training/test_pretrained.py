@@ -11,7 +11,16 @@ from torch import nn
 import dpexp
 from dpexp.errors import ConfigError
 from dpexp.training.models import mlp
-from dpexp.training.pretrained import All, Bias, Head, Lora, about, begin_from, head_of, save_weights
+from dpexp.training.pretrained import (
+    All,
+    Bias,
+    Head,
+    Lora,
+    head_parameters,
+    load_initial_weights,
+    read_metadata,
+    save_weights,
+)
 
 
 def body():
@@ -50,7 +59,7 @@ def test_lora_trains_low_ranks_and_the_head_and_begins_where_the_model_was():
         (lambda: Head("classifier")(body()), "fine_tuning.head=classifier names no module.* is 5"),
         (lambda: Lora(layers=["query"])(body()), r"the model has no layers \['query'\]"),
         (lambda: Lora()(nn.Sequential(nn.Linear(3, 2))), "no linear layer but its head"),
-        (lambda: head_of(nn.Tanh()), "no parameters"),
+        (lambda: head_parameters(nn.Tanh()), "no parameters"),
     ],
 )
 def test_what_cannot_be_tuned_is_said(tune, words):
@@ -64,23 +73,23 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
     torch.manual_seed(1)
     other = mlp([6], 7, [5, 4])
     its_head = other[5].weight.clone()
-    with pytest.warns(UserWarning, match="begins anew"):
-        begin_from(other, path, head_of(other))
-        assert about(path) == {"private": "True"}
+    with pytest.warns(UserWarning, match="another head"):
+        load_initial_weights(other, path, head_parameters(other))
+        assert read_metadata(path) == {"private": "True"}
     assert torch.equal(other[1].weight, first[1].weight) and torch.equal(other[3].bias, first[3].bias)
     assert torch.equal(other[5].weight, its_head)
     same = mlp([6], 3, [5, 4])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        begin_from(same, path, head_of(same))
+        load_initial_weights(same, path, head_parameters(same))
     assert all(torch.equal(a, b) for a, b in zip(same.parameters(), first.parameters(), strict=True))
     with pytest.raises(ConfigError, match=r"is of another model: they differ in 1\.bias"):
-        begin_from(mlp([6], 3, [9, 4]), path, ["5.weight", "5.bias"])
+        load_initial_weights(mlp([6], 3, [9, 4]), path, ["5.weight", "5.bias"])
     save_file({**load_file(path), "odd": torch.zeros(1)}, path)
     with pytest.raises(ConfigError, match="they differ in odd"):
-        begin_from(same, path, head_of(same))
+        load_initial_weights(same, path, head_parameters(same))
     with pytest.raises(ConfigError, match="cannot be read"):
-        begin_from(same, tmp_path / "nowhere.safetensors", head_of(same))
+        load_initial_weights(same, tmp_path / "nowhere.safetensors", head_parameters(same))
 
 
 FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0")
@@ -99,7 +108,7 @@ BACKBONE = (
 def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
     first = dpexp_job(*FAST, *PUBLIC) / "weights.safetensors"
     capsys.readouterr()
-    with pytest.warns(UserWarning, match="begins anew"):  # 5 classes, and 10
+    with pytest.warns(UserWarning, match="another head"):  # 5 classes, and 10
         second = dpexp_job(*FAST, "fine_tuning=head", f"model.weights={first}")
     given, found = load_file(first), load_file(second / "weights.safetensors")
     assert torch.equal(found["1.weight"], given["1.weight"]) and torch.equal(found["1.bias"], given["1.bias"])
@@ -143,7 +152,7 @@ def test_what_private_trainings_on_the_same_records_spent_is_said(dpexp_job):
     first = dpexp_job(*FAST)
     with pytest.warns(UserWarning, match=r"on the same records, at ε = [\d.]+, δ = 0.0001, besides"):
         second = dpexp_job(*FAST, f"model.weights={first / 'weights.safetensors'}")
-    spent = f"at ε = {about(first / 'weights.safetensors')['epsilon']}, δ = 0.0001: that is spent besides"
+    spent = f"at ε = {read_metadata(first / 'weights.safetensors')['epsilon']}, δ = 0.0001: that is spent besides"
     assert spent in (second / "card.md").read_text() and "spent besides" not in (first / "card.md").read_text()
     with pytest.warns(UserWarning, match="besides"):
         third = dpexp_job(*FAST, f"model.weights={second / 'weights.safetensors'}")

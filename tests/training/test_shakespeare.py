@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpexp.training.data.text import CHARACTERS, IGNORED, Shakespeare, speeches, windows
+from dpexp.training.data.text import CHARACTERS, IGNORED, Shakespeare, text_by_speaker, windows
 from dpexp.training.models import Lstm
 
 TEXT = """First Citizen:
@@ -25,14 +25,14 @@ def read(x, y):
 
 
 def test_speeches_are_gathered_by_speaker():
-    assert speeches(TEXT) == {
+    assert text_by_speaker(TEXT) == {
         "First Citizen": "Speak.\nYou are\nall resolved.\n", "All": "Speak, speak.\n", "GHOST": "\n",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [1, 4, 80])
 def test_windows_hold_all_that_is_said_and_each_next_character(length):
-    spoken = list(speeches(TEXT).values())
+    spoken = list(text_by_speaker(TEXT).values())
     x, y, users = windows(spoken, length)
     assert x.shape == y.shape == (len(users), length) and set(users.tolist()) == {0, 1}, "one says nothing"
     for user in (0, 1):

@@ -1,4 +1,4 @@
-"""Data sets as LightningDataModules. Their normalisation constants are published ones, never computed here."""
+"""Data sets as LightningDataModules. Normalisation constants are published ones, never computed from the data."""
 
 from dpexp.training.data.base import TensorData
 from dpexp.training.data.features import Backbone, Features, Joined, RandomFeatures, Scattering

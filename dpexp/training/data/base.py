@@ -12,18 +12,18 @@ from dpexp.errors import ConfigError
 
 
 def standard_file(root: str, url: str, md5: str) -> Path:
-    """The path of a data set's standard file under `root`, fetched from `url` if it is not there.
+    """The path of a data set's file under `root`, downloaded from `url` if it is not there.
 
     Raises:
-        ConfigError: the file is neither there nor to be had; says where to put it.
+        ConfigError: the file, with this checksum, is not there and cannot be downloaded.
     """
     name = url.rpartition("/")[2]
     try:
         return Path(pooch.retrieve(url, known_hash=f"md5:{md5}", fname=name, path=Path(root).expanduser()))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data.root={root} lacks {name} (md5 {md5}) and it could not be fetched from {url}; "
-            f"put the file into that folder, or name with data.root the folder that has it."
+            f"data.root={root} lacks {name} (md5 {md5}) and it could not be downloaded from {url}; "
+            f"put the file into that folder, or set data.root to the folder that has it."
         ) from error
 
 
@@ -31,9 +31,10 @@ class TensorData(pl.LightningDataModule):
     """Training and test sets of (x, y) tensors.
 
     Args:
-        train: (x [N, ...], y [N]); test: likewise.
-        batch_size: of the loaders. Private training draws its own samples from the training loader's data set.
-        num_workers: loader processes.
+        train: (x [N, ...], y [N]).
+        test: the same.
+        batch_size: of the training loader, for non-private training. Private training draws its own samples.
+        num_workers: processes of the training loader.
     """
 
     def __init__(
@@ -53,16 +54,18 @@ class TensorData(pl.LightningDataModule):
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader:
-        """The test set: it is taken as public, so it may be looked at during training."""
+        """The test set, which is taken as public."""
         return self.test_dataloader()
 
     def test_dataloader(self) -> DataLoader:
         return DataLoader(self.test, 1000)
 
 
-def dealt_out(count: int, users: int) -> Tensor:
-    """The user of each of so many records [count], dealt out at random, once and for all: synthetic users, for data
-    sets that know of none. Each has one record at least, as long as there are as many."""
+def synthetic_users(count: int, users: int) -> Tensor:
+    """A user for each of `count` records [count], for data sets without users: random, from a fixed seed.
+
+    Each user has at least one record; of fewer records than users, each record has a user of its own.
+    """
     users = min(users, count)
-    dealt = torch.randint(users, (count - users,), generator=torch.Generator().manual_seed(0))
-    return torch.cat([torch.arange(users), dealt])
+    others = torch.randint(users, (count - users,), generator=torch.Generator().manual_seed(0))
+    return torch.cat([torch.arange(users), others])

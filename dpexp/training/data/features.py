@@ -1,4 +1,4 @@
-"""Features of records in their place, computed once and kept in a file."""
+"""Fixed features in place of records: computed once, record by record, and cached in a file."""
 
 import contextlib
 import hashlib
@@ -23,21 +23,25 @@ from dpexp.errors import ConfigError
 from dpexp.training.data.base import TensorData
 from dpexp.training.pretrained import load_weights
 
-_MADE_UP = 4
-_LOOKED_AT = 64
+_PROBES = 4  # random records on which maps are told apart
+_REVIEWED = 64  # records whose cached features are compared with new ones
 
 
 class Features(TensorData):
-    """What a fixed map makes of another data module's x. The map knows no data, and sees records so that what it makes
-    of one depends on no other.
+    """Another data module's records, with x replaced by a fixed feature map of x.
+
+    The map must not depend on private data, and the features of a record must not depend on other records.
 
     Args:
-        of: whose training and test sets hold (x, y).
-        by: x [B, ...] -> features [B, ...].
-        cache: the folder of files of features, under a name that is of the records and of the map. They are as private
-            as the records.
-        at_once: records that the map is given together. Above 1 its result for a record must be the same bits
-            whatever the others are.
+        of: data module whose training and test sets are TensorDatasets of (x, y).
+        by: the map, x [B, ...] -> features [B, ...].
+        cache: folder of the files of features, which are as private as the records. A file's name is a hash of the
+            records and the map.
+        at_once: records per call of the map. Above 1, a record's features must be bitwise the same whatever the other
+            records of the call are.
+
+    Raises:
+        ConfigError: a set of `of` is not a TensorDataset of (x, y).
     """
 
     def __init__(
@@ -49,34 +53,30 @@ class Features(TensorData):
         batch_size: int = 512,
         num_workers: int = 0,
     ) -> None:
-        sets = [_in_memory(of, part) for part in ("train", "test")]
+        sets = [_tensors(of, name) for name in ("train", "test")]
         folder = Path(cache).expanduser()
-        train, test = ((kept(x, by, folder, at_once), y) for x, y in sets)
+        train, test = ((cached_features(x, by, folder, at_once), y) for x, y in sets)
         super().__init__(train, test, batch_size, num_workers)
 
 
-def _in_memory(of: pl.LightningDataModule, part: str) -> tuple[Tensor, Tensor]:
-    """
-    Raises:
-        ConfigError: a set is not of tensors (x, y).
-    """
-    dataset: Dataset = getattr(of, f"{part}_dataloader")().dataset
+def _tensors(of: pl.LightningDataModule, name: str) -> tuple[Tensor, Tensor]:
+    dataset: Dataset = getattr(of, f"{name}_dataloader")().dataset
     if not (isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2):
         raise ConfigError(
-            f"data.module.of={type(of).__name__}: its {part} set is a {type(dataset).__name__}, and Features wants a "
+            f"data.module.of={type(of).__name__}: its {name} set is a {type(dataset).__name__}, and Features needs a "
             "TensorDataset of (x, y)."
         )
     return cast(tuple[Tensor, Tensor], dataset.tensors)
 
 
-def kept(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) -> Tensor:
-    """The features of x, from their file if there is one, and otherwise into it."""
-    path = folder / f"{_name(x, by)}.safetensors"
+def cached_features(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) -> Tensor:
+    """The features of x, read from their file if there is one; otherwise computed, and written to it."""
+    path = folder / f"{_file_name(x, by)}.safetensors"
     with contextlib.suppress(OSError, SafetensorError, KeyError):
         found = load_file(path)["features"]
-        if found.shape[:1] == x.shape[:1] and _still(found, x, by):
+        if found.shape[:1] == x.shape[:1] and _is_current(found, x, by):
             return found
-    features = made(x, by, at_once)
+    features = compute_features(x, by, at_once)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(dir=folder)
     os.close(descriptor)
@@ -89,48 +89,47 @@ def kept(x: Tensor, by: Callable[[Tensor], Tensor], folder: Path, at_once: int) 
     return features
 
 
-def _still(found: Tensor, x: Tensor, by: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the map makes of some records what is found: another one may be called the same, and agree elsewhere."""
-    some = torch.linspace(0, len(x) - 1, min(len(x), _LOOKED_AT)).long()
-    now = made(x[some], by)
-    then, usual = found[some], float(now.double().nan_to_num(0, 0, 0).abs().sum()) / max(1, now.numel())
-    alike = now.shape == then.shape and now.dtype == then.dtype
-    return alike and torch.allclose(now, then, rtol=1e-3, atol=1e-3 * usual, equal_nan=True)
+def _is_current(found: Tensor, x: Tensor, by: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the map gives the cached features for some of the records: another map may have the same hash."""
+    some = torch.linspace(0, len(x) - 1, min(len(x), _REVIEWED)).long()
+    new, old = compute_features(x[some], by), found[some]
+    scale = float(new.double().nan_to_num(0, 0, 0).abs().sum()) / max(1, new.numel())
+    same_type = new.shape == old.shape and new.dtype == old.dtype
+    return same_type and torch.allclose(new, old, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
 
-def _called(by: Callable) -> str:
-    """A name that is the same in every process."""
-    kind = by if isinstance(by, type | FunctionType) else type(by)
-    return f"{kind.__module__}.{kind.__qualname__}" + (str(by) if type(by).__str__ is not object.__str__ else "")
+def _map_name(by: Callable) -> str:
+    """A name of the map that is the same in every process."""
+    named = by if isinstance(by, type | FunctionType) else type(by)
+    return f"{named.__module__}.{named.__qualname__}" + (str(by) if type(by).__str__ is not object.__str__ else "")
 
 
-def _name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
-    """Of the records, and of the map: what it is called, its weights, and what it makes of a few made-up records."""
-    called = _called(by)
-    shape, draw = (_MADE_UP, *x.shape[1:]), torch.Generator().manual_seed(0)
+def _file_name(x: Tensor, by: Callable[[Tensor], Tensor]) -> str:
+    """A hash of the records, and of the map: its name, its tensors, and its features of a few random records."""
+    shape, generator = (_PROBES, *x.shape[1:]), torch.Generator().manual_seed(0)
     if x.is_floating_point():
-        made_up = torch.randn(shape, generator=draw).to(x.dtype)
-    else:  # such as words have
-        made_up = torch.randint(int(x.min()), int(x.max()) + 1, shape, generator=draw).to(x.dtype)
-    known = hashlib.sha256(f"{called} {x.dtype} {tuple(x.shape)}".encode())
-    for tensor in (x, made(made_up, by), *_Tensors.of(by)):
-        known.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return known.hexdigest()[:32]
+        probes = torch.randn(shape, generator=generator).to(x.dtype)
+    else:  # such as token ids, which must be in range
+        probes = torch.randint(int(x.min()), int(x.max()) + 1, shape, generator=generator).to(x.dtype)
+    digest = hashlib.sha256(f"{_map_name(by)} {x.dtype} {tuple(x.shape)}".encode())
+    for tensor in (x, compute_features(probes, by), *_Tensors.of(by)):
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 class _Tensors(pickle.Pickler):
-    """Finds the tensors that an object leads to, as far as it can be pickled."""
+    """Finds the tensors in an object, as far as it can be pickled."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
         self._found: list[Tensor] = []
 
     @classmethod
-    def of(cls, what: Any) -> list[Tensor]:
+    def of(cls, value: Any) -> list[Tensor]:
         pickler = cls()
         with contextlib.suppress(Exception):
-            pickler.dump(what)
-        return [one for one in pickler._found if one.layout is torch.strided and not (one.is_quantized or one.is_meta)]
+            pickler.dump(value)
+        return [t for t in pickler._found if t.layout is torch.strided and not (t.is_quantized or t.is_meta)]
 
     def persistent_id(self, obj: Any) -> str | None:
         if not isinstance(obj, Tensor):
@@ -139,35 +138,37 @@ class _Tensors(pickle.Pickler):
         return "tensor"
 
 
-def made(x: Tensor, by: Callable[[Tensor], Tensor], at_once: int = 1) -> Tensor:
-    """The features of x, with progress shown."""
+def compute_features(x: Tensor, by: Callable[[Tensor], Tensor], at_once: int = 1) -> Tensor:
+    """The features of x, computed with a progress bar."""
     from rich.progress import track
 
     features = torch.empty(0)
     with torch.no_grad():
         for start in track(range(0, len(x), at_once), "features", transient=True):
-            some = by(x[start : start + at_once]).contiguous()
+            chunk = by(x[start : start + at_once]).contiguous()
             if not start:
-                features = torch.empty(len(x), *some.shape[1:], dtype=some.dtype)
-            features[start : start + len(some)] = some
+                features = torch.empty(len(x), *chunk.shape[1:], dtype=chunk.dtype)
+            features[start : start + len(chunk)] = chunk
     return features
 
 
 class Scattering:
-    """Scattering coefficients of the first two orders: wavelet moduli, averaged over 2^J pixels (Bruna & Mallat 2013;
-    Oyallon et al. 2019), by kymatio.
+    """Scattering coefficients of the first two orders: wavelet moduli, averaged over 2^J pixels, by kymatio.
 
-    An image [c, H, W] in [-1, 1] has c (1 + JL + L²J(J-1)/2) channels of H/2^J × W/2^J.
+    Bruna & Mallat 2013; Oyallon et al. 2019. An image [c, H, W] in [-1, 1] gives c (1 + JL + L²J(J-1)/2) channels of
+    H/2^J × W/2^J.
 
     Args:
-        groups: its channels are normalized in so many groups, without parameters; None: not.
+        shape: [c, H, W] of an image.
+        J: number of scales.
+        L: number of angles.
+        groups: groups of a parameter-free GroupNorm of the channels; None: no normalization.
+
+    Raises:
+        ConfigError: kymatio is not installed, or `groups` does not divide the channels.
     """
 
     def __init__(self, shape: list[int], J: int = 2, L: int = 8, groups: int | None = None) -> None:
-        """
-        Raises:
-            ConfigError: kymatio is not there, or `groups` does not divide the channels.
-        """
         channels = shape[0] * (1 + J * L + L * L * J * (J - 1) // 2)
         if groups is not None and not (isinstance(groups, int) and groups > 0 and channels % groups == 0):
             raise ConfigError(f"data.module.by.groups={groups} must divide the {channels} channels.")
@@ -176,12 +177,12 @@ class Scattering:
             from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
         except ImportError as error:
             raise ConfigError("scattering features need kymatio: pip install 'dpexp[scattering]'.") from error
-        self.of = f"scattering J={J} L={L} of {[*shape]}" + (f" in {groups} groups" if groups else "")
+        self._name = f"scattering J={J} L={L} of {[*shape]}" + (f" in {groups} groups" if groups else "")
         self._groups = groups
         self._transform = ScatteringTorch2D(J=J, L=L, shape=tuple(shape[1:]))
 
     def __str__(self) -> str:
-        return self.of
+        return self._name
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, c, H, W] -> [B, channels, H/2^J, W/2^J]."""
@@ -190,81 +191,83 @@ class Scattering:
 
 
 class RandomFeatures:
-    """Another map's features, and beside them those of random convolutions and ReLU (Saxe et al. 2011, "On random
-    weights and unsupervised feature learning"), normalized in groups without parameters. The weights are drawn from a
-    fixed seed, and know no data.
+    """Appends random features to another map's features: ReLU of random convolutions, with parameter-free GroupNorm.
+
+    Saxe et al. 2011, "On random weights and unsupervised feature learning". The kernels are drawn from a fixed seed.
+
+    Args:
+        of: the other map, x [B, ...] -> features [B, channels, H, W].
+        channels: its number of channels.
+        count: number of random channels.
+        size: side of the random kernels, odd.
+        groups: groups of the random channels for GroupNorm.
+
+    Raises:
+        ConfigError: `groups` does not divide `count`, or the size is even.
     """
 
     def __init__(
         self, of: Callable[[Tensor], Tensor], channels: int, count: int, size: int = 3, groups: int = 1
     ) -> None:
-        """
-        Args:
-            of: x [B, ...] -> features [B, channels, H, W]; count: of random channels; size: of their kernels, odd;
-            groups: of channels that are normalized together.
-
-        Raises:
-            ConfigError: `groups` does not divide `count`, or the size is even.
-        """
         positive = all(isinstance(number, int) and number > 0 for number in (channels, count, size, groups))
         if not positive or count % groups or size % 2 == 0:
             raise ConfigError(
                 f"data.module.by: channels={channels}, count={count}, size={size} and groups={groups} must be positive "
-                "whole numbers, of which groups divides count, and size is odd."
+                "integers; groups must divide count, and size must be odd."
             )
         self._of, self._groups = of, groups
         self._kernels = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(0))
         self._kernels /= math.sqrt(channels * size * size)
 
     def __str__(self) -> str:
-        return f"{tuple(self._kernels.shape)} random kernels in {self._groups} groups, of {_called(self._of)}"
+        return f"{tuple(self._kernels.shape)} random kernels in {self._groups} groups, of {_map_name(self._of)}"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, ...] -> [B, channels + count, H, W]."""
         features = self._of(x)
-        # One at a time: how a convolution rounds may depend on how many it is of.
-        beside = torch.cat([nn.functional.conv2d(one[None], self._kernels, padding="same").relu() for one in features])
-        return torch.cat([features, nn.functional.group_norm(beside, self._groups)], dim=1)
+        # One record at a time: the rounding of a convolution may depend on the batch size.
+        convolved = [nn.functional.conv2d(one[None], self._kernels, padding="same").relu() for one in features]
+        return torch.cat([features, nn.functional.group_norm(torch.cat(convolved), self._groups)], dim=1)
 
 
 class Joined:
-    """What several maps make of a record, flattened, one after the other."""
+    """Concatenates the flattened features of several maps.
+
+    Args:
+        of: the maps, each x [B, ...] -> features [B, ...].
+    """
 
     def __init__(self, of: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        """
-        Args:
-            of: each x [B, ...] -> features [B, ...].
-        """
         self._of = list(of)
 
     def __str__(self) -> str:
-        return " and ".join(map(_called, self._of))
+        return " and ".join(map(_map_name, self._of))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, ...] -> [B, as many features as all maps have]."""
+        """[B, ...] -> [B, features of all maps]."""
         return torch.cat([by(x).flatten(1) for by in self._of], dim=1)
 
 
 class Backbone:
-    """What a network that was trained on other data makes of a record, up to its head."""
+    """The features of a network trained on other data, without its last layers.
+
+    Args:
+        model: an nn.Sequential.
+        weights: weights.safetensors of the job that trained it.
+        head: number of last layers that are left out.
+
+    Raises:
+        ConfigError: the file does not exist or does not fit, or the model is not an nn.Sequential of more layers.
+    """
 
     def __init__(self, model: nn.Module, weights: str, head: int = 1) -> None:
-        """
-        Args:
-            model: an nn.Sequential.
-            weights: weights.safetensors of the job that trained it.
-            head: how many of its last layers are left out.
-
-        Raises:
-            ConfigError: there is no such file, it does not fit the model, or that is no nn.Sequential of more layers.
-        """
         if not isinstance(model, nn.Sequential) or not 0 < head < len(model):
             raise ConfigError(
-                f"data.module.by.model: {type(model).__name__} is no nn.Sequential of more than {head} layers."
+                f"data.module.by.model: {type(model).__name__} is not an nn.Sequential of more than {head} layers."
             )
         path = Path(weights).expanduser()
         if not path.is_file():
-            raise ConfigError(f"data.module.by.weights={weights}: there is no such file.")
+            raise ConfigError(f"data.module.by.weights={weights}: the file does not exist.")
         load_weights(model, path)
         self._layers = nn.Sequential(*list(model)[:-head]).eval()
         self._digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""CIFAR-10, from its standard binary files."""
+"""Digits, MNIST, Fashion-MNIST and CIFAR-10, from their standard files."""
 
 import gzip
 import tarfile
@@ -10,18 +10,17 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from dpexp.training.data.base import TensorData, dealt_out, standard_file
+from dpexp.training.data.base import TensorData, standard_file, synthetic_users
 
 _SPLIT_SEED = 0
-_TEST = 360
+_TEST_IMAGES = 360
 
 
 class Digits(TensorData):
-    """1 437 training and 360 test images [1, 8, 8] in [-1, 1], split once and for all by a fixed permutation.
+    """scikit-learn's digits: 1 437 training and 360 test images [1, 8, 8] in [-1, 1], split by a fixed permutation.
 
     Args:
-        users: among whom the training images are dealt out at random, once and for all: synthetic ones, since who wrote
-            a digit is not known. Each has one image at least; `train.user_of` has the user of each.
+        users: number of synthetic users, since the writers are not known; `train.user_of` has the user of each image.
     """
 
     def __init__(self, batch_size: int = 256, num_workers: int = 0, users: int = 200) -> None:
@@ -29,16 +28,17 @@ class Digits(TensorData):
         x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
         y = torch.as_tensor(labels, dtype=torch.long)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-        train, test = order[:-_TEST], order[-_TEST:]
+        train, test = order[:-_TEST_IMAGES], order[-_TEST_IMAGES:]
         super().__init__((x[train], y[train]), (x[test], y[test]), batch_size, num_workers)
-        self.train.user_of = dealt_out(len(train), users)  # type: ignore[attr-defined]
+        self.train.user_of = synthetic_users(len(train), users)  # type: ignore[attr-defined]
 
 
 class _IdxImages(TensorData):
     """60 000 training and 10 000 test images [1, 28, 28] in [-1, 1].
 
     Args:
-        users: among how many synthetic users the training images are dealt out; `train.user_of` has the user of each.
+        root: folder of the standard files, which are downloaded if they are missing.
+        users: number of synthetic users; `train.user_of` has the user of each training image.
     """
 
     mirror: str
@@ -46,7 +46,7 @@ class _IdxImages(TensorData):
 
     def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0, users: int = 1000) -> None:
         super().__init__(self._read(root, "train"), self._read(root, "t10k"), batch_size, num_workers)
-        self.train.user_of = dealt_out(len(self.train), users)  # type: ignore[attr-defined]
+        self.train.user_of = synthetic_users(len(self.train), users)  # type: ignore[attr-defined]
 
     def _read(self, root: str, part: str) -> tuple[Tensor, Tensor]:
         images, labels = (
@@ -79,8 +79,11 @@ class FashionMnist(_IdxImages):
 
 
 def read_idx(path: Path) -> Tensor:
-    """An idx file of unsigned bytes: two zero bytes, the type 0x08, the number of dimensions, each size as a
-    big-endian 32-bit integer, and the values."""
+    """Reads an idx file of unsigned bytes.
+
+    It holds two zero bytes, the type 0x08, the number of dimensions, each size as a big-endian 32-bit integer, and the
+    values.
+    """
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\x00\x00\x08":
         raise ValueError(f"{path} is not an idx file of unsigned bytes.")
@@ -99,7 +102,8 @@ _RECORD = 1 + 3 * 32 * 32
 class Cifar10(TensorData):
     """50 000 training and 10 000 test images [3, 32, 32] in [-1, 1].
 
-    Reads `cifar-10-batches-bin/` under `root` if it is there; otherwise unpacks the standard archive there.
+    Args:
+        root: folder with `cifar-10-batches-bin/`; if that is missing, the standard archive is unpacked there.
     """
 
     def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0) -> None:
@@ -113,6 +117,6 @@ class Cifar10(TensorData):
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
-    """One binary batch: per record a label byte and 3 072 bytes of red, green and blue planes."""
+    """Reads one binary batch: per record a label byte and 3 072 bytes of red, green and blue planes."""
     content = torch.from_numpy(np.fromfile(path, np.uint8).reshape(-1, _RECORD))
     return content[:, 1:].reshape(-1, 3, 32, 32).float() / 127.5 - 1, content[:, 0].long()

@@ -1,4 +1,4 @@
-"""Gaussian clusters, for quick tries and tests."""
+"""Adult, and synthetic Gaussian clusters for quick trials and tests."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dpexp.training.data.base import TensorData, standard_file
 _MIRROR = "https://archive.ics.uci.edu/ml/machine-learning-databases/adult/"
 _MD5 = {"adult.data": "5d7c39d7b8804f071cdd1f2a7c460872", "adult.test": "35238206dfdf7f1fe215bbb874adecdc"}
 
-# The values that each column may have, as adult.names lists them; of numbers, what they are divided by.
+# The values of each categorical column, as adult.names lists them, and the divisor of each numeric one.
 COLUMNS: dict[str, float | tuple[str, ...]] = {
     "age": 100.0,
     "workclass": (
@@ -52,10 +52,10 @@ FEATURES = sum(len(values) if isinstance(values, tuple) else 1 for values in COL
 
 
 class Adult(TensorData):
-    """32 561 training and 16 281 test records [105] and whether they earn above 50 000 dollars.
+    """32 561 training and 16 281 test records [105], labelled by whether they earn above 50 000 dollars.
 
-    A column of numbers is one feature, divided by a constant; one of names is as many as there are names, of which one
-    is 1, or none where the value is missing.
+    A numeric column is one feature, divided by a constant. A categorical one is encoded one-hot, and all zeros where
+    the value is missing.
     """
 
     def __init__(self, root: str, batch_size: int = 512, num_workers: int = 0) -> None:
@@ -64,7 +64,7 @@ class Adult(TensorData):
 
 
 def read_adult(path: Path) -> tuple[Tensor, Tensor]:
-    """x [N, 105] and y [N] of a file with one record a line."""
+    """x [N, 105] and y [N] of a file with one record per line."""
     lines = [line.rstrip(".").split(", ") for line in path.read_text().splitlines()]
     records = [fields for fields in lines if len(fields) == len(COLUMNS) + 1]
     x = torch.tensor([_features(fields[:-1]) for fields in records])
@@ -72,18 +72,19 @@ def read_adult(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def _features(fields: list[str]) -> list[float]:
-    found: list[float] = []
+    features: list[float] = []
     for field, values in zip(fields, COLUMNS.values(), strict=True):
-        found += [float(field == value) for value in values] if isinstance(values, tuple) else [float(field) / values]
-    return found
+        features += [float(field == v) for v in values] if isinstance(values, tuple) else [float(field) / values]
+    return features
 
 
 class Synthetic(TensorData):
     """Each class is a unit-variance Gaussian around its own random mean.
 
     Args:
-        n: training records; a quarter as many are added for testing.
+        n: number of training records; the test set has a quarter as many.
         shape: of one record.
+        classes: number of classes.
         separation: standard deviation of the means' coordinates.
     """
 
