@@ -33,7 +33,7 @@ def factor(clip, x, S):
         case Psac():
             return S / (x + clip.r / (x + clip.r))
         case Global():
-            return min(1.0, max(0.0, 100 * (1 - x / (clip.threshold * S)))) / clip.Z  # S/Z, and a ramp to 0
+            return min(1.0, max(0.0, 100 * (1 - x / (clip.threshold * S)))) / clip.threshold  # S/Z, and a ramp to 0
     raise TypeError(clip)
 
 

@@ -336,13 +336,13 @@ def engine_of(module, S=0.3):
 
 
 def sums_of(engine, loss_of, batch, size=B, chunk=B):
-    engine.start()
+    engine.begin()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for start in range(0, size, chunk):
             part = _slice(batch, start, start + chunk)
-            engine.accumulate(loss_of, stacked(part), min(chunk, size - start))
-    engine.finish()
+            engine.add_chunk(loss_of, stacked(part), min(chunk, size - start))
+    engine.end()
     return engine._sums
 
 
@@ -467,7 +467,7 @@ def test_every_record_stays_within_the_bound_in_float32():
 def test_an_empty_sample_contributes_nothing():
     module, _ = case("mlp")
     engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
-    engine.start()
+    engine.begin()
     assert engine._sums and all((total == 0).all() for total in engine._sums.values())
 
 
@@ -594,13 +594,13 @@ def test_state_that_only_records_bring_about_stops_the_round():
     engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=3, noise_multiplier=1.0), module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
     for t in range(2):
-        engine.start(t)
-        engine.accumulate(loss_of, stacked((x, y)), B)
-        engine.finish()
-    engine.start(2)
-    engine.accumulate(loss_of, stacked((1000 * x, y)), B)
+        engine.begin(t)
+        engine.add_chunk(loss_of, stacked((x, y)), B)
+        engine.end()
+    engine.begin(2)
+    engine.add_chunk(loss_of, stacked((1000 * x, y)), B)
     with pytest.raises(StateFound, match="another one after other records") as found:
-        engine.finish()
+        engine.end()
     assert found.value.last_clean_round == 2
 
 
@@ -698,9 +698,9 @@ def test_a_record_whose_loss_cannot_be_computed_contributes_nothing():
     bad = x.clone()
     bad[2, 0] = 7
     others = [i for i in range(B) if i != 2]
-    engine.start()
+    engine.begin()
     with pytest.warns(UserWarning, match="they contribute nothing"):
-        engine.accumulate(loss_of, stacked((bad, y)), B)
+        engine.add_chunk(loss_of, stacked((bad, y)), B)
     assert relative_error(engine._sums, clipped_sums(plan, module, loss_of, (x[others], y[others]), B - 1)) < 1e-9
     assert engine.mode == "traced"
     assert relative_error(sums_of(engine, loss_of, (x, y)), sums) < 1e-12
@@ -718,18 +718,18 @@ def test_a_batch_that_cannot_be_split_is_refused():
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0)
     engine = PrivateRound(plan, module, GaussianNoise())
     loss_of = lambda one: cross_entropy(module(one[0]), one[1])  # noqa: E731
-    engine.start()
+    engine.begin()
     with pytest.raises(ConfigError, match=r"shape \(8, 6\).*first dimension"):
-        engine.accumulate(loss_of, (x.T, y), B)
+        engine.add_chunk(loss_of, (x.T, y), B)
 
 
 def test_what_is_no_tensor_is_the_same_for_all_records():
     module, (x, y) = case("mlp")
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
-    engine.start()
+    engine.begin()
     with pytest.warns(UserWarning, match="a batch holds a float besides tensors"):
-        engine.accumulate(lambda one: cross_entropy(one[2] * module(one[0]), one[1]), (*stacked((x, y)), 2.0), B)
+        engine.add_chunk(lambda one: cross_entropy(one[2] * module(one[0]), one[1]), (*stacked((x, y)), 2.0), B)
     assert engine.mode == "vmap"
     reference = clipped_sums(plan, module, lambda one: cross_entropy(2 * module(one[0]), one[1]), (x, y), B)
     assert relative_error(engine._sums, reference) < 1e-9
@@ -923,11 +923,11 @@ def test_an_odd_record_moves_no_other(what, monkeypatch):
     for chunks in ([slice(None)], [slice(1, None)], [slice(0, 1), slice(1, None)]):
         module = Cancelling(more)
         engine, _ = engine_of(module, S)
-        engine.start()
+        engine.begin()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for some in chunks:
-                engine.accumulate(module, tuple(t[some] for t in whole), len(whole[0][some]))
+                engine.add_chunk(module, tuple(t[some] for t in whole), len(whole[0][some]))
         found.append(engine._sums["weight"].double())
     assert (found[0] - found[1]).norm() <= S * (1 + 1e-4)
     assert (found[2] - found[1]).norm() <= S * (1 + 1e-4)
@@ -968,7 +968,7 @@ def test_what_a_model_holds_ends_no_job(what):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for t in range(2):
-            engine.start(t)
-            engine.accumulate(lambda x: module(x).sum(), torch.randn(4, 3), 4)
+            engine.begin(t)
+            engine.add_chunk(lambda x: module(x).sum(), torch.randn(4, 3), 4)
             engine.step.trace_again(lambda x: module(x).sum(), 1)
     assert engine._sums["weight"].any()

@@ -324,10 +324,10 @@ def test_each_record_draws_its_own_weight(of):
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(1e9))
     engine = PrivateRound(plan, module, GaussianNoise(), observe=True)
     x = torch.ones(B, 40)
-    engine.start()
+    engine.begin()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.accumulate(lambda one: module(one).sum(), stacked(x), B)
+        engine.add_chunk(lambda one: module(one).sum(), stacked(x), B)
     scale = 2 * (module.parameters_[0].exp() if of == "computed" else 1)
     drawn = engine._sums["parameters_.0"] / scale  # how many records kept each number
     assert torch.allclose(drawn, drawn.round(), atol=1e-5) and len(drawn.round().unique()) > 3
@@ -335,7 +335,7 @@ def test_each_record_draws_its_own_weight(of):
 
 def test_views_are_uses_of_the_parameter_that_hold_no_gradient(monkeypatch):
     """A transpose and the thirds of a weight, too large to hold a gradient for each record."""
-    monkeypatch.setattr(OuterProductGradient, "dense", lambda use: pytest.fail("a gradient is held"))
+    monkeypatch.setattr(OuterProductGradient, "materialize", lambda use: pytest.fail("a gradient is held"))
     monkeypatch.setattr(Derived, "_back", lambda *_: pytest.fail("gradients go through a graph"))
     torch.manual_seed(0)
     call = lambda x, w, v: sum(F.linear(F.linear(x, part), v.t()) for part in w.chunk(3))  # noqa: E731

@@ -63,11 +63,11 @@ def assert_equals_reference(layer, x, dtype, fast=True, group=None):
             group=group or per_layer(),
     )  # fmt: skip
     engine = PrivateRound(plan, module, GaussianNoise())
-    engine.start()
+    engine.begin()
     with warnings.catch_warnings():
         warnings.simplefilter("error" if fast else "ignore")
         for part in x.split(half):
-            engine.accumulate(module.loss, stacked(part), len(part))
+            engine.add_chunk(module.loss, stacked(part), len(part))
     reference = clipped_sums(plan, module, module.loss, x, len(x))
     if any((r != 0).any() for r in reference.values()):
         assert relative_error(engine._sums, reference) < TOLERANCE[dtype]
@@ -321,9 +321,9 @@ def test_attention_that_pytorch_refuses_is_refused(call):
     with pytest.raises((RuntimeError, AssertionError, IndexError)):
         module.loss(x[:1])
     engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
-    engine.start()
+    engine.begin()
     with pytest.raises(ConfigError, match="fails for every synthetic record"):
-        engine.accumulate(module.loss, stacked(x), 4)
+        engine.add_chunk(module.loss, stacked(x), 4)
 
 
 class Telling(nn.Linear):
@@ -413,8 +413,8 @@ def test_shared_parameters_keep_their_cross_terms():
     table = EmbeddingGradient(index, rows, 7)
     for together, total in (
         ([OuterProductGradient(x, g), OuterProductGradient(2 * x, g)], 3 * gradients),
-        ([table, EmbeddingGradient(index, -3 * rows, 7)], -2 * table.dense()),
-        ([table, OuterProductGradient(x, g)], table.dense() + gradients),
+        ([table, EmbeddingGradient(index, -3 * rows, 7)], -2 * table.materialize()),
+        ([table, OuterProductGradient(x, g)], table.materialize() + gradients),
         ([DenseGradient(gradients), OuterProductGradient(x, g)], 2 * gradients),
     ):
         use = merged(together)
@@ -449,8 +449,8 @@ def test_per_record_gradients_are_those_of_opacus(name):
     ours = {}
     engine = PrivateRound(plan, module, GaussianNoise())
     for i in range(len(x)):
-        engine.start()
-        engine.accumulate(module.loss, x[None, i : i + 1], 1)
+        engine.begin()
+        engine.add_chunk(module.loss, x[None, i : i + 1], 1)
         ours[i] = dict(engine._sums)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

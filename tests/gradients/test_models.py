@@ -91,9 +91,9 @@ def tried(model, dropout, dtype):
                 clip_norm=clipping.FixedClipNorm(0.01),
             )
             engine = PrivateRound(plan, module, GaussianNoise())
-            engine.start()
-            engine.accumulate(lambda one: model.loss(module, one), stacked(batch), zoo.B)
-            engine.finish()
+            engine.begin()
+            engine.add_chunk(lambda one: model.loss(module, one), stacked(batch), zoo.B)
+            engine.end()
         except ConfigError as refusal:
             return "refused", str(refusal), 0.0
     wrong = 0.0

@@ -121,8 +121,8 @@ def test_a_step_may_hang_no_hook_on_a_parameter(tmp_path, kind, physical):
             getattr(self.net[0].weight, kind)(lambda g: g)
             return F.cross_entropy(self.net(x), y)
 
-    with pytest.raises(ConfigError, match=r"net\.0\.weight has hooks on its gradient"):
-        trained(tmp_path, Hooking(), rows(5), callback={"physical_batch": physical})
+    with pytest.raises(ConfigError, match=r"net\.0\.weight has gradient hooks"):
+        trained(tmp_path, Hooking(), rows(5), callback={"max_physical_batch_size": physical})
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has the other way only since 2.9")
@@ -258,7 +258,7 @@ class Computed(Model):
 def test_padding_of_computed_embeddings_is_each_records_own(tmp_path, kind, physical):
     torch.manual_seed(4)
     words = [(torch.cat([torch.zeros(2, dtype=torch.long), torch.randint(5, (3,))]), y) for _, y in rows(6)]
-    (released,), _ = trained(tmp_path, Computed(kind), words, callback={"physical_batch": physical})
+    (released,), _ = trained(tmp_path, Computed(kind), words, callback={"max_physical_batch_size": physical})
     assert torch.allclose(released, sum_of_clipped(Computed(kind), words), atol=1e-6)
 
 
@@ -390,7 +390,7 @@ def test_batch_norm_is_refused_where_it_is_called(tmp_path, decomposed, physical
     else:
         net, _ = exported("batch norm", decomposed)
     with pytest.raises(ConfigError, match="call of batch_norm in training mode mixes the records"):
-        trained(tmp_path, Model(net), rows(4), callback={"physical_batch": physical})
+        trained(tmp_path, Model(net), rows(4), callback={"max_physical_batch_size": physical})
 
 
 @pytest.mark.parametrize("physical", [1, 5])
@@ -404,7 +404,7 @@ def test_a_chunked_cross_entropy_trains_its_weights(tmp_path, physical):
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
             return F.linear_cross_entropy(x.repeat(4, 1), self.net[0].weight[:CLASSES], y.repeat(4), options=options)
 
-    (released,), _ = trained(tmp_path, Chunked(), rows(5), callback={"physical_batch": physical})
+    (released,), _ = trained(tmp_path, Chunked(), rows(5), callback={"max_physical_batch_size": physical})
     assert released.norm() > 0.1
     assert torch.allclose(released, sum_of_clipped(Chunked(), rows(5)), atol=1e-6)
 
@@ -430,7 +430,7 @@ class Calling(Model):
 @pytest.mark.parametrize("physical", [1, 4])
 @pytest.mark.parametrize("make", [torch.jit.script, lambda function: torch.jit.trace(function, torch.ones(4).double())])
 def test_functions_of_torch_script_train_as_written_ones(tmp_path, make, physical):
-    (released,), _ = trained(tmp_path, Calling(make(scale)), rows(5), callback={"physical_batch": physical})
+    (released,), _ = trained(tmp_path, Calling(make(scale)), rows(5), callback={"max_physical_batch_size": physical})
     assert torch.allclose(released, sum_of_clipped(Calling(scale), rows(5)), atol=1e-6)
 
 
@@ -485,7 +485,7 @@ def test_parameters_of_compiled_functions_are_trained(tmp_path, physical, mode, 
         step.mode = mode or step.mode
 
     monkeypatch.setattr(Step, "decide", decided)
-    (released,), _ = trained(tmp_path, Shifted(compiled), rows(5), callback={"physical_batch": physical})
+    (released,), _ = trained(tmp_path, Shifted(compiled), rows(5), callback={"max_physical_batch_size": physical})
     assert torch.allclose(released, sum_of_clipped(Shifted(lambda function: function), rows(5)), atol=1e-6)
 
 

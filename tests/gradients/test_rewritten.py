@@ -122,7 +122,7 @@ LARGE = {
 def test_no_gradient_is_held(name, monkeypatch):
     """Of matrices that are large against the number of positions."""
     if name != "addmm":  # in which a part overlaps
-        monkeypatch.setattr(OuterProductGradient, "dense", lambda use: pytest.fail("a gradient is held"))
+        monkeypatch.setattr(OuterProductGradient, "materialize", lambda use: pytest.fail("a gradient is held"))
     torch.manual_seed(0)
     call, *shapes = LARGE[name]
     assert_equals_reference(Of(call, *shapes), torch.randn(B, 3, 60), torch.float64)
@@ -147,9 +147,9 @@ def test_what_pytorch_refuses_is_refused(call, shapes):
     with pytest.raises((RuntimeError, IndexError)):
         module.loss(x[:1])
     engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
-    engine.start()
+    engine.begin()
     with pytest.raises(ConfigError, match="training_step fails for every synthetic record"):
-        engine.accumulate(module.loss, stacked(x), B)
+        engine.add_chunk(module.loss, stacked(x), B)
 
 
 def test_numbers_may_be_parameters():

@@ -30,7 +30,7 @@ from dpexp.training.classifier import Classifier
 def engine_for(module):
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine = PrivateRound(plan, module, GaussianNoise())
-    engine.start()
+    engine.begin()
     return engine
 
 
@@ -57,7 +57,7 @@ def test_a_batch_encoding_is_a_batch_like_any_other(texts):
     assert sorted(some.size for some in found) == ([1, zoo.B - 1] if texts else [zoo.B])
     with pytest.warns(UserWarning, match="a batch holds a str besides tensors") if texts else nothing_said():
         for some in found:
-            engine.accumulate(loss_of, some.batch, some.size)
+            engine.add_chunk(loss_of, some.batch, some.size)
     assert texts or engine.mode == "traced"
     reference = clipped_sums(engine.plan, module, lambda i: loss_of(collate(i)), torch.arange(zoo.B), zoo.B)
     assert relative_error(engine._sums, reference) < 1e-9
@@ -110,7 +110,7 @@ def test_what_a_module_that_runs_one_record_at_a_time_may_return(what):
     engine = engine_for(module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine.accumulate(module.loss, stacked(x), 6)
+        engine.add_chunk(module.loss, stacked(x), 6)
     assert relative_error(engine._sums, clipped_sums(engine.plan, module, module.loss, x, 6)) < 1e-9
     assert engine.mode == "one at a time"
 
@@ -130,7 +130,7 @@ def test_whether_a_number_is_in_a_record_is_its_own_question():
 
     engine = engine_for(module)
     with pytest.warns(UserWarning, match="one at a time"):
-        engine.accumulate(loss_of, stacked(x), 6)
+        engine.add_chunk(loss_of, stacked(x), 6)
     assert relative_error(engine._sums, clipped_sums(engine.plan, module, loss_of, x, 6)) < 1e-9
 
 
