@@ -27,7 +27,7 @@ from tests.audited import ALLOCATIONS, MECHANISMS, SAMPLINGS, VECTORS, attacked,
 SABOTAGES = (
     audited.half_the_noise, audited.the_same_noise_each_round, audited.the_same_noise_for_each_group,
     audited.a_group_unclipped, audited.twice_the_bound, audited.each_vector_clipped_alone,
-    audited.alpha_forgotten_in_the_noise, audited.twice_the_rate, audited.a_round_that_no_ledger_tells_of,
+    audited.alpha_forgotten_in_the_noise, audited.twice_the_rate, audited.a_round_missing_in_the_ledger,
     audited.the_true_size_as_divisor, audited.no_noise_for_an_empty_sample, audited.some_noise_twice,
     audited.some_records_twice, audited.less_noise, audited.a_larger_rate,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lightning's private interface, as far as dpexp uses it: here and nowhere else, under names that say what it does."""
+"""The private names of Lightning that dpexp uses, wrapped in functions; no other module uses them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,25 +13,25 @@ __all__ = ["NoOptimizer"]
 
 
 def training_loader(trainer: pl.Trainer) -> Any:
-    """From wherever it comes: an argument of fit, the module or a data module."""
+    """The training loader, whether given to fit, by the module or by a data module."""
     return trainer.fit_loop._data_source.dataloader()
 
 
 def replace_training_loader(trainer: pl.Trainer, loader: Any) -> None:
-    """Before Lightning asks for it, which it does after on_fit_start."""
+    """Replaces the training loader; must be called no later than on_fit_start."""
     source = trainer.fit_loop._data_source
     source.instance, source.name = loader, ""
 
 
 def validation_loader(trainer: pl.Trainer) -> Any:
-    """None: there is none."""
+    """The validation loader, or None."""
     source = trainer.fit_loop.epoch_loop.val_loop._data_source
     return source.dataloader() if source.is_defined() else None
 
 
 @contextmanager
 def results_dropped(trainer: pl.Trainer) -> Iterator[None]:
-    """Meanwhile what is logged by way of the module is lost."""
+    """Drops what the module logs within this context."""
     loop = trainer.fit_loop.epoch_loop
     before, loop._results = loop._results, _ResultCollection(training=True)
     try:
@@ -41,7 +41,7 @@ def results_dropped(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """What save_checkpoint would save, without waiting for other processes."""
+    """The checkpoint that save_checkpoint would write, without waiting for other processes."""
     return trainer._checkpoint_connector.dump_checkpoint()
 
 

@@ -1,4 +1,4 @@
-"""Small audits: a training of a few rounds with canaries, honest or sabotaged."""
+"""Small audits: trainings of a few rounds with canaries, by the real code or by sabotaged code."""
 
 import itertools
 import warnings
@@ -20,6 +20,7 @@ from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
 from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, clip_rule_factors
 from dpexp.privacy.plan.options import Noise
+from dpexp.privacy.private_metrics import UNCLIPPED
 from dpexp.privacy.sampling import policies
 from dpexp.privacy.sampling.policies import CyclicPoisson
 from dpexp.training.classifier import Classifier
@@ -60,7 +61,7 @@ ALLOCATIONS = {
     "min_variance": allocation.MinVariance(),
     "weighted": allocation.Weighted({"model.0": 0.3, "model.2": 0.7}),
 }
-WHOLE = {
+FULL_CYCLES = {
     "sampling": "cyclic_poisson",
     "q": 0.25,
     "noise": Noise("banded", 4, "sqrt"),
@@ -69,11 +70,11 @@ WHOLE = {
 }
 VECTORS = ("layer", "parameter")
 CLIPS = {"abadi": Abadi(), "automatic": Automatic(), "psac": Psac(), "global": Global(4.0)}
-N = 2000  # published, and true but for the canaries where the policy takes any number
+N = 2000  # published number of records
 
 
 def attacked(folder, *arguments, canaries=N, seed=0, **choices):
-    """An audit; arguments as of `trained`."""
+    """Audits two trainings; arguments as of `trained`."""
     attack, contributions = Attack(), Contributions()
     level = level_of_checks(CONFIDENCE, 8)
     found = trained(folder, *arguments, variant=unsampled, reader=attack, canaries=canaries, seed=seed, **choices)
@@ -87,7 +88,7 @@ def attacked(folder, *arguments, canaries=N, seed=0, **choices):
 
 
 def check(found, name):
-    """What an audit found of one number."""
+    """An audit's check by name."""
     return next(one for one in found.checks if one.name == name)
 
 
@@ -95,25 +96,18 @@ def trained(
     folder, canaries=N, records=50, seed=0, module=None, data=None, trainer=None, variant=lambda plan: plan,
     reader=None, coins=True, ledger="ledger.jsonl", **choices,
 ):  # fmt: skip
-    """Canaries that a training met, of two groups and four rounds, or of what `choices` say.
+    """The canaries of a training; by default of two groups, four rounds and full batches.
 
     Args:
-        records: that train besides; where sampling relies on n, the canaries take the places of some of n.
-        module, data: functions that make them.
+        records: in addition to canaries; where sampling needs an exact n, canaries replace some of n.
+        module, data: factories.
     """
-    plan = {
-        "n": N,
-        "steps": 4,
-        "noise_multiplier": 2.0,
-        "group": groups.per_layer(),
-        "sampling": "full_batch",
-        "q": 1.0,
-    }
+    plan = {"n": N, "steps": 4, "noise_multiplier": 2.0, "group": groups.per_layer(), **SAMPLINGS["all"]}
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     module = module() if module else Classifier(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     planned = variant(plan_of(module, **plan | choices))
-    data = data() if data else Synthetic(N if planned.sampling.relies_on_n else records, [4], 3)
+    data = data() if data else Synthetic(N if planned.sampling.needs_exact_n else records, [4], 3)
     stream = KeyStream.known(seed, "canaries", 0) if coins else None
     extra = Canaries(module, planned, canaries, stream, reader or Attack())
     extra.put_into(data)
@@ -127,20 +121,15 @@ def trained(
     return extra
 
 
-# Sabotage of the real code
+# Sabotage
 
 
 def a_forgotten_column_norm(patch):
-    """The ledger tells of ‖c‖ = 1, and the noise has c_0 = 1."""
+    """The ledger has ‖c‖ = 1, and the noise c_0 = 1."""
     add_to = CorrelatedNoise.add_to
 
     def longer(self, sums, divisor=1.0):
-        bands = [one.bands for one in sums]
-        add_to(
-            self,
-            [one._replace(bands=tuple(c / b[0] for c in b)) for one, b in zip(sums, bands, strict=True)],
-            divisor,
-        )
+        add_to(self, [one._replace(bands=tuple(c / one.bands[0] for c in one.bands)) for one in sums], divisor)
 
     patch.setattr(CorrelatedNoise, "add_to", longer)
 
@@ -159,7 +148,7 @@ def half_the_noise(patch):
 
 
 def some_noise_twice(patch):
-    """Of every third round that of the round before."""
+    """Every third round repeats the noise of the round before."""
     add_to = GaussianNoise.add_to
 
     def again(self, sums, divisor=1.0):
@@ -177,7 +166,7 @@ def half_the_noise_of_large_tensors(patch):
     add = GaussianNoise._add
 
     def quieter(self, total, sigma, divisor):
-        add(self, total, sigma / 2 if sigma != 1.0 else sigma, divisor)  # 1.0: small ones, which are drawn together
+        add(self, total, sigma / 2 if sigma != 1.0 else sigma, divisor)  # small tensors are drawn with 1.0
 
     patch.setattr(GaussianNoise, "_add", quieter)
 
@@ -205,13 +194,13 @@ def the_same_noise_for_each_group(patch):
 
 
 def a_larger_bound(patch, larger):
-    """In the sums alone: the noise fits S. `larger` tells by how much, for a group's name."""
-    numbers = ClippedSums.numbers
+    """Clips to larger(name)·S and noises for S."""
+    clip_norms = ClippedSums.clip_norms
 
     def enlarged(self, now, device):
-        return numbers(self, [replace(group, S=group.S * larger(group.name)) for group in now], device)
+        return clip_norms(self, [replace(group, S=group.S * larger(group.name)) for group in now], device)
 
-    patch.setattr(ClippedSums, "numbers", enlarged)
+    patch.setattr(ClippedSums, "clip_norms", enlarged)
 
 
 def a_group_unclipped(patch):
@@ -223,7 +212,7 @@ def a_metric_unclipped(patch):
 
 
 def twice_the_counts(patch):
-    a_larger_bound(patch, lambda name: 2 if name == "unclipped" else 1)
+    a_larger_bound(patch, lambda name: 2 if name == UNCLIPPED else 1)
 
 
 def twice_the_bound(patch):
@@ -231,36 +220,28 @@ def twice_the_bound(patch):
 
 
 @dataclass(frozen=True)
-class Forgetful:
-    """A clip rule without a bound."""
+class Unbounded:
+    """A clip rule that does not clip."""
 
-    name: str = "forgetful"
+    name: str = "unbounded"
 
     def __call__(self, x, S):
         return torch.ones_like(x)
 
 
-def a_rule_that_is_believed(patch):
-    patch.setattr(
-        mechanism,
-        "clip_factors",
-        lambda clip, norms, S, dtype, weights=None: clip_rule_factors(clip, norms, S).to(dtype),
-    )
+def a_rule_that_is_trusted(patch):
+    def by_rule_alone(rule, norms, S, dtype, weights=None):
+        return clip_rule_factors(rule, norms, S).to(dtype)
+
+    patch.setattr(mechanism, "clip_factors", by_rule_alone)
 
 
 def each_vector_clipped_alone(patch):
     begin = ClippedSums.__init__
 
     def apart(self, groups, *rest):
-        begin(
-            self,
-            [
-                replace(group, vectors=(vector,), alphas=(alpha,))
-                for group in groups
-                for vector, alpha in zip(group.vectors, group.alphas, strict=True)
-            ],
-            *rest,
-        )
+        pairs = [(group, pair) for group in groups for pair in zip(group.vectors, group.alphas, strict=True)]
+        begin(self, [replace(group, vectors=(v,), alphas=(alpha,)) for group, (v, alpha) in pairs], *rest)
 
     patch.setattr(ClippedSums, "__init__", apart)
 
@@ -280,7 +261,7 @@ def twice_the_rate(patch):
 
 
 def some_records_twice(patch):
-    """One of a sample, in every round."""
+    """One record of each sample."""
     independent = policies._independent
 
     def drawn(q, size, stream):
@@ -290,50 +271,50 @@ def some_records_twice(patch):
     patch.setattr(policies, "_independent", drawn)
 
 
-def all_records_in_each_part(patch):
-    patch.setattr(CyclicPoisson, "parted", lambda self, size, stream: [range(size)] * self.parts)
+def all_records_in_each_partition(patch):
+    patch.setattr(CyclicPoisson, "partition", lambda self, size, stream: [range(size)] * self.partitions)
 
 
-def a_parts_rounds_in_a_row(patch):
-    parted = CyclicPoisson.partition
+def a_partitions_rounds_in_a_row(patch):
+    partition = CyclicPoisson.partition
 
     class InARow(list):
+        reads = -1
+
         def __getitem__(self, k):
-            self.clip_rule_factors = getattr(self, "asked", -1) + 1
-            return super().__getitem__(self.clip_rule_factors // len(self) % len(self))
+            self.reads += 1
+            return super().__getitem__(self.reads // len(self) % len(self))
 
-    patch.setattr(CyclicPoisson, "parted", lambda self, size, stream: InARow(parted(self, size, stream)))
+    patch.setattr(CyclicPoisson, "partition", lambda self, size, stream: InARow(partition(self, size, stream)))
 
 
-def a_round_that_no_ledger_tells_of(patch):
-    """Every second one."""
+def a_round_missing_in_the_ledger(patch):
+    """Every second round."""
     for name in ("sample", "query", "commit"):
-        told = getattr(LedgerWriter, name)
+        original = getattr(LedgerWriter, name)
 
-        def silent(self, *args, told=told, last=name == "commit"):
-            turn = self.__dict__.setdefault("turn", itertools.count())
-            self.now = getattr(self, "now", 0)
-            if self.now % 2 == 0:
-                told(self, *args)
-            self.now += last
-            return turn
+        def write(self, *args, original=original, last=name == "commit"):
+            self.round = getattr(self, "round", 0)
+            if self.round % 2 == 0:
+                original(self, *args)
+            self.round += last
 
-        patch.setattr(LedgerWriter, name, silent)
+        patch.setattr(LedgerWriter, name, write)
 
 
 def the_true_size_as_divisor(patch):
-    accumulate, add_to, start = round.PrivateRound.add_chunk, GaussianNoise.add_to, round.PrivateRound.begin
+    add_chunk, add_to, begin = round.PrivateRound.add_chunk, GaussianNoise.add_to, round.PrivateRound.begin
 
     def counting(self, loss_of, batch, size):
         self._correlated._gaussian.size += size
-        accumulate(self, loss_of, batch, size)
+        add_chunk(self, loss_of, batch, size)
 
     def from_zero(self, t=0):
         self._correlated._gaussian.size = 0
-        start(self, t)
+        begin(self, t)
 
-    patch.setattr(round.PrivateRound, "accumulate", counting)
-    patch.setattr(round.PrivateRound, "start", from_zero)
+    patch.setattr(round.PrivateRound, "add_chunk", counting)
+    patch.setattr(round.PrivateRound, "begin", from_zero)
     patch.setattr(GaussianNoise, "add_to", lambda self, sums, divisor=1.0: add_to(self, sums, max(1, self.size)))
 
 

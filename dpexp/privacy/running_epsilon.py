@@ -1,5 +1,4 @@
-"""ε while a training goes on: read from the ledger now and then, and in between bounded by what it will be at the next
-reading, so that what is shown is never below what is spent."""
+"""ε during training: computed from the ledger at some rounds, and bounded in between by ε of the next such round."""
 
 import math
 from dataclasses import replace
@@ -8,19 +7,16 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, joined
 from dpexp.privacy.plan.plan import PrivacyPlan
 
-_READINGS = 20  # besides those after 1, 2, 4, 8, … rounds
+_READINGS = 20  # in addition to those after 1, 2, 4, 8, … rounds
 
 
 class RunningEpsilon:
-    """
-    Args:
-        plan: that the training carries out.
-        delta: at which ε is told.
+    """ε of a training run at the given δ.
 
     Attributes:
-        epsilon: spent at the last reading.
-        at_most: what is spent until the next one.
-        read_at: rounds done at the last one.
+        epsilon: at the last reading.
+        at_most: at the next reading.
+        read_at: completed rounds at the last reading.
     """
 
     def __init__(self, plan: PrivacyPlan, delta: float, accountant: str) -> None:
@@ -32,14 +28,14 @@ class RunningEpsilon:
 
     @property
     def shown(self) -> float:
-        """`at_most` for progress bars, which show three digits or three decimals of it: rounded up to both."""
+        """`at_most`, rounded up to the three digits or three decimals that progress bars show."""
         if math.isinf(self.at_most):
             return self.at_most
         step = 10.0 ** max(-3, math.floor(math.log10(max(self.at_most, 1e-3))) - 2)
         return math.ceil(self.at_most / step) * step
 
     def begin(self, ledger: Ledger, completed: int) -> None:
-        """A fit begins, or goes on after so many rounds; the ledger may have more, which were undone."""
+        """Begins or resumes a fit after `completed` rounds; the ledger may have further rounds of a lost state."""
         self._before, self._since = replace(ledger, record=self._plan.privacy_unit.to_header()), completed
         self._look_ahead(completed)
 
@@ -48,11 +44,11 @@ class RunningEpsilon:
 
     def read(self, ledger: Ledger, completed: int) -> None:
         self.read_at = completed
-        self.epsilon = epsilon(ledger, self._delta, self._accountant)  # of what was looked ahead at, as a rule
+        self.epsilon = epsilon(ledger, self._delta, self._accountant)
         self._look_ahead(completed)
 
     def _look_ahead(self, completed: int) -> None:
-        """To the next reading: what the plan's rounds cost depends on nothing that is learnt on the way."""
-        there = min(1 << completed.bit_length(), (completed // self._every + 1) * self._every, self._plan.rounds)
-        ahead = joined([self._before, replace(self._plan, rounds=there).ledger(self._since)])
+        """Computes `at_most`: the cost of the plan's rounds does not depend on what is learnt during training."""
+        next_reading = min(1 << completed.bit_length(), (completed // self._every + 1) * self._every, self._plan.rounds)
+        ahead = joined([self._before, replace(self._plan, rounds=next_reading).ledger(self._since)])
         self.at_most = max(self.epsilon, epsilon(ahead, self._delta, self._accountant))
