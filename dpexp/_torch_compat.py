@@ -1,4 +1,4 @@
-"""PyTorch's private interface, as far as dpexp uses it: here and nowhere else, under names that say what it does."""
+"""All uses of PyTorch's private interface, under names that say what they do."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction as no_torch_functions  # the public one leaves modes on
+from torch._C import DisableTorchFunction as no_torch_functions  # the public one leaves function modes on
 from torch._C import DisableTorchFunctionSubclass as no_subclasses
 from torch._C import _disabled_torch_dispatch_impl, _functorch
 from torch._functorch import autograd_function
@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as ou
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # all of them
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # base class of all
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.nn.utils.stateless import _reparametrize_module
@@ -30,29 +30,32 @@ __all__ = [
     "tree_leaves", "tree_map", "tree_unflatten",
 ]  # fmt: skip
 
-# vmap, which torch.func has no public way to look into.
+# Tensors under vmap, for which torch.func has no public functions.
 is_batched: Callable[[Tensor], bool] = _functorch.is_batchedtensor
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-unbatched: Callable[[Tensor], Tensor] = _functorch.get_unwrapped  # [..., B, ...], with the dimension that follows
+unbatched: Callable[[Tensor], Tensor] = _functorch.get_unwrapped  # [..., B, ...]
 batch_dim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
 level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
 current_level: Callable[[], Any] = _functorch.maybe_current_level
 batched: Callable[[Tensor, Any, int], Tensor] = _functorch._add_batch_dim  # (tensor, dimension, level)
 
-PACK_PADDED_SEQUENCE = torch._VF._pack_padded_sequence  # by which alone a function mode sees the public one
+PACK_PADDED_SEQUENCE = torch._VF._pack_padded_sequence  # the only function by which a mode sees the public one
 CHECKS_ERRORS = torch.ops.aten._linalg_check_errors.default
-EMBEDDING_BAGS = (torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only)  # of torch.export
+EMBEDDING_BAGS = (
+    torch.ops.aten._embedding_bag,
+    torch.ops.aten._embedding_bag_forward_only,
+)  # in graphs of torch.export
 
 tree_children: Callable[[TreeSpec], list[TreeSpec]] = getattr(TreeSpec, "children", lambda spec: spec.children_specs)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to."""
+    """The number of writes to a tensor."""
     return tensor._version
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that another is a view of."""
+    """The tensor of which another is a view."""
     return tensor._base
 
 
@@ -62,12 +65,12 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def has_own_dispatch(value: Any) -> bool:
-    """Whether it is a tensor of a class that changes what operators do."""
+    """Whether it is a tensor of a class that overrides operators."""
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
 def arguments_of(operator: Any) -> list[Any]:
-    """Of an operator, as its schema has them; none of a Python function."""
+    """The arguments in an operator's schema; empty for a Python function."""
     schema = getattr(operator, "_schema", None)
     return [] if schema is None else schema.arguments
 
@@ -77,7 +80,7 @@ def qualified_name(operator: OpOverloadPacket) -> str:
 
 
 def operator_function(operator: OpOverload) -> Callable[..., Any]:
-    """What calls it without looking it up."""
+    """The function that calls an operator without dispatch in Python."""
     return operator._op
 
 
@@ -99,25 +102,23 @@ def own_tensors(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """Meanwhile a module has other tensors in the place of its parameters."""
+    """Replaces a module's parameters by other tensors in the block."""
     return _reparametrize_module(module, tensors, tie_weights=True)
 
 
 @contextmanager
-def checkpointing_disabled(met: Callable[[Any], None]) -> Iterator[None]:
-    """Meanwhile torch.utils.checkpoint.checkpoint keeps what a function computes, unless it is reentrant, which makes
-    another thing of gradients.
+def checkpointing_disabled(on_call: Callable[[Any], None]) -> Iterator[None]:
+    """Makes torch.utils.checkpoint.checkpoint keep activations in the block, unless it is reentrant.
 
     Args:
-        met: is told what such a function is given.
+        on_call: receives (args, kwargs) of each checkpointed function after its call.
     """
     generator = checkpoint._checkpoint_without_reentrant_generator
 
     def keep(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Before and after the function is called."""
         if preserve and context_fn is checkpoint.noop_context_fn:
             yield
-            met((args, kwargs))
+            on_call((args, kwargs))
         else:
             yield from generator(function, preserve, context_fn, *args, **kwargs)
 
@@ -126,15 +127,14 @@ def checkpointing_disabled(met: Callable[[Any], None]) -> Iterator[None]:
 
 
 def vmap_rules_refused(refuse: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Meanwhile `refuse(interpreter, rule, function, …)` is called where an autograd function has a vmap rule."""
+    """Calls `refuse(interpreter, rule, function, …)` in place of autograd functions' own vmap rules in the block."""
     return patch.object(autograd_function, "custom_function_call_vmap_helper", refuse)
 
 
 @contextmanager
 def quick_tracing() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` is true meanwhile: libraries then ask their data nothing, and go their general
-    way. What make_fx notes of each result, at four times the price of the trace itself (measured), is left out, and
-    code is made when the graph is done.
+    """Makes `torch.compiler.is_compiling()` true, so that libraries do not branch on data, and make_fx faster: without
+    metadata of results, which takes four times as long as the trace itself (measured), and with lazy code generation.
     """
     with (
         patch.object(torch.compiler, "_is_compiling_flag", True),
@@ -145,15 +145,15 @@ def quick_tracing() -> Iterator[None]:
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
-    """By inductor, without guards on what it is called with."""
-    import torch._inductor  # which takes a second
+    """Compiles by inductor, without guards on inputs."""
+    import torch._inductor  # here, since the import takes a second
 
     return torch._inductor.compile(graph, [*inputs], options=options)
 
 
 @contextmanager
 def without_process_group(refuse: Callable[[], Any]) -> Iterator[None]:
-    """Meanwhile code that asks finds no other processes; collectives of the default group call `refuse`."""
+    """Hides the default process group in the block; its collectives call `refuse`."""
     world = dist.distributed_c10d._world
     before, world.default_pg = world.default_pg, None
     try:

@@ -1,8 +1,8 @@
-"""Whether a step that runs as written treats each record by itself, in the dry run and in the rounds.
+"""Tests whether a step that runs as written keeps state of records, in the dry run and in the rounds.
 
-One made-up record, from one random state, must give the same loss and gradients, to the last bit, before and after
-other records are processed, and nothing that a checkpoint saves may change meanwhile. What a step is found to keep
-is not set back: the job is refused, or stops before the round's release.
+From one random state, synthetic records must have the same loss and gradients, to the last bit, before and after other
+records are processed, and nothing that a checkpoint saves may change in between. State that is found is not undone: the
+job is refused, or stops before the round's release.
 """
 
 import hashlib
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from dpexp.errors import ConfigError
 
-ROUNDS_ALWAYS_CHECKED = 8  # rounds that are all checked
+ROUNDS_ALWAYS_CHECKED = 8  # the first ones
 
 KEEPS_STATE = (
-    "model: {what}, so that training_step keeps something of a record that reaches others, or what is saved; compute a "
-    "record's loss from that record, the weights and torch's random numbers alone. Counters belong into a hook such as "
-    "on_train_batch_end, averages of weights into callbacks=ema, statistics of data into private metrics."
+    "model: {what}, so training_step keeps state of a record that may affect other records or what is saved; compute a "
+    "record's loss from that record, the weights and torch's random numbers alone. Put counters into a hook such as "
+    "on_train_batch_end, averages of weights into callbacks=ema, and statistics of data into private metrics."
 )
 
 STEP_CHANGED = (
-    "model: training_step has changed since it was last traced ({what}), by something that is neither an attribute of "
-    "a module nor a global variable, so that records whose graph is traced now would be processed by another step than "
-    "the others; keep what hooks change in attributes of the module."
+    "model: training_step has changed since it was last traced ({what}), by something other than an attribute of a "
+    "module or a global variable, so records of a new shape would be processed by another step than the others; keep "
+    "what hooks change in attributes of the module."
 )
 
 
 class StateFound(ConfigError):
-    """A step or a data set kept something of a record.
+    """A step or a data set keeps state of a record.
 
     Attributes:
-        last_clean_round: the last one, counted from 1, whose check found nothing; 0: none.
+        last_clean_round: the last round, counted from 1, whose check found nothing; 0: none.
     """
 
     def __init__(self, message: str, last_clean_round: int = 0) -> None:
@@ -43,71 +43,68 @@ class StateFound(ConfigError):
 
 
 class StateCheck:
-    """Compares before and after.
+    """Compares a step's results and a module's state before and after other records are processed.
 
     Args:
-        probe: the loss and gradients of one made-up record, always the same and from the same random state.
+        probe: computes losses and gradients of fixed synthetic records from a fixed random state.
     """
 
     def __init__(self, module: nn.Module, probe: Callable[[], list[Tensor]]) -> None:
         self._module, self._probe = module, probe
-        self._clean = 0
-        self._given: list[bytes] | None = None
+        self._last_clean_round = 0
+        self._expected: list[bytes] | None = None
         self._saved: dict[str, bytes] = {}
 
     def before(self, probing: bool = True) -> None:
-        """
-        Args:
-            probing: else only what a checkpoint saves is looked at.
-        """
-        self._saved, self._given = digests(self._module) | digests_of_training(self._module), None
+        """Notes what a checkpoint saves and, if `probing`, the probe's results."""
+        self._saved, self._expected = digests(self._module) | digests_of_training(self._module), None
         if probing:
-            self._given = [*map(digest, self._probe())]
+            self._expected = [*map(digest, self._probe())]
 
     def after(self, done: int = 0) -> None:
-        """
-        Args:
-            done: rounds completed before this one.
+        """Compares; `done` rounds were completed before this one.
 
         Raises:
-            StateFound: something is not as it was.
+            StateFound: something has changed.
         """
         now = digests(self._module) | digests_of_training(self._module)
         changed = [name for name, was in self._saved.items() if now.get(name) != was]
         if changed:
-            raise StateFound(KEEPS_STATE.format(what=f"{changed[0]} is changed inside training_step"), self._clean)
-        for _ in range(2 if self._given is not None else 0):  # what every second call does is found
+            raise StateFound(
+                KEEPS_STATE.format(what=f"{changed[0]} is changed inside training_step"), self._last_clean_round
+            )
+        for _ in range(2 if self._expected is not None else 0):  # the step may change every second call
             try:
                 again = [*map(digest, self._probe())]
             except ConfigError:
                 raise
-            except Exception as error:  # of what is left behind
-                raise StateFound(KEEPS_STATE.format(what="training_step fails after other records"), self._clean) from error
-            if again != self._given:
-                raise StateFound(
-                    KEEPS_STATE.format(what="a record's loss or gradient is another one after other records"), self._clean
-                )
-        self._clean = done + 1 if self._given is not None else self._clean
-        self._saved, self._given = {}, None
+            except Exception as error:
+                what = "training_step fails after other records"
+                raise StateFound(KEEPS_STATE.format(what=what), self._last_clean_round) from error
+            if again != self._expected:
+                what = "a record's loss or gradient differs after other records"
+                raise StateFound(KEEPS_STATE.format(what=what), self._last_clean_round)
+        self._last_clean_round = done + 1 if self._expected is not None else self._last_clean_round
+        self._saved, self._expected = {}, None
 
 
 def digest_of_weights(module: nn.Module) -> int:
-    """Of the bits of all parameters and buffers."""
+    """A digest of all parameters and buffers."""
     return digest_as_integer(b"".join(digests(module).values()))
 
 
 def digest_as_integer(content: bytes) -> int:
-    """A digest that processes compare, in 56 bits."""
+    """A digest of 56 bits, which processes compare."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
 
 
 def digests(module: nn.Module) -> dict[str, bytes]:
-    """Of each parameter and buffer."""
+    """A digest of each parameter and buffer."""
     return {name: digest(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def digests_of_training(module: nn.Module) -> dict[str, bytes]:
-    """Of what else a checkpoint saves or the Trainer goes by: hyperparameters, extra state, optimizers."""
+    """Digests of what else a checkpoint saves or steers the Trainer: hyperparameters, extra state, optimizers."""
     trainer = getattr(module, "_trainer", None)
     data = getattr(trainer, "datamodule", None)
     values: dict[str, Any] = {"self.hparams": _plain(module), "the data module's hparams": _plain(data)}
@@ -126,7 +123,7 @@ def digests_of_training(module: nn.Module) -> dict[str, bytes]:
 
 
 def _plain(owner: Any) -> dict[str, Any]:
-    """Hyperparameters that are no objects, which may fill caches."""
+    """Hyperparameters of plain types; objects are left out, since they may fill caches."""
     kinds = (Tensor, str, int, float, bool, list, tuple, dict)
     return {key: value for key, value in dict(getattr(owner, "hparams", {})).items() if isinstance(value, kinds)}
 
@@ -138,7 +135,7 @@ _SETTINGS = (
 
 
 def bits_of(value: Any) -> bytes:
-    """Equal for values that are the same, bit for bit; of what cannot be pickled, the type's name alone."""
+    """Equal for bit-equal values; of a value that cannot be pickled, only the type's name."""
     if isinstance(value, Tensor) and not value.is_quantized and not value.is_nested:
         return digest(value)
     if type(value) in (list, tuple):
@@ -152,10 +149,10 @@ def bits_of(value: Any) -> bytes:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Of its shape, type and bits, NaN included."""
+    """A digest of shape, dtype and bits, those of NaN included."""
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
-    seen = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    seen.update(plain.numpy().data)
-    return seen.digest()
+    content = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
+    sha = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    sha.update(content.numpy().data)
+    return sha.digest()

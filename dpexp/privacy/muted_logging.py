@@ -1,4 +1,4 @@
-"""While records are seen nothing is logged or told other processes, and signals wait."""
+"""Mutes logging, defers signals and refuses collectives while training_step processes records."""
 
 import signal
 import threading
@@ -17,7 +17,7 @@ from dpexp._lightning_compat import results_dropped
 from dpexp._torch_compat import without_process_group
 from dpexp.errors import ConfigError
 from dpexp.privacy.checks import KEEPS_STATE, StateFound
-from dpexp.privacy.gradients.branches import Unreadable
+from dpexp.privacy.gradients.branches import HiddenNumber
 from dpexp.privacy.gradients.torch_functions import EXCHANGES
 from dpexp.privacy.private_metrics import release
 from dpexp.privacy.round import PrivateRound
@@ -25,7 +25,7 @@ from dpexp.privacy.round import PrivateRound
 
 @contextmanager
 def loggers_muted(trainer: pl.Trainer) -> Iterator[None]:
-    """Meanwhile whatever is logged by way of the module or the Trainer is lost."""
+    """Discards what is logged through the module or the Trainer in the block."""
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
@@ -36,12 +36,13 @@ def loggers_muted(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
-    """From now on `log` shows nothing: in training, what a module could tell was computed from records without noise.
-    It gives the value for release, which is dropped unless the plan names it. Metrics of torchmetrics that
-    `training_step` updates stay empty, and later hooks find nothing in them.
+    """Replaces `log` and metrics of torchmetrics until `unmute`, since in training their values are not private.
+
+    `log` passes the value on for private release; it is dropped unless the plan has a metric of that name. Metrics
+    that `training_step` updates stay empty, and later hooks cannot read them.
 
     Args:
-        logged: gets the names of values.
+        logged: receives the names of logged values.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,12 +53,12 @@ def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
     module.log = log  # type: ignore[method-assign]
     for metric in _metrics(module):
         if _OWN not in vars(metric):
-            own = {name: metric.__dict__.get(name) for name in _EMPTIED}
-            vars(metric).update({name: partial(_nothing, metric, name) for name in _EMPTIED} | {_OWN: own})
+            own = {name: metric.__dict__.get(name) for name in _MUTED}
+            vars(metric).update({name: partial(_muted, metric, name) for name in _MUTED} | {_OWN: own})
 
 
 def log_released(module: pl.LightningModule, name: str, value: float, **options: Any) -> None:
-    """What is released, or shown as unsafe."""
+    """Logs a released or unsafe value of a muted module."""
     type(module).log(module, name, value, on_step=True, on_epoch=False, **options)
 
 
@@ -70,8 +71,8 @@ def unmute(module: pl.LightningModule) -> None:
                 setattr(metric, name, own)
 
 
-_EMPTIED = ("forward", "update", "compute")
-# Attributes of a metric, whose hash changes with its state: what was on it before, and whether an update was dropped.
+_MUTED = ("forward", "update", "compute")
+# Set on a metric, since its hash changes with its state: methods set on it before, and whether an update was dropped.
 _OWN, _DROPPED = "_dpexp_own", "_dpexp_dropped"
 
 
@@ -79,58 +80,59 @@ def _metrics(module: pl.LightningModule) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
 
 
-def _nothing(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """In place of a metric's methods: nothing that may be read."""
+def _muted(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Replaces a metric's methods; the result cannot be read, unless no update was dropped."""
     if name != "compute":
         vars(metric)[_DROPPED] = True
     elif not vars(metric).get(_DROPPED):
         own = vars(metric)[_OWN]["compute"]
         return own() if own is not None else type(metric).compute(metric)
-    return {key: Unreadable() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else Unreadable()
+    return {key: HiddenNumber() for key in [*metric.keys()]} if isinstance(metric, MetricCollection) else HiddenNumber()
 
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]
 
 
 @contextmanager
 def signals_deferred(trainer: pl.Trainer) -> Iterator[None]:
-    """Meanwhile no handler of Python's is called; then those are whose signals came.
+    """Defers Python's signal handlers to the end of the block.
 
-    A handler may save a checkpoint, or set `trainer.should_stop`, which would be taken for the step's doing. A second
-    Ctrl-C does not wait: it ends the step.
+    A handler may save a checkpoint, or set `trainer.should_stop`, which would look like a change by the step. A second
+    Ctrl-C is not deferred and ends the step.
 
     Raises:
-        StateFound: meanwhile the Trainer was told to stop.
+        StateFound: `trainer.should_stop` changed in the block.
     """
     stops = trainer.should_stop
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    waiting = {number: handler for number, handler in handlers.items() if callable(handler)}
+    deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
 
-    def wait(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and number in came:
+    def defer(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
-        came.append(number)
+        received.append(number)
 
-    for number in waiting:
-        signal.signal(number, wait)
+    for number in deferred:
+        signal.signal(number, defer)
     try:
         yield
         if trainer.should_stop != stops:
             raise StateFound(KEEPS_STATE.format(what="trainer.should_stop is changed inside training_step"))
     finally:
-        for number, handler in waiting.items():
+        for number, handler in deferred.items():
             signal.signal(number, handler)
-        for number in came:
-            waiting[number](number, None)  # type: ignore[operator]
+        for number in received:
+            deferred[number](number, None)  # type: ignore[operator]
 
 
 def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None:
-    """The last sample's size, losses, norms and how many of them were clipped."""
+    """Logs the last sample's size, mean loss, median norms and fractions clipped, all of them not private."""
     observed = engine.observations
     sizes = sum(len(chunk["loss"]) for chunk in observed)
     values: dict[str, float] = {"unsafe/sample_size": float(sizes)}
@@ -149,11 +151,11 @@ def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None
 def as_in_round(
     trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]
 ) -> Callable[[], AbstractContextManager]:
-    """Makes the Trainer say meanwhile that round `t` is under way, with half of the optimizers' numbers.
+    """A context in which the Trainer's counters say round `t`, and optimizers' settings are halved.
 
     Args:
-        place: its epoch, and the number that it has there.
-        args: of training_step after the batch, of which the first is batch_idx.
+        place: (epoch, batch index) of that round.
+        args: of training_step after the batch, batch_idx first; changed in place.
     """
 
     @contextmanager
@@ -164,12 +166,12 @@ def as_in_round(
         counts = [(loop.epoch_progress.current, epoch), (steps, t), (batches, batch)]
         before = [dict(vars(count)) for count, _ in counts]
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        numbers = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
-        given, is_last = [*args], loop.epoch_loop.batch_progress.is_last_batch
+        settings = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
+        original_args, is_last = [*args], loop.epoch_loop.batch_progress.is_last_batch
         try:
             for count, number in counts:
                 vars(count).update(dict.fromkeys(vars(count), number))
-            for group, key, value in numbers:
+            for group, key, value in settings:
                 group[key] = value / 2
             loop.epoch_loop.batch_progress.is_last_batch = not is_last
             args[:1] = [batch] if args else []
@@ -177,10 +179,10 @@ def as_in_round(
         finally:
             for (count, _), was in zip(counts, before, strict=True):
                 vars(count).update(was)
-            for group, key, value in numbers:
+            for group, key, value in settings:
                 group[key] = value
             loop.epoch_loop.batch_progress.is_last_batch = is_last
-            args[:] = given
+            args[:] = original_args
 
     return other
 
@@ -191,11 +193,10 @@ def _is_number(value: Any) -> bool:
 
 @contextmanager
 def collectives_refused() -> Iterator[None]:
-    """Meanwhile code that asks finds no other processes, and collectives of the default group are refused: what is
-    computed from a record would be told the others.
+    """Hides other processes in the block and refuses collectives, which would tell other processes of a record.
 
     Raises:
-        ConfigError: something was to be exchanged.
+        ConfigError: a collective of the default group was called.
     """
     if not (dist.is_available() and dist.is_initialized()):
         yield

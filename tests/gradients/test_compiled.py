@@ -20,7 +20,7 @@ from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import MARK, CompileDecision, _stages
 from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
-from dpexp.privacy.gradients.per_example import Gradients
+from dpexp.privacy.gradients.per_example import ChunkGradients
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.round import PrivateRound
@@ -188,7 +188,7 @@ def test_a_norm_that_is_not_finite_in_float64_alone_adds_nothing():
     x, g = torch.ones(2, 2, 3), torch.ones(2, 2, 1)
     g[:, 1] = -1 + 1e-6
     g[1] = torch.inf
-    gradients = Gradients({"weight": OuterProductGradient(x, g)}, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    gradients = ChunkGradients({"weight": OuterProductGradient(x, g)}, torch.zeros(2), torch.ones(2, dtype=torch.bool))
     sums = {"weight": torch.zeros(1, 3)}
     both = torch.arange(2), torch.ones(2, dtype=torch.bool)
     clip(gradients, clip.clip_norms((), torch.device("cpu")), sums, both[1], both)

@@ -319,7 +319,7 @@ class Counting(Model):
         return F.cross_entropy(self.place() * self.net(x), y)
 
 
-def assert_refused(folder, module, match="keeps something of a record", **options):
+def assert_refused(folder, module, match="keeps state of a record", **options):
     """Before the first round."""
     with pytest.raises(StateFound, match=match):
         trained(folder, module, rows(5), **options)

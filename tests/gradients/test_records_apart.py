@@ -286,7 +286,7 @@ def test_a_step_that_does_otherwise_after_other_records_is_refused(step):
     torch.manual_seed(0)
     x = torch.randn(N, 4, 6).double()
     x[0] *= 1e4
-    with pytest.raises(StateFound, match=r"keeps something of a record"):
+    with pytest.raises(StateFound, match=r"keeps state of a record"):
         sums(step, x, N)
 
 

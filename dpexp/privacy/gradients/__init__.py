@@ -1,12 +1,12 @@
-"""The gradient engine: per-record clipping of every vector at once.
+"""Per-example gradients and clipping, for all vectors of a plan at once.
 
-The loss is computed under `torch.func.vmap`: a record's loss is what `training_step` returns for a batch of that record
-alone, whatever the loss reduction. Where a parameter enters a known operation (`rules`), the operation runs on the
-whole chunk and its inputs and output gradients are saved; where it enters any other, each record gets its own copy
-(`capture`). What is computed from parameters alone is treated as a parameter, and its gradients go back to those behind
-it (`derived`). All answer the two operations that a mechanism needs of a vector: squared norms, and a weighted sum over
-records.
+`step` decides how records are processed. By default the pass of a chunk (loss, gradients, norms, clipped sums) is
+computed under `torch.func.vmap`, where each record's loss is that of a batch of one; it is traced into a graph, proved
+to keep records apart (`traced`, `graphs`), and possibly compiled (`compiled`). A step that cannot be traced runs as
+written (`per_example`).
 
-The pass of a chunk is traced into a graph and proved to treat each record by itself before the first round (`graphs`,
-`traced`); the rounds run the graph. What cannot be traced runs as written (`passes`). `step` decides which.
+Where a parameter enters a known operation (`layer_rules`), the operation runs on the whole chunk and saves its inputs
+and output gradients; elsewhere each record gets its own copy of the parameter (`interception`). A tensor computed from
+parameters alone is treated as a parameter, and its gradients are propagated to them (`derived_parameters`). Each kind
+gives squared norms and weighted sums over records (`layer_gradients`), from which `clipped_sums` are made.
 """

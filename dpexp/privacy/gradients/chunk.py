@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.index_checks import sizes_met
+from dpexp.privacy.gradients.index_checks import table_size
 from dpexp.privacy.sampling.batches import flattened
 
 LossOf = Callable[[Any], Tensor]
@@ -219,7 +219,7 @@ class _IndexRanges(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         try:
-            size = sizes_met(func, args, kwargs or {})
+            size = table_size(func, args, kwargs or {})
         except Exception:  # wrong arguments, of which func itself complains
             size = None
         if size is not None:

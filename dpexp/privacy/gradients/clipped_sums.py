@@ -1,5 +1,4 @@
-"""The clipped sums of a chunk, for all groups of a plan: the mechanisms of `dpexp.privacy.mechanism`, and the counts
-that adaptive clip norms follow."""
+"""Clips and sums the vectors of a chunk for all groups of a plan, and the counts for adaptive clip norms."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from dpexp.privacy.gradients.compiled import computed_once
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
-from dpexp.privacy.gradients.per_example import Gradients
+from dpexp.privacy.gradients.per_example import ChunkGradients
 from dpexp.privacy.mechanism import GroupMechanism, ScaledNorms
 from dpexp.privacy.plan.adaptive_clipping import indicator
 from dpexp.privacy.plan.groups import value_key
@@ -20,8 +19,8 @@ class ClippedSums:
     """Clips and sums the vectors of a chunk.
 
     Args:
-        groups: of the plan, of which those with values are after those with gradients.
-        joint: whether each vector's own norm is counted, for adaptive joint clipping; else each group's.
+        groups: of the plan; groups of values come after groups of gradients.
+        joint: counts compare each vector's norm, for adaptive joint clipping; else each group's norm.
         dtype: of counts.
     """
 
@@ -31,8 +30,10 @@ class ClippedSums:
         self._dtype = dtype
 
     def clip_norms(self, now: Sequence[Group], device: torch.device) -> Tensor:
-        """The numbers of a round: S of each group, then the scales of its vectors; of a group that is not released in
-        this round those of the plan, since its sums are dropped."""
+        """S of each group in this round, and if `joint` then the scales of all vectors, in float64.
+
+        Groups that are not released in this round have the plan's, since their sums are dropped.
+        """
         present = {group.name: group for group in now}
         groups = [present.get(m.group.name, m.group) for m in self._mechanisms]
         clip_norms = [group.S for group in groups]
@@ -41,7 +42,7 @@ class ClippedSums:
 
     def __call__(
         self,
-        gradients: Gradients,
+        gradients: ChunkGradients,
         clip_norms: Tensor,
         sums: Mapping[str, Tensor],
         counted: Tensor,
@@ -50,22 +51,22 @@ class ClippedSums:
     ) -> dict[str, Tensor]:
         """Adds the clipped gradients of a chunk to `sums`, in place.
 
-        A row whose norm is doubtful (`ScaledNorms.doubtful`) adds nothing, unless it is asked for. One of which a norm
-        is not finite adds nothing if `zeroing`, and else makes the sums useless.
+        Rows with a doubtful norm (`ScaledNorms.doubtful`) are left out. A row with a norm that is not finite is left
+        out if `zeroing`; else the sums must not be used.
 
         Args:
-            numbers: see `numbers`; counted: [B], which rows are records.
-            rows: of doubtful ones, by number [K], and which of those count [K]: they alone are added, from gradients
-                in float64.
+            clip_norms: see `clip_norms`.
+            counted: [B], which rows are records.
+            rows: (indices [K], which of them count [K]) of doubtful rows: only these are added, with norms in float64.
 
         Returns:
-            `norm:group` [B] for each group, `finite` [B], whether all of them are; `doubtful` [B] if any can be.
+            `norm:group` [B] for each group; `finite` [B], whether all of them are; `doubtful` [B], if any can be.
         """
         S, _ = self._split(clip_norms)
-        for use in gradients.of.values():
-            use.change(computed_once)
+        for gradient in gradients.by_name.values():
+            gradient.change(computed_once)
         found, outputs = self._norms(gradients, clip_norms)
-        for name in ("finite", "doubtful"):  # in this order in every process
+        for name in ("finite", "doubtful"):  # in the same order in every process
             if name in outputs:
                 outputs[name] = computed_once(outputs[name])
         if zeroing:
@@ -84,8 +85,8 @@ class ClippedSums:
             self._add(found, S, sums, counted & ~doubtful)
         return outputs
 
-    def add(self, gradients: Gradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same outside of a graph, for all rows, the doubtful ones included."""
+    def add(self, gradients: ChunkGradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same outside a graph, for all rows, doubtful ones included."""
         S, _ = self._split(clip_norms)
         found, outputs = self._norms(gradients, clip_norms)
         counted = gradients.in_range & outputs["finite"]
@@ -98,14 +99,16 @@ class ClippedSums:
         self._add(found, S, sums, counted)
         return outputs
 
-    def _norms(self, gradients: Gradients, clip_norms: Tensor) -> tuple[list[ScaledNorms | None], dict[str, Tensor]]:
+    def _norms(
+        self, gradients: ChunkGradients, clip_norms: Tensor
+    ) -> tuple[list[ScaledNorms | None], dict[str, Tensor]]:
         S, alphas = self._split(clip_norms)
         weights = record_weights(gradients)
         found: list[ScaledNorms | None] = []
         for mechanism, S_g, scales in zip(self._mechanisms, S, alphas, strict=True):
             if mechanism.group.name == UNCLIPPED:
-                gradients.of[value_key(UNCLIPPED)] = self._counts(found, S, gradients, None)
-            found.append(own := mechanism.norms(gradients.of, S_g, scales))
+                gradients.by_name[value_key(UNCLIPPED)] = self._counts(found, S, gradients, None)
+            found.append(own := mechanism.norms(gradients.by_name, S_g, scales))
             if own is not None and not mechanism.group.is_metric:
                 own.weights = weights
         outputs = {
@@ -120,7 +123,7 @@ class ClippedSums:
         return found, outputs | {"finite": together < torch.inf}
 
     def _exact(
-        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: Gradients, rows: Tensor
+        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: ChunkGradients, rows: Tensor
     ) -> list[ScaledNorms | None]:
         exact: list[ScaledNorms | None] = []
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=True):
@@ -143,41 +146,39 @@ class ClippedSums:
                 mechanism.add(norms, S_g, sums, counted)
 
     def _split(self, clip_norms: Tensor) -> tuple[Sequence[Tensor], list[Sequence[Tensor] | None]]:
-        """S of each group, and its scales where they are not those of the plan."""
+        """S of each group, and the scales of its vectors; None: those of the plan."""
         each = clip_norms.unbind(0)
         k = len(self._mechanisms)
         alphas: list[Sequence[Tensor] | None] = [None] * k
         if self._joint:
-            at = k
+            start = k
             for g, mechanism in enumerate(self._mechanisms):
-                alphas[g] = each[at : at + len(mechanism.group.alphas)]
-                at += len(mechanism.group.alphas)
+                alphas[g] = each[start : start + len(mechanism.group.alphas)]
+                start += len(mechanism.group.alphas)
         return each[:k], alphas
 
     def _counts(
-        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: Gradients, rows: Tensor | None
+        self, found: Sequence[ScaledNorms | None], S: Sequence[Tensor], gradients: ChunkGradients, rows: Tensor | None
     ) -> LayerGradient:
-        """Of each record ±1/2 for each norm that is counted (`dpexp.privacy.plan.adaptive_clipping`)."""
+        """±1/2 for each record and norm, by whether it is within S (`dpexp.privacy.plan.adaptive_clipping`)."""
         losses = gradients.losses if rows is None else gradients.losses[rows]
         counted = []
         for mechanism, S_g, norms in zip(self._mechanisms, S, found, strict=False):
             group = mechanism.group
             if group.is_metric:
                 continue
-            parts = None
-            if norms is not None:
-                parts = norms.by_vector(len(group.vectors)) if self._joint else norms.norms[None] / S_g
             k = len(group.vectors) if self._joint else 1
-            counted.append(
-                indicator(parts) if parts is not None else losses.new_ones(k, len(losses), dtype=torch.float64)
-            )
+            if norms is None:
+                counted.append(losses.new_ones(k, len(losses), dtype=torch.float64))
+            else:
+                counted.append(indicator(norms.by_vector(k) if self._joint else norms.norms[None] / S_g))
         return DenseGradient(torch.cat(counted).T.to(self._dtype) - 0.5)
 
 
-def record_weights(gradients: Gradients) -> Tensor | None:
-    """[B] in float64: the records' weights, each brought into [0, 1], and NaN to 0; None: they have none."""
-    given = gradients.of.pop(WEIGHT, None)
-    return None if given is None else given.materialize()[:, 0].double().nan_to_num(0.0).clamp(0, 1)
+def record_weights(gradients: ChunkGradients) -> Tensor | None:
+    """[B] in float64: the records' weights, clamped to [0, 1], NaN as 0; None: records have no weights."""
+    weights = gradients.by_name.pop(WEIGHT, None)
+    return None if weights is None else weights.materialize()[:, 0].double().nan_to_num(0.0).clamp(0, 1)
 
 
 def _zero(found: Sequence[ScaledNorms | None], rows: Tensor) -> None:

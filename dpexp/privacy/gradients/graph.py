@@ -1,4 +1,4 @@
-"""A traced pass, and how one of any number of rows is made of two."""
+"""A traced pass, and the template that makes graphs of any number of rows from two traces."""
 
 import copy
 import hashlib
@@ -16,22 +16,24 @@ from dpexp.privacy.checks import digest
 from dpexp.privacy.gradients.compiled import MARK, Compiled
 from dpexp.privacy.gradients.norms import full_precision
 
-_TYPED_IN = 64  # numbers of a tensor, at most, to count as made of what stands in the code
+_MAX_LITERAL = 64  # entries of a constant that counts as a literal in the code
 
 
 @dataclass
 class Graph:
-    """A traced pass for a number of rows.
+    """A traced pass for a fixed number of rows.
 
     Attributes:
-        outputs: the names of what it returns, in order.
-        compiled: what runs in its place, for inputs that it fits.
+        outputs: the names of its results, in order.
+        input_specs: (shape, dtype, device) of each parameter and buffer.
+        zeroing: gradients of rows that are not finite are set to zero.
+        compiled: runs instead, for inputs whose memory layout fits.
     """
 
     run: fx.GraphModule
     outputs: list[str]
     input_specs: list[tuple]
-    zeroing: bool = False  # gradients of rows that are not finite are set to zero
+    zeroing: bool = False
     compiled: Compiled | None = None
 
     @cached_property
@@ -40,16 +42,16 @@ class Graph:
 
     @cached_property
     def _run(self) -> Callable[..., list[Tensor]]:
-        """Its code, in which operators are called without looking their names up."""
+        """Its code, with operators bound to local names, which saves a lookup per call."""
         names = dict(self._code.globals)
 
-        def named(found: re.Match) -> str:
-            name = "_".join(found.groups())
-            operator: Any = reduce(getattr, found.groups(), torch.ops)
-            names[name] = _itself if operator is MARK else operator_function(operator)
+        def bind(match: re.Match) -> str:
+            name = "_".join(match.groups())
+            operator: Any = reduce(getattr, match.groups(), torch.ops)
+            names[name] = (lambda marked: marked) if operator is MARK else operator_function(operator)
             return name
 
-        exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", named, self._code.src), names)
+        exec(re.sub(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)", bind, self._code.src), names)
         return partial(names["forward"], self.run)
 
     def __call__(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -69,7 +71,7 @@ class Graph:
 
     @property
     def text(self) -> str:
-        """Equal for graphs that do the same."""
+        """Its code; equal code with equal constants computes the same."""
         return self._code.src
 
     @property
@@ -80,23 +82,19 @@ class Graph:
     def constants(self) -> dict[str, Tensor]:
         """Tensors that the graph holds."""
         names = [str(node.target) for node in self.run.graph.nodes if node.op == "get_attr"]
-        held = {name: getattr(self.run, name) for name in names}
-        return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+        values = {name: getattr(self.run, name) for name in names}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @cached_property
-    def typed_in(self) -> set[str]:
-        """Those that code makes anew from a few numbers, as torch.tensor([0.5, 2.0]) does."""
+    def literals(self) -> set[str]:
+        """Names of the constants that are literals in the code, as in torch.tensor([0.5, 2.0])."""
         lifted = [node.args[0] for node in self.run.graph.nodes if "lift_fresh" in str(node.target)]
         names = {str(node.target) for node in lifted if isinstance(node, fx.Node)}
-        return {name for name in names if name in self.constants and self.constants[name].numel() <= _TYPED_IN}
+        return {name for name in names if name in self.constants and self.constants[name].numel() <= _MAX_LITERAL}
 
 
-def _itself(marked: Tensor) -> Tensor:
-    return marked
-
-
-def differs(some: Graph, other: Graph) -> str | None:
-    """What two graphs differ in: a line of code, or a constant; None: nothing."""
+def difference(some: Graph, other: Graph) -> str | None:
+    """The first line of code or constant in which two graphs differ; None: they are equal."""
     if some.text != other.text:
         lines = zip(some.text.splitlines(), other.text.splitlines(), strict=False)
         return next((b.strip()[:150] for a, b in lines if a != b), "its length")
@@ -112,11 +110,11 @@ def _differ(some: Tensor, other: Tensor) -> bool:
 
 @dataclass
 class Template:
-    """The graph of any number of rows, made of two that were traced for numbers of which one is larger by 1: whole
-    numbers in the code that differ are multiples of the number of rows.
+    """Makes the graph of any number of rows from two traces whose numbers of rows differ by 1: integers in their code
+    either agree, or are proportional to the number of rows.
 
     Attributes:
-        multiples: of each node, which of its arguments.
+        multiples: for each node, the positions of arguments that are proportional.
     """
 
     graph: Graph
@@ -125,7 +123,7 @@ class Template:
 
     @staticmethod
     def of(graph: Graph, rows: int, other: Graph, others: int) -> "Template | None":
-        """None: the graphs differ in more than their number of rows."""
+        """From two graphs of `rows` and `others` rows; None: they differ in other ways, too."""
         some, more = ([*one.run.graph.nodes] for one in (graph, other))
         if len(some) != len(more):
             return None
@@ -140,28 +138,28 @@ class Template:
 
         multiples = []
         for a, b in zip(some, more, strict=True):
-            (given, form), (others_given, other_form) = _arguments(a), _arguments(b)
-            if a.op != b.op or (a.op == "call_function" and a.target != b.target) or form != other_form:
+            (values, structure), (other_values, other_structure) = _arguments(a), _arguments(b)
+            if a.op != b.op or (a.op == "call_function" and a.target != b.target) or structure != other_structure:
                 return None
-            if not all(map(same, given, others_given)):
+            if not all(map(same, values, other_values)):
                 return None
             if a.op == "get_attr" and _differ(getattr(graph.run, str(a.target)), getattr(other.run, str(b.target))):
                 return None
-            pairs = enumerate(zip(given, others_given, strict=True))
+            pairs = enumerate(zip(values, other_values, strict=True))
             multiples.append([i for i, (x, y) in pairs if type(x) is int and x != y])
         return Template(graph, rows, multiples)
 
     def of_rows(self, rows: int) -> Graph:
-        """The graph of so many rows."""
+        """The graph of this number of rows."""
         if rows == self.rows:
             return self.graph
         resized = copy.deepcopy(self.graph.run.graph)
         for node, places in zip(resized.nodes, self.multiples, strict=True):
             if places:
-                given, form = _arguments(node)
+                values, structure = _arguments(node)
                 for i in places:
-                    given[i] = given[i] // self.rows * rows
-                node.args, node.kwargs = tree_unflatten(given, form)
+                    values[i] = values[i] // self.rows * rows
+                node.args, node.kwargs = tree_unflatten(values, structure)
         return replace(self.graph, run=fx.GraphModule(self.graph.run, resized), compiled=None)
 
 
@@ -170,12 +168,12 @@ def _arguments(node: fx.Node) -> tuple[list[Any], Any]:
 
 
 def rows_of(found: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """What a graph gives of its first rows."""
+    """A graph's results for its first `count` rows, without sums."""
     return {name: value[:count] for name, value in found.items() if not name.startswith("sum:")}
 
 
 def add_sums(found: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
-    """Adds what a graph sums up to `sums`, in place."""
+    """Adds a graph's sums to `sums`, in place."""
     for name, value in found.items():
         if name.startswith("sum:"):
             name = name.removeprefix("sum:")

@@ -20,7 +20,7 @@ from dpexp.privacy.checks import (
     digest_as_integer,
     digests_of_training,
 )
-from dpexp.privacy.gradients.branches import described, failing_layer, why
+from dpexp.privacy.gradients.branches import describe, explain, failing_layer
 from dpexp.privacy.gradients.chunk import (
     NO_LOSS,
     Chunk,
@@ -35,9 +35,9 @@ from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graphs import Graphs
 from dpexp.privacy.gradients.layer_gradients import DenseGradient
-from dpexp.privacy.gradients.local_training import Training
+from dpexp.privacy.gradients.local_training import LocalTrainer
 from dpexp.privacy.gradients.norms import full_precision
-from dpexp.privacy.gradients.per_example import Gradients, VmapPass, gradients_of_one, no_seeds
+from dpexp.privacy.gradients.per_example import ChunkGradients, VmapPass, gradients_of_one_record, no_seeds
 from dpexp.privacy.gradients.traced import MixesRecords
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -81,7 +81,7 @@ class Step:
         graphs: Graphs,
         run_pass: VmapPass,
         clip: ClippedSums,
-        training: Training | None,
+        training: LocalTrainer | None,
         one_at_a_time: bool,
         device: torch.device,
     ) -> None:
@@ -173,7 +173,6 @@ class Step:
         if not due and changed is None:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
-        assert self.synthetic
         self._last_traced_round = completed
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -187,13 +186,12 @@ class Step:
         self._tracing += time.perf_counter() - now
 
     def _trace_if_changed(self, chunk: Chunk, settings: _Settings) -> None:
-        assert self.synthetic
         try:
-            difference = self._graphs.changed(chunk, self.synthetic)
+            difference = self._graphs.changed(chunk)
         except ConfigError:
             raise
         except Exception as error:
-            difference = why(error)
+            difference = explain(error)
         if difference is None:
             self._graphs.reads.note_step_unaffected()
             return
@@ -248,14 +246,14 @@ class Step:
             yield from self._add_by_graph(chunk, clip_norms, sums)
             return
         found = self._gradients(chunk) if self.mode == VMAP else None
-        if isinstance(found, Gradients):
+        if isinstance(found, ChunkGradients):
             yield self._clipped(found, clip_norms, sums)
             return
         for i in range(chunk.size):
             one = self._gradients(chunk, i)
-            yield self._clipped(one, clip_norms, sums) if isinstance(one, Gradients) else one
+            yield self._clipped(one, clip_norms, sums) if isinstance(one, ChunkGradients) else one
 
-    def _gradients(self, chunk: Chunk, i: int | None = None) -> Gradients | Exception:
+    def _gradients(self, chunk: Chunk, i: int | None = None) -> ChunkGradients | Exception:
         """Gradients of all records by vmap, or of record i; or the error that they raise."""
         try:
             return self._pass(chunk) if i is None else self.gradients_of_record(chunk, i)
@@ -267,9 +265,8 @@ class Step:
     def _add_by_graph(
         self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
     ) -> Iterator[dict[str, Tensor] | Exception]:
-        assert self.synthetic
         try:
-            yield self._graphs.add(chunk, self.synthetic, clip_norms, sums)
+            yield self._graphs.add(chunk, clip_norms, sums)
         except StateFound as found:
             found.last_clean_round = self._last_traced_round
             raise
@@ -282,7 +279,7 @@ class Step:
             for i in range(chunk.size):
                 yield from self._add_by_graph(chunk.row(i), clip_norms, sums)
 
-    def gradients_of_record(self, chunk: Chunk, i: int) -> Gradients:
+    def gradients_of_record(self, chunk: Chunk, i: int) -> ChunkGradients:
         """Gradients of one record, untraced; in mode `VMAP` by vmap, so that norms allow for the same rounding."""
         if self.mode == VMAP:
             return self._pass(chunk.row(i))
@@ -290,13 +287,13 @@ class Step:
             if self._training:
                 found, loss = self._training.one(chunk, i)
             else:
-                found, loss = gradients_of_one(chunk.loss_of, chunk.batch_of(i), self._parameters, self._values)
+                found, loss = gradients_of_one_record(chunk.loss_of, chunk.batch_of(i), self._parameters, self._values)
         dense: Any = {
             n: DenseGradient(g[None].to(torch.promote_types(torch.float32, g.dtype))) for n, g in found.items()
         }
-        return Gradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
+        return ChunkGradients(dense, loss[None], torch.ones(1, dtype=torch.bool, device=loss.device))
 
-    def _clipped(self, gradients: Gradients, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _clipped(self, gradients: ChunkGradients, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad(), full_precision(self._device):
             found = self._clip.add(gradients, clip_norms, sums)
         return found | {"loss": gradients.losses, "in_range": gradients.in_range}
@@ -312,7 +309,7 @@ class Step:
         except ConfigError:
             raise
         except Exception as caught:
-            self.reason = why(caught)
+            self.reason = explain(caught)
             if isinstance(caught, MixesRecords):
                 self.mode = LOOP
                 return
@@ -343,7 +340,7 @@ class Step:
                 each = [self.gradients_of_record(one, 0) for one in probed]
             finally:
                 set_all_random_states(self._device, *before)
-            return [t for one in each for t in (one.losses, *(use.materialize() for use in one.of.values()))]
+            return [t for one in each for t in (one.losses, *(use.materialize() for use in one.by_name.values()))]
 
         check = StateCheck(self._module, probe)
         try:
@@ -364,7 +361,7 @@ class Step:
         except Exception as error:  # caused by what an earlier pass left behind
             if isinstance(error, RecordError):
                 raise ConfigError(str(error)) from error
-            what = f"training_step fails after other records ({why(error)})"
+            what = f"training_step fails after other records ({explain(error)})"
             raise StateFound(KEEPS_STATE.format(what=what)) from error
         self._check = check
 
@@ -379,13 +376,13 @@ class Step:
             try:
                 one = synthetic.records(chunk, 1, 0).batch_of(0)
                 with self._graphs.reads.variables_recorded():
-                    found, loss = gradients_of_one(chunk.loss_of, one, self._parameters, self._values)
+                    found, loss = gradients_of_one_record(chunk.loss_of, one, self._parameters, self._values)
             except ConfigError:
                 raise
             except Exception as caught:
                 error = error or caught
                 if synthetic.floats == "same":  # the public record itself
-                    warnings.warn(f"the first record of the validation set has no loss: {why(caught)}")
+                    warnings.warn(f"the first record of the validation set has no loss: {explain(caught)}")
             else:
                 gradients = [found[name] for name in found if name in self._parameters]
                 if not gradients:
@@ -401,8 +398,8 @@ class Step:
         records = [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
         remedy = "" if self.public is not None else " Or give a validation set, whose first record is tried."
         return (
-            f"model: training_step fails for every synthetic record; the data's are {described(records)}{layer}: "
-            f"{why(error)}{remedy}"
+            f"model: training_step fails for every synthetic record; the data's are {describe(records)}{layer}: "
+            f"{explain(error)}{remedy}"
         )
 
     def _warn_if_slow(self) -> None:

@@ -308,5 +308,5 @@ def rows_of_graph(count: int, usual: int) -> int:
 def check_constants(graph: Graph, data: Memory) -> list[str]:
     """Shapes of a graph's constants; raises ConfigError if one shares memory with the training set."""
     data.refuse(graph.constants.items())
-    others = (tensor for name, tensor in graph.constants.items() if name not in graph.typed_in)
+    others = (tensor for name, tensor in graph.constants.items() if name not in graph.literals)
     return [str(tuple(tensor.shape)) for tensor in others if tensor.numel() > 1]

@@ -17,7 +17,7 @@ from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import flops_of, seconds
 from dpexp.privacy.gradients.graph import Graph, Template
 from dpexp.privacy.gradients.norms import full_precision
-from dpexp.privacy.gradients.per_example import Gradients, VmapPass
+from dpexp.privacy.gradients.per_example import ChunkGradients, VmapPass
 from dpexp.privacy.gradients.reads import Reads, is_library_class, is_user_object, set_value, value_of
 from dpexp.privacy.gradients.traced import Inputs, NotTraceable, check_constants, prove, trace
 from dpexp.privacy.noise.randomness import all_random_states, random_state, set_all_random_states, set_random_state
@@ -173,7 +173,7 @@ class Tracer:
         return graph
 
     def _outputs(
-        self, gradients: Gradients, clip_norms: Tensor, counted: Tensor, rows: tuple[Tensor, Tensor] | None = None,
+        self, gradients: ChunkGradients, clip_norms: Tensor, counted: Tensor, rows: tuple[Tensor, Tensor] | None = None,
         zeroing: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
         """`sum:name` for each parameter and value, and losses, norms and flags of each row."""
