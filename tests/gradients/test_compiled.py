@@ -42,7 +42,7 @@ def off(found, expected):
 
 
 def compiled_graphs(engine):
-    return [graph for graph in engine.step._graphs._graphs.values() if graph.compiled]
+    return [graph for graph in engine.step.graphs._graphs.values() if graph.compiled]
 
 
 @needs_compiler
@@ -54,7 +54,7 @@ def test_sums_of_samples_of_any_size_are_those_of_one_record_at_a_time():
         found = sums_of(engine, loss_of, rows(size), size)
         batch = tuple(leaf[:, 0] for leaf in rows(size))
         assert off(found, clipped_sums(engine.plan, module, loss_of, batch, size)) < 1e-6
-    assert len(compiled_graphs(engine)) == 1 and engine.step.compiling.reason.startswith("compiled: a round takes")
+    assert len(compiled_graphs(engine)) == 1 and engine.step.graphs.compiling.reason.startswith("compiled: a round takes")
 
 
 @needs_compiler
@@ -93,7 +93,7 @@ def test_dropout_draws_for_each_record_what_it_draws_without_compiling():
     for compile in (True, False):
         engine = engine_of(module, compile)
         sums_of(engine, loss_of, rows())
-        engine.step._graphs._compiled_rows = {key[0]: key[1] for key in engine.step._graphs._graphs}
+        engine.step.graphs._compiled_rows = {key[0]: key[1] for key in engine.step.graphs._graphs}
         torch.manual_seed(7)
         found.append(sums_of(engine, loss_of, rows()))
         same = tuple(leaf[:1].expand(N, *leaf.shape[1:]).clone() for leaf in rows())
@@ -117,7 +117,7 @@ def test_factors_and_decisions_are_computed_once():
     sums_of(engine, loss_of, rows())
     (fast,) = compiled_graphs(engine)
     pure = make_fx(torch.func.functionalize(fast.run))(
-        *engine.step._graphs.tracer._inputs(Chunk.of(loss_of, rows(18), 18))
+        *engine.step.graphs.tracer._inputs(Chunk.of(loss_of, rows(18), 18))
     )
     products = [stage for node, stage in _stages(pure.graph).items() if "mm" in str(node.target)]
     assert products == [0, 0, 0, 1, 1]  # of the loss and gradients; of the sums
@@ -130,7 +130,7 @@ def test_functions_that_are_computed_for_several_records_at_once_are_not_compile
     module, loss = classifier()
     engine = engine_of(module)
     sums_of(engine, lambda one: loss((function(one[0]), one[1])), rows())
-    assert "would depend on another record" in engine.step.compiling.reason and not compiled_graphs(engine)
+    assert "would depend on another record" in engine.step.graphs.compiling.reason and not compiled_graphs(engine)
 
 
 @needs_compiler
@@ -151,7 +151,7 @@ def test_where_a_record_may_end_in_an_error_the_graph_is_run():
         return loss(one[:2]) * module[0].weight.detach()[0, one[2]].sum()
 
     before = sums_of(engine, loss_of, (x, y, index))
-    assert "some records raise an error" in engine.step.compiling.reason
+    assert "some records raise an error" in engine.step.graphs.compiling.reason
     index[3] = 99
     found = sums_of(engine, loss_of, (x, y, index))
     assert 0 < (found["0.weight"] - before["0.weight"]).norm() <= S * (1 + 1e-6)
@@ -174,7 +174,7 @@ def test_all_that_norms_are_computed_from_lies_in_memory():
     engine = engine_of(module)
     sums_of(engine, module, torch.randn(N, 1, 12))
     (fast,) = compiled_graphs(engine)
-    inputs = engine.step._graphs.tracer._inputs(Chunk.of(module, torch.randn(18, 1, 12), 18))
+    inputs = engine.step.graphs.tracer._inputs(Chunk.of(module, torch.randn(18, 1, 12), 18))
     pure = make_fx(torch.func.functionalize(fast.run))(*inputs)
     marked = [node.args[0].meta["val"] for node in pure.graph.nodes if node.target is MARK]
     assert {value.dtype for value in marked} == {torch.float32, torch.int64, torch.bool}
@@ -199,8 +199,8 @@ def test_a_few_rounds_are_not_compiled():
     module, loss_of = classifier()
     engine = engine_of(module, None)
     sums_of(engine, loss_of, rows())
-    assert engine.step.compiling.decided is False and not compiled_graphs(engine)
-    assert "not compiled, since 9 rounds of" in engine.step.compiling.reason
+    assert engine.step.graphs.compiling.decided is False and not compiled_graphs(engine)
+    assert "not compiled, since 9 rounds of" in engine.step.graphs.compiling.reason
 
 
 @needs_compiler
@@ -238,7 +238,7 @@ def test_where_compiling_fails_the_graph_is_run(monkeypatch):
     module, loss_of = classifier()
     engine = engine_of(module)
     found = sums_of(engine, loss_of, rows())
-    assert "not compiled: " in engine.step.compiling.reason and "no compiler" in engine.step.compiling.reason
+    assert "not compiled: " in engine.step.graphs.compiling.reason and "no compiler" in engine.step.graphs.compiling.reason
     assert off(found, clipped_sums(engine.plan, module, loss_of, tuple(leaf[:, 0] for leaf in rows()), N)) < 1e-6
 
 
@@ -249,4 +249,4 @@ def test_what_is_compiled_must_agree_with_the_graph(monkeypatch):
     module, loss_of = classifier()
     engine = engine_of(module)
     sums_of(engine, loss_of, rows())
-    assert "relative error is 1e-04" in engine.step.compiling.reason and not compiled_graphs(engine)
+    assert "relative error is 1e-04" in engine.step.graphs.compiling.reason and not compiled_graphs(engine)

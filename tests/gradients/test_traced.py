@@ -274,7 +274,7 @@ def test_clip_norms_that_vary_take_the_same_graph():
     for t in range(3):
         found = sums_of(engine, loss_of, batch, t=t)
         lengths.append(sum(float(total.square().sum()) for total in found.values()) ** 0.5)
-    assert engine.mode == "traced" and len(engine.step._graphs._graphs) == 2  # of a usual chunk, and of this one
+    assert engine.mode == "traced" and len(engine.step.graphs._graphs) == 2  # of a usual chunk, and of this one
     assert lengths[0] > lengths[1] > lengths[2]
 
 
@@ -359,7 +359,7 @@ def test_a_graph_made_for_another_size_gives_what_records_give(width):
         found = sums_of(engine, loss_of, (x[:size], y[:size]), size)
         expected = clipped_sums(engine.plan, module, loss_of, (x[:size, 0], y[:size, 0]), size)
         assert relative_error(found, expected) < 1e-12
-    assert engine.mode == "traced" and len(engine.step._graphs._graphs) == len(sizes)
+    assert engine.mode == "traced" and len(engine.step.graphs._graphs) == len(sizes)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -553,7 +553,7 @@ def test_nested_settings_are_the_same_until_they_change():
     module, _ = classifier()
     engine = engine_of(module)
     sums_of(engine, lambda one: flat_loss(module, one) * NESTED.net.head.beta.head.beta, rows())
-    reads = engine.step._graphs.reads
+    reads = engine.step.graphs.reads
     assert reads.changed() is None and reads.signatures() == reads.signatures()
     NESTED.net.head.beta = Net(Head(2.0))
     assert reads.changed() == "NESTED"

@@ -32,7 +32,6 @@ from dpexp.privacy.gradients.chunk import (
     synthetic_options,
 )
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
-from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graphs import Graphs
 from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.local_training import LocalTrainer
@@ -66,6 +65,7 @@ class Step:
         one_at_a_time: forces `LOOP`.
 
     Attributes:
+        graphs: of a traced step.
         mode: `TRACED`, `VMAP` or `LOOP`, decided once before the first record; None: not yet.
         reason: why the job is not traced.
         is_random: whether the step draws random numbers; True while unknown.
@@ -86,7 +86,7 @@ class Step:
         device: torch.device,
     ) -> None:
         self._module, self._parameters, self._values = module, parameters, values
-        self._graphs, self._pass, self._clip = graphs, run_pass, clip
+        self.graphs, self._pass, self._clip = graphs, run_pass, clip
         self._training, self._one_at_a_time, self._device = training, one_at_a_time, device
         self.mode: str | None = None
         self.reason = ""
@@ -102,19 +102,9 @@ class Step:
         self._began = time.perf_counter()
 
     @property
-    def compiling(self) -> CompileDecision:
-        """Whether a traced step is compiled."""
-        return self._graphs.compiling
-
-    @property
-    def constant_shapes(self) -> list[str]:
-        """Shapes of tensors that a traced step reads and that are neither parameters nor buffers."""
-        return self._graphs.tracer.constant_shapes
-
-    @property
     def digest(self) -> int:
         """A digest of the mode and graphs, which all processes must have in common."""
-        return digest_as_integer(f"{self.mode} {self._graphs.digest()}".encode())
+        return digest_as_integer(f"{self.mode} {self.graphs.digest()}".encode())
 
     def decide(self, chunk: Chunk, settings: _Settings = nullcontext) -> None:
         """Decides `mode` for the job, on synthetic records.
@@ -142,20 +132,16 @@ class Step:
                 self._template = synthetic.records(chunk.row(0), 1, 0), settings
             if self.mode != TRACED:
                 self._test_for_state(chunk)
-        self._refuse_changes(before)
+        now = self._digests()
+        changed = next((name for name, was in before.items() if now.get(name, was) != was), None)
+        if changed is not None:
+            raise StateFound(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
         self._warn_if_slow()
 
     def _digests(self) -> dict[str, bytes]:
         """Digests of what a step may not set. Buffers are left out, since a step may fill caches once."""
         weights = {name: digest(p) for name, p in self._module.named_parameters()}
         return weights | digests_of_training(self._module)
-
-    def _refuse_changes(self, before: dict[str, bytes]) -> None:
-        """Raises StateFound: the step has set something."""
-        now = self._digests()
-        changed = next((name for name, was in before.items() if now.get(name, was) != was), None)
-        if changed is not None:
-            raise StateFound(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
 
     def trace_again(self, loss_of: LossOf, completed: int, epoch_begins: bool = False) -> None:
         """Traces the step of a traced job again if hooks may have changed it between rounds.
@@ -169,7 +155,7 @@ class Step:
         self._calls += 1
         now = time.perf_counter()
         due = (epoch_begins or self._calls.bit_count() == 1) and self._tracing < _MAX_TRACING_TIME * (now - self._began)
-        changed = self._graphs.stale()
+        changed = self.graphs.stale()
         if not due and changed is None:
             return
         chunk, settings = replace(self._template[0], loss_of=loss_of), self._template[1]
@@ -179,7 +165,7 @@ class Step:
         with own_state(self._device):
             self._trace_if_changed(chunk, settings)
             if changed is not None:
-                self._graphs.forget(but=chunk)
+                self.graphs.forget(but=chunk)
             if self.mode != TRACED:
                 self._test_for_state(chunk)
                 self._warn_if_slow()
@@ -187,24 +173,20 @@ class Step:
 
     def _trace_if_changed(self, chunk: Chunk, settings: _Settings) -> None:
         try:
-            difference = self._graphs.changed(chunk)
+            difference = self.graphs.changed(chunk)
         except ConfigError:
             raise
         except Exception as error:
             difference = explain(error)
         if difference is None:
-            self._graphs.reads.note_step_unaffected()
+            self.graphs.reads.note_step_unaffected()
             return
         self._step_changes += 1
-        self._graphs.forget()
+        self.graphs.forget()
         self._trace(chunk, settings)
         if self._step_changes > _MAX_STEP_CHANGES and self.mode == TRACED:
             self.reason = f"hooks change the step repeatedly ({difference})"
             self._decide_untraced(chunk)
-
-    def versions(self) -> dict[tuple[str, int], Any]:
-        """See `Graphs.versions`."""
-        return self._graphs.versions()
 
     def begin_round(self, t: int) -> None:
         """Notes weights, buffers and, in the first rounds and then within 2 % of the time, gradients of probes."""
@@ -266,7 +248,7 @@ class Step:
         self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
     ) -> Iterator[dict[str, Tensor] | Exception]:
         try:
-            yield self._graphs.add(chunk, clip_norms, sums)
+            yield self.graphs.add(chunk, clip_norms, sums)
         except StateFound as found:
             found.last_clean_round = self._last_traced_round
             raise
@@ -301,9 +283,9 @@ class Step:
     def _trace(self, chunk: Chunk, settings: _Settings) -> None:
         assert self.synthetic
         try:
-            difference = self._graphs.trace_and_prove(chunk, self.synthetic, settings)
+            difference = self.graphs.trace_and_prove(chunk, self.synthetic, settings)
             if difference is None:
-                self.mode, self.is_random = TRACED, self._graphs.draws
+                self.mode, self.is_random = TRACED, self.graphs.draws
                 return
             self.reason = f"the step is not the same each time it runs ({difference})"
         except ConfigError:
@@ -320,7 +302,7 @@ class Step:
         assert self.synthetic
         self.mode = VMAP
         try:
-            self._graphs.tracer.prove_untraced(chunk, self.synthetic)
+            self.graphs.tracer.prove_untraced(chunk, self.synthetic)
         except ConfigError:
             raise
         except Exception:  # self.reason already says why the step is not traced
@@ -375,7 +357,7 @@ class Step:
         for synthetic in synthetic_options(below, public):
             try:
                 one = synthetic.records(chunk, 1, 0).batch_of(0)
-                with self._graphs.reads.variables_recorded():
+                with self.graphs.reads.variables_recorded():
                     found, loss = gradients_of_one_record(chunk.loss_of, one, self._parameters, self._values)
             except ConfigError:
                 raise
