@@ -1,9 +1,9 @@
-"""Hydra's private interface, as far as dpexp uses it: here and nowhere else."""
+"""The parts of Hydra's private interface that dpexp uses. No other module imports them."""
 
-from hydra._internal.utils import get_args_parser  # arguments must be read as Hydra reads them
+from hydra._internal.utils import get_args_parser  # so that arguments are parsed as Hydra parses them
 from hydra.core.plugins import Plugins
 
-Plugins.instance()  # loads Hydra's own plugins anew; a class imported before would not be theirs
+Plugins.instance()  # Hydra loads its plugins' modules again here: a class imported before would be another one
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 __all__ = ["BasicSweeper", "get_args_parser"]

@@ -1,4 +1,4 @@
-"""The typed schema of a configuration, and the functions its YAML may call. Imports neither torch nor mlflow."""
+"""The typed schema of a configuration, and the resolvers of its YAML. Imports neither torch nor mlflow."""
 
 import math
 import os
@@ -11,14 +11,16 @@ from omegaconf import MISSING, OmegaConf
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = _CHECKOUT / "conf" if (_CHECKOUT / "pyproject.toml").exists() else Path(__file__).parent / "conf"
-COMMAND = "DPEXP_COMMAND"  # an environment variable with the command line, for the processes of every launcher
+COMMAND = "DPEXP_COMMAND"  # environment variable with the command line, for the processes of every launcher
 
 
 @dataclass
 class Data:
-    """`id` is a name for the data set, under which what is spent on it is added up. `n` is a published constant,
-    and so is `users`, of records that are users. `class_weights`: a list of public numbers, one a class, or `counts`.
-    `module` is a LightningDataModule's `_target_` with its arguments."""
+    """The data set and its public constants.
+
+    `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
+    that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `module`: the `_target_` of a
+    LightningDataModule, with its arguments."""
 
     id: str | None = None
     n: int = MISSING
@@ -54,7 +56,7 @@ class PrivacyUnit:
 
 @dataclass
 class Noise:
-    """`bands`, `coefficients` and `momentum` are of correlated noise."""
+    """`bands`, `coefficients` and `momentum` apply to correlated noise only."""
 
     kind: str = MISSING
     bands: Any = None
@@ -112,8 +114,7 @@ class Checkpoint:
 
 @dataclass
 class Audit:
-    """`target_models`, `shadow_models`: trainings with mislabelled canaries, whose coins the attacker guesses, and
-    knows."""
+    """`target_models`, `shadow_models`: trainings whose mislabelled canaries the attacker guesses, and knows."""
 
     canary_type: str = "dirac"
     num_canaries: int = 4000
@@ -135,7 +136,7 @@ class Tracking:
 
 @dataclass
 class Config:
-    """What `_target_` sections (model, optimizer, …) may hold is checked by what they name."""
+    """The configuration. The arguments of `_target_` sections (model, optimizer, …) are checked by their target."""
 
     data: Data = field(default_factory=Data)
     model: Any = None
@@ -176,18 +177,18 @@ class Config:
 
 
 def register() -> None:
-    """Makes the schema and the YAML functions known to Hydra."""
+    """Registers the schema and the resolvers with Hydra and OmegaConf."""
     ConfigStore.instance().store("base_config", Config)
     OmegaConf.register_new_resolver("unless", _unless, replace=True)
     OmegaConf.register_new_resolver("finite", lambda value: value is None or math.isfinite(value), replace=True)
     OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
     OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
-    OmegaConf.register_new_resolver("beside", _beside, replace=True)
+    OmegaConf.register_new_resolver("artifact_folder", _artifact_folder, replace=True)
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 
 
 def exposed(cfg: Any) -> str | None:
-    """Why not everything that a configuration's run shows is covered by its (ε, δ), if it is not."""
+    """Why the (ε, δ) of a run does not cover all of its outputs; None if it does."""
     if not cfg.privacy.enabled:
         return "trained without privacy"
     if cfg.privacy.noise_seed is not None:
@@ -196,24 +197,24 @@ def exposed(cfg: Any) -> str | None:
 
 
 def audit_trainings(cfg: Any) -> int:
-    """How many trainings on the data, besides the job's own, its audit shows something of."""
+    """The number of trainings on the data, in addition to the job's own, whose results its audit shows."""
     audit = cfg.audit
     return audit.target_models + audit.shadow_models if audit is not None and audit.canary_type == "mislabelled" else 0
 
 
 def tracking_uri() -> str:
-    """Where runs are kept, unless a configuration says otherwise."""
+    """The default tracking URI."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.getcwd()}/outputs/mlflow.db"
 
 
-def _beside(uri: str | None, folder: str) -> str | None:
-    """The folder for a database in a file; a server knows itself where artifacts go."""
+def _artifact_folder(uri: str | None, folder: str) -> str | None:
+    """`folder` for a database in a file; None for a server, which chooses the place of artifacts itself."""
     return folder if uri is None or uri.startswith("sqlite:") else None
 
 
-def _unless(*given: Any) -> Any:
-    """The default, which comes last, of one of several alternatives: null as soon as another is given."""
-    *others, default = given
+def _unless(*values: Any) -> Any:
+    """The last value, a default, if all alternatives before it are None; else None."""
+    *others, default = values
     return default if all(other is None for other in others) else None
 
 

@@ -1,17 +1,4 @@
-"""`python -m dpexp account SOURCE [SOURCE ...] [key=value ...]` says what ledgers cost, by any accountant, afterwards.
-
-A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several are composed, as runs on the same data.
-With data.id=NAME it says what all runs on that data set have spent, by whom, and what a budget leaves:
-see `account data.id=NAME --help`.
-
-    accountant=pld    or rdp, moments, strong, basic, gdp; several as pld,rdp; or all
-    delta=1e-5        default: the run's own
-    epsilon=1         print the δ for this ε too
-    adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
-    figure=F.png      draw ε(δ), and the errors of whoever tests for one record
-    write=true        log ε and the risk in words as metrics to the MLflow run
-    uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here
-"""
+"""`python -m dpexp account`: what ledgers, or all runs on a data set, cost by any accountant."""
 
 import json
 from collections.abc import Sequence
@@ -27,184 +14,15 @@ from rich.table import Table
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import check_delta, check_names, is_bound
-from dpexp.accounting.ledger import ADJACENCIES, Ledger, early, joined, ledger_so_far
+from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget
-from dpexp.accounting.releases import claimable, unamplified
+from dpexp.accounting.releases import applicable_accountants, unamplified
 from dpexp.accounting.risk import risk
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import in_words, up
 
-console = Console()
-
-
-@dataclass
-class OfData:
-    id: str = MISSING
-
-
-@dataclass
-class DataOptions:
-    data: OfData = field(default_factory=OfData)
-    uri: str | None = None
-    budget: Any = None
-    delta: float | None = None
-    accountant: str = "pld"
-
-
-def spent(arguments: Sequence[str]) -> dict[str, float]:
-    """Prints what has been spent on a data set.
-
-    Args:
-        arguments: sources and options, as on the command line.
-
-    Returns:
-        `composed`: ε of the plain composition; where there is a budget, `spent` and `limit`: ρ and B of its filter; and
-        `whole`: ε by pld of the whole plan that keeps it, if one does.
-        Where a run is unknown these are of the others alone, and `unknown` says how many are.
-
-    Raises:
-        ConfigError: a store that cannot be read, or runs that cannot be composed.
-    """
-    from dpexp.tracking.run_costs import adjacencies, cost_from, cost_of_job, costs_in, kept_in, once
-
-    if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
-        return {}
-    cfg = _options([argument for argument in arguments if "=" in argument])
-    stores = (cfg.uri or tracking_uri()).split(",")
-    charges = [charge for uri in stores for charge in costs_in(uri, cfg.data.id)]
-    for name in (argument for argument in arguments if "=" not in argument):
-        charges.append(cost_of_job(Path(name)) if Path(name).is_dir() else cost_from(Path(name)))
-    charges = once(charges)
-    if not charges:
-        raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
-    given = OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget
-    before = {one for uri in stores for one in kept_in(uri, cfg.data.id)}
-    kept = budget(given) if given is not None else _kept([*before])
-    delta = cfg.delta if cfg.delta is not None else kept.delta if kept else _common([c.delta for c in charges])
-    check_delta(delta)
-    known = [charge.ledger for charge in charges if charge.ledger is not None and charge.ledger.rounds]
-    runs = f"{len(charges)} run{'s' * (len(charges) != 1)}"
-    console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(delta, 4)}")
-    for charge in charges:
-        if charge.ledger is None:
-            rounds, cost = "?", "unknown"
-        else:
-            rounds = str(charge.ledger.training_rounds)
-            cost = up(epsilon(charge.ledger, delta, cfg.accountant), 4) if charge.ledger.rounds else "0"
-            cost = f"unknown, at most {cost}" if charge.ledger_missing else cost
-        matter = [f"({charge.note})"] if charge.note else []
-        facts = [
-            charge.run_id,
-            charge.user,
-            charge.status.lower(),
-            f"{rounds} rounds",
-            f"ε = {cost}",
-            charge.name,
-            *matter,
-        ]
-        console.print(escape("  ".join(fact for fact in facts if fact)), soft_wrap=True, highlight=False)
-    for charge in charges:
-        if charge.ledger_missing:
-            console.print(
-                f"[bold red]What {escape(charge.name)} spent is unknown[/]: {escape(charge.note)}.", soft_wrap=True
-            )
-        if charge.exposed:
-            console.print(
-                f"[bold red]No ε covers what {escape(charge.name)} shows[/]: {escape(charge.exposed)}.", soft_wrap=True
-            )
-    stated = list(adjacencies(charges))
-    if len(stated) > 1:
-        raise ConfigError(
-            f"data.id={cfg.data.id}: no theorem composes runs that are stated for different adjacencies: "
-            + ", ".join(f"{name} for {adjacency}" for adjacency, name in stated)
-            + "."
-        )
-    unknown = sum(charge.ledger is None or charge.exposed is not None for charge in charges)
-    composed = epsilon(joined(known), delta, cfg.accountant) if known else 0.0
-    found = {"composed": composed, "unknown": float(unknown)}
-    lost = any(charge.ledger_missing for charge in charges)
-    more = f"at most {up(composed, 4)}" if lost else up(composed, 4)
-    if unknown:
-        more = f"more than {up(composed, 4)}, by an amount that nobody knows"
-    console.print(
-        f"Plain composition by {cfg.accountant}: ε = {more}. It holds if what each run was to do had been fixed before "
-        "the first was looked at.",
-        soft_wrap=True,
-    )
-    if kept is None:
-        console.print(
-            "No budget was kept: budget='{epsilon: 8, delta: 1e-5}' says what one would leave.", soft_wrap=True
-        )
-        return found
-    for other in (one for one in map(_budget, sorted(before)) if one != kept):
-        console.print(
-            f"[bold red]Not the budget that the jobs kept[/], which is {other}, and holds only if it stays as it was "
-            "fixed before the first run:",
-            soft_wrap=True,
-        )
-        _against(other, charges, cfg.data.id)
-    return found | _against(kept, charges, cfg.data.id)
-
-
-def _against(kept: Budget, charges: Sequence[Any], data_id: str) -> dict[str, float]:
-    from dpexp.tracking.data_budget import budget_used
-
-    counted = [charge for charge in charges if charge.ledger is not None and charge.exposed is None]
-    taken = budget_used(counted, kept, data_id)
-    if len(counted) < len(charges):
-        console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.", soft_wrap=True)
-    if taken.whole is not None:
-        console.print(
-            f"Budget of {kept}: {taken.said}. That holds because all of its rounds were fixed before the first result "
-            "on these data, if all runs on them are counted here.",
-            soft_wrap=True,
-        )
-        return {"spent": taken.spent, "limit": kept.limit, "whole": taken.whole}
-    console.print(
-        f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {taken.said}. "
-        + (
-            "[bold red]It is overdrawn[/], so that it holds for nothing."
-            if not kept.holds(taken.spent)
-            else "The budget holds also where runs were planned by looking at those before, if it was fixed before the "
-            "first, and all of them are counted here."
-        ),
-        soft_wrap=True,
-    )
-    return {"spent": taken.spent, "limit": kept.limit}
-
-
-def _options(given: list[str]) -> DataOptions:
-    cfg = OmegaConf.to_object(OmegaConf.merge(DataOptions, OmegaConf.from_dotlist(given)))
-    assert isinstance(cfg, DataOptions)
-    check_names([cfg.accountant])
-    if not is_bound(cfg.accountant):
-        raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
-    return cfg
-
-
-def _kept(found: Sequence[str]) -> Budget | None:
-    """The budget that the runs kept.
-
-    Raises:
-        ConfigError: they kept different ones.
-    """
-    budgets = [*map(_budget, sorted(set(found)))]
-    if len(budgets) > 1:
-        raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
-    return budgets[0] if budgets else None
-
-
-def _budget(kept: str) -> Budget:
-    return Budget(**json.loads(kept))
-
-
-def _common(deltas: Sequence[float | None]) -> float:
-    told = {delta for delta in deltas if delta is not None}
-    if len(told) != 1:
-        raise ConfigError("delta must be given: " + ("the runs differ in it." if told else "no run tells it."))
-    return told.pop()
+console = Console(soft_wrap=True)
 
 
 @dataclass
@@ -220,7 +38,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Source:
-    """A ledger with where it came from; δ and the MLflow run where they are known."""
+    """A ledger with the name that it was given by; δ and the MLflow run if they are known."""
 
     name: str
     ledger: Ledger
@@ -229,7 +47,7 @@ class Source:
 
 
 def account(arguments: Sequence[str]) -> dict[str, float]:
-    """Prints the cost of the ledgers that are named, and returns ε by accountant.
+    """Prints the cost of ledgers, and returns ε by accountant; with `data.id`, see `account_data_set`.
 
     Args:
         arguments: sources and options, as on the command line.
@@ -238,26 +56,22 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
         ConfigError: a source that cannot be read, or a claim that cannot be made.
     """
     if any(argument.startswith("data.id=") for argument in arguments):
-        from dpexp.commands import account
-
-        return account.spent(arguments)
-    if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
-        return {}
-    given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
-    cfg: Options = OmegaConf.to_object(OmegaConf.merge(Options, given))  # type: ignore[assignment]
+        return account_data_set(arguments)
+    cfg: Options = _options(Options, arguments)
     cfg.uri = cfg.uri or tracking_uri()
     sources = [_source(argument, cfg.uri) for argument in arguments if "=" not in argument]
     if not sources:
         raise ConfigError("account needs a ledger file, an output folder or an MLflow run id; see account --help.")
-    ledger = joined([source.ledger for source in sources])
+    ledger = concatenate([source.ledger for source in sources])
     if cfg.adjacency is not None:
         if cfg.adjacency not in ADJACENCIES:
             raise ConfigError(f"adjacency={cfg.adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
         ledger = replace(ledger, adjacency=cfg.adjacency)
-    at = cfg.delta if cfg.delta is not None else _common_delta(sources)
+    at = cfg.delta if cfg.delta is not None else _common_delta([source.delta for source in sources])
     check_delta(at)
-    names = _accountants(cfg, ledger)
+    applicable = applicable_accountants(ledger)
+    names = applicable if cfg.accountant == "all" else [name.strip() for name in cfg.accountant.split(",")]
+    check_names(names)
     costs = {name: epsilon(ledger, at, name) for name in names}
     if cfg.figure is not None:
         from dpexp.reporting.run_figures import trade_off
@@ -270,13 +84,18 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
             raise ConfigError(f"figure={cfg.figure} cannot be written ({reason}); name a .png or .pdf.") from error
     _print(ledger, sources, at, costs, cfg.epsilon)
     figures = risk(ledger, names[0]).figures()
-    least = "by" if is_bound(names[0]) else "about, by"
-    console.print(f"In words, {least} {names[0]}: {in_words(figures, ledger.unit)}", soft_wrap=True)
+    by = "by" if is_bound(names[0]) else "about, by"
+    console.print(f"In words, {by} {names[0]}: {in_words(figures, ledger.unit)}")
     if cfg.figure is not None:
-        console.print(f"Figure: {cfg.figure}", soft_wrap=True)
+        console.print(f"Figure: {cfg.figure}")
     if cfg.write:
         _write(sources, costs, {f"{name}_{names[0]}": figure for name, figure in figures.items()}, at, cfg)
     return costs
+
+
+def _options(schema: type, arguments: Sequence[str]) -> Any:
+    given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
+    return OmegaConf.to_object(OmegaConf.merge(schema, given))
 
 
 def _source(name: str, uri: str) -> Source:
@@ -293,27 +112,15 @@ def _source(name: str, uri: str) -> Source:
 
 def _delta_of(folder: Path) -> float | None:
     path = folder / "config.yaml"
-    if not path.exists():
-        return None
-    value = yaml.safe_load(path.read_text()).get("privacy", {}).get("delta")
+    value = yaml.safe_load(path.read_text()).get("privacy", {}).get("delta") if path.exists() else None
     return float(value) if value is not None else None
 
 
-def _common_delta(sources: Sequence[Source]) -> float:
-    deltas = {source.delta for source in sources} - {None}
-    if len(deltas) != 1:
-        raise ConfigError("delta must be given: " + ("the runs differ in it." if deltas else "no run tells it."))
-    (value,) = deltas
-    return float(value)  # type: ignore[arg-type]
-
-
-def _accountants(cfg: Options, ledger: Ledger) -> list[str]:
-    allowed = claimable(ledger)
-    if cfg.accountant == "all":
-        return allowed
-    names = [name.strip() for name in cfg.accountant.split(",")]
-    check_names(names)
-    return names
+def _common_delta(deltas: Sequence[float | None]) -> float:
+    found = {delta for delta in deltas if delta is not None}
+    if len(found) != 1:
+        raise ConfigError("delta must be given: " + ("the runs differ in it." if found else "no run states it."))
+    return found.pop()
 
 
 def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
@@ -321,10 +128,10 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
         if source.ledger.incomplete:
             console.print(
                 f"[bold red]The ledger of {escape(source.name)} ends early[/], after {len(source.ledger)} rounds: "
-                f"{escape(early(source.ledger))}."
+                f"{escape(incomplete_reason(source.ledger))}."
             )
-        elif source.ledger.untold is not None:
-            console.print(f"{escape(source.name)}: {escape(source.ledger.untold)}.", soft_wrap=True)
+        elif source.ledger.unverified is not None:
+            console.print(f"{escape(source.name)}: {escape(source.ledger.unverified)}.")
     runs = f"{len(sources)} runs, " if len(sources) > 1 else ""
     distinct = sum(round_.one_time_query is None for round_ in ledger.rounds)
     kinds = f"{distinct} distinct" if distinct > 1 else "all alike"
@@ -336,11 +143,11 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     )
     table = Table("accountant", "ε", *([f"δ at ε = {up(e, 6)}"] if e is not None else []), "")
     for name, cost in costs.items():
-        also = [up(delta(ledger, e, name), 4)] if e is not None else []
-        table.add_row(name, up(cost, 6), *also, "an approximation, no bound" if not is_bound(name) else "")
+        at_epsilon = [up(delta(ledger, e, name), 4)] if e is not None else []
+        table.add_row(name, up(cost, 6), *at_epsilon, "an approximation, no bound" if not is_bound(name) else "")
     console.print(table)
     if (without := unamplified(ledger)) is not None:
-        console.print(without, soft_wrap=True)
+        console.print(without)
 
 
 def _write(
@@ -356,4 +163,138 @@ def _write(
     metrics = {f"epsilon_{name}{adjacency}{delta_}": cost for name, cost in costs.items()}
     metrics |= {f"{name}{adjacency}": figure for name, figure in risks.items()}
     log_cost(str(cfg.uri), runs[0], metrics, len(sources[0].ledger))
-    console.print(f"Logged to run {runs[0]}: {', '.join(metrics)}", soft_wrap=True)
+    console.print(f"Logged to run {runs[0]}: {', '.join(metrics)}")
+
+
+@dataclass
+class DataSet:
+    id: str = MISSING
+
+
+@dataclass
+class DataSetOptions:
+    data: DataSet = field(default_factory=DataSet)
+    uri: str | None = None
+    budget: Any = None
+    delta: float | None = None
+    accountant: str = "pld"
+
+
+def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
+    """Prints what all runs on a data set have spent, and how much of a budget remains.
+
+    Args:
+        arguments: sources and options, as on the command line.
+
+    Returns:
+        `composed`: ε of the plain composition. With a budget, `spent` and `limit`: ρ and B of its Rényi filter; and
+        `whole`: ε by pld of the whole plan, if that rule admits the run. `unknown`: the number of runs that these
+        figures do not include, because what they spent is unknown.
+
+    Raises:
+        ConfigError: a store that cannot be read, or runs that cannot be composed.
+    """
+    from dpexp.tracking.run_costs import (
+        budgets_in,
+        cost_of_job,
+        cost_of_ledger,
+        costs_in,
+        distinct_runs,
+        stated_adjacencies,
+    )
+
+    cfg: DataSetOptions = _options(DataSetOptions, arguments)
+    check_names([cfg.accountant])
+    if not is_bound(cfg.accountant):
+        raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
+    stores = (cfg.uri or tracking_uri()).split(",")
+    costs = [cost for uri in stores for cost in costs_in(uri, cfg.data.id)]
+    for path in (Path(argument) for argument in arguments if "=" not in argument):
+        costs.append(cost_of_job(path) if path.is_dir() else cost_of_ledger(path))
+    costs = distinct_runs(costs)
+    if not costs:
+        raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
+    budgets = [
+        Budget(**json.loads(tag)) for tag in sorted({tag for uri in stores for tag in budgets_in(uri, cfg.data.id)})
+    ]
+    if cfg.budget is not None:
+        kept = budget(OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget)
+    elif len(budgets) > 1:
+        raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
+    else:
+        kept = budgets[0] if budgets else None
+    at = cfg.delta if cfg.delta is not None else kept.delta if kept else _common_delta([cost.delta for cost in costs])
+    check_delta(at)
+    runs = f"{len(costs)} run{'s' * (len(costs) != 1)}"
+    console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(at, 4)}")
+    for cost in costs:
+        _print_run(cost, at, cfg.accountant)
+    for cost in costs:
+        if cost.ledger_missing:
+            console.print(f"[bold red]What {escape(cost.name)} spent is unknown[/]: {escape(cost.note)}.")
+        if cost.not_private_reason:
+            reason = escape(cost.not_private_reason)
+            console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
+    stated = list(stated_adjacencies(costs))
+    if len(stated) > 1:
+        named = ", ".join(f"{name} for {adjacency}" for adjacency, name in stated)
+        raise ConfigError(
+            f"data.id={cfg.data.id}: no theorem composes runs that are stated for different adjacencies: {named}."
+        )
+    known = [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
+    unknown = sum(cost.ledger is None or cost.not_private_reason is not None for cost in costs)
+    composed = epsilon(concatenate(known), at, cfg.accountant) if known else 0.0
+    total = f"at most {up(composed, 4)}" if any(cost.ledger_missing for cost in costs) else up(composed, 4)
+    if unknown:
+        total = f"more than {up(composed, 4)}, by an unknown amount"
+    console.print(
+        f"Plain composition by {cfg.accountant}: ε = {total}. It holds if the plan of each run had been fixed before "
+        "the first was looked at."
+    )
+    found = {"composed": composed, "unknown": float(unknown)}
+    if kept is None:
+        console.print("No budget was kept: budget='{epsilon: 8, delta: 1e-5}' computes what would remain of one.")
+        return found
+    for other in budgets:
+        if other != kept:
+            console.print(
+                f"[bold red]Not the budget that the jobs kept[/], which is {other}, and holds only if it stays as it "
+                "was fixed before the first run:"
+            )
+            _print_budget(other, costs, cfg.data.id)
+    return found | _print_budget(kept, costs, cfg.data.id)
+
+
+def _print_run(cost: Any, at: float, accountant: str) -> None:
+    if cost.ledger is None:
+        rounds, spent = "?", "unknown"
+    else:
+        rounds = str(cost.ledger.training_rounds)
+        spent = up(epsilon(cost.ledger, at, accountant), 4) if cost.ledger.rounds else "0"
+        spent = f"unknown, at most {spent}" if cost.ledger_missing else spent
+    note = f"({cost.note})" if cost.note else ""
+    shown = [cost.run_id, cost.user, cost.status.lower(), f"{rounds} rounds", f"ε = {spent}", cost.name, note]
+    console.print(escape("  ".join(filter(None, shown))), highlight=False)
+
+
+def _print_budget(kept: Budget, costs: Sequence[Any], data_id: str) -> dict[str, float]:
+    from dpexp.tracking.data_budget import budget_used
+
+    counted = [cost for cost in costs if cost.ledger is not None and cost.not_private_reason is None]
+    used = budget_used(counted, kept, data_id)
+    if len(counted) < len(costs):
+        console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.")
+    if used.whole is not None:
+        console.print(
+            f"Budget of {kept}: {used.said}. This holds because all of its rounds were fixed before the first result "
+            "on these data, if all runs on them are counted here."
+        )
+        return {"spent": used.spent, "limit": kept.limit, "whole": used.whole}
+    verdict = (
+        "The budget also holds if runs were planned after looking at earlier ones, provided that it was fixed before "
+        "the first, and all of them are counted here."
+        if kept.holds(used.spent)
+        else "[bold red]It is overdrawn[/], so that it guarantees nothing."
+    )
+    console.print(f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {used.said}. {verdict}")
+    return {"spent": used.spent, "limit": kept.limit}

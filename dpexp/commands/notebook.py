@@ -1,4 +1,4 @@
-"""A configuration and its plan in Python, without a job: for notebooks and scripts."""
+"""Composes a configuration and its privacy plan without running a job, for notebooks and scripts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from dpexp import config
 from dpexp.commands.overrides import check, sentence
 from dpexp.errors import ConfigError
 
-if TYPE_CHECKING:  # it needs torch, and composing does not
+if TYPE_CHECKING:  # importing it needs torch, which composing does not
     from dpexp.privacy.plan.plan import PrivacyPlan
 
 
@@ -27,19 +27,19 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
         ConfigError: an override whose key or option does not exist.
     """
     config.register()
-    given = list(overrides)
+    arguments = list(overrides)
     if config_dir is not None:
-        given.append(f"hydra.searchpath=['file://{Path(config_dir).resolve()}']")
+        arguments.append(f"hydra.searchpath=['file://{Path(config_dir).resolve()}']")
     check([*(["--config-dir", str(config_dir)] if config_dir is not None else []), *overrides])
     try:
         with initialize_config_dir(str(config.CONF), version_base="1.3"):
-            return compose_by_hydra("config", given)
+            return compose_by_hydra("config", arguments)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(sentence(error)) from error
 
 
 def plan(cfg: DictConfig) -> "PrivacyPlan":
-    """What the job of a configuration would sample, clip and noise; nothing is trained.
+    """The privacy plan of a configuration's job; nothing is trained.
 
     Raises:
         ConfigError: for any choice that cannot be honoured, or a job without privacy.

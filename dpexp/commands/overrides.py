@@ -1,11 +1,11 @@
-"""Mistakes on the command line, each as one sentence.
+"""Checks the command line before Hydra does, and states every mistake in one sentence.
 
-What Hydra says itself takes several lines, and its advice for a misspelt group is to add it as a new one.
+Hydra's own messages take several lines, and advise to add a misspelt group as a new one.
 """
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -17,11 +17,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dpexp._hydra_compat import get_args_parser
+from dpexp.commands.arguments import COMMANDS
 from dpexp.config import CONF, Config
 from dpexp.errors import ConfigError
 
-COMMANDS = ("account", "audit", "evaluate", "predict", "report", "resume", "version", "help")
-# What comes with an extra: option of hydra/launcher or hydra/sweeper -> (extra, its distribution).
+INTERNAL = {"rounds": "follows from sampling; give sampling.steps", "draw": "is set by hydra/sweeper=private_selection"}
+# Options of hydra/launcher and hydra/sweeper that need an extra: option -> (extra, its distribution)
 EXTRAS = {
     "joblib": ("joblib", "hydra-joblib-launcher"),
     "submitit_local": ("slurm", "hydra-submitit-launcher"),
@@ -30,6 +31,22 @@ EXTRAS = {
     "ray_aws": ("ray", "hydra-ray-launcher"),
     "optuna": ("optuna", "hydra-optuna-sweeper"),
 }
+# Keys and options of other libraries and of earlier drafts -> keys and options that may mean the same here
+SYNONYMS = {
+    "bound": ("clip_norm",), "max_grad_norm": ("clip_norm",), "S": ("clip_norm",), "clip": ("clip_rule",),
+    "prepare": ("preprocessing",), "record": ("privacy_unit",), "unit": ("privacy_unit",),
+    "metrics": ("private_metrics",), "tuning": ("fine_tuning",), "q": ("sampling_rate",),
+    "sample_rate": ("sampling_rate",), "maximum": ("max_batch_size",), "parts": ("partitions",),
+    "most": ("max_examples",), "by": ("user_attribute",), "local": ("local_training",), "k": ("size",),
+    "every": ("every_n_rounds",), "share": ("budget_share",), "quantile": ("target_quantile",),
+    "rate": ("learning_rate", "initial_rate"), "scale": ("clip_scale",), "Z": ("threshold",), "d": ("dim",),
+    "origin": ("center",), "floor": ("min_eigenvalue",), "start": ("first_feature",), "tpr": ("max_tpr_at_fpr",),
+    "advantage": ("max_advantage",), "sigma": ("noise_multiplier",), "z": ("noise_multiplier",),
+    "canaries": ("canary_type",), "canaries_count": ("num_canaries",), "attacked": ("target_models",),
+    "references": ("shadow_models",), "pixels": ("max_shift",), "unsent": ("offline_dir",),
+    "private_select": ("private_selection",), "all": ("full_batch",), "exact": ("discrete_gaussian",),
+    "measured": ("adaptive_min_variance",),
+}  # fmt: skip
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -38,19 +55,19 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: names the flag or the override, and what would be accepted.
     """
-    given = parsed(arguments)
-    if given.shell_completion:  # then install=bash and the like are no values
+    namespace = parsed(arguments)
+    if namespace.shell_completion:  # then install=bash and the like are no values
         if sys.argv[0].endswith(".py"):
             raise ConfigError(
                 'the shell completes the installed command, not python -m dpexp: eval "$(dpexp -sc install=bash)".'
             )
         return
-    if given.resolve and not given.cfg:
-        raise ConfigError("--resolve goes with --cfg job, which it shows with every value worked out.")
-    roots = roots_of(given)
+    if namespace.resolve and not namespace.cfg:
+        raise ConfigError("--resolve needs --cfg job, which then shows every value resolved.")
+    roots = roots_of(namespace)
     groups = sorted({path.name for root in roots for path in root.iterdir() if path.is_dir()})
-    keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"})
-    for argument in given.overrides:
+    keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"} - {*INTERNAL})
+    for argument in namespace.overrides:
         key, equals, value = argument.partition("=")
         if argument.startswith("~"):
             continue
@@ -59,12 +76,13 @@ def check(arguments: Sequence[str]) -> None:
                 f"{argument}: this is no key=value, and no command{nearest(argument, COMMANDS)} Values are key=value."
             )
         head = key.lstrip("+").partition(".")[0].partition("/")[0].partition("@")[0]
-        if key.startswith("+") and not get_close_matches(head, keys, n=1, cutoff=0.8):
-            continue  # something new
+        is_new = not get_close_matches(head, keys, n=1, cutoff=0.8) and head not in SYNONYMS
+        if head in INTERNAL:
+            raise ConfigError(f"{argument}: {head} is internal and {INTERNAL[head]}.")
+        if key.startswith("+") and is_new:
+            continue
         if head not in keys:
             raise ConfigError(f"{argument}: there is no {head!r}{nearest(head, keys)}")
-        if key == "rounds":
-            raise ConfigError(f"{argument}: rounds is filled in from sampling; give sampling.steps={value}.")
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.split(","):
@@ -79,25 +97,21 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def as_audit(arguments: Sequence[str]) -> list[str]:
-    """The arguments of the job that audits its plan and does nothing else."""
-    chosen = [] if any(argument.startswith("audit=") for argument in arguments) else ["audit=dirac"]
-    return [*arguments, *chosen, "train=false"]
+    """The arguments of the job that only audits its plan."""
+    audit = [] if any(argument.startswith("audit=") for argument in arguments) else ["audit=dirac"]
+    return [*arguments, *audit, "train=false"]
 
 
-def roots_of(given: Namespace) -> list[Path]:
-    """The folders that hold groups: dpexp's, and the one that was named.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
-    own = Path(given.config_dir) if given.config_dir else None
+def roots_of(namespace: Namespace) -> list[Path]:
+    """The folders with configuration groups: dpexp's own, and that of --config-dir."""
+    own = Path(namespace.config_dir) if namespace.config_dir else None
     if own is not None and not own.is_dir():
         raise ConfigError(f"--config-dir={own}: there is no such folder.")
     return [CONF, own] if own else [CONF]
 
 
 def parsed(arguments: Sequence[str]) -> Namespace:
-    """As Hydra will parse them."""
+    """The arguments, parsed as Hydra parses them."""
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -108,7 +122,7 @@ def parsed(arguments: Sequence[str]) -> Namespace:
 
 
 def sentence(error: HydraException | OmegaConfBaseException) -> str:
-    """What Hydra or OmegaConf refused, and what they would accept."""
+    """An error of Hydra or OmegaConf as one sentence, with what would be accepted."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         section = str(cause.full_key).rpartition(".")[0]
@@ -118,7 +132,7 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         return f"{cause.full_key}: {where} no key {cause.key!r}{nearest(str(cause.key), known)}{advice}"
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: {override}; quote values that hold brackets or spaces for the shell."
+        return f"{error.override}: {override}; quote values with brackets or spaces for the shell."
     if override.startswith("Ambiguous value"):
         return f"{override}: several values need -m, which runs each of them; a list is written [1,2]."
     if isinstance(cause, OmegaConfBaseException):
@@ -126,7 +140,8 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
     return f"{override}."
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The end of a sentence that says what would be accepted."""
-    near = get_close_matches(word, known, n=1)
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that names the nearest of the known words, and all of them."""
+    known = [*known]
+    near = [name for name in SYNONYMS.get(word, ()) if name in known] or get_close_matches(word, known, n=1)
     return (f"; did you mean {near[0]!r}? " if near else ". ") + f"Known: {', '.join(known)}."

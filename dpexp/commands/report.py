@@ -1,14 +1,6 @@
-"""`python -m dpexp report [SOURCE ...] [key=value ...]` draws which trials were best, what they cost, and why: a page.
-
-A SOURCE is the name of an MLflow experiment (default: dpexp), a parent run's id (which stands for its children) or a
-single run's id.
-
-    out=FOLDER    for report.html and the figures; default: outputs/report
-    uri=…         where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here
-"""
+"""`python -m dpexp report`: a page that compares the trials of sweeps and their costs."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +11,14 @@ from pandas import DataFrame
 
 from dpexp.accounting.coverage import check_delta
 from dpexp.accounting.ledger import ledger_so_far
-from dpexp.accounting.releases import claimable
+from dpexp.accounting.releases import applicable_accountants
 from dpexp.commands.overrides import sentence
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.reporting.report_page import Documents, documented, write_page
 from dpexp.reporting.sweep_figures import groups_of
 
-_MOST = 60  # configurations whose plans and ledgers are fetched
+_MAX_DOCUMENTS = 60  # configurations whose plans and ledgers are fetched
 
 
 @dataclass
@@ -45,41 +37,39 @@ def report(arguments: Sequence[str]) -> Path:
         ConfigError: a mistake in the arguments, a source that cannot be read or has no runs, or a folder that cannot
             be written.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
-        sys.exit()
     from dpexp.tracking.read import selections, trials
 
-    cfg = _options([argument for argument in arguments if "=" in argument])
+    try:
+        given = OmegaConf.from_dotlist([argument for argument in arguments if "=" in argument])
+        cfg: Options = OmegaConf.to_object(OmegaConf.merge(Options, given))  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise ConfigError(sentence(error)) from error
     sources = [argument for argument in arguments if "=" not in argument] or ["dpexp"]
     uri = cfg.uri or tracking_uri()
     frame = trials(uri, sources)
     if frame.empty:
         raise ConfigError(f"there are no runs in {', '.join(sources)}, so there is nothing to report.")
     chosen = selections(uri, frame["parent_id"].dropna().unique())
-    left = _documents(frame, uri)
+    documents = _documents(frame, uri)
     try:
-        return write_page(", ".join(sources), frame, chosen, left, Path(cfg.out))
+        page = write_page(", ".join(sources), frame, chosen, documents, Path(cfg.out))
     except OSError as error:
         raise ConfigError(f"out={cfg.out} cannot be written ({error.strerror}).") from error
-
-
-def _options(given: list[str]) -> Options:
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(Options, OmegaConf.from_dotlist(given)))  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise ConfigError(sentence(error)) from error
+    print(f"Report: {page}")
+    return page
 
 
 def _documents(trials: DataFrame, uri: str) -> Documents:
-    """Plan and ledger of one run of each configuration."""
+    """The plan and ledger of one run per configuration."""
     from dpexp.tracking.read import downloaded_files
 
     points, _ = documented(trials)
     plans, spent, notes = {}, {}, []
-    if len(points) > _MOST:
-        notes.append(f"Plans and ledgers are those of the {_MOST} most accurate of {len(points)} configurations.")
-    runs = trials.set_index("run_id", drop=False).loc[points["run_id"].head(_MOST)]
+    if len(points) > _MAX_DOCUMENTS:
+        notes.append(
+            f"Plans and ledgers are those of the {_MAX_DOCUMENTS} most accurate of {len(points)} configurations."
+        )
+    runs = trials.set_index("run_id", drop=False).loc[points["run_id"].head(_MAX_DOCUMENTS)]
     for run in runs.to_dict("records"):
         try:
             with downloaded_files(uri, run["run_id"], ["plan.json", "ledger.end.json", "ledger.jsonl"]) as folder:
@@ -87,11 +77,11 @@ def _documents(trials: DataFrame, uri: str) -> Documents:
                     plans[run["run_id"]] = groups_of(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
                 ledger = ledger_so_far(folder / "ledger.jsonl")
             check_delta(run["delta"])
-            accountants = claimable(ledger)
+            accountants = applicable_accountants(ledger)
             reported = run["accountant"] if run["accountant"] in accountants else accountants[0]
             spent[run["run_id"]] = (ledger, run["delta"], reported)
             if ledger.incomplete:
                 notes.append(f"The ledger of {run['name']} ({run['run_id']}) ends early, after {len(ledger)} rounds.")
-        except (ValueError, KeyError, TypeError) as error:  # a document from elsewhere
+        except (ValueError, KeyError, TypeError) as error:  # a file that dpexp did not write
             notes.append(f"Left out: {run['name']} ({run['run_id']}): {error}")
     return Documents(plans, spent, notes)

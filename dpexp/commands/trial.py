@@ -1,4 +1,4 @@
-"""A trial's place in its sweep: which one of how many it is, what tells it from the others, how long the rest may take.
+"""A trial's place in its sweep: its number, what distinguishes it from the others, and the time left.
 
 Imports nothing slow.
 """
@@ -14,19 +14,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-_SWEEP = "DPEXP_SWEEP"  # an environment variable, which reaches the processes of every launcher
+_SWEEP = "DPEXP_SWEEP"  # environment variable, which reaches the processes of every launcher
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`place`: number, of how many, and what tells it from the others. `alone`: no other runs at the same time."""
+    """`label`: number, number of trials, and distinguishing overrides. `is_serial`: no other trial runs meanwhile."""
 
-    place: str
-    alone: bool
+    label: str
+    is_serial: bool
 
 
 def begin(members: Sequence[Sequence[str]]) -> None:
-    """Remembers what trials a sweep has, each given by its overrides."""
+    """Stores the trials of a sweep, each given by its overrides."""
     values: dict[str, set[str]] = {}
     for overrides in members:
         for override in overrides:
@@ -40,40 +40,40 @@ def end() -> None:
 
 
 def current(cfg: DictConfig) -> Trial | None:
-    """The one that this process runs; None for a job that is no trial, or one that shall say everything (`verbose`)."""
+    """The trial that this process runs; None for a single job, or a trial with `verbose=true`."""
     hydra = HydraConfig.get()
     if hydra.mode != RunMode.MULTIRUN or cfg.verbose:
         return None
-    of = _facts().get("of")
-    place = f"[{_number()}/{of}]" if of else f"[{_number()}]"
-    alone = hydra.runtime.choices.get("hydra/launcher", "basic") == "basic"
-    return Trial(f"{place} {name_of(list(map(str, hydra.overrides.task)))}", alone)
+    of = _stored().get("of")
+    number = f"[{_number()}/{of}]" if of else f"[{_number()}]"
+    is_serial = hydra.runtime.choices.get("hydra/launcher", "basic") == "basic"
+    return Trial(f"{number} {name_of(list(map(str, hydra.overrides.task)))}", is_serial)
 
 
 def seconds_left() -> float | None:
-    """Until the sweep ends, now that this process's trial has, if the others take as long; None: nobody knows."""
-    facts = _facts()
-    if "of" not in facts:
+    """Estimated seconds until the sweep ends, when a trial has ended; None if unknown."""
+    stored = _stored()
+    if "of" not in stored:
         return None
-    return (time.time() - facts["since"]) / max(1, _number() - facts["done"]) * (facts["of"] - _number())
+    return (time.time() - stored["since"]) / max(1, _number() - stored["done"]) * (stored["of"] - _number())
 
 
 def skip() -> None:
-    """This process's trial was finished before: how long others take begins to be measured after it."""
-    if _facts():
-        os.environ[_SWEEP] = json.dumps(_facts() | {"since": time.time(), "done": _number()})
+    """Excludes this trial, which had finished before, from the estimate of the time left."""
+    if stored := _stored():
+        os.environ[_SWEEP] = json.dumps(stored | {"since": time.time(), "done": _number()})
 
 
 def name_of(overrides: Sequence[str]) -> str:
-    """Those overrides that differ among the trials; all, where nobody knows."""
-    varied = _facts().get("varied", [one.partition("=")[0] for one in overrides])
+    """The overrides that differ among the trials; all, if that is unknown."""
+    varied = _stored().get("varied", [one.partition("=")[0] for one in overrides])
     return " ".join([one for one in overrides if one.partition("=")[0] in varied] or overrides)
 
 
-def _facts() -> dict[str, Any]:
+def _stored() -> dict[str, Any]:
     return json.loads(os.environ.get(_SWEEP, "{}"))
 
 
 def _number() -> int:
-    """From 1."""
+    """The trial's number, from 1."""
     return int(HydraConfig.get().job.num) + 1
