@@ -154,22 +154,13 @@ class Unmasked(nn.Module):
 
 
 def test_padding_to_the_longest_lets_no_record_change_another(tmp_path):
-    """Records 0 and 1 are of equal length."""
+    """Records 0 and 1 are of equal length, and the last one is long."""
     records = sequences(7)
     records[1] = (torch.randn(len(records[0][0]), 4, dtype=torch.float64), records[1][1])
     records.append((torch.randn(40, 4, dtype=torch.float64), torch.tensor(0)))
-    assert_bounded(tmp_path, lambda: Model(Unmasked()), records, padded)
-
-
-def test_sequences_of_any_length_train_as_one_by_one(tmp_path):
-    records, module = sequences(9), Model(Unmasked())
-    (released,), _ = trained(tmp_path, module, DataLoader(Items(records), batch_size=2, collate_fn=padded))
-    expected = torch.zeros_like(released)
-    for x, y in records:
-        loss = F.cross_entropy(module.net(x[None]), y[None])
-        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
-        expected += gradient * min(1, S / gradient.norm())
-    assert torch.allclose(released, expected, atol=1e-6)
+    loader = DataLoader(Items(records), batch_size=2, collate_fn=padded)
+    (released,), _ = trained(tmp_path, Model(Unmasked()), loader)
+    assert torch.allclose(released, sum_of_clipped(Model(Unmasked()), records), atol=1e-6)
 
 
 def test_a_collation_that_mixes_sees_one_record(tmp_path):
@@ -177,25 +168,18 @@ def test_a_collation_that_mixes_sees_one_record(tmp_path):
         x, y = default_collate(items)
         return 100 * (x - 0.9 * x.mean(0)), y
 
-    assert_bounded(tmp_path, Model, rows(6), centred)
+    (released,), _ = trained(tmp_path, Model(), DataLoader(Items(rows(6)), batch_size=2, collate_fn=centred))
+    assert torch.allclose(released, sum_of_clipped(Model(), [(10 * x, y) for x, y in rows(6)]), atol=1e-6)
 
 
 def test_a_data_set_that_fetches_several_records_is_asked_for_one(tmp_path):
     class Together(Items):
         def __getitems__(self, indices):
             found = [self.items[index] for index in indices]
-            middle = sum(x for x, _ in found) / len(found)
-            return [(50 * (x - 0.9 * middle), y) for x, y in found]
+            return [(x - sum(x for x, _ in found), y) for x, y in found]
 
-    class Loader(DataLoader):
-        def __init__(self, items, **options):
-            super().__init__(Together(items.items), **options)
-
-    def release(items):
-        return trained(tmp_path, Model(), DataLoader(Together(items), batch_size=2))[0][0]
-
-    records = rows(6)
-    assert (release(records) - release(records[1:])).norm() <= S * (1 + 1e-6)
+    (released,), _ = trained(tmp_path, Model(), DataLoader(Together(rows(6)), batch_size=2))
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(6)), atol=1e-6)
 
 
 def test_items_that_only_a_kind_of_default_collation_fits(tmp_path):
@@ -334,39 +318,6 @@ def test_a_step_that_keeps_something_anywhere_is_refused(tmp_path, place, asking
     assert_refused(tmp_path, Counting(place, asking))
 
 
-class Scaled(Model):
-    """A running mean of the data in an attribute."""
-
-    def __init__(self, asking):
-        super().__init__()
-        self.asking, self.scale = asking, torch.ones(())
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        mean = x.detach().abs().mean()
-        self.scale = 0.5 * self.scale + 0.5 * (float(mean) if self.asking else mean)
-        return F.cross_entropy(self.net(x) * self.scale, y)
-
-
-@pytest.mark.parametrize("asking", [False, True])
-def test_a_running_mean_of_the_data_is_refused(tmp_path, asking):
-    assert_refused(tmp_path, Scaled(asking), "training_step")
-
-
-class Rates(Model):
-    """Sets the learning rate by what it sees."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.5 * rate + float(x.abs().mean())
-        return F.cross_entropy(self.net(x), y) * (1 + rate)
-
-
-def test_a_step_that_steers_the_optimizer_and_reads_it_is_refused(tmp_path):
-    assert_refused(tmp_path, Rates(lr=0.25))
-
-
 class FirstOnly(Model):
     """The first record of all counts otherwise."""
 
@@ -379,8 +330,7 @@ class FirstOnly(Model):
 
 
 def test_what_only_the_first_record_is_told_reaches_none(tmp_path):
-    """It was a made-up one."""
-    assert_bounded(tmp_path, FirstOnly, rows(3))
+    """It was a synthetic one."""
     (released,), _ = trained(tmp_path, FirstOnly(), rows(5))
     assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
@@ -741,15 +691,13 @@ class Counted(Model):
     ids=["drop path", "dropout", "weighted mean"],
 )
 def test_losses_of_records_on_their_own_are_not_mistaken_for_such(tmp_path, module):
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         (released,), _ = trained(tmp_path, module(), rows(6, seed))
         assert released.norm() > 1e-3, "they train"
 
 
-@pytest.mark.parametrize(
-    "kind, padded", [(torch.float32, True), (torch.float64, False), (torch.bool, True), (torch.int64, False)]
-)
+@pytest.mark.parametrize("kind, padded", [(torch.float32, True), (torch.int64, False)])
 def test_masks_are_not_mistaken_for_company(tmp_path, kind, padded):
     """And no record decides whether they are."""
 
@@ -790,23 +738,6 @@ def test_hooks_that_would_not_be_called_are_refused_by_name(tmp_path, where):
 def test_more_steps_than_the_plan_has_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="min_steps=9 asks for more than the plan's 3 rounds"):
         trained(tmp_path, Model(), rows(5), steps=3, min_steps=9)
-
-
-def test_one_bad_record_does_not_end_the_training(tmp_path):
-    class Words(Model):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(5, 4).double()
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return F.cross_entropy(self.net(self.embed(x).mean(1)), y)
-
-    good = [(torch.randint(5, (3,)), y) for _, y in rows(6)]
-    bad = (torch.tensor([1, 2, 99]), torch.tensor(0))
-    (with_it,), _ = trained(tmp_path, Words(), [*good[:3], bad, *good[3:]])
-    (without,), _ = trained(tmp_path, Words(), good)
-    assert torch.allclose(with_it, without, atol=1e-6)
 
 
 @pytest.mark.parametrize("collate", [default_collate, lambda items: items[0][None]])

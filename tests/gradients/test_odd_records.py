@@ -36,7 +36,7 @@ class Leaving(SystemExit):
     __str__ = __repr__ = Speechless.__str__
 
 
-@pytest.mark.parametrize("error", [SystemExit, Speechless, GeneratorExit, Leaving])
+@pytest.mark.parametrize("error", [Speechless, GeneratorExit, Leaving])
 def test_a_step_ends_no_job_for_one_record(tmp_path, error):
     class Odd(Model):
         def training_step(self, batch, batch_idx):
@@ -164,10 +164,9 @@ def test_one_bad_record_ends_no_training_wherever_it_stands(tmp_path, bad, place
         "not there": None,
     }[bad]
     records = [*good[:place], item, *good[place:]]
-    for physical in (1, 8):
-        loader = DataLoader(Missing(records), batch_size=2)
-        (released,), _ = trained(tmp_path, Sized(), loader, callback={"max_physical_batch_size": physical})
-        assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
+    loader = DataLoader(Missing(records), batch_size=2)
+    (released,), _ = trained(tmp_path, Sized(), loader, callback={"max_physical_batch_size": 8})
+    assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
 
 def test_data_of_which_no_record_can_be_fetched_ends_the_training(tmp_path):

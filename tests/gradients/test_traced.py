@@ -48,6 +48,14 @@ def sums_of(engine, loss_of, batch, size=N, t=0):
     return {name: total.clone() for name, total in engine._sums.items()}
 
 
+def traced_engine(module, loss_of, **options):
+    """After a first sample."""
+    engine = engine_of(module, **options)
+    sums_of(engine, loss_of, rows())
+    assert engine.mode == "traced", engine.reason
+    return engine
+
+
 def classifier(*layers):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *layers, nn.Linear(16, 3))
@@ -62,9 +70,7 @@ def rows(count=N):
 def test_a_graph_does_what_the_step_does_to_the_last_bit():
     """With dropout, which draws the same numbers from the same state."""
     module, loss_of = classifier(nn.Dropout(0.5))
-    engine, batch = engine_of(module), rows()
-    sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
+    engine, batch = traced_engine(module, loss_of), rows()
     state = torch.get_rng_state()
     traced = sums_of(engine, loss_of, batch)
     torch.set_rng_state(state)
@@ -116,7 +122,7 @@ def test_what_all_but_cancels_is_clipped_as_if_it_were_held(layer):
     assert (found[0] - found[1]).norm() < 1e-4 * N * S
 
 
-@pytest.mark.parametrize("replaced", [0, N // 2, N - 1])
+@pytest.mark.parametrize("replaced", [0, N - 1])
 def test_a_doubtful_row_leaves_the_norms_of_others_as_they_are(replaced):
     module, _, (x, g) = cancelling("linear")
     plain = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
@@ -146,9 +152,7 @@ def test_a_doubtful_row_leaves_the_norms_of_others_as_they_are(replaced):
 @pytest.mark.parametrize("bad", ["nan", "inf", "large", "label"])
 def test_an_odd_row_contributes_nothing_and_moves_no_other(bad):
     module, loss_of = classifier()
-    engine, (x, y) = engine_of(module), rows()
-    sums_of(engine, loss_of, (x, y))
-    assert engine.mode == "traced", engine.reason
+    engine, (x, y) = traced_engine(module, loss_of), rows()
     x, y = x.clone(), y.clone()
     if bad == "label":
         y[5] = 7
@@ -163,7 +167,7 @@ def test_an_odd_row_contributes_nothing_and_moves_no_other(bad):
         assert relative_error(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("size", [1, 5, N, 3 * N])
+@pytest.mark.parametrize("size", [1, 3 * N])
 def test_padding_adds_nothing(size):
     module, loss_of = classifier()
     engine, batch = engine_of(module, n=400, q=0.1), rows(size)
@@ -285,8 +289,7 @@ def test_a_buffer_that_a_hook_replaces_is_read_by_its_name():
     def loss_of(one):
         return F.cross_entropy(nn.Sequential.forward(module, one[0]) + module.shift, one[1])
 
-    engine, batch = engine_of(module), rows()
-    sums_of(engine, loss_of, batch)
+    engine, batch = traced_engine(module, loss_of), rows()
     module.shift = torch.tensor([3.0, 0.0, -3.0])
     found = sums_of(engine, loss_of, batch)
     assert engine.mode == "traced", engine.reason
@@ -306,49 +309,7 @@ def test_norms_of_a_step_under_autocast_are_in_full_precision():
     assert 0.99 < float(found["weight"].norm()) <= 1.0
 
 
-def test_a_number_that_a_hook_changes_is_read_again_where_it_becomes_a_tensor():
-    module, _ = classifier()
-    module.scale = 1.0
-
-    def loss_of(one):
-        return F.cross_entropy(nn.Sequential.forward(module, one[0]) * torch.tensor(module.scale), one[1])
-
-    engine, batch = engine_of(module), rows()
-    sums_of(engine, loss_of, batch)
-    module.scale = 7.0
-    engine.step.trace_again(loss_of, 1)
-    found = sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
-    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_chunks_of_another_size_meet_the_same_function(dropout):
-    """Although what a trace does not see, such as a global variable, has changed: the graph that is there runs."""
-    module, _ = classifier(nn.Dropout(dropout))
-    factor = [1.0]
-
-    def loss_of(one):
-        return F.cross_entropy(nn.Sequential.forward(module, one[0]) * factor[0], one[1])
-
-    engine, batch = engine_of(module), rows()
-    sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
-    factor[0] = -1.0
-    state = torch.get_rng_state()
-    found = sums_of(engine, loss_of, tuple(part[:5] for part in batch), 5)
-    torch.set_rng_state(state)
-    factor[0] = 1.0
-    other = engine_of(module)
-    sums_of(other, loss_of, batch)
-    torch.set_rng_state(state)
-    if not dropout:
-        assert relative_error(found, sums_of(other, loss_of, tuple(part[:5] for part in batch), 5)) < 1e-5
-    more = sums_of(engine, loss_of, tuple(torch.cat([part, part, part]) for part in batch), 3 * N)
-    assert all(torch.isfinite(total).all() for total in more.values())
-
-
-@pytest.mark.parametrize("width", [N - 1, N, N + 1, 2 * N])
+@pytest.mark.parametrize("width", [N - 1, N])
 def test_a_graph_made_for_another_size_gives_what_records_give(width):
     """Also where a layer is as wide as a sample is large."""
     module, loss_of = classifier(nn.Linear(16, width), nn.LayerNorm(width), nn.Linear(width, 16))
@@ -376,9 +337,7 @@ def test_chunks_of_another_size_run_no_code_of_the_steps(dropout):
             loss = loss + F.cross_entropy(module.extra(one[0]), one[1])
         return loss
 
-    engine, batch = engine_of(module), rows()
-    sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
+    engine, batch = traced_engine(module, loss_of), rows()
     is_next[0] = True
     found = sums_of(engine, loss_of, tuple(part[:5] for part in batch), 5)
     assert is_next[0] and found["0.weight"].any() and not found["extra.weight"].any()
@@ -393,9 +352,7 @@ def test_a_record_that_is_not_finite_needs_no_trace(dropout):
     def loss_of(one):
         return F.cross_entropy(nn.Sequential.forward(module, one[0]), one[1]) * factor[0]
 
-    engine, (x, y) = engine_of(module), rows()
-    sums_of(engine, loss_of, (x, y))
-    assert engine.mode == "traced", engine.reason
+    engine, (x, y) = traced_engine(module, loss_of), rows()
     state = torch.get_rng_state()
     whole = sums_of(engine, loss_of, (x, y))
     factor[0] = 0.5
@@ -628,8 +585,7 @@ def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch)
     def loss_of(one):
         return flat_loss(module, one) * (module.scale if one[0].dim() > 2 else 1.0)
 
-    engine = engine_of(module, clip_norm=100.0)
-    sums_of(engine, loss_of, rows())
+    engine = traced_engine(module, loss_of, clip_norm=100.0)
     engine.step.trace_again(loss_of, 1)
     found = sums_of(engine, loss_of, longer(), 2)
     module.scale = 0.5
@@ -744,38 +700,6 @@ def test_records_of_a_shape_that_cannot_be_traced_contribute_nothing():
     engine.end()
 
 
-def test_what_changes_gradients_and_no_loss_is_found_where_another_size_is_traced():
-    module, _ = classifier()
-    sign = [1.0]
-
-    class Reversed(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x, factor):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.factor = inputs[1]
-
-        @staticmethod
-        def backward(ctx, g):
-            return ctx.factor * g, None
-
-    def loss_of(one):
-        return F.cross_entropy(Reversed.apply(nn.Sequential.forward(module, one[0]), sign[0]), one[1])
-
-    engine, batch = engine_of(module), rows()
-    sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
-    some = tuple(part[:5] for part in batch)
-    sign[0] = -1.0
-    found = sums_of(engine, loss_of, some, 5)
-    sign[0] = 1.0
-    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in some), 5)) < 1e-5
-
-
 def test_many_shapes_are_said_to_take_long(monkeypatch):
     monkeypatch.setattr(graphs, "_SHAPES", 3)
     module = nn.Linear(2, 1)
@@ -796,9 +720,7 @@ def test_records_that_are_not_finite_by_chance_add_nothing(dropping):
         mask = (torch.rand(3) < 0.4).float()
         return loss(one) * mask.sum() / mask.sum()
 
-    engine, batch = engine_of(module), rows()
-    sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
+    engine, batch = traced_engine(module, loss_of), rows()
     for _ in range(4):
         state = torch.get_rng_state()
         found = sums_of(engine, loss_of, batch)
@@ -899,19 +821,13 @@ def of_the_first_scale(x):
     return torch.quantize_per_tensor_dynamic(x, torch.qint8, False).dequantize()
 
 
-def with_an_error(x):
-    """Likewise, and not traced for another reason, which is found first."""
-    torch.linalg.cholesky(x.mT @ x + 10 * torch.eye(x.shape[1]))
-    return of_the_first_scale(x)
-
-
 def without_full_rank(x):
     """The residuals of all are empty if one has none."""
     return x * (1 + torch.linalg.lstsq(x.mT, x.mT[:, :1] + 1, driver="gelsd").residuals.sum())
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("odd", [of_the_first_scale, with_an_error, without_full_rank])
+@pytest.mark.parametrize("odd", [of_the_first_scale, without_full_rank])
 def test_an_operator_that_vmap_gets_wrong_never_takes_records_together(odd, known, monkeypatch):
     """By its name; and were it not known, by the proof."""
     if not known:
