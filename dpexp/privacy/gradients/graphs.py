@@ -229,12 +229,8 @@ class Graphs:
             return "a buffer of another shape"
         return self.reads.changed()
 
-    def forget(self, but: Chunk | None = None) -> None:
-        """Drops all graphs, but for those of records of this shape."""
-        self._drop(lambda key: but is not None and key == but.key)
-
-    def _drop(self, kept: Callable[[Hashable], bool]) -> None:
-        """Drops the graphs of all shapes but some."""
+    def drop(self, kept: Callable[[Hashable], bool] = lambda key: False) -> None:
+        """Drops all graphs, but for those of some shapes, by `Chunk.key`."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if kept(key[0])}
         self._compiled_rows = {key: rows for key, rows in self._compiled_rows.items() if kept(key)}
         self._templates = {key: template for key, template in self._templates.items() if kept(key)}
@@ -261,28 +257,23 @@ class Graphs:
         if self._difference(chunk, key, self._late[key]) is None:
             self._late[key].note_step_unaffected()
         else:
-            self._drop(lambda other: other != key)
+            self.drop(lambda other: other != key)
 
     def _difference(self, sample: Chunk, key: Hashable, reads: Reads) -> str | None:
         """How the graph of a shape differs from a new trace; None: it does not, or there is none."""
-        known = self._traced_graph(key)
+        template = self._templates.get(key)
+        plain = ((n, graph) for (of, n, kind), graph in self._graphs.items() if of == key and kind == PLAIN)
+        known = next(plain, None) if template is None else (template.rows, template.graph)
         if known is None:
             return None
         rows, graph = known
         try:
-            return difference(
-                graph, self.tracer.traced(self._synthetic.records(sample, rows, 3), reads, late=self.reads)
-            )
+            again = self.tracer.traced(self._synthetic.records(sample, rows, 3), reads, late=self.reads)
+            return difference(graph, again)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             return explain(error)
-
-    def _traced_graph(self, key: Hashable) -> tuple[int, Graph] | None:
-        """(rows, graph) of a graph of this shape that was traced rather than made from a template."""
-        if (template := self._templates.get(key)) is not None:
-            return template.rows, template.graph
-        return next(((n, graph) for (of, n, kind), graph in self._graphs.items() if of == key and kind == PLAIN), None)
 
     def _check_same(self, graph: Graph, chunk: Chunk, rows: int, kind: str, reads: Reads) -> None:
         """Checks that a second trace of a new shape is equal but for the number of rows, and that an exact graph

@@ -165,7 +165,7 @@ class Step:
         with own_state(self._device):
             self._trace_if_changed(chunk, settings)
             if changed is not None:
-                self.graphs.forget(but=chunk)
+                self.graphs.drop(lambda key: key == chunk.key)
             if self.mode != TRACED:
                 self._test_for_state(chunk)
                 self._warn_if_slow()
@@ -182,7 +182,7 @@ class Step:
             self.graphs.reads.note_step_unaffected()
             return
         self._step_changes += 1
-        self.graphs.forget()
+        self.graphs.drop()
         self._trace(chunk, settings)
         if self._step_changes > _MAX_STEP_CHANGES and self.mode == TRACED:
             self.reason = f"hooks change the step repeatedly ({difference})"
@@ -267,7 +267,7 @@ class Step:
             return self._pass(chunk.row(i))
         with spectral_norms_fixed(self._module):
             if self._training:
-                found, loss = self._training.one(chunk, i)
+                found, loss = self._training.vector_of(chunk, i)
             else:
                 found, loss = gradients_of_one_record(chunk.loss_of, chunk.batch_of(i), self._parameters, self._values)
         dense: Any = {

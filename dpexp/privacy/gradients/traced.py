@@ -29,7 +29,6 @@ from dpexp.privacy.checks import digest
 from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.graph import Graph
 from dpexp.privacy.sampling.policies import Policy
-from dpexp.privacy.sampling.training_data import Memory
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
 _OVERWRITING = {
@@ -303,10 +302,3 @@ def rows_of_graph(count: int, usual: int) -> int:
     """
     step = max(1, round(usual / 9))
     return usual + math.ceil((count - usual) / step) * step
-
-
-def check_constants(graph: Graph, data: Memory) -> list[str]:
-    """Shapes of a graph's constants; raises ConfigError if one shares memory with the training set."""
-    data.refuse(graph.constants.items())
-    others = (tensor for name, tensor in graph.constants.items() if name not in graph.literals)
-    return [str(tuple(tensor.shape)) for tensor in others if tensor.numel() > 1]

@@ -19,7 +19,7 @@ from dpexp.privacy.gradients.graph import Graph, Template
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ChunkGradients, VmapPass
 from dpexp.privacy.gradients.reads import Reads, is_library_class, is_user_object, set_value, value_of
-from dpexp.privacy.gradients.traced import Inputs, NotTraceable, check_constants, prove, trace
+from dpexp.privacy.gradients.traced import Inputs, NotTraceable, prove, trace
 from dpexp.privacy.noise.randomness import all_random_states, random_state, set_all_random_states, set_random_state
 from dpexp.privacy.sampling.training_data import Memory
 
@@ -270,7 +270,9 @@ class Tracer:
     def prove(self, graph: Graph, chunk: Chunk, synthetic: SyntheticRecords, rows: int = 0, kind: str = PLAIN) -> None:
         """Raises NotTraceable or ConfigError: the graph mixes records, writes to its inputs or holds training data."""
         some, others = (synthetic.records(chunk, rows or self.usual, seed) for seed in (0, 1))
-        self.constant_shapes = check_constants(graph, self._data)
+        self._data.refuse(graph.constants.items())
+        constants = (tensor for name, tensor in graph.constants.items() if name not in graph.literals)
+        self.constant_shapes = [str(tuple(tensor.shape)) for tensor in constants if tensor.numel() > 1]
         read = self.inputs.perturbed()
         before = [digest(tensor) for tensor in (*read, *graph.constants.values())]
         clip_norms, state = self._clip.clip_norms((), self.device), random_state(self.device)
