@@ -1,8 +1,9 @@
-"""Fits in several processes at once. Starting one takes seconds, so that each start carries out everything asked."""
+"""Fits in several processes at once. Starting processes takes seconds, so each start runs several fits."""
 
 import os
 import socket
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -51,7 +52,7 @@ def with_batchnorm():
 
 
 class Seen(pl.Callback):
-    """What each round releases."""
+    """Records the release of each round."""
 
     def __init__(self):
         self.released = []
@@ -60,29 +61,21 @@ class Seen(pl.Callback):
         self.released.append([p.grad.clone() for p in pl_module.parameters()])
 
 
-class Empty:
-    """How many records each part of a round's sample has."""
+@contextmanager
+def sizes_counted():
+    """Yields a list that gets the number of this process's records in each round."""
+    begin, add_chunk, sizes = PrivateRound.begin, PrivateRound.add_chunk, []
 
-    def __init__(self):
-        self.parts, self._accumulate = [], PrivateRound.add_chunk
+    def counted_begin(private_round, t=0):
+        sizes.append(0)
+        begin(private_round, t)
 
-    def __enter__(self):
-        start, parts, accumulate = PrivateRound.begin, self.parts, self._accumulate
+    def counted_add_chunk(private_round, loss_of, batch, size):
+        sizes[-1] += size
+        add_chunk(private_round, loss_of, batch, size)
 
-        def started(engine, t=0):
-            parts.append(0)
-            start(engine, t)
-
-        def accumulated(engine, loss_of, batch, size):
-            parts[-1] += size
-            accumulate(engine, loss_of, batch, size)
-
-        self._patches = mock.patch.multiple(PrivateRound, begin=started, add_chunk=accumulated)
-        self._patches.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._patches.__exit__(*error)
+    with mock.patch.multiple(PrivateRound, begin=counted_begin, add_chunk=counted_add_chunk):
+        yield sizes
 
 
 def _module_and_options(what):
@@ -117,7 +110,7 @@ def trainer_of(count, *callbacks):
 
 
 def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, seed=7):
-    """Trains, and returns all that was released, and what else should be equal."""
+    """Trains, and returns all releases and other results that must not depend on the number of processes."""
     module, options = _module_and_options(what)
     plan = plan_of(module, **{"n": N, "q": 0.07, "steps": steps, "noise_multiplier": 0.8} | options)
     seen = Seen()
@@ -126,17 +119,20 @@ def fit(what, count, folder, rank=0, resume=None, steps=ROUNDS, dataset=None, se
     )
     trainer = trainer_of(count, privacy, seen)
     loader = DataLoader(data() if dataset is None else dataset, batch_size=4, shuffle=True)
-    with warnings.catch_warnings(), Empty() as empty:
+    with warnings.catch_warnings(), sizes_counted() as sizes:
         warnings.simplefilter("ignore")
-        with mock.patch("dpexp.accounting.ledger.writer.os.urandom", lambda n: bytes(n)):  # the run's number
+        with mock.patch("dpexp.accounting.ledger.writer.os.urandom", lambda n: bytes(n)):  # the ledger's random number
             trainer.fit(module, loader, ckpt_path=resume, weights_only=False if resume else None)
     trainer.save_checkpoint(folder / f"{what}.ckpt")
     return {
         "released": seen.released,
         "weights": [tensor.clone() for tensor in module.state_dict().values()],
-        "told": [privacy.readings.epsilon, privacy.rounds_done, dict(privacy.estimates.history), privacy.current_plan.groups[0].S],
-        "sizes": empty.parts,
-    }
+        "figures": [
+            privacy.readings.epsilon, privacy.rounds_done, dict(privacy.estimates.history),
+            privacy.current_plan.groups[0].S,
+        ],
+        "sizes": sizes,
+    }  # fmt: skip
 
 
 def all_of(rank, count, folder, kinds):

@@ -1,6 +1,5 @@
-"""Compiled graphs: the same sums and draws, norms that are never too small, and graphs where compiling does not pay."""
+"""Compiled graphs: the same sums and draws, norms that are never too small, and the decision to compile."""
 
-import math
 import shutil
 
 import pytest
@@ -9,6 +8,7 @@ from adversarial import largest_share
 from plans import plan_of
 from reference import clipped_sums
 from test_callback import assert_same, fit
+from test_clipped_sums import relative_error
 from test_traced import N, S, classifier, rows, sums_of
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -35,10 +35,8 @@ def engine_of(module, compile=True, rounds=9):
     return PrivateRound(plan, module, GaussianNoise(), observe=True, compiled=compile)
 
 
-def off(found, expected):
-    """Of the norm of all sums."""
-    squares = [((found[name] - e).double().square().sum(), e.double().square().sum()) for name, e in expected.items()]
-    return math.sqrt(sum(a for a, _ in squares) / sum(b for _, b in squares))
+def reason_of(engine):
+    return engine.step.graphs.compiling.reason
 
 
 def compiled_graphs(engine):
@@ -47,29 +45,29 @@ def compiled_graphs(engine):
 
 @needs_compiler
 def test_sums_of_samples_of_any_size_are_those_of_one_record_at_a_time():
-    """Parts of one size, of which the last is padded. A dropout of 0 makes of the graph one that draws."""
+    """Chunks have one size, and the last is padded. With a dropout of 0 the graph draws random numbers."""
     module, loss_of = classifier(nn.Dropout(0.0))
     engine = engine_of(module)
     for size in (N, 5, 1, 3 * N):
         found = sums_of(engine, loss_of, rows(size), size)
         batch = tuple(leaf[:, 0] for leaf in rows(size))
-        assert off(found, clipped_sums(engine.plan, module, loss_of, batch, size)) < 1e-6
-    assert len(compiled_graphs(engine)) == 1 and engine.step.graphs.compiling.reason.startswith("compiled: a round takes")
+        assert relative_error(found, clipped_sums(engine.plan, module, loss_of, batch, size)) < 1e-6
+    assert len(compiled_graphs(engine)) == 1 and reason_of(engine).startswith("compiled: a round takes")
 
 
 @needs_compiler
-def test_inputs_that_are_laid_out_otherwise_go_by_the_graph():
-    """What is compiled would make nonsense of them."""
+def test_inputs_with_other_strides_run_uncompiled():
+    """Compiled code would give wrong results."""
     module, loss_of = classifier()
     engine = engine_of(module)
     before = sums_of(engine, loss_of, rows())
     weight = module[0].weight
     weight.data = weight.data.t().contiguous().t()
-    assert weight.stride() == (1, 16) and off(sums_of(engine, loss_of, rows()), before) < 1e-6
+    assert weight.stride() == (1, 16) and relative_error(sums_of(engine, loss_of, rows()), before) < 1e-6
 
 
 @needs_compiler
-def test_a_tensor_that_a_hook_writes_to_is_followed():
+def test_a_tensor_that_a_hook_writes_to_is_read_again():
     module, _ = classifier()
     module.scale = torch.ones(8)  # neither parameter nor buffer
 
@@ -83,7 +81,11 @@ def test_a_tensor_that_a_hook_writes_to_is_followed():
         found.append(sums_of(engine, loss_of, rows()))
         module.scale.fill_(2)
         found.append(sums_of(engine, loss_of, rows()))
-    assert off(found[0], found[2]) < 1e-6 and off(found[1], found[3]) < 1e-6 and off(found[0], found[1]) > 0.1
+    assert (
+        relative_error(found[0], found[2]) < 1e-6
+        and relative_error(found[1], found[3]) < 1e-6
+        and relative_error(found[0], found[1]) > 0.1
+    )
 
 
 @needs_compiler
@@ -99,7 +101,7 @@ def test_dropout_draws_for_each_record_what_it_draws_without_compiling():
         same = tuple(leaf[:1].expand(N, *leaf.shape[1:]).clone() for leaf in rows())
         sums_of(engine, loss_of, same)
         assert len(set(engine.observations[-1]["loss"].tolist())) > N / 2
-    assert off(*found) < 1e-6
+    assert relative_error(*found) < 1e-6
 
 
 @needs_compiler
@@ -111,7 +113,7 @@ def test_no_record_adds_more_than_its_bound():
 
 @needs_compiler
 def test_factors_and_decisions_are_computed_once():
-    """What a later stage reads of an earlier one lies in memory: norms and sums have the same gradients."""
+    """Later stages read them from memory, so norms and sums use the same gradients."""
     module, loss_of = classifier()
     engine = engine_of(module)
     sums_of(engine, loss_of, rows())
@@ -125,12 +127,12 @@ def test_factors_and_decisions_are_computed_once():
 
 
 @pytest.mark.parametrize("function", [torch.sin, torch.cos, torch.special.i1e])
-def test_functions_that_are_computed_for_several_records_at_once_are_not_compiled(function):
-    """In float32 the last bits of a sine change where another record's number is large."""
+def test_functions_with_vectorized_code_are_not_compiled(function):
+    """In float32 the last bits of a sine change if another record's value is large."""
     module, loss = classifier()
     engine = engine_of(module)
     sums_of(engine, lambda one: loss((function(one[0]), one[1])), rows())
-    assert "would depend on another record" in engine.step.graphs.compiling.reason and not compiled_graphs(engine)
+    assert "would depend on another record" in reason_of(engine) and not compiled_graphs(engine)
 
 
 @needs_compiler
@@ -141,8 +143,8 @@ def test_a_sine_of_positions_is_compiled():
     assert compiled_graphs(engine)
 
 
-def test_where_a_record_may_end_in_an_error_the_graph_is_run():
-    """Compiled code ends the process where an index is out of range, or takes another one."""
+def test_a_graph_that_raises_an_error_for_some_records_is_not_compiled():
+    """With an index out of range, compiled code ends the process or reads another row."""
     module, loss = classifier()
     engine, (x, y) = engine_of(module), rows()
     index = torch.zeros(N, 1, dtype=torch.long)
@@ -151,15 +153,15 @@ def test_where_a_record_may_end_in_an_error_the_graph_is_run():
         return loss(one[:2]) * module[0].weight.detach()[0, one[2]].sum()
 
     before = sums_of(engine, loss_of, (x, y, index))
-    assert "some records raise an error" in engine.step.graphs.compiling.reason
+    assert "some records raise an error" in reason_of(engine)
     index[3] = 99
     found = sums_of(engine, loss_of, (x, y, index))
     assert 0 < (found["0.weight"] - before["0.weight"]).norm() <= S * (1 + 1e-6)
 
 
 @needs_compiler
-def test_all_that_norms_are_computed_from_lies_in_memory():
-    """Indices that are computed, and parts of a parameter, too: computed again, their norms may be another's."""
+def test_all_factors_of_norms_are_computed_once():
+    """Computed indices and slices of a parameter, too: computed twice, they may differ."""
 
     class Computed(nn.Module):
         def __init__(self):
@@ -200,12 +202,12 @@ def test_a_few_rounds_are_not_compiled():
     engine = engine_of(module, None)
     sums_of(engine, loss_of, rows())
     assert engine.step.graphs.compiling.decided is False and not compiled_graphs(engine)
-    assert "not compiled, since 9 rounds of" in engine.step.graphs.compiling.reason
+    assert "not compiled, since 9 rounds of" in reason_of(engine)
 
 
 @needs_compiler
-def test_a_compiled_fit_ends_where_another_does_and_its_checkpoint_says_how_it_was_made(tmp_path):
-    """A resumed fit decides nothing anew."""
+def test_a_compiled_fit_gives_the_same_weights_and_its_checkpoint_has_the_decision(tmp_path):
+    """A resumed fit uses it."""
     (some, _, decided), (others, _, asked) = (
         fit(tmp_path, ledger=f"{compile}.jsonl", compile=compile) for compile in (None, True)
     )
@@ -218,19 +220,19 @@ def test_a_compiled_fit_ends_where_another_does_and_its_checkpoint_says_how_it_w
 
 
 @pytest.mark.parametrize("after, decided", [(0.9, True), (1.1, False)])
-def test_the_faster_one_is_taken(after, decided):
+def test_the_faster_graph_is_used(after, decided):
     compiling = CompileDecision(None, 100, 10, 10**6)
     assert compiling.worth_trying(1.0, 100) and compiling.compare(50, 1.0, after, 9.0) is decided is compiling.decided
     assert compiling.reason.startswith("compiled: " if decided else "not compiled, since ")
 
 
-def test_rows_of_padding_and_calls_are_both_counted():
+def test_padding_and_calls_both_count_in_the_choice_of_rows():
     small, large = (CompileDecision(True, 256, 16, 1).rows(288, flops, 10_000) for flops in (1e6, 1e11))
     assert small == 288 and large == 36
     assert CompileDecision(True, 256, 0, 1).chunks(100) == 3 and CompileDecision(True, 250, 15, 1).chunks(10**6) == 1
 
 
-def test_where_compiling_fails_the_graph_is_run(monkeypatch):
+def test_if_compiling_fails_the_graph_runs_uncompiled(monkeypatch):
     def broken(*_):
         raise RuntimeError("no compiler")
 
@@ -238,15 +240,18 @@ def test_where_compiling_fails_the_graph_is_run(monkeypatch):
     module, loss_of = classifier()
     engine = engine_of(module)
     found = sums_of(engine, loss_of, rows())
-    assert "not compiled: " in engine.step.graphs.compiling.reason and "no compiler" in engine.step.graphs.compiling.reason
-    assert off(found, clipped_sums(engine.plan, module, loss_of, tuple(leaf[:, 0] for leaf in rows()), N)) < 1e-6
+    assert "not compiled: " in reason_of(engine) and "no compiler" in reason_of(engine)
+    assert (
+        relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(leaf[:, 0] for leaf in rows()), N))
+        < 1e-6
+    )
 
 
 @needs_compiler
-def test_what_is_compiled_must_agree_with_the_graph(monkeypatch):
+def test_a_compiled_graph_must_agree_with_the_uncompiled_one(monkeypatch):
     call = compiled.Compiled.__call__
     monkeypatch.setattr(compiled.Compiled, "__call__", lambda self, *given: [x * 1.0001 for x in call(self, *given)])
     module, loss_of = classifier()
     engine = engine_of(module)
     sums_of(engine, loss_of, rows())
-    assert "relative error is 1e-04" in engine.step.graphs.compiling.reason and not compiled_graphs(engine)
+    assert "relative error is 1e-04" in reason_of(engine) and not compiled_graphs(engine)

@@ -88,10 +88,13 @@ class Released(pl.Callback):
         self.sums.append(torch.cat(grads).double() * plan.n * plan.sampling.q)
 
 
-def trained(folder, module, loader, steps=1, z=SILENT, callbacks=(), callback=None, ckpt_path=None, **options):
-    """A fit on every record in every round."""
-    if not isinstance(loader, DataLoader):
-        loader = DataLoader(Items(loader), batch_size=2)
+def loader_of(records):
+    is_loader = records is None or isinstance(records, DataLoader)
+    return records if is_loader else DataLoader(Items(records), batch_size=2)
+
+
+def trained(folder, module, data, steps=1, z=SILENT, callbacks=(), callback=None, ckpt_path=None, val=None, **options):
+    """The releases and the Trainer of a fit with every record in every round; data are records or a DataLoader."""
     plan = plan_of(
         module, n=10, sampling="full_batch", q=1.0, steps=steps, noise_multiplier=z, clip_norm=clipping.FixedClipNorm(S)
     )
@@ -104,7 +107,7 @@ def trained(folder, module, loader, steps=1, z=SILENT, callbacks=(), callback=No
     run = pl.Trainer(callbacks=[privacy, *callbacks, released], **defaults | options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run.fit(module, loader, ckpt_path=ckpt_path)
+        run.fit(module, loader_of(data), loader_of(val), ckpt_path=ckpt_path)
     return released.sums, run
 
 
@@ -492,15 +495,10 @@ class Telling(Model):
 
 def test_loggers_get_nothing_from_training(tmp_path):
     logger = Everything()
-    module = Telling()
-    plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=3, noise_multiplier=1.0)
-    privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", delta=1e-3, max_physical_batch_size=2)
-    run = pl.Trainer(
-        accelerator="cpu", max_epochs=-1, logger=logger, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[privacy, LearningRateMonitor()], log_every_n_steps=1,
+    _, run = trained(
+        tmp_path, Telling(), rows(7), 3, 1.0, [LearningRateMonitor()], {"delta": 1e-3}, logger=logger,
+        log_every_n_steps=1, val=rows(4, seed=1),
     )  # fmt: skip
-    data = DataLoader(Items(rows(7)), batch_size=2)
-    run.fit(module, data, DataLoader(Items(rows(4, seed=1)), batch_size=2))
     told = {key: value for _, metrics in logger.told for key, value in metrics.items()}
     public = {"epsilon", "val_loss", "lr-SGD"}
     assert public <= told.keys() <= {*public, "epoch"}
@@ -551,14 +549,10 @@ def test_validation_falls_after_rounds_not_chunks(tmp_path):
             def on_validation_end(self, trainer, module):
                 after.append(trainer.global_step)
 
-        module = Model()
-        plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=6, noise_multiplier=1.0)
-        privacy = dpexp.PrivacyCallback(plan, tmp_path / f"{count}.jsonl", max_physical_batch_size=1)
-        pl.Trainer(
-            accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[privacy, Watch()], val_check_interval=2,
-            check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        ).fit(module, *(DataLoader(Items(rows(size)), batch_size=2) for size in (count, 2)))  # fmt: skip
+        trained(
+            tmp_path, Model(), rows(count), 6, callbacks=[Watch()], callback={"max_physical_batch_size": 1},
+            val=rows(2), val_check_interval=2, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        )  # fmt: skip
         return after
 
     assert validated(5) == validated(8) == [2, 4, 6]
@@ -605,13 +599,7 @@ def test_validation_may_call_training_step(tmp_path):
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", self.training_step(batch, batch_idx))
 
-    module = Shared()
-    plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=3, noise_multiplier=1.0)
-    run = pl.Trainer(
-        accelerator="cpu", max_epochs=-1, logger=CSVLogger(tmp_path), enable_progress_bar=False,
-        enable_checkpointing=False, callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")],
-    )  # fmt: skip
-    run.fit(module, DataLoader(Items(rows(5)), batch_size=2), DataLoader(Items(rows(4)), batch_size=2))
+    _, run = trained(tmp_path, Shared(), rows(5), 3, logger=CSVLogger(tmp_path), val=rows(4))
     assert run.global_step == 3 and "val_loss" in run.callback_metrics
 
 

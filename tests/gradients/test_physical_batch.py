@@ -14,22 +14,17 @@ from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 
 
-def taking(most):
-    tried = []
-
-    def attempt(size):
-        tried.append(size)
-        if size > most:
-            raise torch.OutOfMemoryError
-
-    return attempt, tried  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "memory, sample, found", [(100, 1000, 64), (10**6, 100, 128), (10**6, 128, 128), (3, 100, FIRST_ON_GPU)]
 )
 def test_it_is_doubled_until_memory_or_the_sample_ends(memory, sample, found):
-    attempt, tried = taking(memory)
+    tried = []
+
+    def attempt(size):
+        tried.append(size)
+        if size > memory:
+            raise torch.OutOfMemoryError
+
     assert double_while_fitting(attempt, sample) == found
     assert max(tried) <= 2 * max(memory, FIRST_ON_GPU) and max(tried) < 2 * max(sample, FIRST_ON_GPU)
 
@@ -41,12 +36,6 @@ def test_an_error_of_another_kind_leaves_it_small():
     assert double_while_fitting(attempt, 1000) == FIRST_ON_GPU
 
 
-def trainer_of_digits():
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    trainer.fit_loop.epoch_loop.val_loop._data_source.instance = Digits().val_dataloader()
-    return trainer
-
-
 def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     """On a CPU, in place of a GPU whose memory ends at 100 records."""
     torch.manual_seed(0)
@@ -54,7 +43,9 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
     module = Classifier(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     module.log_dict = lambda *_: None
     plan = plan_of(module, n=1437, q=0.5, steps=1, noise_multiplier=1.0)
-    seen, before, run = [], model[1].weight.clone(), trainer_of_digits()
+    seen, before = [], model[1].weight.clone()
+    run = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    run.fit_loop.epoch_loop.val_loop._data_source.instance = Digits().val_dataloader()
 
     class Memory:
         def __getattr__(self, name):

@@ -49,7 +49,7 @@ def releases_are_those_of_one_process(one, found):
         torch.testing.assert_close(each["released"], one["released"], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(each["weights"], one["weights"], rtol=1e-5, atol=1e-5)
         (epsilon, rounds, values, S), (epsilon_of_one, rounds_of_one, values_of_one, S_of_one) = (
-            each["told"], one["told"],
+            each["figures"], one["figures"],
         )  # fmt: skip
         assert epsilon == epsilon_of_one > 0 and rounds == rounds_of_one and values.keys() == values_of_one.keys()
         assert pytest.approx(S_of_one) == S
@@ -59,7 +59,7 @@ def releases_are_those_of_one_process(one, found):
 
 def all_have_the_same_bits(found):
     for other in found[1:]:
-        assert other["told"] == found[0]["told"]
+        assert other["figures"] == found[0]["figures"]
         torch.testing.assert_close(other["weights"], found[0]["weights"], rtol=0, atol=0)
         torch.testing.assert_close(other["released"], found[0]["released"], rtol=0, atol=0)
 
