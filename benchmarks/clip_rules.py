@@ -19,7 +19,7 @@ import torch
 import dpexp
 from dpexp import Clipping, Sampling, Target, make_plan
 from dpexp.accounting.ledger import Ledger, read_ledger
-from dpexp.privacy.plan.clipping import Abadi, Automatic, ClipRule, Global, Psac, in_words
+from dpexp.privacy.plan.clipping import Abadi, Automatic, ClipRule, Global, Psac, describe
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 from dpexp.training.models import cnn
@@ -68,7 +68,7 @@ def main() -> None:
         means = [statistics.mean(found) for found in runs]
         cells = [f"{mean:.1%} ± {statistics.stdev(found):.1%}" for mean, found in zip(means, runs, strict=True)]
         cells[means.index(max(means))] = f"**{cells[means.index(max(means))]}**"
-        print(f"| {in_words(clip)} | " + " | ".join(cells) + " |", flush=True)
+        print(f"| {describe(clip)} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

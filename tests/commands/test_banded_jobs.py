@@ -45,9 +45,9 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
         (["noise=banded", "noise.bands=0"], "noise.bands=0 must be a whole number of at least 1, or auto"),
         (["noise=banded", "noise.bands=99"], "at most 22 parts"),
         (["noise=banded", "sampling.partitions=2", "noise.bands=3"], "must be at most sampling.partitions=2"),
-        (["noise=banded", "schedule.z=[1,2]"], "cannot be had with sampling=cyclic_poisson"),
-        (["noise=banded", "privacy.noise_multiplier=1"], "noise.bands=auto goes by the noise that a target needs"),
-        (["noise=discrete_gaussian", "noise.bands=2"], "noise.bands=2 is of noise=banded alone"),
+        (["noise=banded", "schedule.z=[1,2]"], "is not supported with sampling=cyclic_poisson"),
+        (["noise=banded", "privacy.noise_multiplier=1"], "noise.bands=auto compares the noise that a target needs"),
+        (["noise=discrete_gaussian", "noise.bands=2"], "noise.bands=2 is an option of noise=banded"),
         (["sampling.partitions=2"], "sampling.partitions=2"),
         (
             [

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpexp
-from dpexp.accounting.ledger import Ledger, joined, read_ledger
+from dpexp.accounting.ledger import Ledger, concatenate, read_ledger
 from dpexp.accounting.releases import releases
 from dpexp.accounting.risk import largest_advantage
 from dpexp.errors import ConfigError
@@ -108,7 +108,7 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
 
     class Sigmas(pl.Callback):
         def on_before_optimizer_step(self, *args):
-            (group,) = [group for group in privacy.now.groups if not group.is_of_values]
+            (group,) = [group for group in privacy.current_plan.groups if not group.is_metric]
             sigmas.append(group.sigma * group.alphas[0] / (0.1 * 40))
 
     trainer(privacy, released, Sigmas()).fit(module, Nobody())
@@ -191,7 +191,7 @@ def test_what_a_resumed_job_will_have_cost_is_known_before():
     plan = plan_for(Model(), **CHOICES)
     (round_,) = plan.ledger().rounds
     before = Ledger("add_remove", {round_: 5})
-    assert sum(releases(joined([before, plan.ledger(5)])).values()) == 2 + 3
+    assert sum(releases(concatenate([before, plan.ledger(5)])).values()) == 2 + 3
     assert sum(releases(plan.ledger()).values()) == 4
 
 
@@ -307,7 +307,7 @@ def test_auto_takes_the_bands_of_the_least_error(epsilon, batch, least, most):
     facts = {"n": 50_000, "expected_batch_size": batch, "epochs": 10, "epsilon": epsilon, "delta": 1e-5}
     found = plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded"))
     b = len(found.bands)
-    assert least <= b <= most and found.sampling.parts == b
+    assert least <= b <= most and found.sampling.partitions == b
     others = [
         plan_of(Model(), **facts, sampling="cyclic_poisson", noise=Noise("banded", k)) for k in (b // 2 or 1, 2 * b)
     ]
@@ -344,15 +344,15 @@ def test_measured_shares_leave_z_as_it_is(tmp_path):
     [
         ({"sampling": "poisson"}, "noise.bands=3 needs samples .* choose sampling=cyclic_poisson"),
         ({"sampling": "full_batch", "q": 1.0}, "sampling=full_batch does not"),
-        ({"parts": 2}, "noise.bands=3 must be at most sampling.partitions=2"),
+        ({"partitions": 2}, "noise.bands=3 must be at most sampling.partitions=2"),
         ({"noise": Noise("banded", 9)}, "choose at most 6 parts"),
-        ({"noise": Noise("banded")}, "noise.bands=auto goes by the noise that a target needs"),
-        ({"schedules": {"z": {"linear": [1, 2]}}}, "schedule.z=.* cannot be had with sampling=cyclic_poisson"),
-        ({"schedules": {"S": {"linear": [1, 2]}}}, "schedule.S=.* cannot be had"),
+        ({"noise": Noise("banded")}, "noise.bands=auto compares the noise that a target needs"),
+        ({"schedules": {"z": {"linear": [1, 2]}}}, "schedule.z=.* is not supported with sampling=cyclic_poisson"),
+        ({"schedules": {"S": {"linear": [1, 2]}}}, "schedule.S=.* is not supported"),
         ({"calibrate": "sampling_rate", "epsilon": 1.0, "delta": 1e-5}, "needs a q that can take any value"),
         (
-            {"noise": "gaussian", "sampling": "poisson", "parts": 2},
-            "sampling.partitions=2 is of sampling=cyclic_poisson",
+            {"noise": "gaussian", "sampling": "poisson", "partitions": 2},
+            "sampling.partitions=2 is an option of sampling=cyclic_poisson",
         ),
     ],
 )
@@ -377,7 +377,7 @@ def test_choices_that_make_no_sense_are_refused(facts, message):
 
 def test_more_parts_than_bands_may_be_asked_for():
     plan = plan_for(Model(), **CHOICES, partitions=5)
-    assert plan.sampling.parts == 5 and plan.bands == C
+    assert plan.sampling.partitions == 5 and plan.bands == C
     assert sum(releases(plan.ledger()).values()) == 3
 
 

@@ -168,9 +168,9 @@ def released_sum(stream):
     module = nn.Linear(1, CLASSES, bias=False)
     plan = plan_of(module, n=100, q=1.0, sampling="full_batch", steps=1, noise_multiplier=1.0)
     engine = PrivateRound(plan, module, GaussianNoise(stream))
-    engine.start()
+    engine.begin()
     x, y = torch.randn(100, 1, 1), torch.randint(CLASSES, (100, 1))
-    engine.accumulate(lambda one: F.cross_entropy(module(one[0]), one[1]), (x, y), 100)
+    engine.add_chunk(lambda one: F.cross_entropy(module(one[0]), one[1]), (x, y), 100)
     true = engine._sums["weight"].clone()
     return engine, true
 

@@ -131,7 +131,7 @@ def test_each_record_is_sampled_in_its_own_part_alone_at_the_stated_rate():
 
 def test_parts_are_drawn_independently():
     """Not dealt out: how many there are in one varies as it should."""
-    sizes = [len(CyclicPoisson(0.1, 4).parted(1000, KeyStream.known(k, "sampling", 0))[0]) for k in range(400)]
+    sizes = [len(CyclicPoisson(0.1, 4).partition(1000, KeyStream.known(k, "sampling", 0))[0]) for k in range(400)]
     assert np.var(sizes) == pytest.approx(1000 * 0.25 * 0.75, rel=0.3)
 
 

@@ -76,11 +76,11 @@ def engine_for(module, **choices):
 
 
 def whole_sums(engine, loss_of, records, t=0):
-    engine.start(t)
+    engine.begin(t)
     if len(records):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            engine.accumulate(loss_of, records, len(records))
+            engine.add_chunk(loss_of, records, len(records))
     return {name: total.clone() for name, total in engine._sums.items()}
 
 
@@ -101,7 +101,7 @@ def test_one_record_moves_the_sum_by_a_vector_within_the_bound_exactly(records, 
         sums, without, alone = (
             whole_sums(engine, lambda one: module(one).square().sum(), rows, t) for rows in (x, others, x[out][None])
         )
-        for group in engine.now.groups:
+        for group in engine.current_plan.groups:
             moved = [sums[name] - without[name] for v in group.vectors for name in v.parameters]
             assert exact_square(torch.cat([part.flatten() for part in moved]).tolist()) <= group.query().S2
         assert all(torch.equal(sums[name] - without[name], alone[name]) for name in sums)
@@ -145,7 +145,7 @@ def by_hand(plan, factors):
     for t in range(T):
         f_z, f_S = factors(t)
         sums = {name: [0] * p.numel() for name, p in parameters.items()}
-        for i in Poisson(Q).samples(N, sampler)[0]:
+        for i in Poisson(Q).draw(N, sampler)[0]:
             module.zero_grad()
             F.cross_entropy(module.net(x[i][None]), y[i][None]).backward()
             for group in plan.groups:
@@ -227,7 +227,7 @@ def test_what_cannot_be_exact_is_refused(choices, wrong):
 def test_a_target_is_calibrated_for_the_event_that_will_be_written():
     found = [
         plan_of(nn.Linear(9, 9), n=1000, q=0.1, steps=50, epsilon=2.0, delta=1e-5, noise=noise)
-        for noise in ("gaussian", "exact")
+        for noise in ("gaussian", "discrete_gaussian")
     ]
     assert found[0].noise_multiplier == pytest.approx(found[1].noise_multiplier, rel=1e-3)
     assert 1.99 < dpexp.epsilon(found[1].ledger(), 1e-5) <= 2.0

@@ -21,6 +21,7 @@ from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveState
 from dpexp.privacy.plan.allocation import AdaptiveMinVariance
 from dpexp.privacy.plan.clipping import Joint
 from dpexp.privacy.plan.groups import Groups, Match, per_layer, value_key
+from dpexp.privacy.private_metrics import UNCLIPPED
 from dpexp.privacy.round import PrivateRound
 
 Q, N, B = 0.1, 100, 9
@@ -53,16 +54,16 @@ def norms_by_hand(net, x, y):
 
 def carried_out(plan, net, path, rounds):
     """The releases of rounds on the same sample, the bounds followed and the weights unchanged."""
-    bounds = AdaptiveState(plan.following)
-    engine = PrivateRound(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), bounds=bounds)
+    bounds = AdaptiveState(plan.adaptive)
+    engine = PrivateRound(plan, net, GaussianNoise(KeyStream.known(0, "noise", 0)), adaptive_state=bounds)
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(rounds):
-        ledger.sample(plan.at(t).sampling.event(N, 0))
-        engine.start(t)
-        engine.accumulate(loss_of(net), data(), B)
-        engine.finish()
-        now, released = engine.now, engine.release(ledger)
-        yield now, released, bounds.update(released[value_key("unclipped")])
+        ledger.sample(plan.at_round(t).sampling.event(N, 0))
+        engine.begin(t)
+        engine.add_chunk(loss_of(net), data(), B)
+        engine.end()
+        now, released = engine.current_plan, engine.release(ledger)
+        yield now, released, bounds.update(released[value_key(UNCLIPPED)])
     ledger.close()
 
 
@@ -78,9 +79,9 @@ def test_bounds_move_as_the_paper_says(joint, tmp_path):
     norms = norms_by_hand(net, *data())
     expected = {"0": 0.3, "2": 0.3}
     for now, _, found in carried_out(plan, net, tmp_path / "ledger", 6):
-        shown = dict(AdaptiveState(plan.following).shown(now))
+        shown = dict(AdaptiveState(plan.adaptive).clip_norms(now))
         for name, S in expected.items():
-            assert shown[f"alpha/{name}" if joint else f"S/{name}"] == pytest.approx(S, rel=1e-5)
+            assert shown[f"joint_scale/{name}" if joint else f"clip_norm/{name}"] == pytest.approx(S, rel=1e-5)
             fraction = float((norms[name] <= S).sum() - B / 2) / (Q * N) + 0.5
             assert found[name] == pytest.approx(fraction, abs=1e-5)
             gamma = 0.6 if joint else {"0": 0.25, "2": 0.75}[name]
@@ -117,12 +118,12 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
     plan = plan_of(
         net, n=N, q=Q, steps=1, noise_multiplier=1.0, group=group, mechanism=Joint(), clip_norm=AdaptiveClipNorm()
     )
-    bounds = AdaptiveState(plan.following)
-    bounds.factors = [1.0, 2.0, 3.0, 4.0]
-    now = bounds.now(plan)
+    bounds = AdaptiveState(plan.adaptive)
+    bounds.multipliers = [1.0, 2.0, 3.0, 4.0]
+    now = bounds.apply(plan)
     assert [group.alphas for group in now.groups[:2]] == [(1.0, 2.0), (3.0, 4.0)]
-    assert [name for name, _ in bounds.shown(now)] == [
-        "alpha/weights/0", "alpha/weights/2", "alpha/biases/0", "alpha/biases/2"
+    assert [name for name, _ in bounds.clip_norms(now)] == [
+        "joint_scale/weights/0", "joint_scale/weights/2", "joint_scale/biases/0", "joint_scale/biases/2"
     ]  # fmt: skip
     assert list(bounds.update(torch.zeros(4))) == ["weights/0", "weights/2", "biases/0", "biases/2"]
 
@@ -192,9 +193,9 @@ def test_a_record_moves_the_counts_by_half_a_unit_each(tmp_path):
         engine = PrivateRound(plan, net, GaussianNoise())
         ledger = LedgerWriter(tmp_path / name, plan.adjacency, plan.sampling_events(), False, None, None)
         ledger.sample(plan.sampling.event(N, 0))
-        engine.start()
-        engine.accumulate(loss_of(net), (x, y), len(x))
-        return engine.release(ledger)[value_key("unclipped")] * Q * N
+        engine.begin()
+        engine.add_chunk(loss_of(net), (x, y), len(x))
+        return engine.release(ledger)[value_key(UNCLIPPED)] * Q * N
 
     def are(found, each):
         torch.testing.assert_close(found, torch.full((2,), each, dtype=torch.float64), atol=1e-5, rtol=0)
@@ -226,9 +227,9 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
 
     before = fit(3)
     after = fit(6, resume=tmp_path / "checkpoint")
-    history = after.estimates.history["S/all"]
+    history = after.estimates.history["clip_norm/all"]
     assert [t for t, _, _ in history] == [1, 2, 3, 4, 5, 6]
-    assert history[3][1] == pytest.approx(before.bounds.factors[0], rel=1e-12)
+    assert history[3][1] == pytest.approx(before.adaptive_state.multipliers[0], rel=1e-12)
     assert [query.S for query, _ in (r.queries for r in read_ledger(tmp_path / "ledger").rounds)] == [
         S for _, S, _ in history
     ]
@@ -250,8 +251,8 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         ({"clip_norm": AdaptiveClipNorm(), "noise": "discrete_gaussian"}, r"noise=discrete_gaussian"),
         ({"allocation": AdaptiveMinVariance()}, r"choose clip_norm=adaptive"),
         (
-            {"clip_norm": AdaptiveClipNorm(), "private_metrics": {"unclipped": {"clip_norm": 1, "budget_share": 0.1}}},
-            r"unclipped is what clip_norm=adaptive counts",
+            {"clip_norm": AdaptiveClipNorm(), "private_metrics": {UNCLIPPED: {"clip_norm": 1, "budget_share": 0.1}}},
+            r"fraction_within_clip_norm is the name of what clip_norm=adaptive releases",
         ),
         ({"clip_norm": AdaptiveClipNorm(), "schedules": {"S": 0.5}}, r"schedule.S"),
     ],

@@ -210,13 +210,13 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
     for t in (0, 1):
         sums = []
         for rows in (x, torch.cat([x[:out], x[out + 1 :]])):
-            engine.start(t)
+            engine.begin(t)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                engine.accumulate(lambda one: module(one).square().sum(), rows, len(rows))
+                engine.add_chunk(lambda one: module(one).square().sum(), rows, len(rows))
             sums.append({name: total.clone() for name, total in engine._sums.items()})
         some, others = sums
-        for group in engine.now.groups:
+        for group in engine.current_plan.groups:
             moved = [
                 (some.get(name, torch.zeros(1)) - others.get(name, torch.zeros(1))).flatten() / alpha
                 for vector, alpha in zip(group.vectors, group.alphas, strict=True)
@@ -253,14 +253,14 @@ def test_exact_noise_takes_every_rule(clip, vector, S, z):
 def test_exact_and_gaussian_noise_are_given_the_same_sums(clip):
     module, batch = case("mlp")
     sums = []
-    for noise in ("exact", "gaussian"):
+    for noise in ("discrete_gaussian", "gaussian"):
         plan = own_plan(
             module, clip_rule=clip, noise=noise, clip_norm=clipping.FixedClipNorm(1.0), group=groups.per_layer()
         )
         engine = PrivateRound(plan, module, GaussianNoise())
         found = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch)
         units = {
-            name: g.lattice.grid if g.exact else 1 for g in plan.groups for v in g.vectors for name in v.parameters
+            name: g.lattice.grid if g.discrete else 1 for g in plan.groups for v in g.vectors for name in v.parameters
         }
         sums.append({name: total * units[name] for name, total in found.items()})
     assert relative_error(*sums) < 1e-5
@@ -286,9 +286,9 @@ def test_z_goes_with_s():
     )
     x = torch.tensor([0.15, 1.5, 15.0], dtype=torch.float64)
     kept = [
-        [bool(c) for c in clip_factors(group.clip, x, number(group.S), torch.float64)]
+        [bool(c) for c in clip_factors(group.clip_rule, x, number(group.S), torch.float64)]
         for t in (0, 1)
-        for group in plan.at(t).groups
+        for group in plan.at_round(t).groups
     ]
     assert kept == [[True, True, False], [True, True, True], [True, False, False], [True, True, False]]
 
@@ -389,7 +389,7 @@ class Answering:
         return torch.stack([x, x])
 
 
-@pytest.mark.parametrize("rule, said", [(Asking(), "cannot answer for a norm"), (Answering(), "one real number")])
+@pytest.mark.parametrize("rule, said", [(Asking(), "must accept a norm"), (Answering(), "one real number")])
 def test_rules_that_do_not_answer_are_refused_before_training(rule, said):
     with pytest.raises(ConfigError, match=said):
         check_clip_rule(rule)

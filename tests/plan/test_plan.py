@@ -180,8 +180,8 @@ def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, 
     clipping = {name: GroupClipping((1.0,), S) for name, S in zip("abc", bounds, strict=True)}
     shares = allocation.shares(grouped, clipping)
     assert sum(shares.values()) == pytest.approx(1, rel=1e-12)
-    sigmas = {name: z * clipping[name].S / math.sqrt(w) for name, w in shares.items()}
-    assert sum((clipping[n].S / sigmas[n]) ** 2 for n in shares) == pytest.approx(z**-2, rel=1e-9)
+    sigmas = {name: z * clipping[name].clip_norm / math.sqrt(w) for name, w in shares.items()}
+    assert sum((clipping[n].clip_norm / sigmas[n]) ** 2 for n in shares) == pytest.approx(z**-2, rel=1e-9)
 
 
 def test_the_papers_two_allocations():
@@ -223,7 +223,7 @@ def test_explicit_noise_contradicts_a_target():
 # The whole plan
 
 
-@pytest.mark.parametrize("knob", ["q", "q_at_fixed_z", "steps", "bound"])
+@pytest.mark.parametrize("knob", ["sampling_rate", "sampling_rate_at_fixed_noise", "steps", "clip_norm"])
 def test_other_knobs_are_solved_from_the_noise_given(knob):
     asked = plan(group=conv_fc(), noise_multiplier=3.0, clip_norm=FixedClipNorm(0.5))
     made = plan(
@@ -239,11 +239,11 @@ def test_other_knobs_are_solved_from_the_noise_given(knob):
     def sigmas(p):
         return [group.sigma for group in p.groups]
 
-    held = {"q": averages, "q_at_fixed_z": sigmas, "steps": sigmas, "clip_norm": sigmas}[knob]
+    held = {"sampling_rate": averages, "sampling_rate_at_fixed_noise": sigmas, "steps": sigmas, "clip_norm": sigmas}[knob]
     assert held(made) == pytest.approx(held(asked), rel=1e-12), "the paper's §4 holds the averages' noise"
     assert (made.rounds != asked.rounds) == (knob == "steps")
-    assert (made.sampling.q != asked.sampling.q) == knob.startswith("q")
-    assert (made.groups[0].S != asked.groups[0].S) == (knob == "bound")
+    assert (made.sampling.q != asked.sampling.q) == knob.startswith("sampling_rate")
+    assert (made.groups[0].S != asked.groups[0].S) == (knob == "clip_norm")
 
 
 def test_explicit_noise_may_be_the_start_for_another_knob():
@@ -304,11 +304,10 @@ def test_rounds_from_epochs_lose_no_step():
         ),
         ({"sampling": "shuffle", "adjacency": "add_remove"}, "choose adjacency=replace_one or replace_null"),
         ({"adjacency": "remove"}, "known: add_remove"),
-        ({"sampling": "poisson", "maximum": 5}, r"sampling\.max_batch_size=5"),
+        ({"sampling": "poisson", "max_batch_size": 5}, r"sampling\.max_batch_size=5"),
         ({"sampling": "fixed_size", "q": 0.0123}, "whole number of records"),
         ({"schedules": {"z": [1.0]}}, r"schedule\.z lists 1 numbers for 10 rounds"),
         ({"schedules": {"q": {"linear": [1, 100]}}}, r"sampling\.sampling_rate=.* must lie in"),
-        ({"schedules": {"sigma": 1.0}}, r"schedule\.sigma is unknown"),
         ({"sampling": "shuffle", "schedules": {"q": {"step": {0: 1, 2: 0.5}}}}, "q cannot vary"),
         ({"calibrate": "lr"}, "calibrate=lr is unknown; choose one of noise_multiplier, sampling_rate"),
         ({"calibrate": "sampling_rate", "epsilon": 1.0, "noise_multiplier": None}, "give both"),

@@ -288,7 +288,7 @@ def test_state_that_shows_late_stops_the_round(tmp_path, workers):
     data = Kept(functools.partial(late, after=20 if workers else 150), rows(50))
     loader = DataLoader(data, 2, num_workers=workers)
     with pytest.raises(StateFound, match=rf"Kept gave .* \(round {1 if workers else 3}\), so") as raised:
-        trained(tmp_path, Model(), loader, steps=5, callback={"physical_batch": 25 if workers else 50})
+        trained(tmp_path, Model(), loader, steps=5, callback={"max_physical_batch_size": 25 if workers else 50})
     assert raised.value.last_clean_round == len(read_ledger(tmp_path / "0.jsonl")) == (0 if workers else 2)
 
 
@@ -296,7 +296,7 @@ def test_state_that_shows_late_stops_the_round_in_chunks_of_one_record_too(tmp_p
     """10 records are fetched in a round, one before, and that one after each; before, 16 in the dry run."""
     data = Kept(functools.partial(late, after=16 + 21 + 21 + 12), rows(10))
     with pytest.raises(StateFound, match=r"Kept gave .* \(round 3\), so") as raised:
-        trained(tmp_path, Model(), DataLoader(data, 2), steps=5, callback={"physical_batch": 1})
+        trained(tmp_path, Model(), DataLoader(data, 2), steps=5, callback={"max_physical_batch_size": 1})
     assert raised.value.last_clean_round == len(read_ledger(tmp_path / "0.jsonl")) == 2
 
 
@@ -312,7 +312,7 @@ def test_state_that_few_records_leave_is_found(tmp_path, monkeypatch):
     )  # fmt: skip
     with pytest.raises(StateFound, match="Kept") as raised:
         run.fit(module, DataLoader(Kept(rarely, rows(300)), 2))
-    assert 1 <= raised.value.last_clean_round == callback.completed == len(read_ledger(tmp_path / "l.jsonl")) < 8
+    assert 1 <= raised.value.last_clean_round == callback.rounds_done == len(read_ledger(tmp_path / "l.jsonl")) < 8
 
 
 def test_preparations_see_no_state_either():

@@ -133,6 +133,6 @@ def test_seeds_of_a_data_set_reach_no_step(tmp_path, kind):
     for _ in range(2):
         module = Drawing()
         module.kind = kind
-        (released,), _ = trained(tmp_path, module, DataLoader(Seeding(), 2), callback={"physical_batch": 8})
+        (released,), _ = trained(tmp_path, module, DataLoader(Seeding(), 2), callback={"max_physical_batch_size": 8})
         found.append(released)
     assert not torch.allclose(*found, atol=1e-4)

@@ -36,7 +36,7 @@ def test_inclusion_is_independent_with_probability_q():
     stream = KeyStream.known(1, "sampling", 0)
     included = torch.zeros(rounds, size, dtype=torch.long)
     for row in included:
-        row[Poisson(q).samples(size, stream)[0]] = 1
+        row[Poisson(q).draw(size, stream)[0]] = 1
     assert binomtest(int(included.sum()), rounds * size, q).pvalue > 1e-3
     counts = included.sum(0).double()
     assert chisquare(counts.numpy()).pvalue > 1e-3, "every record alike"
@@ -51,14 +51,14 @@ def test_inclusion_is_independent_with_probability_q():
 def test_a_tiny_rate_is_not_rounded_up():
     """In float32 a uniform below 1e-9 happens with probability 2^-24, sixty times too often."""
     stream = KeyStream.known(0, "sampling", 0)
-    assert sum(len(Poisson(1e-9).samples(10_000_000, stream)[0]) for _ in range(3)) <= 2
+    assert sum(len(Poisson(1e-9).draw(10_000_000, stream)[0]) for _ in range(3)) <= 2
 
 
 def test_chunks_put_a_sample_together():
     rounds, chunks = samples(sampler(q=0.3))
     assert max(len(rows) for rows, _ in chunks) == 7
     expected = KeyStream.known(0, "sampling", 0)
-    assert rounds == [Poisson(0.3).samples(100, expected)[0] for _ in rounds]
+    assert rounds == [Poisson(0.3).draw(100, expected)[0] for _ in rounds]
 
 
 def test_an_empty_sample_is_still_a_round():
@@ -101,7 +101,7 @@ def included(policy, size, draws, seed=2):
     stream = KeyStream.known(seed, "sampling", 0)
     rows = []
     while len(rows) < draws:
-        for sample in policy.samples(size, stream):
+        for sample in policy.draw(size, stream):
             assert len(set(sample)) == len(sample), "no record twice"
             row = torch.zeros(size, dtype=torch.long)
             row[sample] = 1
@@ -169,7 +169,7 @@ def test_an_epoch_of_shuffled_batches_begins_anew_after_a_resume():
         ("truncated_poisson", 0.1, 100, None, "needs it"),
         ("poisson", 0.1, 100, 20, "no other takes it"),
         ("truncated_poisson", 0.1, 100, 0, "at least 1"),
-        ("all", 0.5, 100, None, "must be 1"),
+        ("full_batch", 0.5, 100, None, "must be 1"),
         ("poisson", 1.5, 100, None, "must lie in"),
     ],
 )
@@ -190,15 +190,15 @@ def test_policies_that_make_no_sense_are_refused(name, q, n, maximum, message):
 )
 def test_schedules(spec, expected):
     plan = schedule(6, z=spec)
-    assert [plan.at(t).z for t in range(6)] == pytest.approx(expected)
-    assert [plan.at(t).q for t in range(6)] == [1] * 6
-    assert sum(count for _, count in plan.stretches(6)) == 6
+    assert [plan.at_round(t).z for t in range(6)] == pytest.approx(expected)
+    assert [plan.at_round(t).q for t in range(6)] == [1] * 6
+    assert sum(count for _, count in plan.segments(6)) == 6
 
 
 def test_a_long_ramp_is_a_staircase():
     plan = schedule(10_000, q={"linear": [2, 1]})
-    assert len(list(plan.stretches(10_000))) == 32
-    assert plan.at(0).q == 2 and plan.at(9_999).q == 1
+    assert len(list(plan.segments(10_000))) == 32
+    assert plan.at_round(0).q == 2 and plan.at_round(9_999).q == 1
 
 
 @pytest.mark.parametrize(

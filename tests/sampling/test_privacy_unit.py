@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpexp
-from dpexp.accounting.ledger import Ledger, joined, read_ledger
+from dpexp.accounting.ledger import Ledger, concatenate, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.mechanism import MARGIN
 from dpexp.privacy.noise.continuous import GaussianNoise
@@ -268,7 +268,7 @@ def test_an_honest_training_refutes_no_claim_for_units_and_users(kind, sampling,
 
 def each_example_clipped_alone(patch):
     """As if records were examples: what a user has counts as often as it has examples."""
-    accumulate = PrivateRound.accumulate
+    accumulate = PrivateRound.add_chunk
 
     def apart(self, loss_of, batch, size):
         def flat(leaf):
@@ -277,7 +277,7 @@ def each_example_clipped_alone(patch):
         m = next(leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         accumulate(self, loss_of, tree_map(flat, batch), size * m)
 
-    patch.setattr(PrivateRound, "accumulate", apart)
+    patch.setattr(PrivateRound, "add_chunk", apart)
 
 
 @pytest.mark.parametrize("kind", HONEST)
@@ -296,9 +296,9 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
     _, plan = released(tmp_path, TensorDataset(x, y), make_privacy_unit(), precision="32-true")
     assert "record" not in read_lines(tmp_path / "1.jsonl")[0]
     with pytest.raises(ConfigError, match="different privacy units"):
-        joined([ledger, read_ledger(tmp_path / "1.jsonl")])
+        concatenate([ledger, read_ledger(tmp_path / "1.jsonl")])
     with pytest.raises(ConfigError, match="different privacy units"):
-        joined([Ledger("add_remove", {}, record=Microbatch(k).told()) for k in (4, 8)])
+        concatenate([Ledger("add_remove", {}, record=Microbatch(k).to_header()) for k in (4, 8)])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""How one noise multiplier z is shared out among groups (paper, section 4).
+"""How one noise multiplier z is allocated to groups (paper, section 4).
 
-Every strategy is a share w_g > 0 of the budget with Σ w_g = 1, and σ̃_g = z S_g / √w_g. Then
-Σ (S_g/σ̃_g)² = 1/z² holds by construction.
+Every strategy gives shares w_g > 0 of the budget with Σ w_g = 1, and σ̃_g = z S_g / √w_g, so that
+Σ (S_g/σ̃_g)² = 1/z².
 """
 
 import math
@@ -15,11 +15,11 @@ from dpexp.privacy.plan.groups import Vector
 
 
 class Allocation(Protocol):
-    """Gives each group's share of the budget, by name."""
+    """How the budget is shared among groups."""
 
-    def shares(
-        self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]
-    ) -> dict[str, float]: ...
+    def shares(self, groups: Mapping[str, Sequence[Vector]], clipping: Mapping[str, GroupClipping]) -> dict[str, float]:
+        """Each group's share of the budget, by name."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class MinVariance:
 
 @dataclass(frozen=True)
 class AdaptiveMinVariance(MinVariance):
-    """The same in every round anew, by the bounds that `clip_norm=adaptive` has learnt: budget goes where signal is."""
+    """`MinVariance` by the current clipping norms of `clip_norm=adaptive`, anew in every round."""
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """The user's own shares, by group name; they must add up to 1."""
+    """Your own shares, by group name; they must add up to 1."""
 
     weights: Mapping[str, float]
 
@@ -76,7 +76,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Explicit:
-    """σ̃_g itself, by group name: z follows from it, so neither ε nor z may be asked for besides."""
+    """σ̃_g itself, by group name; z follows from it, so that neither ε nor z may be set as well."""
 
     sigma: Mapping[str, float]
 

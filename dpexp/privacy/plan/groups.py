@@ -1,8 +1,8 @@
-"""Which vectors a model releases, and how they are grouped (paper, section 2).
+"""The vectors that a model releases, and their groups (paper, section 2).
 
-A vector is one layer's gradient, weight and bias together, as in the paper; with `vectors="parameter"` each
-tensor is one. A layer is the module that owns the parameter directly. A tied parameter belongs to the layer
-that names it first.
+A vector is the gradient of one layer, weight and bias together, as in the paper; with `vectors="parameter"` it is the
+gradient of one tensor. A layer is the module that owns a parameter directly. A tied parameter belongs to the layer that
+names it first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,7 @@ VECTORS = ("layer", "parameter")
 
 @dataclass(frozen=True)
 class Vector:
-    """A named list of parameters whose gradients, concatenated, are one vector in R^d; or a value that records give,
-    named by its `value_key`."""
+    """Parameters whose gradients, concatenated, are one vector in R^d; or a value of records, as its `value_key`."""
 
     name: str
     parameters: tuple[str, ...]
@@ -35,49 +34,48 @@ _VALUE = ".value "  # no parameter's name begins with a dot
 
 
 def value_key(name: str) -> str:
-    """What stands among parameters for a value that records give."""
+    """The name, among those of parameters, of a value of records."""
     return _VALUE + name
 
 
 @dataclass(frozen=True)
 class Match:
-    """Which parameters a group takes: by name (glob), by the type of the owning layer, or the rest.
+    """The parameters of a group: by name, by the type of the owning layer, or the rest.
 
     Args:
-        parameters: globs over `named_parameters()`, such as `*.embed.*`, which takes a top-level `embed` too.
+        parameters: globs over `named_parameters()`, such as `*.embed.*`, which matches a top-level `embed` too.
         layers: class names of the owning module or of one of its bases, such as `Linear` or `LayerNorm`.
-        rest: whatever no other group takes; may be empty.
+        rest: all parameters that no other group matches; there may be none.
     """
 
     parameters: Sequence[str] = field(default_factory=tuple)
     layers: Sequence[str] = field(default_factory=tuple)
     rest: bool = False
 
-    def takes(self, name: str, layer: nn.Module) -> bool:
+    def matches(self, name: str, layer: nn.Module) -> bool:
         types = {base.__name__ for base in type(layer).__mro__}
         named = any(fnmatchcase(name, glob) or fnmatchcase(f".{name}", glob) for glob in self.parameters)
         return named or not types.isdisjoint(self.layers)
 
 
-# Sorts a module's trainable parameters: group name -> parameter names.
+# A module's trainable parameters: group name -> parameter names.
 Grouping = Callable[[nn.Module], dict[str, list[str]]]
 
 
-_A_MATCH = "{parameters: [globs], layers: [class names], rest: true}, with one of these at least"
+_A_MATCH = "{parameters: [globs], layers: [class names], rest: true}, with at least one of these"
 
 
-def _match(name: str, given: Any) -> Match:
-    known = {one.name for one in fields(Match)}
-    if isinstance(given, Mapping) and given and given.keys() <= known:
-        given = Match(**given)
-    if not isinstance(given, Match) or isinstance(given.parameters, str) or isinstance(given.layers, str):
-        raise ConfigError(f"group.groups.{name}={given} must be {_A_MATCH}.")
-    return given
+def _match(name: str, spec: Any) -> Match:
+    known = {field.name for field in fields(Match)}
+    match = Match(**spec) if isinstance(spec, Mapping) and spec and spec.keys() <= known else spec
+    if not isinstance(match, Match) or isinstance(match.parameters, str) or isinstance(match.layers, str):
+        raise ConfigError(f"group.groups.{name}={spec} must be {_A_MATCH}.")
+    return match
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups spelled out: each trainable parameter must fall in exactly one, and in each group at least one."""
+    """Groups by name: each trainable parameter must fall in exactly one, and each group must have one."""
 
     groups: Mapping[str, Match]
 
@@ -91,7 +89,7 @@ class Groups:
         layers = owners(module)
         members: dict[str, list[str]] = {name: [] for name in matches}
         for parameter, layer in layers.items():
-            found = [name for name, match in matches.items() if match.takes(parameter, layer)] or rest
+            found = [name for name, match in matches.items() if match.matches(parameter, layer)] or rest
             if len(found) > 1:
                 raise ConfigError(f"group: parameter {parameter} falls in both {' and '.join(found)}.")
             if not found:
@@ -106,17 +104,14 @@ class Groups:
 
 
 def flat() -> Groups:
-    """One group of everything."""
+    """One group of all parameters."""
     return Groups({"all": Match(parameters=("*",))})
 
 
 def per_layer() -> Grouping:
     """One group for each layer, named after it."""
 
-    def grouped(module: nn.Module) -> dict[str, list[str]]:
-        return {vector.name: list(vector.parameters) for vector in vectors(module, list(owners(module)))}
-
-    return grouped
+    return lambda module: {v.name: list(v.parameters) for v in vectors(module, list(owners(module)))}
 
 
 def conv_fc() -> Groups:
@@ -125,7 +120,7 @@ def conv_fc() -> Groups:
 
 
 def owners(module: nn.Module) -> dict[str, nn.Module]:
-    """Each trainable parameter's name (once, if tied) and the layer that owns it."""
+    """The layer that owns each trainable parameter, by the parameter's name (once, if tied)."""
     modules = dict(module.named_modules())
     return {name: modules[name.rpartition(".")[0]] for name in trainable(module)}
 
@@ -135,18 +130,12 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
 
 
-def layer_name(parameter: str) -> str:
-    return parameter.rpartition(".")[0] or "(root)"
-
-
 def vectors(module: nn.Module, members: Sequence[str], by: str = "layer") -> tuple[Vector, ...]:
-    """The vectors that a group's parameters make up, in the model's order."""
-    if by not in VECTORS:
-        raise ConfigError(f"vectors={by} is unknown; choose one of {', '.join(VECTORS)}.")
+    """The vectors of a group's parameters, in the model's order; `by`: one of `VECTORS`."""
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     parts: dict[str, list[str]] = {}
     for name in members:
-        parts.setdefault(layer_name(name) if by == "layer" else name, []).append(name)
+        parts.setdefault((name.rpartition(".")[0] or "(root)") if by == "layer" else name, []).append(name)
     return tuple(
         Vector(name, tuple(parameters), sum(sizes[parameter] for parameter in parameters))
         for name, parameters in parts.items()

@@ -1,4 +1,4 @@
-"""Makes the plan of a training: solves for the noise or another number, and checks that all goes together."""
+"""Makes the privacy plan of a training: calibrates the noise, or another value, and checks the options together."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ from dpexp.privacy.plan.clipping import (
     Separate,
     check_clip_rule,
 )
-from dpexp.privacy.plan.groups import Grouping, Vector, flat, trainable, vectors
-from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target, claimed
+from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable, vectors
+from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import parts_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, releases
@@ -40,9 +40,12 @@ class Clipping:
     Args:
         group: divides the parameters into groups; by default one.
         mechanism: `Separate()`, the default, or `Joint()`.
-        clip_norm: 1 for each group by default.
-        clip_rule: Abadi's by default.
+        clip_norm: by default 1 for each group.
+        clip_rule: by default Abadi's.
         vectors: `layer`: a layer's weight and bias are one vector; or `parameter`.
+
+    Raises:
+        ConfigError: the clip rule is none, or `vectors` is unknown.
     """
 
     group: Grouping = field(default_factory=flat)
@@ -53,6 +56,8 @@ class Clipping:
 
     def __post_init__(self) -> None:
         check_clip_rule(self.clip_rule)
+        if self.vectors not in VECTORS:
+            raise ConfigError(f"vectors={self.vectors} is unknown; choose one of {', '.join(VECTORS)}.")
 
 
 def make_plan(
@@ -75,47 +80,46 @@ def make_plan(
 
     Args:
         n: published number of training examples; users: of users, if `privacy_unit` is a `User`.
-        target: what may be spent, for which z is solved; or z itself.
+        target: the privacy target, for which z is calibrated; or z itself.
         clipping, allocation, noise, schedules: by default `Clipping()`, `Proportional()`, `Noise()`, `Schedules()`.
-        privacy_unit: by default `Example()`.
-        private_metrics: values of records that are released besides gradients, by name (see
+        private_metrics: values that are released in addition to gradients, by name (see
             `dpexp.privacy.private_metrics.releases`).
-        adjacency: `add_remove`, `replace_one` or `replace_null`; by default the first that `sampling` may claim.
-        calibrate: what is solved for the target: `noise_multiplier`; or from the noise given (the target's
-            `noise_multiplier`, or an `Explicit` allocation) `sampling_rate`, `sampling_rate_at_fixed_noise`, `steps`
+        privacy_unit: by default `Example()`.
+        adjacency: `add_remove`, `replace_one` or `replace_null`; by default the first that `sampling` covers.
+        calibrate: what is solved for to meet the target: `noise_multiplier`; or, at the noise of the target's
+            `noise_multiplier` or of an `Explicit` allocation, `sampling_rate`, `sampling_rate_at_fixed_noise`, `steps`
             or `clip_norm` (see `dpexp.accounting.calibration`).
 
     Raises:
-        ConfigError: a value out of range, contradictory choices, a claim that cannot be made, or a model whose
-            layers mix records.
+        ConfigError: a value is out of range, options contradict each other, the accountant does not cover the policy
+            and adjacency, or a layer of the model mixes records.
     """
     refuse_mixing_layers(module)
     clipping, allocation = clipping or Clipping(), allocation or Proportional()
     noise, schedules, privacy_unit = noise or Noise(), schedules or Schedules(), privacy_unit or Example()
     records = privacy_unit.num_records(n, users)
     policy, rounds = sampling.resolve(n, records)
-    adjacency = claimed(policy.name, adjacency)
+    adjacency = resolve_adjacency(policy.name, adjacency)
     target.check(calibrate, isinstance(allocation, Explicit))
     schedules.check(policy.name, calibrate)
-    aim = _aim(target)
-    noise.check(policy.name, calibrate, aim is not None, sampling.partitions)
+    privacy_target = _privacy_target(target)
+    noise.check(policy.name, calibrate, privacy_target is not None, sampling.partitions)
     if not trainable(module):
         raise ConfigError(
             "model: it has no trainable parameter (all are frozen, or have no element), so there is nothing to release."
         )
-    members = clipping.group(module)
-    grouped = {name: vectors(module, parameters, clipping.vectors) for name, parameters in members.items()}
+    grouped = {name: vectors(module, names, clipping.vectors) for name, names in clipping.group(module).items()}
     clipped = clipping.mechanism(grouped, clipping.clip_norm)
     metrics, adaptive = _metrics(grouped, private_metrics or {}, clipping, allocation)
-    left = 1 - sum(metric.budget_share for metric in metrics.values())
-    if left <= 0:
+    remaining = 1 - sum(metric.budget_share for metric in metrics.values())
+    if remaining <= 0:
         raise ConfigError(
-            f"private_metrics.release and clip_norm.budget_share leave {left:.6g} of the budget to gradients; ask for "
-            "less."
+            f"private_metrics.release and clip_norm.budget_share leave {remaining:.6g} of the budget to gradients; "
+            "choose smaller shares."
         )
     if adaptive is not None:
         schedules.check_adaptive(calibrate, noise)
-    preprocessing = queries(module, adjacency, aim.mu if aim else None)
+    preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
     if preprocessing and privacy_unit != Example():
         raise ConfigError(
             f"preprocessing={preprocessing[0].query} bounds what an example contributes, not a {privacy_unit}; choose "
@@ -123,64 +127,68 @@ def make_plan(
         )
     if preprocessing and noise.kind == "discrete_gaussian":
         raise ConfigError(
-            f"noise=discrete_gaussian cannot be had for preprocessing={preprocessing[0].query}, in float64; choose "
-            "noise=gaussian."
+            f"noise=discrete_gaussian does not support preprocessing={preprocessing[0].query}, which is in float64; "
+            "choose noise=gaussian."
         )
     shares = allocation.shares(grouped, clipped)
-    gradients = {name: MetricRelease(grouped[name], own, left * shares[name]) for name, own in clipped.items()}
+    gradients = {name: MetricRelease(grouped[name], own, remaining * shares[name]) for name, own in clipped.items()}
     z = target.noise_multiplier
-    if isinstance(allocation, Explicit):  # of gradients
-        z = allocation.noise_multiplier(clipped) * math.sqrt(left)
+    if isinstance(allocation, Explicit):
+        z = allocation.noise_multiplier(clipped) * math.sqrt(remaining)
 
     def with_bands(b: int) -> PrivacyPlan:
         c: tuple[float, ...] = (1.0,)
         if noise.kind == "banded":
             c = coefficients(str(noise.coefficients), b, rounds, noise.momentum or 0.0)
-        by_bands = replace(policy, partitions=sampling.partitions or b) if isinstance(policy, CyclicPoisson) else policy
+        in_turn = replace(policy, partitions=sampling.partitions or b) if isinstance(policy, CyclicPoisson) else policy
 
         def plan_at(z: float, q: float = policy.q, steps: int = rounds, scale: float = 1.0) -> PrivacyPlan:
+            """The plan at a noise multiplier, sampling rate, number of rounds and scale of the clipping norms."""
             groups = []
-            for name, one in (gradients | metrics).items():
-                S, w = one.clipping.clip_norm * (scale if name in gradients else 1.0), one.budget_share
-                ruled = (clipping.clip_rule, c) if name in gradients else ()
+            for name, release in (gradients | metrics).items():
+                S, w = release.clipping.clip_norm * (scale if name in gradients else 1.0), release.budget_share
                 sigma, discrete = z * S / math.sqrt(w), noise.kind == "discrete_gaussian"
+                for_gradients = (clipping.clip_rule, c) if name in gradients else ()
                 groups.append(
-                    Group(name, one.vectors, one.clipping.scales, S, sigma, w, discrete, one.every_n_rounds, *ruled)
-                )
+                    Group(
+                        name, release.vectors, release.clipping.scales, S, sigma, w, discrete, release.every_n_rounds,
+                        *for_gradients,
+                    )
+                )  # fmt: skip
             return PrivacyPlan(
-                by_bands if q == policy.q else replace(by_bands, q=q), records, steps, tuple(groups), adjacency,
+                in_turn if q == policy.q else replace(in_turn, q=q), records, steps, tuple(groups), adjacency,
                 schedules.over(steps), adaptive, preprocessing=preprocessing, privacy_unit=privacy_unit,
             )  # fmt: skip
 
         if z is not None and calibrate == "noise_multiplier":
             plan = plan_at(z)
-            plan.ledger()  # every round's numbers make sense
+            plan.ledger()  # refuses values of a round that are out of range
             return _checked(plan)
-        assert aim is not None  # as `Target.check` has it
+        assert privacy_target is not None  # as Target.check requires
         check_covered(policy.name, adjacency, target.accountant)
-        given = z or 1.0
-        options: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
+        fixed = z or 1.0
+        plans: dict[str, tuple[Callable[[float], PrivacyPlan], float]] = {
             "noise_multiplier": (plan_at, 1.0),
-            "sampling_rate": (lambda q: plan_at(given * q / policy.q, q=q), policy.q),
-            "sampling_rate_at_fixed_noise": (lambda q: plan_at(given, q=q), policy.q),
-            "steps": (lambda steps: plan_at(given, steps=int(steps)), rounds),
-            "clip_norm": (lambda scale: plan_at(given / scale, scale=scale), 1.0),
+            "sampling_rate": (lambda q: plan_at(fixed * q / policy.q, q=q), policy.q),
+            "sampling_rate_at_fixed_noise": (lambda q: plan_at(fixed, q=q), policy.q),
+            "steps": (lambda steps: plan_at(fixed, steps=int(steps)), rounds),
+            "clip_norm": (lambda scale: plan_at(fixed / scale, scale=scale), 1.0),
         }
-        at, start = options[calibrate]
+        at, start = plans[calibrate]
         solved = solve(
-            calibrate, lambda value: at(value).ledger(), aim, target.accountant,
+            calibrate, lambda value: at(value).ledger(), privacy_target, target.accountant,
             start=start, lowest=1 / records if calibrate.startswith("sampling_rate") else None,
         )  # fmt: skip
         return _checked(replace(at(solved.value), calibration=solved))
 
     if noise.bands != AUTO:
         return with_bands(int(noise.bands or sampling.partitions or 1))
-    plans = (with_bands(b) for b in candidates(policy.q, rounds, sampling.partitions))
-    return least((plan.noise_multiplier * error(plan.bands, rounds, noise.momentum or 0.0), plan) for plan in plans)
+    tried = (with_bands(b) for b in candidates(policy.q, rounds, sampling.partitions))
+    return least((plan.noise_multiplier * error(plan.bands, rounds, noise.momentum or 0.0), plan) for plan in tried)
 
 
-def _aim(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:
-    """The target as the accountants measure it; None: the noise is given."""
+def _privacy_target(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:
+    """The target as accountants measure it; None: only the noise multiplier is given."""
     if target.max_tpr_at_fpr is not None:
         return MaxTpr(target.max_tpr_at_fpr)
     if target.max_advantage is not None:
@@ -193,40 +201,43 @@ def _aim(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:
 
 
 def _metrics(
-    grouped: Mapping[str, tuple[Vector, ...]], asked: Mapping[str, Any], clipping: Clipping, allocation: Allocation
+    grouped: Mapping[str, tuple[Vector, ...]], specs: Mapping[str, Any], clipping: Clipping, allocation: Allocation
 ) -> tuple[dict[str, MetricRelease], AdaptiveTargets | None]:
-    """What is released besides groups of gradients, by name, and what adaptive bounds follow by it."""
-    values, bound = releases(asked), clipping.clip_norm
-    both = sorted(set(values) & set(grouped))
+    """The releases in addition to gradients, by name, and the targets of adaptive clipping norms."""
+    metrics, clip_norm = releases(specs), clipping.clip_norm
+    both = sorted(set(metrics) & set(grouped))
     if both:
         raise ConfigError(
             f"private_metrics.release: {both[0]} is the name of a group of gradients too; rename one of them."
         )
-    if UNCLIPPED in {*values, *grouped, *(vector.name for value in values.values() for vector in value.vectors)}:
-        raise ConfigError(f"{UNCLIPPED} is what clip_norm=adaptive counts under; rename what else is called so.")
-    if isinstance(bound, AdaptiveClipNorm):
-        following = bound.targets(grouped, clipping.mechanism, allocation)
-        return values | {UNCLIPPED: following.counts(positive("clip_norm.budget_share", bound.budget_share))}, following
+    if UNCLIPPED in {*metrics, *grouped, *(vector.name for metric in metrics.values() for vector in metric.vectors)}:
+        raise ConfigError(f"{UNCLIPPED} is the name of what clip_norm=adaptive releases; choose another name.")
+    if isinstance(clip_norm, AdaptiveClipNorm):
+        targets = clip_norm.targets(grouped, clipping.mechanism, allocation)
+        share = positive("clip_norm.budget_share", clip_norm.budget_share)
+        return metrics | {UNCLIPPED: targets.count_release(share)}, targets
     if isinstance(allocation, AdaptiveMinVariance):
-        raise ConfigError(
-            "allocation=adaptive_min_variance goes by bounds that are measured; choose clip_norm=adaptive."
-        )
-    return values, None
+        raise ConfigError("allocation=adaptive_min_variance needs adaptive clipping norms; choose clip_norm=adaptive.")
+    return metrics, None
 
 
 def _checked(plan: PrivacyPlan) -> PrivacyPlan:
-    """The plan, if float32 keeps the digits of its bounds, and exact noise can be had for every group and round."""
-    scheduled = [factor for _, factor in plan.schedule.S]
+    """The plan, if float32 can hold its bounds, and discrete noise supports every group and round."""
+    multipliers = [multiplier for _, multiplier in plan.schedule.S]
     bounds = [
-        (f"group {g.name}: the bound S", g.S * by) for g in plan.groups for by in (min(scheduled), max(scheduled))
+        (f"group {group.name}: the clipping norm S", group.S * by)
+        for group in plan.groups
+        for by in (min(multipliers), max(multipliers))
     ]
-    bounds += [(f"group {group.name}: the bound α", alpha) for group in plan.groups for alpha in group.alphas]
+    bounds += [(f"group {group.name}: the scale α", alpha) for group in plan.groups for alpha in group.alphas]
     bounds += [
-        (f"preprocessing.{one.query}: the bound S", part.S) for one in plan.preprocessing for part in parts_of(one)
+        (f"preprocessing.{query.query}: the clipping norm S", part.S)
+        for query in plan.preprocessing
+        for part in parts_of(query)
     ]
-    for told, number in bounds:
+    for what, number in bounds:
         if not 1e-20 <= number <= 1e20:
-            raise ConfigError(f"{told}={number:g} must lie between 1e-20 and 1e20.")
+            raise ConfigError(f"{what}={number:g} must lie between 1e-20 and 1e20.")
     if plan.discrete:
         for start, _ in plan.schedule.segments(plan.rounds):
             for group in plan.at_round(start).groups:

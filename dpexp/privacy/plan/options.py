@@ -1,6 +1,7 @@
-"""What is asked of a plan before any model is looked at: sampling, target, noise, schedules. Imports nothing slow.
+"""The options of a plan that need no model: sampling, target, noise and schedules. Imports nothing slow.
 
-Each is a frozen dataclass with the names of the configuration's section, and checks its own values when it is made.
+Each is a frozen dataclass with the names of a configuration's section. It checks its own values when it is made; its
+`check` methods compare it with the other options. Errors name the configuration's key.
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.coverage import adjacencies, check_advantage, check_covered, check_delta, check_tpr
 from dpexp.accounting.ledger import ADJACENCIES
 from dpexp.errors import ConfigError, exactly_one, positive, whole
-from dpexp.privacy.plan.schedules import Schedule, schedule
-from dpexp.privacy.sampling.policies import Policy, make_policy
+from dpexp.privacy.plan.schedules import Schedule, schedule, segments
+from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
 
 NOISES = ("gaussian", "discrete_gaussian", "banded")
 COEFFICIENTS = ("optimal", "sqrt")
@@ -25,14 +26,14 @@ class Sampling:
 
     Args:
         policy: `poisson`, `truncated_poisson`, `fixed_size`, `shuffle`, `full_batch`, `cyclic_poisson`; or the dotted
-            name of a `Policy` of your own.
+            name of your own `Policy` class.
         sampling_rate: q in (0, 1]; or `expected_batch_size` = q·n, in examples.
         max_batch_size: of truncated_poisson, in records.
         partitions: of cyclic_poisson; by default as many as the noise has bands.
         steps: rounds T; or `epochs` E, for T = ⌈E/q⌉.
 
     Raises:
-        ConfigError: not exactly one of each pair is given.
+        ConfigError: a value is out of range, or not exactly one of each pair is given.
     """
 
     policy: str = "poisson"
@@ -46,40 +47,53 @@ class Sampling:
     def __post_init__(self) -> None:
         exactly_one("sampling", sampling_rate=self.sampling_rate, expected_batch_size=self.expected_batch_size)
         exactly_one("sampling", steps=self.steps, epochs=self.epochs)
+        policy_class(self.policy)
+        if self.sampling_rate is not None:
+            check_rate(self.sampling_rate)
+        for name in ("expected_batch_size", "epochs"):
+            if getattr(self, name) is not None:
+                positive(f"sampling.{name}", getattr(self, name))
+        for name in ("max_batch_size", "partitions", "steps"):
+            if getattr(self, name) is not None:
+                whole(f"sampling.{name}", getattr(self, name))
 
     def resolve(self, n: int, records: int | None = None) -> tuple[Policy, int]:
         """The policy and the number of rounds T.
 
         Args:
-            n: published number of examples; records: of records, if they are not examples.
+            n: published number of examples; records: of records, where a record is not one example.
 
         Raises:
-            ConfigError: a value is out of range.
+            ConfigError: the values do not go with n, or with the policy.
         """
         whole("data.n", n)
         q = self.sampling_rate
-        if q is None:
-            size = positive("sampling.expected_batch_size", self.expected_batch_size)
-            if size > n:
-                raise ConfigError(f"sampling.expected_batch_size={size:g} exceeds data.n={n}, so q would exceed 1.")
-            q = size / n
+        if self.expected_batch_size is not None:
+            if self.expected_batch_size > n:
+                raise ConfigError(
+                    f"sampling.expected_batch_size={self.expected_batch_size:g} exceeds data.n={n}, so q would exceed "
+                    "1; give at most data.n."
+                )
+            q = float(self.expected_batch_size) / n
+        assert q is not None  # as exactly_one requires
         records = records or n
         policy = make_policy(self.policy, q, records, self.max_batch_size, n / records, self.partitions)
-        if self.epochs is not None:
-            return policy, policy.rounds(self.epochs)
-        return policy, whole("sampling.steps", self.steps)
+        return policy, policy.rounds(self.epochs) if self.epochs is not None else int(self.steps or 0)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What may be spent, for which noise is solved; or the noise itself. Give one of four.
+    """The privacy target, for which the noise is calibrated; or the noise multiplier itself. Give one of four.
 
     Args:
         epsilon: ε at `delta`, above 0.
-        max_advantage: the largest TPR - FPR of a test for one record.
+        max_advantage: the largest TPR - FPR of a membership test for one record.
         max_tpr_at_fpr: the largest TPR at each FPR.
-        noise_multiplier: z. With `calibrate` other than noise_multiplier it is given beside a target.
-        accountant: by which the target is met.
+        noise_multiplier: z. If `calibrate` is not noise_multiplier, it is given in addition to a target.
+        accountant: the accountant that the target is calibrated with.
+
+    Raises:
+        ConfigError: a value is out of range, or several targets are given.
     """
 
     epsilon: float | None = None
@@ -90,10 +104,9 @@ class Target:
     accountant: str = "pld"
 
     def __post_init__(self) -> None:
-        if self.epsilon is not None:
-            positive("privacy.epsilon", self.epsilon)
-        if self.noise_multiplier is not None:
-            positive("privacy.noise_multiplier", self.noise_multiplier)
+        for name in ("epsilon", "noise_multiplier"):
+            if getattr(self, name) is not None:
+                positive(f"privacy.{name}", getattr(self, name))
         if self.delta is not None:
             check_delta(self.delta)
         if self.max_advantage is not None:
@@ -105,12 +118,12 @@ class Target:
 
     @property
     def given(self) -> list[str]:
-        """The targets that are given, as they were asked for."""
+        """The targets that are given, as `key=value`."""
         names = ("epsilon", "max_advantage", "max_tpr_at_fpr")
         return [f"privacy.{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None]
 
     def check(self, calibrate: str, explicit: bool) -> None:
-        """Raises ConfigError unless it determines the noise. `explicit`: the allocation gives every σ̃_g."""
+        """Raises ConfigError unless it determines the noise. `explicit`: the allocation fixes every σ̃_g."""
         if calibrate not in CALIBRATABLE:
             raise ConfigError(f"calibrate={calibrate} is unknown; choose one of {', '.join(CALIBRATABLE)}.")
         if explicit:
@@ -125,23 +138,26 @@ class Target:
                 max_advantage=self.max_advantage, max_tpr_at_fpr=self.max_tpr_at_fpr,
             )  # fmt: skip
         elif self.noise_multiplier is None or not self.given:
-            asked = self.given[0] if self.given else "privacy.epsilon=None"
+            target = self.given[0] if self.given else "privacy.epsilon=None"
             raise ConfigError(
-                f"calibrate={calibrate} solves for the target {asked} from the noise "
+                f"calibrate={calibrate} solves for the target {target} from the noise "
                 f"privacy.noise_multiplier={self.noise_multiplier}; give both."
             )
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Which noise is added.
+    """The noise mechanism.
 
     Args:
-        kind: `gaussian`; `discrete_gaussian` (see `dpexp.privacy.noise.discrete_gaussian`); or `banded`, which is
-            correlated over rounds (see `dpexp.privacy.noise.correlated`) and takes what follows.
+        kind: `gaussian`; `discrete_gaussian` (see `dpexp.privacy.noise.discrete_gaussian`); or `banded`, correlated
+            over rounds (see `dpexp.privacy.noise.correlated`), which takes the other arguments.
         bands: b, or `auto`, the default, for the power of two with the least predicted error.
         coefficients: `optimal`, the default, for the workload; or `sqrt`, its square root, cut off after b.
         momentum: β of the optimizer, in [0, 1).
+
+    Raises:
+        ConfigError: a value is out of range, or not an argument of this kind of noise.
     """
 
     kind: str = "gaussian"
@@ -152,15 +168,14 @@ class Noise:
     def __post_init__(self) -> None:
         if self.kind not in NOISES:
             raise ConfigError(f"noise={self.kind} is unknown; choose {', '.join(NOISES[:-1])} or {NOISES[-1]}.")
-        given = {"bands": self.bands, "coefficients": self.coefficients, "momentum": self.momentum}
-        for key, value in given.items():
-            if self.kind != "banded" and value is not None:
-                raise ConfigError(f"noise.{key}={value} is of noise=banded alone, and noise={self.kind} is chosen.")
+        for key, default in {"bands": AUTO, "coefficients": "optimal", "momentum": 0.0}.items():
+            value = getattr(self, key)
+            if self.kind == "banded":
+                object.__setattr__(self, key, default if value is None else value)
+            elif value is not None:
+                raise ConfigError(f"noise.{key}={value} is an option of noise=banded, but noise={self.kind} is chosen.")
         if self.kind != "banded":
             return
-        defaults = {"bands": AUTO, "coefficients": "optimal", "momentum": 0.0}
-        for key, value in given.items():
-            object.__setattr__(self, key, defaults[key] if value is None else value)
         if self.bands != AUTO:
             whole("noise.bands", self.bands, ", or auto")
         if self.coefficients not in COEFFICIENTS:
@@ -169,62 +184,71 @@ class Noise:
         if not (number and 0 <= self.momentum < 1):  # type: ignore[operator]
             raise ConfigError(f"noise.momentum={self.momentum} must lie in [0, 1).")
 
-    def check(self, sampling: str, calibrate: str, has_target: bool, partitions: int | None = None) -> None:
-        """Raises ConfigError: banded noise does not go with what else is asked for."""
+    def check(self, policy: str, calibrate: str, has_target: bool, partitions: int | None = None) -> None:
+        """Raises ConfigError: banded noise does not go with the other options."""
         if self.kind != "banded":
             return
-        if sampling != "cyclic_poisson" and self.bands != 1:
+        if policy != "cyclic_poisson" and self.bands != 1:
             raise ConfigError(
-                f"noise=banded with noise.bands={self.bands} needs samples that keep a record's rounds apart, and "
-                f"sampling={sampling} does not; choose sampling=cyclic_poisson."
+                f"noise=banded with noise.bands={self.bands} needs samples that keep the rounds of a record apart, and "
+                f"sampling={policy} does not; choose sampling=cyclic_poisson."
             )
         if self.bands == AUTO and (calibrate != "noise_multiplier" or not has_target):
             raise ConfigError(
-                "noise.bands=auto needs the noise that a target needs; give privacy.epsilon, max_advantage or "
+                "noise.bands=auto compares the noise that a target needs; give privacy.epsilon, max_advantage or "
                 "max_tpr_at_fpr with calibrate=noise_multiplier, or a number of bands."
             )
         if partitions is not None and isinstance(self.bands, int) and self.bands > partitions:
             raise ConfigError(
-                f"noise.bands={self.bands} must be at most sampling.partitions={partitions}, by which a record's "
-                f"rounds "
-                "are apart; without sampling.partitions there are as many partitions as bands."
+                f"noise.bands={self.bands} must be at most sampling.partitions={partitions}, the distance between the "
+                "rounds of a record; without sampling.partitions there are as many partitions as bands."
             )
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """How z, q and S vary over the rounds: factors of what the plan says (see `dpexp.privacy.plan.schedules`).
+    """How z, q and S vary over the rounds: multipliers of the plan's values (see `dpexp.privacy.plan.schedules`).
 
     Args:
         z, q, S: null, a number, a list of T numbers, `{linear: [first, last]}` or `{step: {0: 1.0, 500: 0.5}}`.
+
+    Raises:
+        ConfigError: anything else, or a multiplier that is not a finite number above 0.
     """
 
     z: Any = None
     q: Any = None
     S: Any = None
 
-    def over(self, rounds: int) -> Schedule:
-        """Raises ConfigError: a schedule is not understood."""
-        return schedule(rounds, z=self.z, q=self.q, S=self.S)
+    def __post_init__(self) -> None:
+        for name, spec in self._specs.items():
+            segments(f"schedule.{name}", spec, len(spec) if isinstance(spec, list | tuple) else 1)
 
-    def check(self, sampling: str, calibrate: str) -> None:
-        """Raises ConfigError: the schedules do not go with the sampling policy, or with what is solved for."""
-        kinds = {"z": self.z, "q": self.q, "S": self.S}
-        given = [f"schedule.{name}={kind}" for name, kind in kinds.items() if kind is not None]
-        if given and sampling == "cyclic_poisson":
-            raise ConfigError(f"{given[0]} cannot be had with sampling=cyclic_poisson; choose sampling=poisson.")
-        varies = sampling in ("poisson", "truncated_poisson")
+    @property
+    def _specs(self) -> dict[str, Any]:
+        return {"z": self.z, "q": self.q, "S": self.S}
+
+    def over(self, rounds: int) -> Schedule:
+        """The schedule of so many rounds; raises ConfigError if a list does not have one number for each."""
+        return schedule(rounds, **self._specs)
+
+    def check(self, policy: str, calibrate: str) -> None:
+        """Raises ConfigError: the schedules do not go with the sampling policy, or with what is calibrated."""
+        given = [f"schedule.{name}={spec}" for name, spec in self._specs.items() if spec is not None]
+        if given and policy == "cyclic_poisson":
+            raise ConfigError(f"{given[0]} is not supported with sampling=cyclic_poisson; choose sampling=poisson.")
+        varies = policy in ("poisson", "truncated_poisson")
         if self.q is not None and not varies:
-            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {sampling}'s q cannot vary.")
+            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {policy}'s q cannot vary.")
         if calibrate.startswith("sampling_rate") and self.q is not None:
             raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
-        if calibrate == "steps" and any(isinstance(kind, list) for kind in kinds.values()):
+        if calibrate == "steps" and any(isinstance(spec, list) for spec in self._specs.values()):
             raise ConfigError("calibrate=steps cannot stretch a schedule that lists every round; give linear or step.")
         if calibrate.startswith("sampling_rate") and not varies:
             raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
 
     def check_adaptive(self, calibrate: str, noise: Noise) -> None:
-        """Raises ConfigError: clipping norms cannot adapt beside what else is asked for."""
+        """Raises ConfigError: adaptive clipping norms do not go with the other options."""
         if self.S is not None:
             raise ConfigError(f"schedule.S={self.S} and clip_norm=adaptive both say how S varies; choose one.")
         if calibrate == "clip_norm":
@@ -234,16 +258,15 @@ class Schedules:
             )
         if noise.kind == "discrete_gaussian":
             raise ConfigError(
-                "noise=discrete_gaussian needs clipping norms that stay; choose noise=gaussian, or another "
-                "clip_norm than "
-                "adaptive."
+                "noise=discrete_gaussian needs constant clipping norms; choose noise=gaussian, or another clip_norm "
+                "than adaptive."
             )
 
 
-def claimed(sampling: str, adjacency: str | None) -> str:
-    """The adjacency, by default the first that is covered for the sampling policy."""
-    adjacency = adjacency or adjacencies(sampling)[0]
+def resolve_adjacency(policy: str, adjacency: str | None) -> str:
+    """The adjacency, by default the first that the sampling policy covers; raises ConfigError for one it does not."""
+    adjacency = adjacency or adjacencies(policy)[0]
     if adjacency not in ADJACENCIES:
         raise ConfigError(f"privacy.adjacency={adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
-    check_covered(sampling, adjacency)
+    check_covered(policy, adjacency)
     return adjacency

@@ -1,4 +1,4 @@
-"""The privacy plan: made before training, immutable, and the only thing that the callback executes."""
+"""The privacy plan: made before training, immutable, and all that the callback executes."""
 
 import math
 from collections import Counter
@@ -20,11 +20,7 @@ from dpexp.accounting.ledger import (
 )
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, Lattice, lattice
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveTargets
-from dpexp.privacy.plan.clipping import (
-    Abadi,
-    ClipRule,
-    in_words,
-)
+from dpexp.privacy.plan.clipping import Abadi, ClipRule, describe
 from dpexp.privacy.plan.groups import Vector
 from dpexp.privacy.plan.schedules import Multipliers, Schedule
 from dpexp.privacy.sampling.policies import Policy
@@ -33,15 +29,16 @@ from dpexp.privacy.sampling.privacy_unit import Example
 
 @dataclass(frozen=True)
 class Group:
-    """A group of vectors with its mechanism's numbers.
+    """A group of vectors, with its clipping and noise.
 
     Attributes:
-        alphas: α_j, one a vector; all 1 under separate clipping.
-        S: bound on a record's scaled norm; σ̃: standard deviation of the noise on the scaled sum; share: w_g.
-        exact: noise is a discrete Gaussian on whole numbers (`dpexp.privacy.noise.discrete_gaussian`).
-        every: it is released in each round whose number, counted from 1, this divides.
-        bands: c, by which its noise is correlated from round to round, σ̃ y_t with C y = Z; (1,): it is not.
-        clip: how much of a record is added, by its norm; whatever it says, at most S.
+        alphas: α_j of each vector; all 1 under separate clipping.
+        S: clipping norm of a record's scaled vector; sigma: σ̃, the standard deviation of the noise on the scaled sum.
+        share: w_g of the budget.
+        discrete: noise is a discrete Gaussian on integers (`dpexp.privacy.noise.discrete_gaussian`).
+        every_n_rounds: it is released in the rounds whose number, from 1, is a multiple of this.
+        clip_rule: the factor of a record's vector; a record adds at most S under any rule.
+        bands: c, the noise's correlation over rounds: σ̃ y_t with C y = Z; (1,): it is independent.
     """
 
     name: str
@@ -57,7 +54,7 @@ class Group:
 
     @property
     def is_metric(self) -> bool:
-        """Not of gradients."""
+        """Whether it is released in addition to gradients."""
         return self.vectors[0].is_value
 
     @property
@@ -66,11 +63,11 @@ class Group:
 
     @property
     def lattice(self) -> Lattice:
-        """Of exact noise."""
+        """The quantization of discrete noise."""
         return lattice(self.S, self.sigma)
 
     def query(self) -> SumQueryEvent | DiscreteSumQueryEvent:
-        """The event that one release of this group writes."""
+        """The event of one release of this group."""
         if self.discrete:
             return DiscreteSumQueryEvent(self.name, self.lattice.grid, self.lattice.S2, SIGMA2)
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
@@ -78,18 +75,19 @@ class Group:
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """What is sampled, clipped and noised, for how many rounds.
+    """What is sampled, clipped and noised, and for how many rounds.
 
     Attributes:
-        sampling: the sampling policy that runs and is accounted.
-        n: the published number of records, the constant of the denominator q·n; never counted from the data.
+        sampling: the sampling policy.
+        n: published number of records, for the denominator q·n; never counted from the data.
         rounds: T.
-        adjacency: which data sets are neighbours: `add_remove`, `replace_one` or `replace_null` (one record).
-        schedule: what z, q and S_g are multiplied by in each round; `sampling` and `groups` are before that.
-        following: what the bounds follow, if they are adaptive; `groups` has those of the first round.
-        calibration: how a knob was solved for, if one was.
-        preparations: what is released of all records before the first round.
-        record: whose data a record is.
+        groups: the groups of gradients, then those of private metrics.
+        adjacency: how neighbouring data sets differ in a record: `add_remove`, `replace_one` or `replace_null`.
+        schedule: multipliers of z, q and S_g in each round; `sampling` and `groups` do not include them.
+        adaptive: the targets of adaptive clipping norms, if any; `groups` has the norms of the first round.
+        calibration: the value that was calibrated, if one was.
+        preprocessing: the queries over all records before the first round.
+        privacy_unit: what a record is.
     """
 
     sampling: Policy
@@ -105,12 +103,12 @@ class PrivacyPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4), before the schedule, of a round that releases all groups."""
+        """z = (Σ_g (S_g/σ̃_g)²)^(-1/2) (paper, section 4) of a round that releases all groups, before the schedule."""
         return 1 / math.sqrt(sum((group.S / group.sigma) ** 2 for group in self.groups))
 
     @property
     def bands(self) -> tuple[float, ...]:
-        """c of the noise of gradients."""
+        """c of the gradients' noise."""
         return max((group.bands for group in self.groups), key=len)
 
     @property
@@ -119,22 +117,19 @@ class PrivacyPlan:
 
     @property
     def clip_rules(self) -> str:
-        """The clip rules other than Abadi's, in words; empty if there are none."""
-        return " and ".join(
-            dict.fromkeys(in_words(group.clip_rule) for group in self.groups if group.clip_rule != Abadi())
-        )
+        """Description of the clip rules other than Abadi's; empty if there are none."""
+        rules = [group.clip_rule for group in self.groups if group.clip_rule != Abadi()]
+        return " and ".join(dict.fromkeys(map(describe, rules)))
 
     def at_round(self, t: int) -> "PrivacyPlan":
-        """The plan of round t alone."""
-        if self.schedule == Schedule() and not self._pauses:
+        """The plan of round t, from 0: without schedule, and of the groups that it releases."""
+        if self.schedule == Schedule() and not self._periods:
             return self
-        return _in_round(
-            self, self.schedule.at_round(t), tuple((t + 1) % group.every_n_rounds == 0 for group in self.groups)
-        )
+        due = tuple((t + 1) % group.every_n_rounds == 0 for group in self.groups)
+        return _in_round(self, self.schedule.at_round(t), due)
 
     def ledger(self, since: int = 0) -> Ledger:
-        """What carrying out the whole plan would write, or its rounds from number `since` on, before the first of which
-        are the preparations."""
+        """The ledger of the plan; of its rounds from number `since` on, without preprocessing if that is above 0."""
         per_epoch = self.sampling.rounds_per_epoch
         epochs = range(0, self.rounds, per_epoch) if isinstance(per_epoch, int) else ()
         rounds: Counter[Round] = Counter()
@@ -144,33 +139,33 @@ class PrivacyPlan:
             if start < since:
                 continue
             epoch = start - start % per_epoch if isinstance(per_epoch, int) else since
-            for t, times in self._alike(start, count):
+            for t, times in self._equal_rounds(start, count):
                 now = self.at_round(t)
                 rounds[Round(now.sampling.event(self.n, epoch), tuple(group.query() for group in now.groups))] += times
         return Ledger(self.adjacency, dict(rounds), record=self.privacy_unit.to_header())
 
     @property
-    def _pauses(self) -> tuple[int, ...]:
+    def _periods(self) -> tuple[int, ...]:
         return tuple(sorted({group.every_n_rounds for group in self.groups} - {1}))
 
-    def _alike(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """(a round, how many like it) for each choice of groups that is released in some of `count` rounds."""
-        if not self._pauses:
+    def _equal_rounds(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """(first round, number of rounds) for each set of groups that some of the `count` rounds release."""
+        if not self._periods:
             yield start, count
             return
-        due = (np.arange(start, start + count)[:, None] + 1) % np.array(self._pauses) == 0
+        due = (np.arange(start, start + count)[:, None] + 1) % np.array(self._periods) == 0
         _, first, times = np.unique(due, axis=0, return_index=True, return_counts=True)
         yield from ((start + int(t), int(n)) for t, n in zip(first, times, strict=True))
 
     def sampling_events(self) -> tuple[SamplingEvent, ...]:
-        """Those that the rounds may report, but for their epochs."""
+        """The events of the rounds, up to their epochs."""
         starts = [start for start, _ in self.schedule.segments(self.rounds)]
         return tuple(self.at_round(start).sampling.event(self.n, 0) for start in starts)
 
 
 @lru_cache(maxsize=256)
 def _in_round(plan: PrivacyPlan, by: Multipliers, due: tuple[bool, ...]) -> PrivacyPlan:
-    """S of gradients alone is scaled: that of a metric belongs to what it measures."""
+    """Multiplies S of gradients only: a metric's S depends on what it measures."""
     if by == Multipliers() and all(due):
         return plan
     released = [group for group, now in zip(plan.groups, due, strict=True) if now]

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpexp.accounting.ledger import SamplingEvent, rate_in_part
 from dpexp.errors import ConfigError, named, positive, whole
@@ -14,21 +14,32 @@ if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
 
 
+def check_rate(q: Any) -> None:
+    """Raises ConfigError unless q is a number in (0, 1]."""
+    if not isinstance(q, Real) or not 0 < q <= 1:
+        raise ConfigError(f"sampling.sampling_rate={q!r} must lie in (0, 1].")
+
+
 @dataclass(frozen=True)
 class Policy(ABC):
-    """How samples are drawn. q is the rate at which a record enters a sample."""
+    """How samples are drawn; q is the rate at which a record enters a sample.
+
+    Attributes:
+        name: the policy's name in events.
+        needs_exact_n: the training set must hold exactly n records.
+        is_cyclic: all samples of a job depend on one another.
+    """
 
     q: float
     name: ClassVar[str]
-    needs_exact_n: ClassVar[bool] = True  # the training set must hold exactly n records
-    is_cyclic: ClassVar[bool] = False  # all of a job's samples depend on one another
+    needs_exact_n: ClassVar[bool] = True
+    is_cyclic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.q, Real) or not 0 < self.q <= 1:
-            raise ConfigError(f"sampling.sampling_rate={self.q!r} must lie in (0, 1].")
+        check_rate(self.q)
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
-        """The event of one sample. `epoch` is the round in which the samples that it depends on began."""
+        """The event of one sample; `epoch`: the first round of the samples that it depends on."""
         return SamplingEvent(self.name, self.q, n)
 
     @property
@@ -36,18 +47,18 @@ class Policy(ABC):
         return 1 / self.q
 
     def rounds(self, epochs: float) -> int:
-        """T = ⌈E/q⌉, where a quotient within rounding error of a whole number counts as that number."""
+        """T = ⌈E/q⌉, where a quotient within rounding error of an integer counts as that integer."""
         rounds = positive("sampling.epochs", epochs) * self.rounds_per_epoch
         nearest = round(rounds)
         return nearest if math.isclose(rounds, nearest, rel_tol=1e-9) else math.ceil(rounds)
 
     def partition(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
-        """The records in parts, whose turn it is one after the other as long as a job runs: here, all in one."""
+        """Partitions of the records, which are sampled in turn as long as a job runs; by default one of all records."""
         return [range(size)]
 
     @abstractmethod
     def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
-        """Indices of the next sample from a part of that size, or of the next several that depend on each other."""
+        """Indices of the next sample from a partition of that size, or of several that depend on one another."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,11 @@ class Poisson(Policy):
 
 @dataclass(frozen=True)
 class CyclicPoisson(Policy):
-    """Each record belongs to one of b `parts`, at random; round i samples part i mod b, each of its records
-    independently with probability q·b (Choquette-Choo et al. 2023, arXiv 2306.08153). So a record's rounds are at least
-    b apart."""
+    """Poisson samples of one of b random partitions in turn (Choquette-Choo et al. 2023, arXiv 2306.08153).
+
+    Round i samples each record of partition i mod b independently with probability q·b, so that the rounds of a record
+    are at least b apart.
+    """
 
     partitions: int = 1
     name: ClassVar[str] = "cyclic_poisson"
@@ -82,8 +95,8 @@ class CyclicPoisson(Policy):
     def partition(self, size: int, stream: "KeyStream") -> list[Sequence[int]]:
         if self.partitions == 1:
             return super().partition(size, stream)
-        part_of = stream.words(size) % self.partitions
-        return [part_of.eq(part).nonzero().flatten().tolist() for part in range(self.partitions)]
+        partition_of = stream.words(size) % self.partitions
+        return [partition_of.eq(part).nonzero().flatten().tolist() for part in range(self.partitions)]
 
     def draw(self, size: int, stream: "KeyStream") -> list[list[int]]:
         return [_independent(rate_in_part(self.q, self.partitions), size, stream)]
@@ -91,8 +104,10 @@ class CyclicPoisson(Policy):
 
 @dataclass(frozen=True)
 class TruncatedPoisson(Policy):
-    """As Poisson, but of a sample larger than `maximum` a random subset of that size is kept (arXiv 2508.15089).
-    A maximum of q·n plus six times its square root hardly ever binds."""
+    """Poisson, but a sample above `max_batch_size` is cut to a random subset of that size (arXiv 2508.15089).
+
+    A maximum of q·n plus six times its square root is hardly ever reached.
+    """
 
     max_batch_size: int
     name: ClassVar[str] = "truncated_poisson"
@@ -122,7 +137,7 @@ class FixedSize(Policy):
 
 @dataclass(frozen=True)
 class Shuffle(Policy):
-    """Each epoch the records are shuffled and dealt out in disjoint batches of q·n; a remainder sits the epoch out."""
+    """Each epoch shuffles the records and splits them into disjoint batches of q·n; a remainder is left out."""
 
     name: ClassVar[str] = "shuffle"
 
@@ -166,7 +181,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class of a policy: one of POLICIES, or the dotted name of a class of your own."""
+    """The class of a policy: one of POLICIES, or the dotted name of your own class."""
     found = POLICIES.get(name) or (named(name) if "." in name else None)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(
@@ -178,12 +193,13 @@ def policy_class(name: str) -> type[Policy]:
 def make_policy(
     name: str, q: float, n: int, max_batch_size: int | None = None, examples: float = 1.0, partitions: int | None = None
 ) -> Policy:
-    """
+    """The policy of a name.
+
     Args:
-        n: published number of records; examples: of a record, on average.
+        n: published number of records; examples: average number of examples in a record.
 
     Raises:
-        ConfigError: the policy is unknown, or a value is out of range or of another policy.
+        ConfigError: the policy is unknown, a value is out of range, or the policy does not take it.
     """
     policy = policy_class(name)
     if (max_batch_size is None) == issubclass(policy, TruncatedPoisson):
@@ -191,7 +207,7 @@ def make_policy(
             f"sampling.max_batch_size={max_batch_size}: sampling=truncated_poisson needs it, and no other takes it."
         )
     if partitions is not None and not issubclass(policy, CyclicPoisson):
-        raise ConfigError(f"sampling.partitions={partitions} is of sampling=cyclic_poisson alone.")
+        raise ConfigError(f"sampling.partitions={partitions} is an option of sampling=cyclic_poisson; set it to null.")
     if max_batch_size is not None:
         return policy(q, max_batch_size)  # type: ignore[call-arg]
     if partitions is not None:
@@ -202,7 +218,7 @@ def make_policy(
 
 
 def whole_batch(q: float, n: int, examples: float = 1.0) -> int:
-    """q·n, which must be a whole number of records."""
+    """q·n, which must be an integer number of records."""
     batch = round(q * n)
     if batch < 1 or not math.isclose(batch, q * n, rel_tol=1e-9):
         raise ConfigError(
