@@ -26,7 +26,7 @@ def main() -> None:
     twin = accuracy[runs["params.privacy.enabled"] == "False"]
     print(f"Non-private: {twin.mean():.1%} ± {twin.std():.1%} ({len(twin)} seeds)\n")
     columns = [(target, mechanism) for target in TARGETS for mechanism in MECHANISMS]
-    print("| `group` | `bound` | " + " | ".join(f"ε = {float(t):g}, `{m}`" for t, m in columns) + " |")
+    print("| `group` | `clip_norm` | " + " | ".join(f"ε = {float(t):g}, `{m}`" for t, m in columns) + " |")
     print("|---|---|" + "---|" * len(columns))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, len(TARGETS), sharey=True)

@@ -18,7 +18,7 @@ from pandas import DataFrame
 
 from dpexp.config import tracking_uri
 
-SETTING = ["group", "mechanism", "bound", "allocation"]
+SETTING = ["group", "mechanism", "clip_norm", "allocation"]
 ALLOCATIONS = {"proportional": "o", "dimension_adjusted": "s", "min_variance": "^"}
 COLOURS = {"separate": "C0", "joint": "C1"}
 
@@ -34,9 +34,9 @@ def same(row) -> tuple:
     """What a setting is: alike where two settings are one mechanism."""
     allocation = "any" if row.group == "flat" else row.allocation
     # One vector to a group, or vectors of equal scales: joint clipping is separate clipping.
-    if row.group == "per_layer" or row.bound == "uniform":
-        return row.data, row.group, "either", row.bound, allocation
-    return row.data, row.group, row.mechanism, row.bound, allocation
+    if row.group == "per_layer" or row.clip_norm == "uniform":
+        return row.data, row.group, "either", row.clip_norm, allocation
+    return row.data, row.group, row.mechanism, row.clip_norm, allocation
 
 
 def draw(frame: DataFrame, path: Path) -> None:
@@ -46,11 +46,11 @@ def draw(frame: DataFrame, path: Path) -> None:
     for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
         own = frame[frame["data"] == name]
         for row in own.itertuples():
-            y = rows.index((row.group, row.bound)) + (0.16 if row.mechanism == "joint" else -0.16)
+            y = rows.index((row.group, row.clip_norm)) + (0.16 if row.mechanism == "joint" else -0.16)
             marker = ALLOCATIONS[row.allocation]
             axes.plot(100 * row.accuracy, y, marker, color=COLOURS[row.mechanism], alpha=0.75, markersize=6)
         axes.set(title=name, xlabel="test accuracy, %")
-        axes.set_yticks(range(len(rows)), [f"{group}, {bound}" for group, bound in rows])
+        axes.set_yticks(range(len(rows)), [f"{group}, {norm}" for group, norm in rows])
         axes.grid(alpha=0.3)
     axes.invert_yaxis()
     for mechanism, colour in COLOURS.items():

@@ -49,7 +49,7 @@ class Seen(Standardize):
         self._seen = seen
 
     def fit(self, noisy: torch.Tensor, n: int) -> None:
-        super().use(noisy, n)
+        super().fit(noisy, n)
         os.write(self._seen, b".")
 
 
@@ -152,7 +152,7 @@ POINTS = [
     *(Point("the commit", LedgerWriter, "commit", when) for when in ("before", "after")),
     *(Point("the write", os, "write", when) for when in ("before", "half-way through", "after")),
     *(Point("its first write", os, "write", when, 1) for when in ("before", "half-way through", "after")),
-    *(Point("the preparation", Seen, "use", when, 1) for when in ("before", "after")),
+    *(Point("the preprocessing", Seen, "fit", when, 1) for when in ("before", "after")),
     *(Point("the release", Witness, "on_before_optimizer_step", when) for when in ("before", "after")),
     *(Point("the step", Witness, "on_train_batch_end", when) for when in ("before", "after")),
     *(Point("the checkpoint", os, "replace", when, 3) for when in ("before", "after")),

@@ -83,8 +83,8 @@ class Witness(pl.Callback):
 POINTS = [
     (owner, call, when)
     for owner, call in (
-        (PrivateRound, "start"), (PrivateRound, "accumulate"), (PrivateRound, "release"), (SharedLedger, "commit"),
-        (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "add_up"), (Processes, "hand_out"),
+        (PrivateRound, "begin"), (PrivateRound, "add_chunk"), (PrivateRound, "release"), (SharedLedger, "commit"),
+        (LedgerWriter, "commit"), (Processes, "gathered"), (Processes, "reduce_to_main"), (Processes, "broadcast"),
         (PrivateRound, "_noised"),
     )
     for when in ("before", "after")

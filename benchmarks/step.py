@@ -178,14 +178,14 @@ WAYS: dict[str, Callable[[Workload, TensorDataset, Clock], str | None]] = {
 
 
 @dataclass
-class AdaptiveMinVariance:
+class Timing:
     round: float  # seconds
     before: float  # seconds that the beginning took beyond as many later rounds
     peak: float  # MiB beyond imports and data
     said: str  # of compiling
 
 
-def measured(name: str, way: str, warm_up: int, rounds: int | None) -> AdaptiveMinVariance:
+def measured(name: str, way: str, warm_up: int, rounds: int | None) -> Timing:
     """Of one fit, in this process."""
     work = WORKLOADS[name]
     torch.manual_seed(0)
@@ -197,7 +197,7 @@ def measured(name: str, way: str, warm_up: int, rounds: int | None) -> AdaptiveM
     start, warm, end = clock.read
     each = (end - warm) / clock.rounds
     peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else resident("VmHWM") - base
-    return AdaptiveMinVariance(each, warm - start - clock.warm_up * each, peak, said)
+    return Timing(each, warm - start - clock.warm_up * each, peak, said)
 
 
 def resident(row: str) -> float:
@@ -205,7 +205,7 @@ def resident(row: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-Results = dict[str, list[AdaptiveMinVariance] | str]
+Results = dict[str, list[Timing] | str]
 
 
 def in_turn(name: str, repeat: int, warm_up: int, rounds: int | None) -> Results:

@@ -8,12 +8,10 @@ from torch.utils.data import DataLoader
 from torch_work import FOLDER, accuracy, data, model
 
 import dpexp
-from dpexp import Clipping, Sampling, Target, make_plan
-from dpexp.privacy.plan.clipping import FixedClipNorm
-from dpexp.training.classifier import Classifier
+from dpexp import Clipping, FixedClipNorm, Sampling, Target
 
-module = Classifier(model(), lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM))
-plan = make_plan(
+module = dpexp.Classifier(model(), lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM))
+plan = dpexp.make_plan(
     module,
     n=N,
     sampling=Sampling(expected_batch_size=BATCH, epochs=EPOCHS),
