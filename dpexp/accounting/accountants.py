@@ -1,20 +1,20 @@
-"""From a ledger to (ε, δ). Reads nothing but the ledger.
+"""Computes (ε, δ) of a ledger. Reads nothing but the ledger.
 
-Each round is collapsed to one Gaussian sum query first (paper, equation 1), and equal rounds are counted.
+First each round is reduced to one Gaussian sum query (paper, equation 1), and equal rounds are counted.
 
-| name | what it is |
+| name | accountant |
 |---|---|
 | `pld` | privacy loss distributions, the tightest |
-| `rdp` | Rényi DP at the best real order (for `fixed_size`: whole orders, Wang, Balle & Kasiviswanathan 2018) |
-| `moments` | Abadi et al. 2016: whole moments λ <= 32 and their conversion |
+| `rdp` | Rényi DP at the best real order (for `fixed_size`: integer orders, Wang, Balle & Kasiviswanathan 2018) |
+| `moments` | Abadi et al. 2016: integer moments λ <= 32 and their conversion |
 | `strong` | Kairouz, Oh & Viswanath 2015, with amplification by sampling |
 | `basic` | sequential composition |
 | `gdp` | Gaussian DP's central limit: an approximation, which may lie below the true ε |
 
-What each is stated for, and whether it is a bound, is in `dpexp.accounting.releases`; it refuses everything else.
+`dpexp.accounting.coverage` states what each one covers, and whether it is a bound. They refuse everything else.
 
-Queries of all records that are answered once are composed with the rounds: Gaussian ones as full batches, Laplace
-ones by their own losses and moments, or as what is ε-DP.
+One-time queries on all records are composed with the rounds: Gaussian queries as full batches, Laplace queries by their
+own privacy losses and moments, or as ε-DP mechanisms.
 """
 
 import math
@@ -28,7 +28,7 @@ from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
 from dpexp.accounting.composition import BasicComposition, GaussianMechanism, StrongComposition, central_limit, composed
-from dpexp.accounting.coverage import check_delta, check_names
+from dpexp.accounting.coverage import check_delta, check_names, coverage
 from dpexp.accounting.dominating_pairs import (
     FixedSizePair,
     LaplacePair,
@@ -44,21 +44,21 @@ from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release, releases
 from dpexp.errors import ConfigError, named
 
 MOMENTS = range(1, 33)  # λ
-WHOLE_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
-_TOO_MANY = 2**28  # rounds
+INTEGER_ORDERS = [*range(2, 25), *(round(2 ** (k / 4)) for k in range(19, 41)), 2**11, 2**12, 2**13]
+_MAX_PLD_ROUNDS = 2**28
 
 
 class Guarantee(Protocol):
-    """What one accountant says of a whole ledger."""
+    """The privacy of a whole ledger by one accountant."""
 
     def epsilon(self, delta: float) -> float:
-        """ε >= 0 at which the ledger is (ε, δ)-DP."""
+        """An ε >= 0 for which the ledger is (ε, δ)-DP."""
 
     def __hash__(self) -> int: ...
 
 
 class RenyiAccountant:
-    """Rényi DP of Poisson-sampled Gaussian rounds, and of those that are Laplace queries of all records."""
+    """Rényi DP of Poisson-sampled Gaussian rounds, and of Laplace queries on all records (where `laplace`)."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
         self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
@@ -67,7 +67,7 @@ class RenyiAccountant:
         return best_order(self._total, delta)[0]
 
     def order(self, delta: float) -> float:
-        """The order that gives ε."""
+        """The Rényi order that gives ε."""
         return best_order(self._total, delta)[1]
 
     def _total(self, alpha: float) -> float:
@@ -75,7 +75,7 @@ class RenyiAccountant:
 
 
 class MomentsAccountant:
-    """The moments accountant of Abadi et al. 2016, theorem 2: δ = min_λ exp(α(λ) - λε) over whole λ <= 32."""
+    """The moments accountant of Abadi et al. 2016, theorem 2: δ = min_λ exp(α(λ) - λε) over integers λ <= 32."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
         self._moments = {k: float(np.dot(counts, moments_of(z, q, 1.0 + k, laplace))) for k in MOMENTS}
@@ -89,8 +89,10 @@ class MomentsAccountant:
 
 
 class FixedSizeRdpAccountant:
-    """Rényi DP of rounds of which some have samples of fixed size. dp-accounting's bound for these is general, and may
-    be above that of no sampling at all."""
+    """Rényi DP of rounds with samples of fixed size, among others.
+
+    dp-accounting's bound for these holds for any mechanism, and may be above that without sampling.
+    """
 
     def __init__(self, counts: Mapping[Release, int]) -> None:
         self._total = sum(count * fixed_size_rdp(release) for release, count in counts.items())
@@ -98,20 +100,21 @@ class FixedSizeRdpAccountant:
         self._unsampled = RenyiAccountant(z, np.ones(len(z)), times, _laplace(counts))
 
     def epsilon(self, delta: float) -> float:
-        sampled = max(0.0, float(rdp.compute_epsilon(WHOLE_ORDERS, self._total, delta)[0]))
+        sampled = max(0.0, float(rdp.compute_epsilon(INTEGER_ORDERS, self._total, delta)[0]))
         return min(sampled, self._unsampled.epsilon(delta))
 
 
 @lru_cache(maxsize=4096)
 def fixed_size_rdp(release: Release) -> Array:
+    """Rényi DP of one release at INTEGER_ORDERS."""
     if release.policy == "laplace":
         pure = np.array([1 / release.z])
-        return np.array([float(laplace_moments(pure, order)[0]) / (order - 1) for order in WHOLE_ORDERS])
-    unsampled = np.array(WHOLE_ORDERS) / (2 * release.z**2)
+        return np.array([float(laplace_moments(pure, order)[0]) / (order - 1) for order in INTEGER_ORDERS])
+    unsampled = np.array(INTEGER_ORDERS) / (2 * release.z**2)
     if release.policy != "fixed_size":
         return unsampled
     size = round(release.q * release.n)  # type: ignore[operator]
-    accountant = rdp.RdpAccountant(WHOLE_ORDERS, NeighboringRelation.REPLACE_ONE)
+    accountant = rdp.RdpAccountant(INTEGER_ORDERS, NeighboringRelation.REPLACE_ONE)
     gaussian = dp_accounting.GaussianDpEvent(release.z)
     accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(release.n, size, gaussian))  # type: ignore[arg-type]
     return np.minimum(accountant.rdp, unsampled)
@@ -133,9 +136,9 @@ def _pair(release: Release) -> Pair:
 
 
 def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
-    """Full batches, and rounds in which sampling gains next to nothing, are one Gaussian release together. For hundreds
-    of millions of rounds no grid is fine enough, and Rényi DP the tighter bound."""
-    # Where a nulled record lets another into a full sample, a sum moves by up to 2S.
+    """PLD accounting. Full batches, and rounds that sampling hardly amplifies, are together one Gaussian release. For
+    hundreds of millions of rounds no grid is fine enough, and Rényi DP is tighter."""
+    # If nulling a record lets another one into a full sample, a sum moves by up to 2S.
     z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in counts])
     times = np.array([float(count) for count in counts.values()])
     laplace = _laplace(counts)
@@ -144,7 +147,7 @@ def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
     unsampled = composed(above, times)
     if full.all():
         return unsampled
-    if times.sum() > _TOO_MANY and all(release.policy in ("poisson", "laplace") for release in counts):
+    if times.sum() > _MAX_PLD_ROUNDS and all(release.policy in ("poisson", "laplace") for release in counts):
         return RenyiAccountant(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
     pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
     times = times[~full]
@@ -158,7 +161,7 @@ def _laplace(counts: Iterable[Release]) -> Mask:
     return np.array([release.policy == "laplace" for release in counts])
 
 
-_OTHERS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
+_BY_ARRAYS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
     "rdp": RenyiAccountant,
     "moments": MomentsAccountant,
     "strong": StrongComposition,
@@ -167,44 +170,51 @@ _OTHERS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
 }
 
 
-def guarantee(ledger: Ledger, accountant: str = "pld", anew: bool = False) -> Guarantee:
-    """What `accountant` says of `ledger`, which must not be empty.
+def guarantee(ledger: Ledger, accountant: str = "pld", use_cache: bool = True) -> Guarantee:
+    """The privacy of a ledger, which must not be empty, by an accountant.
 
     Args:
-        anew: not as it was read before: in its last digits what composed losses say may depend on what they were
-            asked, and a figure that is solved for must come out again.
+        use_cache: False recomputes: the last digits of a cached `pld` result depend on earlier calls, and calibration
+            must be reproducible.
 
     Raises:
-        ConfigError: an unknown accountant, or one that has no bound for the ledger's sampling and adjacency.
+        ConfigError: the accountant is unknown, or does not cover the ledger's sampling, adjacency or noise.
     """
     check_names([accountant])
-    said = _guarantee(tuple(releases(ledger, accountant).items()), accountant)
-    return said.anew() if anew and isinstance(said, ComposedLoss) else said
+    found = _guarantee(tuple(releases(ledger, accountant).items()), accountant)
+    return found.without_cache() if not use_cache and isinstance(found, ComposedLoss) else found
 
 
 @lru_cache(maxsize=8)
 def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guarantee:
     if accountant == "pld":
         return _privacy_loss(dict(counts))
-    kinds = {release.policy for release, _ in counts}
-    if accountant == "rdp" and "fixed_size" in kinds and kinds <= {"fixed_size", "poisson", "laplace"}:
+    policies = {release.policy for release, _ in counts}
+    if accountant == "rdp" and "fixed_size" in policies and policies <= {"fixed_size", "poisson", "laplace"}:
         return FixedSizeRdpAccountant(dict(counts))
-    if not kinds <= {"poisson", "laplace"}:
-        raise ConfigError(f"accountant={accountant} is not stated for releases by {', '.join(sorted(kinds))}.")
+    if not policies <= {"poisson", "laplace"}:
+        raise ConfigError(f"accountant={accountant} is not stated for releases by {', '.join(sorted(policies))}.")
     z = np.array([release.z for release, _ in counts])
     q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release, _ in counts])
     times = np.array([float(count) for _, count in counts])
-    return (_OTHERS.get(accountant) or named(accountant))(z, q, times, _laplace(release for release, _ in counts))
+    laplace = _laplace(release for release, _ in counts)
+    if accountant in _BY_ARRAYS:
+        return _BY_ARRAYS[accountant](z, q, times, laplace)
+    own: Guarantee = named(accountant)(z, q, times, *([laplace] if "laplace" in coverage(accountant).noise else []))
+    return own
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
-    """ε such that what the ledger records is (ε, δ)-differentially private; 0 for an empty ledger.
+    """ε for which the ledger's rounds are (ε, δ)-differentially private; 0 for an empty ledger.
 
     Args:
-        accountant: one of NAMES, each an upper bound except `gdp`; or the dotted name of a class of your own.
+        accountant: one of `coverage.NAMES`, each an upper bound except `gdp`; or the dotted name of a class of your own
+            with an attribute `coverage`. It is constructed with z [R] (σ̃ over the sensitivity), q [R] and counts [R]
+            of the distinct rounds, and, if it covers Laplace noise, with a mask [R] of the Laplace queries, which are
+            1/z-DP. It has a method `epsilon(delta)`.
 
     Raises:
-        ConfigError: δ outside (0, 1), an unknown accountant, or one that has no bound for this ledger.
+        ConfigError: δ lies outside (0, 1), the accountant is unknown, or it does not cover this ledger.
     """
     check_delta(delta)
     check_names([accountant])
@@ -212,29 +222,30 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
 
 
 def estimate(ledger: Ledger, delta: float) -> float:
-    """Nearly what `epsilon` gives by `pld`, but quick: no bound."""
-    said = guarantee(ledger)
-    return said.estimate(delta) if isinstance(said, ComposedLoss) else said.epsilon(delta)
+    """A quick approximation of `epsilon` by `pld`; no bound."""
+    found = guarantee(ledger)
+    return found.estimate(delta) if isinstance(found, ComposedLoss) else found.epsilon(delta)
 
 
 def delta(ledger: Ledger, epsilon: float, accountant: str = "pld") -> float:
-    """δ such that what the ledger records is (ε, δ)-differentially private; no more than 1e-4 (relative) above the
-    accountant's smallest, and 0 if that is below 1e-300.
+    """δ for which the ledger's rounds are (ε, δ)-differentially private.
+
+    At most 1e-4 (relative) above the accountant's smallest δ; 0 if that is below 1e-300.
 
     Raises:
-        ConfigError: as for `epsilon`, or ε < 0.
+        ConfigError: as for `epsilon`, or ε is negative or not finite.
     """
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise ConfigError(f"privacy.epsilon={epsilon} must be a finite number of at least 0.")
     check_names([accountant])
     if not ledger.rounds:
         return 0.0
-    said = guarantee(ledger, accountant)
-    if isinstance(said, ComposedLoss | GaussianMechanism):
-        return said.delta(epsilon)
+    found = guarantee(ledger, accountant)
+    if isinstance(found, ComposedLoss | GaussianMechanism):
+        return found.delta(epsilon)
 
     def excess(log_delta: float) -> float:
-        return min(said.epsilon(math.exp(log_delta)), 1e300) - epsilon
+        return min(found.epsilon(math.exp(log_delta)), 1e300) - epsilon
 
     lowest, highest = math.log(1e-300), math.log1p(-1e-12)
     if excess(lowest) <= 0:

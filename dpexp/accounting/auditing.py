@@ -1,8 +1,11 @@
-"""What an attacker got, beside what was claimed: audits with one run.
+"""Audits with one run: tests of a privacy claim by an attacker's guesses, and of a plan by its releases.
 
-m canaries are each included by a fair coin. The attacker guesses the coins of r of them, those that it is surest of,
-and is right c times. If so many right guesses are unlikely under a claim, the claim is refuted. An audit can refute a
-claim; it can never prove one, since another attacker may do better.
+Each of m canaries is included by a fair coin. The attacker guesses the coins of the r canaries that it is surest of,
+and c guesses are right. If so many right guesses are unlikely under a claim, the claim is refuted. An audit can refute
+a claim but never prove it, since another attacker may do better.
+
+A `Check` tests one number of the plan, such as the noise's standard deviation, at a level: if the plan is followed, it
+is refuted at most with that probability.
 """
 
 import math
@@ -23,16 +26,17 @@ from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.rdp import Array
 from dpexp.accounting.tradeoff import lines
 
-POWER = 0.95  # with which an error of the size that is told is found
+POWER = 0.95  # the probability with which an error of the size `Check.detectable` is found
 
 
 @dataclass(frozen=True)
 class Check:
-    """One number, found and planned.
+    """A test of one number of the plan.
 
     Attributes:
-        limit: of the true number, at the level of the test; lower, but of noise, of which it is an upper one.
-        detectable: the number nearest to the plan that would have been refuted with probability `POWER`.
+        limit: a confidence limit of the true number, at the level of the test: a lower one, except for the noise, for
+            which it is an upper one.
+        detectable: the number closest to the plan that would have been refuted with probability `POWER`.
     """
 
     name: str
@@ -42,15 +46,17 @@ class Check:
     detectable: float
     refuted: bool
 
-    def words(self) -> str:
-        """What is refuted, in words."""
+    def message(self) -> str:
+        """What is refuted."""
         side = "at most" if self.limit < self.planned else "at least"
         return f"the {self.name} is {side} {self.limit:.4g}, and {self.planned:.4g} was planned"
 
 
 def noise_scale(noise: Array, level: float) -> Check:
-    """The standard deviation of noise [P, D] that is planned to be independent standard normal: by its sum of squares,
-    which is χ² with PD degrees of freedom. Refuted if smaller."""
+    """Tests the standard deviation of noise [P, D], planned to be independent and standard normal.
+
+    The sum of its squares is χ² with PD degrees of freedom. Refuted if the standard deviation is smaller than 1.
+    """
     squares, count = float((noise.astype(np.float64) ** 2).sum()), noise.size
     found, limit = math.sqrt(squares / count), math.sqrt(squares / chi2.ppf(level, count))
     detectable = math.sqrt(chi2.ppf(level, count) / chi2.ppf(POWER, count))
@@ -58,51 +64,55 @@ def noise_scale(noise: Array, level: float) -> Check:
 
 
 def noise_reuse(noise: Array, level: float) -> Check:
-    """The largest correlation of two of P rows of noise [P, D] that is planned to be independent: t = r √((D-2)/(1-r²))
-    is Student's with D - 2 degrees of freedom for two normal rows, and the level is shared out among the pairs."""
-    rows, places = noise.shape
+    """Tests the largest correlation of two rows of noise [P, D], planned to be independent.
+
+    t = r √((D-2)/(1-r²)) of two normal rows has Student's distribution with D - 2 degrees of freedom. The level is
+    divided among the pairs.
+    """
+    rows, dim = noise.shape
     r = np.atleast_2d(np.corrcoef(noise.astype(np.float64)))
     found = float(np.abs(np.nan_to_num(r[np.triu_indices(rows, 1)])).max(initial=0.0))
-    quantile = student.isf(level / max(1, rows * (rows - 1)), places - 2)  # of both signs
-    most = float(quantile / math.sqrt(places - 2 + quantile**2))
-    reach = norm.ppf(POWER) / math.sqrt(places)
-    return Check("correlation of noise", 0.0, found, max(0.0, found - most), most + reach, found > most)
+    quantile = student.isf(level / max(1, rows * (rows - 1)), dim - 2)  # two-sided
+    critical = float(quantile / math.sqrt(dim - 2 + quantile**2))
+    detectable = critical + norm.ppf(POWER) / math.sqrt(dim)
+    return Check("correlation of noise", 0.0, found, max(0.0, found - critical), detectable, found > critical)
 
 
-def rate_of_inclusion(drawn: int, chances: int, q: float, level: float) -> Check:
-    """The rate at which records are in samples, in units of q: `drawn` of as many `chances`, with the lower limit of
-    Clopper & Pearson (1934). It holds also where samples depend on one another as the policies say: of indicators with
-    mean q, fixed sizes and turns vary less than independent ones (Hoeffding 1956, 1963). Refuted if larger."""
-    limit = float(beta.ppf(level, drawn, chances - drawn + 1)) if drawn else 0.0
-    enough = int(binom.isf(level, chances, q)) + 1
-    detectable = float(beta.ppf(POWER, enough, chances - enough + 1)) if enough <= chances else 1.0
-    return Check("rate of inclusion", 1.0, drawn / chances / q, limit / q, detectable / q, limit > q)
+def rate_of_inclusion(drawn: int, draws: int, q: float, level: float) -> Check:
+    """Tests the sampling rate of records, in units of q: included `drawn` times in `draws`.
+
+    The lower limit is that of Clopper & Pearson (1934). It also holds for samples that depend on one another as the
+    policies define: samples of fixed size and cyclic samples vary less than independent indicators of mean q (Hoeffding
+    1956, 1963). Refuted if the rate is larger.
+    """
+    limit = float(beta.ppf(level, drawn, draws - drawn + 1)) if drawn else 0.0
+    enough = int(binom.isf(level, draws, q)) + 1
+    detectable = float(beta.ppf(POWER, enough, draws - enough + 1)) if enough <= draws else 1.0
+    return Check("rate of inclusion", 1.0, drawn / draws / q, limit / q, detectable / q, limit > q)
 
 
 def contribution(name: str, values: NDArray[np.float64], error: float, level: float) -> Check:
-    """What canaries contribute, in units of the bound: the mean of `values`, each with noise of standard deviation
-    `error`. Refuted if larger than 1."""
+    """Tests the mean contribution of canaries, in units of the clip norm, from `values` with noise of standard
+    deviation `error`. Refuted if it is larger than 1."""
     found, error = float(values.mean()), error / math.sqrt(len(values))
     limit, detectable = found - norm.isf(level) * error, 1 + (norm.isf(level) + norm.ppf(POWER)) * error
     return Check(name, 1.0, found, limit, detectable, limit > 1)
 
 
 def largest_contribution(values: NDArray[np.float64], error: float, level: float) -> Check:
-    """The largest of `values`, as `contribution` has them: one record that counts twice is found."""
-    reach = float(norm.isf(level / len(values))) * error
-    found = float(values.max())
-    return Check(
-        "largest contribution", 1.0, found, found - reach, 1 + reach + norm.ppf(POWER) * error, found - reach > 1
-    )
+    """Tests the largest of `values`, as for `contribution`: detects a single record that counts twice."""
+    margin, found = float(norm.isf(level / len(values))) * error, float(values.max())
+    detectable = 1 + margin + norm.ppf(POWER) * error
+    return Check("largest contribution", 1.0, found, found - margin, detectable, found - margin > 1)
 
 
-PARTS = (2, 8, 32)  # of m canaries, guessed are m/2, m/8 and m/32: settled before the scores are seen
-_LARGEST = 100.0  # ε, or μ, at which a search ends
-_STEEPEST = 700.0  # e^700 is still a number
+PARTS = (2, 8, 32)  # the coins of m/2, m/8 and m/32 canaries are guessed: fixed before the scores are seen
+_MAX_EPSILON = 100.0  # or μ, at which a search ends
+_MAX_EXPONENT = 700.0  # e^700 is finite
 
 
 def p_value(m: int, r: int, c: int, epsilon: float, delta: float) -> float:
-    """How likely at least c of r guesses are right if what is audited is (ε, δ)-DP, at most.
+    """An upper bound on the probability that at least c of r guesses are right, if (ε, δ)-DP holds.
 
     P[C >= c] <= P[B >= c] + 2mδ max_i P[c > B >= c - i]/i with B ~ Binomial(r, e^ε/(1 + e^ε)) (Steinke, Nasr &
     Jagielski 2023, arXiv 2305.08846, theorem 5.2, as their appendix D computes it).
@@ -114,8 +124,8 @@ def p_value(m: int, r: int, c: int, epsilon: float, delta: float) -> float:
 
 
 def epsilon_bound(m: int, r: int, c: int, delta: float, level: float) -> float:
-    """An ε, nearly the largest, for which (ε, δ)-DP is refuted at the level; 0 if there is none. What is (ε, δ)-DP is
-    so for every larger ε, so that a smaller one is refuted with it."""
+    """Nearly the largest ε for which (ε, δ)-DP is refuted at the level, and so is every smaller ε; 0 if there is
+    none."""
     return _largest(lambda e: p_value(m, r, c, e, delta) < level)
 
 
@@ -124,12 +134,13 @@ Inverse = Callable[[float], float]  # y -> the smallest x with 1 - f(x) >= y
 
 
 def refuted(m: int, r: int, c: int, inverse: Inverse, level: float) -> bool:
-    """Whether at least c of r guesses being right has a probability below `level` for whatever is f-DP.
+    """Whether at least c of r right guesses have a probability below `level` for every f-DP mechanism.
 
-    Let p_i be the probability that i guesses are right, a_j = Σ_{i>=j} p_i i/m and b_j = Σ_{i>=j} p_i (r-i)/m. For a
-    random canary, "it is guessed right, and more than j are" turns into "it is guessed wrong, and at least j are right"
-    when its coin is flipped, so that a_{j+1} <= 1 - f(b_j) (Mahloujifar, Melis & Chaudhuri 2024, arXiv 2410.22235,
-    theorem 9). From a tail of the level's size at c, that gives the least a_0 + b_0, which is r/m (algorithm 3 there).
+    Let p_i be the probability of i right guesses, a_j = Σ_{i>=j} p_i i/m and b_j = Σ_{i>=j} p_i (r-i)/m. Flipping the
+    coin of a random canary turns the event "its guess is right, and more than j guesses are" into "its guess is wrong,
+    and at least j guesses are right". Therefore a_{j+1} <= 1 - f(b_j) (Mahloujifar, Melis & Chaudhuri 2024, arXiv
+    2410.22235, theorem 9). Starting from a tail of probability `level` at c, this recursion gives the smallest possible
+    a_0 + b_0, which must equal r/m (their algorithm 3).
 
     Args:
         inverse: the inverse of 1 - f, with f(x) the least type II error at a type I error of x.
@@ -144,30 +155,32 @@ def refuted(m: int, r: int, c: int, inverse: Inverse, level: float) -> bool:
 
 
 def mu_bound(m: int, r: int, c: int, level: float) -> float:
-    """A μ, nearly the largest, for which μ-Gaussian DP is refuted at the level."""
+    """Nearly the largest μ for which μ-Gaussian DP is refuted at the level."""
     return _largest(lambda mu: refuted(m, r, c, lambda y: float(ndtr(ndtri(y) - mu)), level))
 
 
 def inverse_of(ledger: Ledger, accountant: str = "pld") -> Inverse:
-    """Of 1 - f, where f is what a ledger claims: the largest of the lines 1 - δ(ε) - e^ε x and e^-ε (1 - δ(ε) - x)
-    (Dong, Roth & Su 2022, proposition 2.12). f is its own inverse, so that 1 - f(x) >= y where x >= f(1 - y)."""
+    """The inverse of 1 - f, for the trade-off function f of a ledger.
+
+    f is the largest of the lines 1 - δ(ε) - e^ε x and e^-ε (1 - δ(ε) - x) (Dong, Roth & Su 2022, proposition 2.12). It
+    is its own inverse, so that 1 - f(x) >= y if x >= f(1 - y).
+    """
     epsilon, delta = lines(guarantee(ledger, accountant)) if ledger.rounds else (np.zeros(1), np.zeros(1))
-    curve = [(e, d) for e, d in zip(epsilon.tolist(), delta.tolist(), strict=True) if e < _STEEPEST]
+    curve = [(e, d) for e, d in zip(epsilon.tolist(), delta.tolist(), strict=True) if e < _MAX_EXPONENT]
     touching = [(math.exp(e), 1 - d) for e, d in reversed(curve)]
     touching += [(math.exp(-e), math.exp(-e) * (1 - d)) for e, d in curve[1:]]
     crossings = [(high - low) / (steep - flat) for (steep, high), (flat, low) in pairwise(touching)]
     crossings = np.maximum.accumulate(crossings).tolist()
 
     def inverse(y: float) -> float:
-        slope, height = touching[bisect_right(crossings, 1 - y)]  # any line is a bound; this one is the highest
+        slope, height = touching[bisect_right(crossings, 1 - y)]  # the highest line; any line is a bound
         return max(0.0, height - slope * (1 - y))
 
     return inverse
 
 
 class LowerBound(NamedTuple):
-    """At one δ: the ε claimed, and lower bounds on the true one, of which the second supposes independent canaries, and
-    so is no less than the first, which supposes nothing."""
+    """The claimed ε at one δ, and lower bounds on the true ε: without assumptions, and if canaries are independent."""
 
     delta: float
     claimed: float
@@ -177,25 +190,27 @@ class LowerBound(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """What came of an audit.
+    """The result of an audit.
 
     Attributes:
-        canaries: m; included: how many of them were.
-        right: how many coins are guessed right when all are guessed.
-        tests: among how many the error probability is shared out, so that all bounds hold at once at `confidence`.
-        p: of the whole claimed trade-off curve, times `tests`: below 1 - confidence, it is refuted.
-        p_independent: the same of δ(0) alone: no more than (1 + δ(0))/2 of all coins can be guessed right on average.
-            It supposes independent canaries: that no one's score tells of another's coin, as none can where noise and
-            samples are independent. Then it is far sharper.
-        mu_claimed: of the Gaussian DP that is as hard to tell at even odds: δ(0) = 2Φ(μ/2) - 1. Exact where nothing is
-            amplified by sampling.
-        mu_estimate: the distance of the scores of canaries that were included and that were not, in standard
-            deviations.
-        mu_error: its standard error; mu_bound: a lower bound on μ, at `confidence`; mu_bound_if_independent: the same
-            if canaries are independent, by the rates of right and false alarms (Nasr et al. 2023, arXiv 2302.07956).
-        mu_refuted: the claimed trade-off curve does not allow these rates.
-        checks: of numbers of the plan, by the releases.
-        errors: (type I, type II) of the attacker, by threshold: [K, 2].
+        canaries: m, the number of canaries.
+        included: the number of included canaries.
+        right: the number of right guesses if all coins are guessed.
+        tests: the number of tests among which the error probability is divided, so that all bounds hold together at
+            `confidence`.
+        p: the p-value of the claimed trade-off function, times `tests`; the claim is refuted below 1 - confidence.
+        p_independent: the p-value of the claimed δ(0), times `tests`: on average at most (1 + δ(0))/2 of all coins can
+            be guessed right. It assumes independent canaries, whose scores do not depend on the coins of others, as is
+            the case if noise and samples are independent. It is then far more powerful.
+        mu_claimed: the μ of Gaussian DP with the claimed δ(0) = 2Φ(μ/2) - 1; exact without amplification by sampling.
+        mu_estimate: the distance between the mean scores of included and other canaries, in standard deviations.
+        mu_error: its standard error.
+        mu_bound: a lower bound on μ at `confidence`.
+        mu_bound_if_independent: a lower bound on μ if canaries are independent, by true and false positive rates (Nasr
+            et al. 2023, arXiv 2302.07956).
+        mu_refuted: whether these rates refute the claimed trade-off function.
+        checks: tests of numbers of the plan, by the releases.
+        errors: (type I, type II) of the attacker, for each threshold: [K, 2].
     """
 
     canaries: int
@@ -216,7 +231,7 @@ class Audit:
     errors: Array
 
     def summary(self) -> dict[str, float]:
-        """Its numbers, by name."""
+        """The numbers by name, such as for MLflow."""
         found = {
             "canaries": self.canaries, "right": self.right, "p": self.p, "p_independent": self.p_independent,
             "mu_claimed": self.mu_claimed, "mu_estimate": self.mu_estimate, "mu_error": self.mu_error,
@@ -237,11 +252,11 @@ class Audit:
 
     @property
     def exceeded(self) -> list[str]:
-        """In words, what was claimed and is refuted."""
+        """The refuted claims, as messages."""
         found = [
-            f"at δ = {bound.delta:g} ε is at least {value:.4g}{supposed}, and {bound.claimed:.4g} was claimed"
+            f"at δ = {bound.delta:g} ε is at least {value:.4g}{assumption}, and {bound.claimed:.4g} was claimed"
             for bound in self.bounds
-            for value, supposed in ((bound.found, ""), (bound.if_independent, " if canaries are independent"))
+            for value, assumption in ((bound.found, ""), (bound.if_independent, " if canaries are independent"))
             if value > bound.claimed
         ]
         if min(self.p, self.p_independent) < 1 - self.confidence or self.mu_refuted:
@@ -250,7 +265,7 @@ class Audit:
                 f"are independent {self.p_independent:.2g}; μ = {self.mu_estimate:.3g} was found, at "
                 f"least {self.mu_bound_if_independent:.3g} if they are, and {self.mu_claimed:.3g} claimed)"
             )
-        return found + [check.words() for check in self.checks if check.refuted]
+        return found + [check.message() for check in self.checks if check.refuted]
 
 
 def audit(
@@ -263,13 +278,17 @@ def audit(
     middle: float = 0.5,
     checks: Sequence[Check] = (),
 ) -> Audit:
-    """Judges a ledger's claim by what an attacker scored.
+    """Tests the privacy claim of a ledger by an attacker's scores.
 
     Args:
-        scores: [m] of the canaries; included: [m], by fair coins that the attacker did not see.
-        ledger: of the release.
-        middle: the score above which a canary is taken for included when all are guessed.
-        checks: which have half of the error probability, as `level_of_checks` shares it out.
+        scores: [m], the attacker's score of each canary.
+        included: [m], fair coins that the attacker did not see.
+        ledger: of the releases that the attacker saw.
+        deltas: the δ of the lower bounds on ε.
+        accountant: of the claim.
+        confidence: with which all bounds hold together.
+        middle: the score above which a canary is guessed as included, if all coins are guessed.
+        checks: tests by the releases, which have half of the error probability, as divided by `level_of_checks`.
     """
     m, tests = len(scores), 2 * (len(PARTS) * (len(deltas) + 4) + 1)
     level = (1 - confidence) / tests
@@ -313,42 +332,42 @@ def audit(
 
 
 def level_of_checks(confidence: float, count: int) -> float:
-    """Of each of so many: half of the error probability together."""
+    """The level of each of `count` checks, which together have half of the error probability."""
     return (1 - confidence) / (2 * count)
 
 
 def guessed(scores: Array, included: Mask, r: int) -> tuple[int, int]:
-    """(r, how many are right), of the r/2 highest scores taken for included and the r/2 lowest for not."""
+    """(r, number of right guesses): the r/2 highest scores are guessed as included, the r/2 lowest as not."""
     half = r // 2
     order = np.argsort(scores, kind="stable")
     return 2 * half, int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
 
 
 def _rates(scores: Array, included: Mask, level: float) -> list[tuple[float, float]]:
-    """For the highest and the lowest scores, as many as are guessed: at least how likely a canary of that side is among
-    them, and at most how likely one of the other side is (Clopper & Pearson 1934)."""
+    """(lower bound on the true positive rate, upper bound on the false positive rate) of guessing the highest scores as
+    included, or the lowest as not (Clopper & Pearson 1934)."""
     ascending = np.argsort(scores, kind="stable")
     found = []
     for part in PARTS:
         for side, order in ((included, ascending[::-1]), (~included, ascending)):
             chosen = side[order[: len(scores) // part // 2]]
-            right, wrong, of, others = (int(some.sum()) for some in (chosen, ~chosen, side, ~side))
-            low = float(beta.ppf(level / 2, right, of - right + 1)) if right else 0.0
-            high = float(beta.ppf(1 - level / 2, wrong + 1, others - wrong)) if wrong < others else 1.0
+            right, wrong, positives, negatives = (int(mask.sum()) for mask in (chosen, ~chosen, side, ~side))
+            low = float(beta.ppf(level / 2, right, positives - right + 1)) if right else 0.0
+            high = float(beta.ppf(1 - level / 2, wrong + 1, negatives - wrong)) if wrong < negatives else 1.0
             found.append((low, high))
     return found
 
 
 def errors(yes: Array, no: Array) -> Array:
-    """(type I, type II) of whoever takes a canary above a threshold for included, for 201 thresholds."""
+    """(type I, type II) errors of guessing scores above a threshold as included, for 201 thresholds."""
     thresholds = np.quantile(np.concatenate([yes, no]), np.linspace(0, 1, 201))
     return np.array([[(no > t).mean(), (yes <= t).mean()] for t in thresholds])
 
 
 def _largest(holds: Callable[[float], bool]) -> float:
-    """Where a property that holds for small numbers ends, from below."""
+    """A lower bound on the largest number for which a property holds that holds for all smaller numbers."""
     low, high = 0.0, 1.0
-    while high < _LARGEST and holds(high):
+    while high < _MAX_EPSILON and holds(high):
         low, high = high, 2 * high
     for _ in range(30):
         middle = (low + high) / 2
@@ -357,8 +376,8 @@ def _largest(holds: Callable[[float], bool]) -> float:
 
 
 def smallest_level(m: int, r: int, c: int, inverse: Inverse) -> float:
-    """The smallest level at which f-DP is refuted, within a tenth, from above."""
-    low, high = -70.0, 0.0  # its logarithm
+    """The smallest level at which f-DP is refuted, rounded up by at most a factor of e^0.1."""
+    low, high = -70.0, 0.0  # logarithms
     while high - low > 0.1:
         middle = (low + high) / 2
         low, high = (low, middle) if refuted(m, r, c, inverse, math.exp(middle)) else (middle, high)

@@ -1,4 +1,4 @@
-"""Which value of one knob meets a target?"""
+"""Solves for one parameter of a plan such that the plan meets a privacy target."""
 
 import math
 from collections.abc import Callable
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibratable:
-    """A number of the plan that can be solved for.
+    """A parameter of a plan that can be solved for.
 
     Attributes:
-        rising: ε rises with it.
-        whole: it is a whole number.
+        epsilon_rises: whether ε rises with it.
+        lowest, highest: the range of the search.
+        is_integer: whether it must be an integer.
     """
 
     epsilon_rises: bool
@@ -28,8 +29,8 @@ class Calibratable:
     is_integer: bool = False
 
 
-# `sampling_rate` holds each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4);
-# `sampling_rate_at_fixed_noise` holds z. `clip_norm` scales every S_g at fixed σ̃_g.
+# `sampling_rate` keeps each σ_g of the averages fixed, so that σ̃_g = q n σ_g and z rise with q (paper, section 4);
+# `sampling_rate_at_fixed_noise` keeps z fixed. `clip_norm` scales every S_g at fixed σ̃_g.
 CALIBRATABLE = {
     "noise_multiplier": Calibratable(False, 2.0**-6, 2.0**20),
     "sampling_rate": Calibratable(False, 2.0**-40, 1.0),
@@ -41,19 +42,22 @@ CALIBRATABLE = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """A knob that was solved for.
+    """A parameter that was solved for.
 
     Attributes:
-        value: of the knob; target: the name of what was to be spent; cost: what it costs in that; spent: the same as
-            figures for people.
-        trace: every value that was tried with what it costs, in order.
+        knob: the name of the parameter, one of CALIBRATABLE.
+        value: its value.
+        target: the name of the target.
+        cost: the plan's cost, in terms of the target.
+        figures: the cost, as (name, figure) to show.
+        trace: (value, cost) of every value tried, in order.
     """
 
     knob: str
     value: float
     target: str
     cost: float
-    spent: tuple[tuple[str, float], ...]
+    figures: tuple[tuple[str, float], ...]
     trace: tuple[tuple[float, float], ...]
 
 
@@ -67,92 +71,91 @@ def solve(
     lowest: float | None = None,
     precision: float = 1e-3,
 ) -> Calibration:
-    """The value of the knob that spends the target: the cost is never above it, and within `precision` below.
+    """The value of a parameter whose cost is at most the target, and no more than `precision` (relative) below it.
 
-    For `noise` and `q` that is the smallest such value, otherwise the largest. A whole number is the last that does
-    not exceed the target, however far below it that is.
+    It is the smallest such value of `noise_multiplier` and `sampling_rate`, and the largest of the others. An integer
+    parameter gets the last value that does not exceed the target.
 
-    At fixed σ_g, ε (and any other cost) does not fall with q everywhere: below some q so few records are ever sampled
-    that ε falls with q again, for want of training. `q` therefore comes down from 1, in steps of at most a quarter, to
-    the first q that costs more than the target, and solves between it and the one before.
+    At fixed σ_g, ε does not rise monotonically as q falls: if q is so small that hardly any record is ever sampled, ε
+    falls again. The search for `sampling_rate` therefore starts at q = 1, takes steps of at most a quarter down to the
+    first q that costs more than the target, and solves between this q and the one before.
 
     Args:
-        ledger_at: the ledger that training with a value of the knob would write.
-        start: near which to begin.
-        lowest: the smallest value allowed, if larger than the knob's own.
+        knob: the name of the parameter, one of CALIBRATABLE.
+        ledger_at: the ledger of the plan with a value of the parameter.
+        start: a value to start near.
+        lowest: the smallest value allowed, if larger than that of CALIBRATABLE.
+        precision: relative.
 
     Raises:
-        ConfigError: the target makes no sense, or no value reaches it; says the best cost reachable.
+        ConfigError: the target is invalid, or no value reaches it; says the best cost.
     """
     from dpexp.accounting.risk import Epsilon  # slow to import
 
     target.check(accountant)
-    facts = CALIBRATABLE[knob]
-    low, high = math.log(max(facts.lowest, lowest or 0)), math.log(facts.highest)
-    cheap, dear = (low, high) if facts.epsilon_rises else (high, low)
-    search = _Search(
-        lambda value: target.cost(ledger_at(value), accountant), target.limit, precision, facts.is_integer
-    )  # fmt: skip
+    limits = CALIBRATABLE[knob]
+    low, high = math.log(max(limits.lowest, lowest or 0)), math.log(limits.highest)
+    cheap, costly = (low, high) if limits.epsilon_rises else (high, low)
+    search = _Search(lambda v: target.cost(ledger_at(v), accountant), target.limit, precision, limits.is_integer)
     if knob == "sampling_rate":
-        found = search.between_neighbours(cheap, dear, math.log(0.75))
+        found = search.from_cheap_end(cheap, costly, math.log(0.75))
     else:
         near, step = min(max(math.log(start), low), high), math.log(4)
         if accountant == "pld" and isinstance(target, Epsilon):
-            rough = _Search(lambda value: target.estimate(ledger_at(value)), target.limit, 0.01, facts.is_integer)
-            found = rough.around(near, cheap, dear, step)
+            rough = _Search(lambda v: target.estimate(ledger_at(v)), target.limit, 0.01, limits.is_integer)
+            found = rough.around(near, cheap, costly, step)
             near, step = (math.log(found[0]), math.log(1.02)) if found else (near, step)
-        found = search.around(near, cheap, dear, step)
+        found = search.around(near, cheap, costly, step)
     if found is None:
         value, cost = min(search.trace, key=lambda probe: probe[1])
         best = ", ".join(f"{name}={figure:.4g}" for name, figure in target.figures(cost).items())
         raise ConfigError(
-            f"{target} cannot be reached by calibrate={knob}: the best is {best}, at {knob}={value:.4g}; ask for more, "
-            "or change another knob."
+            f"{target} cannot be reached by calibrate={knob}: the best is {best}, at {knob}={value:.4g}; choose a "
+            "weaker target, or change another parameter."
         )
     value, cost = found
     return Calibration(knob, value, target.name, cost, tuple(target.figures(cost).items()), tuple(search.trace))
 
 
-class _Enough(Exception):
-    """A probe is close enough to the target."""
+class _CloseEnough(Exception):
+    """A probe is within the precision of the target."""
 
 
 class _Search:
-    def __init__(self, cost_at: Callable[[float], float], target: float, precision: float, whole: bool) -> None:
+    """A search over the logarithm of a parameter, between its `cheap` and its `costly` end."""
+
+    def __init__(self, cost_at: Callable[[float], float], target: float, precision: float, is_integer: bool) -> None:
         self._cost_at = cost_at
-        self._target, self._precision, self._whole = target, precision, whole
+        self._target, self._precision, self._is_integer = target, precision, is_integer
         self._costs: dict[float, float] = {}
         self.trace: list[tuple[float, float]] = []
 
-    def around(self, start: float, cheap: float, dear: float, step: float) -> tuple[float, float] | None:
-        """Steps from `start` towards one end or the other until the target lies between two probes."""
-        inner, outer = (start, dear) if self._affordable(start) else (start, cheap)
-        ahead = math.copysign(step, outer - inner)
-        towards_dear = outer == dear
-        while True:
-            if inner == outer:
-                return self._best() if towards_dear else None
-            following = inner + ahead
-            following = min(following, outer) if ahead > 0 else max(following, outer)
-            if self._affordable(following) != towards_dear:
-                break
-            inner, ahead = following, 2 * ahead
-        return self._root(inner, following)
+    def around(self, start: float, cheap: float, costly: float, step: float) -> tuple[float, float] | None:
+        """Doubles the steps from `start` towards one end until the target lies between two probes."""
+        inner, outer = (start, costly) if self._affordable(start) else (start, cheap)
+        step = math.copysign(step, outer - inner)
+        towards_costly = outer == costly
+        while inner != outer:
+            following = min(inner + step, outer) if step > 0 else max(inner + step, outer)
+            if self._affordable(following) != towards_costly:
+                return self._root(inner, following)
+            inner, step = following, 2 * step
+        return self._best() if towards_costly else None
 
-    def between_neighbours(self, cheap: float, dear: float, step: float) -> tuple[float, float] | None:
-        """Steps evenly from the cheap end on."""
+    def from_cheap_end(self, cheap: float, costly: float, step: float) -> tuple[float, float] | None:
+        """Takes equal steps from the cheap end."""
         if not self._affordable(cheap):
             return None
         inner = cheap
-        while inner != dear:
-            following = max(inner + step, dear)
+        while inner != costly:
+            following = max(inner + step, costly)
             if not self._affordable(following):
                 return self._root(inner, following)
             inner = following
-        return self._value(dear), self._cost(dear)
+        return self._value(costly), self._cost(costly)
 
     def _root(self, one: float, other: float) -> tuple[float, float]:
-        if self._whole:
+        if self._is_integer:
             while abs(self._value(one) - self._value(other)) > 1:
                 middle = math.log((self._value(one) + self._value(other)) // 2)
                 if self._affordable(middle) == self._affordable(one):
@@ -165,17 +168,17 @@ class _Search:
         def excess(t: float) -> float:
             cost = self._cost(t)
             if self._target * (1 - self._precision) <= cost <= self._target:
-                raise _Enough
+                raise _CloseEnough
             return math.log(min(max(cost / aim, 1e-6), 1e6))
 
-        with suppress(_Enough):
+        with suppress(_CloseEnough):
             from scipy.optimize import brentq  # slow to import
 
             brentq(excess, one, other, xtol=1e-13)
         return self._best()
 
     def _best(self) -> tuple[float, float]:
-        """The costliest probe that is affordable; of equals, the last."""
+        """The costliest affordable probe; of equals, the last."""
         value, cost = max((probe for probe in reversed(self.trace) if probe[1] <= self._target), key=lambda p: p[1])
         return value, cost
 
@@ -183,7 +186,7 @@ class _Search:
         return self._cost(t) <= self._target
 
     def _value(self, t: float) -> float:
-        return round(math.exp(t)) if self._whole else math.exp(t)
+        return round(math.exp(t)) if self._is_integer else math.exp(t)
 
     def _cost(self, t: float) -> float:
         value = self._value(t)

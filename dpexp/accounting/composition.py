@@ -1,7 +1,8 @@
-"""Composition theorems for (ε, δ): sequential, and strong.
+"""The Gaussian mechanism, Gaussian DP, and sequential and strong composition of (ε, δ).
 
-Each round is a Gaussian mechanism that is (ε₀, δ₀)-DP, with ε₀ exact for δ₀, and amplified by Poisson sampling to
-(log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8). A Laplace query of all records is (1/z, 0)-DP.
+In both compositions each round is a Gaussian mechanism that is (ε₀, δ₀)-DP, with ε₀ exact for δ₀. Poisson sampling
+amplifies it to (log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8). A Laplace query on all records
+is (1/z, 0)-DP.
 """
 
 import math
@@ -15,7 +16,10 @@ from dpexp.accounting.rdp import Array, Mask
 
 
 class GaussianMechanism:
-    """Tells N(0, 1) from N(μ, 1): the Gaussian mechanism with μ = 1/z, or what is exactly or nearly that."""
+    """The Gaussian mechanism with μ = 1/z, or any mechanism that is μ-Gaussian DP: N(0, 1) against N(μ, 1).
+
+    Exact (ε, δ) by Balle & Wang 2018, arXiv 1805.06530, theorem 8.
+    """
 
     def __init__(self, mu: float) -> None:
         self.mu = mu
@@ -36,20 +40,22 @@ class GaussianMechanism:
 
 
 def composed(z: Array, counts: Array) -> GaussianMechanism:
-    """Full-batch Gaussian releases are one with μ² = Σ 1/z²."""
+    """The composition of Gaussian mechanisms on full batches: μ² = Σ 1/z²."""
     return GaussianMechanism(math.sqrt(float(np.dot(counts, 1 / z**2))))
 
 
 def central_limit(z: Array, q: Array, counts: Array) -> GaussianMechanism:
-    """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ q²(e^(1/z²) - 1) (Bu, Dong, Long & Su 2019,
-    arXiv 1911.11607, section 3). An approximation, which may lie below the true ε."""
+    """Gaussian DP in the limit of many Poisson-sampled rounds: μ² = Σ q²(e^(1/z²) - 1).
+
+    An approximation, whose ε may lie below the true one (Bu, Dong, Long & Su 2019, arXiv 1911.11607, section 3).
+    """
     with np.errstate(over="ignore"):
         squares = np.where(q == 1, 1 / z**2, q**2 * np.expm1(1 / z**2))
     return GaussianMechanism(math.sqrt(float(np.dot(counts, squares))))
 
 
 def amplified(z: Array, q: Array, delta: float, laplace: Mask | None = None) -> Array:
-    """Each round's ε at δ = `delta` after amplification; that of `laplace` [R] at any δ."""
+    """Each round's amplified ε [R] at `delta`; for rounds of `laplace` [R] it holds at δ = 0."""
     pure = np.zeros(len(z), dtype=bool) if laplace is None else laplace
     each = np.array([
         1 / z_r if pure_r else GaussianMechanism(1 / z_r).epsilon(min(delta / q_r, 1 - 1e-12))
@@ -59,7 +65,7 @@ def amplified(z: Array, q: Array, delta: float, laplace: Mask | None = None) -> 
 
 
 class BasicComposition:
-    """Sequential composition: ε and δ add up. Every round gets the same δ."""
+    """Sequential composition: ε and δ add up. Every round has the same δ."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
         self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
@@ -70,8 +76,8 @@ class BasicComposition:
 
 
 class StrongComposition:
-    """Kairouz, Oh & Viswanath 2015 (arXiv 1311.0776), theorem 3.5, at the best split of δ between the rounds and the
-    composition."""
+    """Strong composition (Kairouz, Oh & Viswanath 2015, arXiv 1311.0776, theorem 3.5), at the best split of δ between
+    the rounds and the composition."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
         self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
@@ -87,7 +93,7 @@ class StrongComposition:
 
 
 def strong(each: Array, counts: Array, slack: float) -> float:
-    """ε of rounds that cost `each` [R], `counts` [R] times, when the composition may fail with probability `slack`."""
+    """ε of rounds with ε `each` [R], `counts` [R] times, with probability `slack` that the composition fails."""
     total, squares = float(np.dot(counts, each)), float(np.dot(counts, each**2))
     drift = float(np.dot(counts, each * np.tanh(each / 2)))
     return min(
@@ -98,15 +104,17 @@ def strong(each: Array, counts: Array, slack: float) -> float:
 
 
 def best_split(epsilon_at: Callable[[float], float]) -> float:
-    """The least ε over the share in (0, 1) of δ that the rounds get."""
+    """The smallest ε over the rounds' share of δ, in (0, 1)."""
     found = minimize_scalar(lambda t: epsilon_at(1 / (1 + math.exp(t))), bounds=(-12, 12), method="bounded")
     return float(found.fun)
 
 
 def as_printed(z: float, q: float, rounds: int, delta: float) -> float:
-    """The curve "strong composition" of Abadi et al. 2016, figure 2: ε₀ = √(2 ln(1.25/δ₀))/z, amplified to
-    (qε₀, qδ₀), composed after Dwork, Rothblum & Vadhan 2010. No bound: the first holds for ε₀ < 1 only, the second
-    is a shorthand that leaves factors out. For comparison with the paper."""
+    """The curve "strong composition" of Abadi et al. 2016, figure 2, for comparison with the paper.
+
+    ε₀ = √(2 ln(1.25/δ₀))/z, amplified to (qε₀, qδ₀), composed after Dwork, Rothblum & Vadhan 2010. It is no bound: the
+    formula for ε₀ holds only for ε₀ < 1, and the amplification omits constant factors.
+    """
 
     def at(share: float) -> float:
         each = q * math.sqrt(2 * math.log(1.25 * q * rounds / (share * delta))) / z

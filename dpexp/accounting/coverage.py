@@ -1,4 +1,4 @@
-"""What each accountant is stated for, and which claims may be made."""
+"""What each accountant is stated for, and the checks of a privacy claim."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ SENSITIVITY = {"add_remove": 1, "replace_null": 1, "replace_one": 2}  # of a cli
 
 @dataclass(frozen=True)
 class Coverage:
-    """What an accountant is stated for. It refuses all else.
+    """What an accountant is stated for. It refuses everything else.
 
     Attributes:
-        covers: the adjacencies under which it takes rounds of each sampling policy, the usual one first.
-        noise: the kinds of noise that it composes, as queries name theirs.
-        is_bound: no true ε is larger than its; else it is an approximation.
+        covers: the adjacencies that it covers for each sampling policy, the default one first.
+        noise: the types of noise that it composes, as in the `noise` of the ledger's queries.
+        is_bound: its ε is an upper bound; otherwise it is an approximation.
     """
 
     covers: Mapping[str, tuple[str, ...]]
@@ -35,14 +35,13 @@ _SAMPLED = {
 _REPLACED = {policy: (*_SAMPLED[policy], "replace_one") for policy in ("poisson", "cyclic_poisson")}
 _FIXED = {"fixed_size": ("replace_one",)}
 _GAUSSIAN = ("gaussian", "banded gaussian", "discrete gaussian")
+_ALL_NOISE = (*_GAUSSIAN, "laplace")
 _BUILT_IN = {
-    "pld": Coverage(
-        _SAMPLED | _REPLACED | _FIXED | {"truncated_poisson": ("replace_null",)}, (*_GAUSSIAN, "laplace"), True
-    ),
-    "rdp": Coverage(_SAMPLED | _FIXED, (*_GAUSSIAN, "laplace"), True),
-    "moments": Coverage(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
-    "strong": Coverage(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
-    "basic": Coverage(_SAMPLED, (*_GAUSSIAN, "laplace"), True),
+    "pld": Coverage(_SAMPLED | _REPLACED | _FIXED | {"truncated_poisson": ("replace_null",)}, _ALL_NOISE, True),
+    "rdp": Coverage(_SAMPLED | _FIXED, _ALL_NOISE, True),
+    "moments": Coverage(_SAMPLED, _ALL_NOISE, True),
+    "strong": Coverage(_SAMPLED, _ALL_NOISE, True),
+    "basic": Coverage(_SAMPLED, _ALL_NOISE, True),
     "gdp": Coverage(_SAMPLED, _GAUSSIAN, False),
 }
 NAMES = tuple(_BUILT_IN)
@@ -64,112 +63,100 @@ def coverage(accountant: str) -> Coverage:
     """What an accountant is stated for.
 
     Args:
-        accountant: one of NAMES, or the dotted name of a class of your own, whose `coverage` it is.
+        accountant: one of NAMES, or the dotted name of a class of your own with an attribute `coverage`.
 
     Raises:
-        ConfigError: it is unknown.
+        ConfigError: the accountant is unknown.
     """
     if accountant in _BUILT_IN:
         return _BUILT_IN[accountant]
     found = getattr(named(accountant), "coverage", None) if "." in accountant else None
     if not isinstance(found, Coverage):
         raise ConfigError(
-            f"accountant={accountant} is unknown; known: {', '.join(NAMES)}, or package.Name of a class with "
-            f"`coverage`."
+            f"accountant={accountant} is unknown; known: {', '.join(NAMES)}, or package.Name with `coverage`."
         )
     return found
 
 
 def is_bound(accountant: str) -> bool:
-    """Whether no true ε is larger than the accountant's; else it is an approximation."""
+    """Whether the accountant's ε is an upper bound; otherwise it is an approximation."""
     return coverage(accountant).is_bound
 
 
 def adjacencies(policy: str) -> tuple[str, ...]:
-    """Those under which the policy may be accounted; the first is the default."""
+    """The adjacencies for which the sampling policy can be accounted, the default one first."""
     return tuple(CLAIMS[policy])
 
 
+def yaml_name(policy: str) -> str:
+    """The name under `sampling=` of a ledger's sampling policy."""
+    return "full_batch" if policy == "all" else policy
+
+
 def check_covered(policy: str, adjacency: str, accountant: str | None = None) -> None:
-    """Raises:
-    ConfigError: the claim cannot be made; says why, and which is nearest.
-    """
+    """Refuses a claim for which no accountant, or not this one, is stated."""
     if policy not in CLAIMS:
-        raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(CLAIMS)}.")
+        raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(map(yaml_name, CLAIMS))}.")
     if adjacency not in SENSITIVITY:
         raise ConfigError(f"adjacency={adjacency} is unknown; known: {', '.join(SENSITIVITY)}.")
     if accountant is not None:
         check_names([accountant])
     if adjacency not in CLAIMS[policy]:
         raise ConfigError(
-            f"adjacency={adjacency} cannot be claimed for sampling={policy}: {_WHY[policy]}; "
+            f"adjacency={adjacency} cannot be claimed for sampling={yaml_name(policy)}: {_WHY[policy]}; "
             f"choose adjacency={' or '.join(CLAIMS[policy])}."
         )
-    allowed = CLAIMS[policy][adjacency]
     if accountant is not None and adjacency not in coverage(accountant).covers.get(policy, ()):
         raise ConfigError(
-            f"accountant={accountant} has no bound for sampling={policy} under adjacency={adjacency}; "
-            f"choose accountant={' or '.join(allowed)}, or another sampling policy."
+            f"accountant={accountant} has no bound for sampling={yaml_name(policy)} under adjacency={adjacency}; "
+            f"choose accountant={' or '.join(CLAIMS[policy][adjacency])}, or another sampling policy."
         )
 
 
 def check_delta(delta: float) -> None:
-    """Raises:
-    ConfigError: δ is not strictly between 0 and 1.
-    """
+    """Refuses a δ that is not strictly between 0 and 1."""
     if not (math.isfinite(delta) and 0 < delta < 1):
         raise ConfigError(f"privacy.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
 
 
-def check_advantage(most: float) -> None:
-    """Raises:
-    ConfigError: it is no largest TPR - FPR that could be asked for.
-    """
-    if not 0 < most < 1:
+def check_advantage(limit: float) -> None:
+    """Refuses a target that is no TPR - FPR strictly between 0 and 1."""
+    if not 0 < limit < 1:
         raise ConfigError(
-            f"privacy.max_advantage={most:g} must lie strictly between 0 and 1: it is the largest TPR - FPR of a "
-            f"test for "
-            "one record, and 0 that of guessing."
+            f"privacy.max_advantage={limit:g} must lie strictly between 0 and 1: it is the largest TPR - FPR of a test "
+            "for one record, which is 0 for guessing."
         )
 
 
 def check_tpr(rates: Mapping[float, float]) -> None:
-    """Raises:
-    ConfigError: they are no {FPR: largest TPR} that could be asked for.
-    """
+    """Refuses a target that is no {FPR: largest TPR} with 0 < FPR < TPR < 1."""
+    key = "privacy.max_tpr_at_fpr"
     if not isinstance(rates, Mapping) or not rates:
-        raise ConfigError(f"privacy.max_tpr_at_fpr={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
+        raise ConfigError(f"{key}={rates} must be {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
     for fpr, tpr in rates.items():
         if not all(isinstance(rate, float | int) for rate in (fpr, tpr)):
-            raise ConfigError(
-                f"privacy.max_tpr_at_fpr={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}."
-            )
+            raise ConfigError(f"{key}={rates} must hold numbers, {{FPR: largest TPR}}, such as {{0.01: 0.05}}.")
         if not 0 < fpr < tpr < 1:
             raise ConfigError(
-                f"privacy.max_tpr_at_fpr={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, "
-                f"such as "
-                "{0.01: 0.05}: guessing has a TPR as large as its FPR."
+                f"{key}={{{fpr:g}: {tpr:g}}} must be {{FPR: largest TPR}} with 0 < FPR < TPR < 1, such as "
+                "{0.01: 0.05}: guessing has a TPR equal to its FPR."
             )
 
 
 def check_bound(target: str, accountant: str) -> None:
-    """Raises:
-    ConfigError: the accountant has no bound, so that nothing can be solved for with it.
-    """
+    """Refuses to calibrate to a target by an accountant that is an approximation."""
     if not is_bound(accountant):
         others = ", ".join(filter(is_bound, NAMES))
         raise ConfigError(f"{target} needs a bound, and accountant={accountant} is an approximation; choose {others}.")
 
 
 def check_names(accountants: list[str]) -> None:
-    """Raises:
-    ConfigError: one of them is unknown.
-    """
+    """Refuses unknown accountants."""
     for name in accountants:
         coverage(name)
 
 
 @cache
-def composing(noise: str) -> tuple[str, ...]:
-    """The accountants that compose such noise."""
+def accountants_for_noise(noise: str) -> tuple[str, ...]:
+    """The accountants that compose this type of noise."""
     return tuple(name for name, each in _BUILT_IN.items() if noise in each.noise)

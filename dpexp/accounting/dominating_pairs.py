@@ -1,13 +1,14 @@
-"""Dominating pairs: for each kind of round, two distributions P and Q that are at least as easy to tell apart as a
-round's outputs on any two neighbouring data sets.
+"""Dominating pairs: for each sampling policy, distributions P and Q that dominate a round on any two neighbouring data
+sets.
 
-The divergence E_P[(1 - α e^-L)⁺] of P and Q, with the privacy loss L = log P/Q, bounds that of the round for every
-α > 0, those below 1 too. Only then does the sum of the rounds' losses bound any adaptive composition (Zhu, Dong & Wang
-2022, arXiv 2106.08567, theorem 10; Lebeda, Regehr, Kamath & Steinke 2025, arXiv 2405.20769, show what goes wrong else).
+P and Q dominate a round if their divergence E_P[(1 - α e^-L)⁺], with the privacy loss L = log P/Q, is at least that of
+the round for every α > 0, including α < 1. Only then does the sum of the rounds' losses bound any adaptive composition
+(Zhu, Dong & Wang 2022, arXiv 2106.08567, theorem 10; Lebeda, Regehr, Kamath & Steinke 2025, arXiv 2405.20769, show
+counterexamples otherwise).
 
-A loss is put on a grid of step h such that the mass which P, and the mass which Q, has in a cell stay what they are
-("connect the dots": Doroshenko et al. 2022, arXiv 2207.04380), which can only raise δ(ε). What rounding errors may
-have taken from a mass is added to it.
+A loss is discretized on a grid of step h such that P and Q each keep their mass in every cell ("connect the dots":
+Doroshenko et al. 2022, arXiv 2207.04380), which can only increase δ(ε). An upper bound on the rounding errors is added
+to each mass.
 """
 
 import math
@@ -21,15 +22,16 @@ from scipy.stats import binom
 from dpexp.accounting.rdp import Array, log_mixed
 
 _ULP = 2.0**-53
-_FINE = 2**14  # points, at most, for estimates
+_MAX_POINTS = 2**14  # for estimates
 
 
 class Cells(NamedTuple):
     """P's mass between the edges h·(first + 0, 1, …).
 
     Attributes:
-        mass: of each cell; excess: how much more it is than if the whole cell had the loss of its lower edge.
-        below, beyond: mass outside of the edges.
+        mass: of each cell.
+        excess: of each cell, P's mass minus e^(lower edge) times Q's mass.
+        below, beyond: P's mass below the first and above the last edge.
     """
 
     first: int
@@ -39,7 +41,7 @@ class Cells(NamedTuple):
     beyond: float
 
     def spread(self, h: float) -> Array:
-        """The masses of the edges."""
+        """The masses of the edges after discretization."""
         up = np.clip(self.excess / -math.expm1(-h), 0, self.mass)
         edges = np.append(self.mass - up, 0.0)
         edges[1:] += up
@@ -49,7 +51,20 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class LaplacePair:
-    """P against Q. The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and L with density e^((L-ε₀)/2)/4 between."""
+    """A query with Laplace noise on all records, whose answer moves by ε₀ = `pure` scales of the noise in L1 norm.
+
+    P = Lap(0, 1) against Q = Lap(ε₀, 1). The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and has the density
+    e^((L-ε₀)/2)/4 in between.
+
+    The pair also dominates if several coordinates move, by ε₁ + ε₂ + … = ε₀. *Proof.* For one coordinate, the
+    divergence at e^ε is h(ε) = max(0, 1 - e^ε, 1 - e^((ε-ε₀)/2)). For two it is E[h₂(ε - L₁)]. This is at most h₁₂, the
+    h of ε₁ + ε₂: with g(u) = min(1, e^((ε₂-|u|)/2)) that is equivalent to
+
+        F(ε) = ½ g(ε-ε₁) + ½ g(ε+ε₁) + ¼ ∫_{ε-ε₁}^{ε+ε₁} g >= 1    for |ε| <= ε₁ + ε₂.
+
+    F is even and F(ε₁+ε₂) = 1. For ε >= 0 it does not increase: if ε - ε₁ >= -ε₂, no term of its derivative is above 0;
+    otherwise the terms add up to 0. More coordinates follow by induction.
+    """
 
     pure: float  # ε₀
 
@@ -89,7 +104,7 @@ class LaplacePair:
 
     def points(self, step: float) -> tuple[Array, Array]:
         e = self.pure
-        edges = np.linspace(-e, e, min(_FINE, 8 + int(min(e, 1e9) / step)))
+        edges = np.linspace(-e, e, min(_MAX_POINTS, 8 + int(min(e, 1e9) / step)))
         mass = np.exp((edges[:-1] - e) / 2) * np.expm1(np.diff(edges) / 2) / 2
         with np.errstate(divide="ignore"):
             inner = np.log(mass)
@@ -100,21 +115,24 @@ class LaplacePair:
 
 
 def gaussian_above(pure: Array) -> Array:
-    """The μ of Gaussian DP that whatever is ε-DP has: that curve lies below the lines of ε-DP, since it is convex and
-    meets them where both errors are 1/(1 + e^ε) (Dong, Roth & Su 2022, proposition 2.12)."""
+    """A μ for which every ε-DP mechanism is μ-Gaussian DP.
+
+    The trade-off function G_μ is convex and meets the lines of ε-DP at the corner where both errors are 1/(1 + e^ε), so
+    that it lies below them (Dong, Roth & Su 2022, proposition 2.12).
+    """
     return -2 * ndtri_exp(-np.logaddexp(0, pure))
 
 
 def pure_below(mu: float) -> float:
-    """The ε for which ε-DP is μ-Gaussian DP by that bound."""
+    """The ε for which `gaussian_above` gives μ: ε-DP implies μ-Gaussian DP."""
     return float(log_ndtr(mu / 2) - log_ndtr(-mu / 2))
 
 
-_FAR = 38.0  # standard deviations, beyond which normal mass is below 1e-300
+_MAX_U = 38.0  # standard deviations, beyond which normal mass is below 1e-300
 
 
 class Pair(Protocol):
-    """P against Q."""
+    """A dominating pair P against Q."""
 
     @property
     def reverse(self) -> "Pair":
@@ -122,18 +140,20 @@ class Pair(Protocol):
 
     @property
     def max_loss(self) -> float:
-        """No loss is larger; infinite if there is no such bound."""
+        """An upper bound on the loss; possibly infinite."""
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
         """The loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss.
 
         Args:
-            lowest: a loss below which losses need not be told apart; log_tail: logarithm of the mass at each end for
-                which that is so too; top: a loss above which they count as infinite.
+            h: the step of the grid.
+            lowest: losses below it may be rounded up to it.
+            log_tail: logarithm of a mass at each end whose losses may be merged.
+            top: losses above it may count as infinite.
         """
 
     def points(self, step: float) -> tuple[Array, Array]:
-        """Losses a step of `step` standard deviations of the noise apart, and the logarithms of their masses, by the
+        """Losses at intervals of `step` standard deviations of the noise, and the logarithms of their masses by the
         trapezoidal rule: for estimates, not for bounds."""
 
 
@@ -141,13 +161,15 @@ class Pair(Protocol):
 class PoissonPair:
     """P = (1-q) N(0, z²) + q N(a, z²) against Q = (1-q) N(0, z²) + q N(a-1, z²), in units of the sensitivity.
 
-    a = 1: a record of a Poisson sample is removed, or replaced with null; a = 0: it is added (Zhu, Dong & Wang 2022,
-    theorem 11). a = 1/2: it is replaced by another, the sensitivity being 2S; with q = 1, the Gaussian mechanism.
+    a = 1: a record of a Poisson sample is removed, or replaced with null. a = 0: a record is added (Zhu, Dong & Wang
+    2022, theorem 11). a = 1/2: a record is replaced with another, with sensitivity 2S; with q = 1, the Gaussian
+    mechanism.
 
-    No other contributions x and y of the record are easier to tell apart. Given the rest of the sample, the divergence
-    is sup_A (1-q)(1-α) N₀(A) + q (N_x(A) - α N_y(A)). Of all A with N₀(A) = c, a half-space orthogonal to x has the
-    largest N_x(A), which rises with ‖x‖, and one orthogonal to y the smallest N_y(A), which falls with ‖y‖ (Neyman and
-    Pearson). With x = -y as long as may be, one half-space has both: for every c, hence for every α > 0.
+    For a = 1/2, no other contributions x and y of the record have a larger divergence. *Proof.* Condition on the rest
+    of the sample. The divergence is sup_A (1-q)(1-α) N₀(A) + q (N_x(A) - α N_y(A)). By the Neyman-Pearson lemma, among
+    all A with N₀(A) = c a half-space orthogonal to x has the largest N_x(A), which increases with ‖x‖, and a half-space
+    orthogonal to y has the smallest N_y(A), which decreases with ‖y‖. If x = -y are of the largest norm, one half-space
+    attains both, for every c and hence for every α > 0.
     """
 
     z: float
@@ -168,12 +190,12 @@ class PoissonPair:
 
     def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
         z, q, a = self.z, self.q, self.a
-        far, further = (-z * float(ndtri_exp(min(t, -1.0))) for t in (log_tail, log_tail - math.log(q)))
-        least, most = self._loss(np.array([min(-far, a - 1 - further), max(far, a + further)]) / z)
+        far, farther = (-z * float(ndtri_exp(min(t, -1.0))) for t in (log_tail, log_tail - math.log(q)))
+        least, most = self._loss(np.array([min(-far, a - 1 - farther), max(far, a + farther)]) / z)
         first = math.floor(max(least, lowest) / h)
         edges = h * np.arange(first, max(math.ceil(min(most, top) / h), first + 1) + 1, dtype=np.float64)
-        x = self._where(edges)
-        off = self._off(edges, x) / z
+        x = self._inverse(edges)
+        off = self._rounding(edges, x) / z
         normal = {mean: _between((x - mean) / z, off) for mean in {0.0, a, a - 1}}
         (both, both_lost), (p, p_lost), (other, other_lost) = normal[0.0], normal[a], normal[a - 1]
         below = (1 - q) * (ndtr(x[0] / z) + both_lost[0]) + q * (ndtr((x[0] - a) / z) + p_lost[0])
@@ -188,20 +210,20 @@ class PoissonPair:
         return Cells(first, mass, excess, float(below), float(beyond))
 
     def points(self, step: float) -> tuple[Array, Array]:
-        u = np.arange((self.a - 1) / self.z - _FAR, self.a / self.z + _FAR, step)
+        u = np.arange((self.a - 1) / self.z - _MAX_U, self.a / self.z + _MAX_U, step)
         p, q = self._mixed(u, self.a), self._mixed(u, self.a - 1)
         return p - q, p - u**2 / 2 + math.log(step / math.sqrt(2 * math.pi))
 
     def _loss(self, u: Array) -> Array:
-        """L at x = z u."""
+        """The loss at x = z u."""
         return self._mixed(u, self.a) - self._mixed(u, self.a - 1)
 
     def _mixed(self, u: Array, mean: float) -> Array:
         """log of (1-q) N(0, z²) + q N(mean, z²) over N(0, z²)."""
         return log_mixed(self.q, (mean * u - mean**2 / (2 * self.z)) / self.z) if mean else np.zeros_like(u)
 
-    def _where(self, losses: Array) -> Array:
-        """The x at which the loss has these values; ±∞ where it never does."""
+    def _inverse(self, losses: Array) -> Array:
+        """The x at which the loss has these values; ±∞ for values that it never has."""
         z, q = self.z, self.q
         if self.a == 0.5:  # sinh(x/2z² - L/2) = sinh(L/2) e^(1/8z²) (1-q)/q
             with np.errstate(divide="ignore"):
@@ -218,9 +240,9 @@ class PoissonPair:
             log_ratio = np.where(losses < 30, log_ratio, large)
         return sign * (z**2 * log_ratio + 0.5)
 
-    def _off(self, losses: Array, x: Array) -> Array:
-        """How far rounding may have moved these x, when each operation errs by less than two units in the last place:
-        the errors of sums and products, times what the logarithm or the arsinh makes of them."""
+    def _rounding(self, losses: Array, x: Array) -> Array:
+        """Bounds on the rounding errors of `_inverse`, if each operation has an error of less than two units in the
+        last place: the errors of sums and products, amplified by the logarithm or arsinh."""
         z, q = self.z, self.q
         size = np.where(np.isfinite(x), np.abs(x), 0)
         if q == 1:
@@ -237,12 +259,12 @@ class PoissonPair:
 
 @dataclass(frozen=True)
 class FixedSizePair:
-    """A record of a sample of fixed size is replaced, the sensitivity being 2S.
+    """A record of a sample of fixed size is replaced, with sensitivity 2S.
 
     For α >= 1 the divergence is that of (1-q)Q + qP against Q, with P = N(1, z²) and Q = N(0, z²) (Balle, Barthe &
-    Gaboardi 2018, arXiv 1807.01647, theorem 9). Neighbours are so both ways, hence D_α = 1 - α + α D_1/α below 1 (Zhu,
-    Dong & Wang 2022, proposition 30). Losses above 0 are thus those of a removed record, losses below 0 those of an
-    added one, and what mass is left has the loss 0.
+    Gaboardi 2018, arXiv 1807.01647, theorem 9). The adjacency is symmetric, so that D_α = 1 - α + α D_1/α for α < 1
+    (Zhu, Dong & Wang 2022, proposition 30). Losses above 0 are therefore those of a removed record, losses below 0
+    those of an added record, and the remaining mass has the loss 0.
     """
 
     z: float
@@ -279,12 +301,12 @@ class FixedSizePair:
 
 @dataclass(frozen=True)
 class TruncatedPoissonPair:
-    """A record of a Poisson sample of at most `maximum` of n is replaced with null.
+    """A record of a Poisson sample, truncated to at most `maximum` of n records, is replaced with null.
 
-    With probability p the other records already fill the sample. Then nulling one may let another in, which is at
-    worst a replacement at the rate at which records get into full samples; else it is as without truncation (Ganesh
-    2025, arXiv 2508.15089, in the form that dp-accounting gives it, which counts a replacement as one by the opposite
-    of what the record had moved the sum by: 4S).
+    With probability p the other records already fill the sample. Nulling the record may then let another one in, which
+    is at worst a replacement, at the rate at which records are in full samples. Otherwise it is as without truncation
+    (Ganesh 2025, arXiv 2508.15089, in the form of dp-accounting, which counts a replacement as one by the opposite
+    contribution, with sensitivity 4S).
     """
 
     z: float
@@ -327,10 +349,11 @@ class TruncatedPoissonPair:
 
 
 def _between(u: Array, off: Array) -> tuple[Array, Array]:
-    """Standard normal mass between neighbouring u, and what rounding may have moved across each of them: `ndtr` was
-    measured to err by less than 8 + 4u² units in the last place, and a tail grows by at most e^(d(|u|+1)) when u moves
-    by d."""
-    size = np.minimum(np.abs(u), _FAR + 2)
+    """Standard normal mass between neighbouring u, and bounds on the rounding errors at each u, which may be `off`.
+
+    The error of `ndtr` was measured as less than 8 + 4u² units in the last place. A tail grows by at most a factor of
+    e^(d(|u|+1)) if u moves by d."""
+    size = np.minimum(np.abs(u), _MAX_U + 2)
     tail = ndtr(-np.abs(u))
     moved = off * (size + 1)
     grown = moved * (1 + moved) if moved.max() < 1 else np.expm1(np.minimum(moved, 40))

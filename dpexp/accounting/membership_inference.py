@@ -1,8 +1,8 @@
-"""What whoever sees final models, and nothing else, finds out about who was among the data, beside what is claimed.
+"""Membership inference on final models: the likelihood ratio attack (Carlini et al. 2022, arXiv 2112.03570).
 
-Canaries are each in or out of a training by a fair coin. Of the final model the attacker asks the loss of each canary,
-and compares it with those of reference models, which it trained in the same way by coins of its own: the likelihood
-ratio attack (Carlini et al. 2022, arXiv 2112.03570), with reference models that had the canary and that had not.
+Each canary is in or out of a training by a fair coin. The attacker sees only the final model. It compares the model's
+loss on each canary with those of shadow models, which it trained in the same way with coins of its own, so that some
+had the canary and some had not.
 """
 
 import math
@@ -20,38 +20,41 @@ from dpexp.accounting.rdp import Array
 from dpexp.accounting.risk import largest_advantage, largest_tpr
 
 FPR = 0.01
-_LEAST = 1e-12  # of a loss, or of a variance
+_MIN = 1e-12  # the smallest loss and variance
 
 
 def log_odds(losses: Array) -> Array:
-    """log(p/(1-p)) with p = e^-loss, the probability that a classifier gives the label: nearly normal from training to
-    training (Carlini et al. 2022, section V). 0 where a loss is not a number."""
-    losses = np.clip(np.nan_to_num(losses, nan=math.log(2), posinf=1e3), _LEAST, 1e3)
+    """log(p/(1-p)) with p = e^-loss, the classifier's probability of the label; 0 where a loss is NaN.
+
+    Over trainings it is nearly normal (Carlini et al. 2022, section V).
+    """
+    losses = np.clip(np.nan_to_num(losses, nan=math.log(2), posinf=1e3), _MIN, 1e3)
     return -losses - np.log(-np.expm1(-losses))
 
 
 def likelihood_ratios(found: Array, references: Array, coins: Mask) -> Array:
-    """Logarithms of how much likelier log-odds are with the canary than without; above 0, it was rather in.
+    """Log likelihood ratios [A, k] of log-odds with the canary in and out of the training; above 0 suggests in.
+
+    Log-odds are modelled as normal, in and out. Each canary has its own two means; the two variances are shared by all
+    canaries, since there are few shadow models.
 
     Args:
-        found: [A, k] log-odds by the attacked models; references: [R, k] by the reference models.
-        coins: [R, k], which canaries these had: each canary is in at least two of them, and out of two.
-
-    Each canary has a normal law with, and one without; their means are its own, their two variances are shared by all
-    canaries, since reference models are few.
+        found: [A, k], log-odds of k canaries by the target models.
+        references: [R, k], log-odds by the shadow models.
+        coins: [R, k], which canaries the shadow models had: each canary is in at least two of them, and out of two.
     """
     logs = []
     for had in (coins, ~coins):
         count = had.sum(0)
         mean = np.where(had, references, 0.0).sum(0) / count
-        variance = float((np.where(had, references - mean, 0.0) ** 2).sum() / (count - 1).sum()) + _LEAST
-        spread = variance * (1 + 1 / count)  # the mean is known so far only
+        variance = float((np.where(had, references - mean, 0.0) ** 2).sum() / (count - 1).sum()) + _MIN
+        spread = variance * (1 + 1 / count)  # includes the error of the mean
         logs.append(-((found - mean) ** 2) / (2 * spread) - np.log(spread) / 2)
     return logs[0] - logs[1]
 
 
 class Claim(NamedTuple):
-    """At one δ: the ε claimed, infinite where there is no claim, and a lower bound on the true one."""
+    """The claimed ε at one δ, infinite without a claim, and a lower bound on the true ε."""
 
     delta: float
     claimed: float
@@ -60,16 +63,18 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """What the attacker got, and what the claim allows any attacker (everything, where there is no claim).
+    """The attacker's success, and what the claim allows any attacker (everything, without a claim).
 
     Attributes:
-        coins: m; right: how many are guessed right when all are; interval: of their share, at `confidence`, as if
-            guesses did not depend on one another.
-        advantage: TPR - FPR of these guesses; tpr: at an FPR of at most 1 %, by these canaries.
-        bounds: hold at `confidence` together with p, whether or not canaries depend on one another.
-        p: of the whole claimed trade-off curve: below 1 - confidence, it is refuted.
-        spent: ε of all trainings that had a part in what is shown here.
-        errors: (type I, type II) of the attacker, by threshold: [K, 2].
+        coins: m, the number of canaries over all target models.
+        right: the number of right guesses if all coins are guessed.
+        interval: a confidence interval of their fraction at `confidence`, which assumes independent guesses.
+        advantage: TPR - FPR of these guesses.
+        tpr: the TPR at an FPR of at most 1 %, of these canaries.
+        bounds: lower bounds on ε, which hold at `confidence` together with p, even if canaries are not independent.
+        p: the p-value of the claimed trade-off function; the claim is refuted below 1 - confidence.
+        total_epsilon: ε of all trainings that contribute to these figures.
+        errors: (type I, type II) of the attacker, for each threshold: [K, 2].
     """
 
     coins: int
@@ -82,23 +87,23 @@ class Membership:
     tpr_allowed: float
     bounds: tuple[Claim, ...]
     p: float
-    spent: float
+    total_epsilon: float
     errors: Array
 
     @property
     def share_allowed(self) -> float:
-        """Of the coins, that may be guessed right on average."""
+        """The fraction of the coins that the claim allows to be guessed right on average."""
         return (1 + self.advantage_allowed) / 2
 
     def summary(self) -> dict[str, float]:
-        """Its numbers, by name; without those that are infinite."""
+        """The finite numbers by name, such as for MLflow."""
         found = {
             "canaries": self.coins, "right": self.right, "share_right": self.right / self.coins,
             "share_right_low": self.interval[0], "share_right_high": self.interval[1],
             "share_right_allowed": self.share_allowed, "advantage": self.advantage,
             "advantage_allowed": self.advantage_allowed, f"tpr_at_fpr_{FPR:g}": self.tpr,
             f"tpr_at_fpr_{FPR:g}_allowed": self.tpr_allowed, "p": self.p,
-            "epsilon_together": self.spent, "refuted": float(bool(self.exceeded)),
+            "epsilon_together": self.total_epsilon, "refuted": float(bool(self.exceeded)),
         }  # fmt: skip
         for bound in self.bounds:
             found[f"epsilon_claimed/delta_{bound.delta:g}"] = bound.claimed
@@ -107,7 +112,7 @@ class Membership:
 
     @property
     def exceeded(self) -> list[str]:
-        """In words, what was claimed and is refuted."""
+        """The refuted claims, as messages."""
         found = [
             f"at δ = {bound.delta:g} ε is at least {bound.found:.4g}, and {bound.claimed:.4g} was claimed"
             for bound in self.bounds
@@ -125,19 +130,21 @@ def membership(
     deltas: Sequence[float],
     accountant: str = "pld",
     confidence: float = 0.95,
-    spent: float = math.inf,
+    total_epsilon: float = math.inf,
 ) -> Membership:
-    """Judges a training's claim by what an attacker scored.
+    """Tests a training's privacy claim by an attacker's scores.
+
+    The A trainings are together one mechanism with m = A k coins, each of which affects one of them, so that theorems
+    on m coins and one mechanism apply.
 
     Args:
-        scores: [A, k] of the canaries in A trainings, of which 0 divides those taken for in from those for out;
-            included: [A, k], by fair coins, none of which had a part in a score but by way of its own training's model.
-        ledger: of that training which released the most, of a plan that they had in common; None if they were not
-            private.
-        spent: see Membership.
-
-    All A trainings are one release with m = A k coins, each of which is in one of them, so that theorems on m coins
-    and one release hold of them.
+        scores: [A, k], of k canaries in A trainings; above 0 a canary is guessed as in.
+        included: [A, k], fair coins, which affect scores only through the model of their own training.
+        ledger: of the training with the most rounds, of their common plan; None if they were not private.
+        deltas: the δ of the lower bounds on ε.
+        accountant: of the claim.
+        confidence: with which all bounds hold together.
+        total_epsilon: see Membership.
     """
     scores, included = scores.ravel(), included.ravel()
     m, tests = len(scores), len(PARTS) * (len(deltas) + 1)
@@ -169,6 +176,6 @@ def membership(
             for d in deltas
         ),
         p=p,
-        spent=spent,
+        total_epsilon=total_epsilon,
         errors=errors(yes, no),
     )

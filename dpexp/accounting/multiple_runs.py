@@ -1,7 +1,11 @@
-"""What it costs to choose the best of several private trials (Papernot & Steinke 2022, arXiv 2110.03620).
+"""The privacy of several runs: a Rényi filter over all runs on a data set, and private selection among trials.
 
-The number of trials is drawn at random: K ~ a truncated negative binomial distribution with a given mean and shape η
-(η = 1: geometric; η = 0: logarithmic), or Poisson (η = ∞). Each trial draws its configuration uniformly at random.
+*Rényi filter* (Feldman & Zrnic 2021, arXiv 2008.11193): a budget of Rényi DP at one order, for runs whose plans may
+depend on the results of earlier runs.
+
+*Private selection* (Papernot & Steinke 2022, arXiv 2110.03620): releasing only the best of K trials. K is drawn from a
+truncated negative binomial distribution with a given mean and shape η (η = 1: geometric; η = 0: logarithmic), or from a
+Poisson distribution (η = ∞). Each trial draws its configuration uniformly at random.
 """
 
 import math
@@ -15,7 +19,7 @@ from dp_accounting import rdp
 from scipy.optimize import brentq, minimize_scalar
 
 from dpexp._accounting_compat import repeated_and_selected
-from dpexp.accounting.accountants import WHOLE_ORDERS, fixed_size_rdp
+from dpexp.accounting.accountants import INTEGER_ORDERS, fixed_size_rdp
 from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.ledger import Ledger
@@ -28,7 +32,7 @@ _KEYS = ("epsilon", "delta", "order")
 
 @dataclass(frozen=True)
 class Budget:
-    """(ε, δ) for everything that is released on a data set, met at Rényi order α (`order`)."""
+    """A budget of (ε, δ) for all releases on a data set, kept by Rényi DP of order α (`order`)."""
 
     epsilon: float
     delta: float
@@ -36,59 +40,62 @@ class Budget:
 
     @cached_property
     def limit(self) -> float:
-        """B: what the rounds' ρ at `order` may add up to."""
+        """B, the largest sum of the rounds' Rényi ε at `order`."""
         return self.epsilon - _conversion(self.order, self.delta)
 
-    def holds(self, spent: float) -> bool:
-        """Whether rounds whose ρ add up to `spent` are within it, whatever rounding has made of the sum."""
-        return spent * (1 + 1e-9) <= self.limit
+    def holds(self, used: float) -> bool:
+        """Whether rounds whose ρ add up to `used` are within the budget, even after rounding errors."""
+        return used * (1 + 1e-9) <= self.limit
 
     def gaussian(self, rho: float) -> float:
-        """ε at δ of the one Gaussian release that costs ρ at `order`: what ρ is worth, as a number that people know."""
+        """ε at δ of a Gaussian mechanism with Rényi ε = ρ at `order`, to show ρ as an ε."""
         return GaussianMechanism(math.sqrt(2 * rho / self.order)).epsilon(self.delta) if rho > 0 else 0.0
 
     def __str__(self) -> str:
         return f"ε = {self.epsilon:g} at δ = {self.delta:g}"
 
 
-def budget(given: Any) -> Budget:
-    """Reads `privacy.budget`. Without an order it is the one that is best for Gaussian releases that spend all of it,
-    to two decimals: a function of ε and δ, and so of no result.
+def budget(config: Any) -> Budget:
+    """The budget of `privacy.budget`: {epsilon, delta} and optionally an order.
+
+    By default, the order is the best one for Gaussian mechanisms that use the whole budget, to two decimals. It depends
+    only on ε and δ, not on results.
 
     Raises:
-        ConfigError: it is not understood, out of range, or allows nothing at its order.
+        ConfigError: the budget has other keys, is out of range, or allows nothing at its order.
     """
-    if not isinstance(given, Mapping) or not {"epsilon", "delta"} <= {*given} <= {*_KEYS}:
+    if not isinstance(config, Mapping) or not {"epsilon", "delta"} <= {*config} <= {*_KEYS}:
         raise ConfigError(
-            f"privacy.budget={given} is not understood; give '{{epsilon: 8, delta: 1e-5}}', and if need be an order."
+            f"privacy.budget={config} is not understood; give '{{epsilon: 8, delta: 1e-5}}', and optionally an order."
         )
-    for key, value in given.items():
+    for key, value in config.items():
         if not (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0):
             raise ConfigError(f"privacy.budget.{key}={value} must be a finite number above 0.")
-    epsilon, delta = float(given["epsilon"]), float(given["delta"])
+    epsilon, delta = float(config["epsilon"]), float(config["delta"])
     if delta >= 1:
         raise ConfigError(f"privacy.budget.delta={delta} must lie strictly between 0 and 1; well below 1/n is usual.")
-    order = float(given["order"]) if "order" in given else _best_for_gaussians(epsilon, delta)
+    order = float(config["order"]) if "order" in config else _best_for_gaussians(epsilon, delta)
     if not 1 < order <= LARGEST_ORDER:
         raise ConfigError(f"privacy.budget.order={order} must be above 1, and at most 2^30.")
-    made = Budget(epsilon, delta, order)
-    if made.limit <= 0:
+    found = Budget(epsilon, delta, order)
+    if found.limit <= 0:
         raise ConfigError(
             f"privacy.budget={{epsilon: {epsilon:g}, delta: {delta:g}}} allows nothing at Rényi order {order:g}, where "
             f"δ alone takes ε = {_conversion(order, delta):.3g}; choose a higher order or a larger ε."
         )
-    return made
+    return found
 
 
 def rho(ledger: Ledger, order: float) -> float:
-    """Rényi ε of order α (`order`) of all that a ledger records, added up over its rounds; 0 for an empty ledger.
+    """Rényi ε of order α (`order`) of a ledger, summed over its rounds; 0 for an empty ledger.
 
-    Rounds of `fixed_size` are bounded at whole orders, and taken at the next one: Rényi ε grows with the order.
+    Rounds of `fixed_size` are bounded at integer orders, and counted at the next one: Rényi ε grows with the order.
 
     Raises:
-        ConfigError: its sampling has no Rényi bound under its adjacency.
+        ConfigError: no Rényi bound is stated for its sampling under its adjacency.
     """
-    check_filterable(ledger)
+    for policy in sorted({round_.sampling.policy for round_ in ledger.rounds}):
+        check_rdp_covered(policy, ledger.adjacency)
     counts = releases(ledger, "rdp")
     total = 0.0
     z: list[float] = []
@@ -96,9 +103,9 @@ def rho(ledger: Ledger, order: float) -> float:
     times: list[float] = []
     laplace: list[bool] = []
     for release, count in counts.items():
-        if release.policy == "fixed_size" and order <= WHOLE_ORDERS[-1]:
-            whole = int(np.searchsorted(WHOLE_ORDERS, order))
-            total += count * min(float(fixed_size_rdp(release)[whole]), order / (2 * release.z**2))
+        if release.policy == "fixed_size" and order <= INTEGER_ORDERS[-1]:
+            index = int(np.searchsorted(INTEGER_ORDERS, order))
+            total += count * min(float(fixed_size_rdp(release)[index]), order / (2 * release.z**2))
             continue
         laplace.append(release.policy == "laplace")
         sampled = release.policy == "poisson" and release.z >= MIN_AMPLIFIED_Z
@@ -111,23 +118,13 @@ def rho(ledger: Ledger, order: float) -> float:
     return total
 
 
-def check_filterable(ledger: Ledger) -> None:
-    """Raises:
-    ConfigError: the ledger has rounds for which no Rényi bound is known.
-    """
-    for policy in sorted({round_.sampling.policy for round_ in ledger.rounds}):
-        check_rule(policy, ledger.adjacency)
-
-
-def check_rule(policy: str, adjacency: str) -> None:
-    """Raises:
-    ConfigError: no Rényi bound is known for the sampling policy under the adjacency.
-    """
+def check_rdp_covered(policy: str, adjacency: str) -> None:
+    """Refuses a sampling policy without a Rényi bound under the adjacency."""
     try:
         check_covered(policy, adjacency, "rdp")
     except ConfigError as error:
         raise ConfigError(
-            f"privacy.budget adds up Rényi DP, of which sampling={policy} under adjacency={adjacency} has no bound; "
+            f"privacy.budget adds up Rényi DP, for which sampling={policy} under adjacency={adjacency} has no bound; "
             "choose sampling=poisson with adjacency=add_remove, or account for the runs without a budget."
         ) from error
 
@@ -137,7 +134,7 @@ def _conversion(order: float, delta: float) -> float:
 
 
 def _best_for_gaussians(epsilon: float, delta: float) -> float:
-    """Releases with ρ(α) = α/(2z²) use up B(α) the latest where B(α)/α is largest, of which there is one maximum."""
+    """The order that maximizes B(α)/α, which allows for the most Gaussian mechanisms with ρ(α) = α/(2z²)."""
 
     def negative(t: float) -> float:
         order = 1 + math.exp(t)
@@ -151,9 +148,7 @@ ORDERS = [1 + k / 10 for k in range(1, 100)] + list(range(11, 129)) + [2**k for 
 
 
 def check_repetitions(mean: float, shape: float) -> None:
-    """Raises:
-    ConfigError: no such distribution.
-    """
+    """Refuses parameters of no distribution of the number of trials."""
     if not (math.isfinite(mean) and mean >= 1):
         raise ConfigError(f"hydra.sweeper.mean={mean} must be a finite number of at least 1.")
     if not (0 <= shape <= 20 or shape == math.inf):
@@ -161,7 +156,7 @@ def check_repetitions(mean: float, shape: float) -> None:
 
 
 def draw_repetitions(mean: float, shape: float, random: np.random.Generator) -> int:
-    """K. Poisson's may be 0, which the guarantee needs too."""
+    """Draws K, the number of trials. It may be 0 for a Poisson distribution, which the guarantee requires."""
     check_repetitions(mean, shape)
     if math.isinf(shape):
         return int(random.poisson(mean))
@@ -186,10 +181,10 @@ def _mean(gamma: float, shape: float) -> float:
 
 
 def run_rdp(ledger: Ledger) -> Array:
-    """Rényi DP of one trial at ORDERS.
+    """Rényi ε of one trial at ORDERS.
 
     Raises:
-        ConfigError: the claim cannot be made, or the trial's sampling has no Rényi bound here.
+        ConfigError: the accountant `rdp` does not cover the ledger, or has no bound for its sampling here.
     """
     counts = releases(ledger, "rdp")
     for release in counts:
@@ -202,27 +197,27 @@ def run_rdp(ledger: Ledger) -> Array:
 
 
 def worst_case_rdp(ledgers: Iterable[Ledger]) -> Array:
-    """Rényi DP at ORDERS that holds whichever trial is run: at each order that of the dearest.
+    """Rényi ε at ORDERS of the worst-case trial: the largest at each order.
 
     Raises:
-        ConfigError: as for `run_rdp`, or the ledgers are stated for different adjacencies or privacy units.
+        ConfigError: as for `run_rdp`, or the ledgers have different adjacencies or privacy units.
     """
     trials = {(ledger.adjacency, frozenset(ledger.rounds.items()), ledger.unit): ledger for ledger in ledgers}
     adjacencies = sorted({ledger.adjacency for ledger in trials.values()})
     units = sorted({ledger.unit for ledger in trials.values()})
     if len(units) > 1:
-        raise ConfigError(f"trials about different privacy units ({', '.join(units)}) cannot be selected among.")
+        raise ConfigError(f"trials for different privacy units ({', '.join(units)}) cannot be selected among.")
     if len(adjacencies) > 1:
         raise ConfigError(f"trials for different adjacencies ({', '.join(adjacencies)}) cannot be selected among.")
     return np.max([run_rdp(ledger) for ledger in trials.values()], axis=0)
 
 
 def selection_epsilon(curve: Array, delta: float, mean: float, shape: float) -> float:
-    """ε at `delta` of releasing only the best of K trials (theorems 2 and 6).
+    """ε at `delta` of releasing only the best of K trials (Papernot & Steinke 2022, theorems 2 and 6).
 
     Args:
-        curve: Rényi DP at ORDERS of the mechanism that is repeated: draw a configuration from the whole grid, and run
-            that trial.
+        curve: Rényi ε at ORDERS of the repeated mechanism, which draws a configuration from the grid and runs it.
+        mean, shape: of the distribution of K.
     """
     check_repetitions(mean, shape)
     repeated = repeated_and_selected(ORDERS, curve, mean, shape)

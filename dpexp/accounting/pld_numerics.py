@@ -1,4 +1,8 @@
-"""The cumulant generating function of a sum of privacy losses, approximately: where to look, and how finely."""
+"""Numerics of privacy loss distributions: convolution with error bounds, and approximate cumulants for tilts and grids.
+
+The cumulant generating function only decides where the composed loss is computed, and how finely; the bounds of
+`dpexp.accounting.pld` hold whatever it says.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,30 +18,32 @@ from dpexp.accounting.dominating_pairs import Pair
 from dpexp.accounting.rdp import Array
 
 _ULP, _LONG_ULP = 2.0**-53, float(np.finfo(np.longdouble).eps) / 2
-_GONE = -46.0  # logarithm of a characteristic function that is as good as 0
+_LOG_ZERO = -46.0  # logarithm below which a characteristic function counts as 0
 _SPARSE = 1 / 64  # of all frequencies
-_TURNS = 2**24  # that may be summed over
-_TERMS = 512  # at a time
+_MAX_TERMS = 2**24  # of all direct sums together
+_TERMS = 512  # summed at a time
 
 
 def log_rounding(rounds: float) -> float:
-    """About the logarithm of what rounding does to a sum of tilted masses."""
+    """The approximate logarithm of the rounding error of a sum of tilted masses."""
     return math.log(200 * (rounds * _LONG_ULP + _ULP))
 
 
 class Convolution:
     """The circular convolution of distributions on `size` points.
 
-    Where the product of characteristic functions is below e^-46, frequencies are dropped for good. Until few are left,
-    functions are found by FFT, in extended precision where the machine has it; then they are sums, 1 + Σ m (e^iφ - 1).
+    Frequencies at which the product of characteristic functions falls below e^-46 are dropped. While many are left,
+    characteristic functions are computed by FFT, in extended precision if the machine has it; once few are left, as
+    direct sums 1 + Σ m (e^iφ - 1).
 
-    Rounding, in units u of the precision. The FFT of N masses that sum to 1 errs by at most 8 (log2 N + 2) u at each
-    frequency, since a radix-2 butterfly errs by less than 7u (Higham 2002, Accuracy and Stability of Numerical
-    Algorithms, section 24.1); another 16u are for the logarithm, the power and the exponential. The sum of K terms, 512
-    at a time, errs by at most 2 (K/512 + 520) u Σ m |e^iφ - 1|, and that by at most the root of Σ m |e^iφ - 1|².
-    Characteristic functions are at most 1 in absolute value, so that the errors of all T factors (powers are products)
-    at most add up. By Parseval's identity the L2 norm of all masses' errors is the root mean square of that over the
-    frequencies, to which the transform back adds 8 (log2 N + 3) u times the masses' own norm.
+    *Rounding errors*, in units u of the precision. The FFT of N masses that sum to 1 has an error of at most
+    8 (log2 N + 2) u at each frequency, since a radix-2 butterfly has an error below 7u (Higham 2002, Accuracy and
+    Stability of Numerical Algorithms, section 24.1). The logarithm, power and exponential add at most 16u. A direct sum
+    of K terms, 512 at a time, has an error of at most 2 (K/512 + 520) u Σ m |e^iφ - 1|, and Σ m |e^iφ - 1| is at most
+    the root of Σ m |e^iφ - 1|². Characteristic functions are at most 1 in absolute value, so that the errors of all T
+    factors (powers are products) at most add up. By Parseval's identity, the L2 norm of the errors of all masses is the
+    root mean square of these errors over the frequencies. The inverse transform adds at most 8 (log2 N + 3) u times the
+    norm of the masses.
     """
 
     def __init__(self, size: int) -> None:
@@ -49,14 +55,15 @@ class Convolution:
         self._shift = 0
 
     def add(self, starts: Sequence[int], masses: Sequence[Array], counts: Array) -> None:
-        """Several distributions, each as often as it counts.
+        """Convolves with several distributions, `counts` times each.
 
         Args:
-            starts: the first point of each; masses: at the points from there on, summing to 1.
+            starts: the first point of each distribution.
+            masses: at the points from there on, summing to 1.
         """
         width = max(start + len(mass) for start, mass in zip(starts, masses, strict=True)) - min(starts)
         for r, (start, mass) in enumerate(zip(starts, masses, strict=True)):
-            if len(self._live) < min(_SPARSE * self._size, _TURNS / width):
+            if len(self._live) < min(_SPARSE * self._size, _MAX_TERMS / width):
                 self._sum(starts[r:], masses[r:], counts[r:])
                 return
             self._transform(start, mass, float(counts[r]))
@@ -96,34 +103,36 @@ class Convolution:
         self._errors += counts @ error[:, kept]
 
     def _keep(self, log_bound: Array) -> NDArray[np.bool_]:
-        """Drops frequencies; says which of them stay."""
+        """Drops frequencies, and returns a mask of those that stay."""
         self._log_bound += log_bound
-        kept = self._log_bound > _GONE
+        kept = self._log_bound > _LOG_ZERO
         self._live, self._log_bound = self._live[kept], self._log_bound[kept]
         self._log, self._errors = self._log[kept], self._errors[kept]
         return kept
 
     def masses(self, first: int) -> tuple[Array, float]:
-        """Those of the points from `first` on, and a bound on the L2 norm of their errors."""
+        """The masses of the points from `first` on, and a bound on the L2 norm of their errors."""
         spectrum = np.zeros(self._size // 2 + 1, dtype=complex)
         spectrum[self._live] = np.exp(self._log)
         mass = np.maximum(irfft(spectrum, self._size), 0)
         norm = math.sqrt(float(np.square(mass).sum()))  # np.linalg.norm leaves threads spinning
-        forth = math.sqrt(2 * float(np.sum(self._errors**2)) / self._size)
-        back = 8 * (math.log2(self._size) + 3) * _ULP * norm
-        return np.roll(mass, -((first - self._shift) % self._size)), forth + back + math.exp(_GONE)
+        forward = math.sqrt(2 * float(np.sum(self._errors**2)) / self._size)
+        inverse = 8 * (math.log2(self._size) + 3) * _ULP * norm
+        return np.roll(mass, -((first - self._shift) % self._size)), forward + inverse + math.exp(_LOG_ZERO)
 
 
-_NEXT_TO_NOTHING = -750.0  # logarithm of a δ
-_MOST_PAIRS = 64  # kinds of rounds of which losses may be looked at closely
-_WIDE = 600.0  # e^600 is still a number
-_RESOLVED = 2.0**-30  # of a loss
-_BEYOND = 25  # e^-25 of a tilted law is next to nothing
+_MIN_LOG_DELTA = -750.0
+_MAX_FINE_PAIRS = 64  # different rounds, above which cumulants use a coarser step
+_MAX_EXPONENT = 600.0  # e^600 is finite
+_RESOLUTION = 2.0**-30  # relative, of a loss
+_OMITTED_NATS = 25  # windows omit about e^-25 of a tilted distribution
 
 
 class Tilted(NamedTuple):
-    """K(θ) = Σ log E[e^(θL)]; the mean K' and the standard deviation √K'' of ΣL under the tilted law; what one round of
-    each kind [R] has in K, and all of its kind in K''."""
+    """K(θ) = Σ log E[e^(θL)], and the mean K' and standard deviation √K'' of ΣL under the tilted distribution.
+
+    `logs` [R] has the contribution to K of one round of each pair, and `variances` [R] that of all its rounds to K''.
+    """
 
     log: float
     mean: float
@@ -133,10 +142,10 @@ class Tilted(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Losses that matter, when they are tilted by θ.
+    """The range of losses that contribute after tilting by θ.
 
     Attributes:
-        steep: the θ at which Chernoff's bound says best what lies above `high`.
+        steep: the θ of the tightest Chernoff bound on the mass above `high`.
     """
 
     theta: float
@@ -150,23 +159,25 @@ class Window(NamedTuple):
 
 
 class Cumulants:
-    """Of losses [R, M] with the logarithms of their masses, sorted, which happened `counts` [R] times.
+    """The cumulant generating function of a sum of discretized losses.
 
     Args:
+        losses, log_mass: sorted losses [R, M] of each pair, and the logarithms of their masses.
+        counts: [R], the number of rounds of each pair.
         coarse: by how much the logarithm of a tail's mass may change from one loss to the next.
     """
 
     def __init__(self, losses: Array, log_mass: Array, counts: Array, coarse: float) -> None:
         self._losses, self._log_mass, self._counts, self._coarse = losses, log_mass, counts, coarse
-        self._seen: dict[float, Tilted] = {}
+        self._cache: dict[float, Tilted] = {}
 
     @property
     def reverse(self) -> "Cumulants":
-        """Of Q against P."""
+        """The cumulants of Q against P."""
         return Cumulants(-self._losses[:, ::-1], (self._log_mass - self._losses)[:, ::-1], self._counts, self._coarse)
 
     def truncated(self, log_tail: float) -> "Cumulants":
-        """Without each round's largest and smallest losses, the mass of which is below e^log_tail."""
+        """Without each round's largest and smallest losses, whose mass is below e^log_tail."""
         mass = np.exp(self._log_mass)
         with np.errstate(divide="ignore"):
             log_above, log_below = np.log(np.cumsum(mass[:, ::-1], axis=1)[:, ::-1]), np.log(np.cumsum(mass, axis=1))
@@ -175,13 +186,13 @@ class Cumulants:
 
     @property
     def range(self) -> tuple[Array, Array]:
-        """Smallest and largest loss of each kind of round [R]."""
+        """The smallest and largest losses [R] of each pair."""
         kept = np.isfinite(self._log_mass)
         smallest = np.where(kept, self._losses, np.inf).min(axis=1)
         return smallest, np.where(kept, self._losses, -np.inf).max(axis=1)
 
     def at(self, theta: float) -> Tilted:
-        if theta not in self._seen:
+        if theta not in self._cache:
             exponent = self._log_mass + theta * self._losses
             top = exponent.max(axis=1, keepdims=True)
             weight = np.exp(exponent - top)
@@ -190,25 +201,25 @@ class Cumulants:
             variances = self._counts * (weight * (self._losses - mean[:, None]) ** 2).sum(axis=1) / norm
             logs = np.log(norm) + top[:, 0]
             total = float(self._counts @ mean)
-            deviation = max(math.sqrt(float(variances.sum())), abs(total) * _RESOLVED, 1e-150)
-            self._seen[theta] = Tilted(float(self._counts @ logs), total, deviation, logs, variances)
-        return self._seen[theta]
+            deviation = max(math.sqrt(float(variances.sum())), abs(total) * _RESOLUTION, 1e-150)
+            self._cache[theta] = Tilted(float(self._counts @ logs), total, deviation, logs, variances)
+        return self._cache[theta]
 
     def chernoff(self, theta: float, loss: float) -> float:
         """The logarithm of Chernoff's bound on the mass above `loss`."""
         return self.at(theta).log - theta * loss
 
     def tilt_for_mean(self, loss: float) -> float:
-        """The θ > 0 whose tilted mean is `loss`, or next to 0."""
+        """The θ > 0 whose tilted mean is `loss`, or a θ close to 0."""
         return self._root(lambda theta: self.at(theta).mean - loss)
 
     def tilt_for_delta(self, log_delta: float) -> float:
-        """The θ > 0 whose tilted mean is near the ε of δ, unless tails are heavy; or next to 0."""
+        """The θ > 0 whose tilted mean is near the ε at δ, unless tails are heavy; or a θ close to 0."""
         return self._root(lambda theta: log_delta - self.log_delta(theta))
 
     def log_delta(self, theta: float) -> float:
-        """Of δ at the tilted mean, were the tilted law Gaussian with standard deviation s:
-        e^(K - θK') (B(θs) - B((1+θ)s)) with B(x) = e^(x²/2) Φ(-x)."""
+        """log δ at the tilted mean, if the tilted distribution were Gaussian with standard deviation s:
+        δ = e^(K - θK') (B(θs) - B((1+θ)s)) with B(x) = e^(x²/2) Φ(-x)."""
         at = self.at(theta)
         x, s = theta * at.deviation, at.deviation
         first = math.exp(x**2 / 2 + log_ndtr(-x))
@@ -219,7 +230,7 @@ class Cumulants:
         return at.log - theta * at.mean + math.log(max(between, 1e-300))
 
     def light_log_delta(self, epsilon: float) -> float:
-        """Of δ(ε), where the tail is so light that this can be told; else that of 1."""
+        """An estimate of log δ(ε) if the tail is light, otherwise 0."""
         theta = self.tilt_for_mean(epsilon)
         return self.log_delta(theta) if self.at(theta).deviation < 2 * self.at(0.0).deviation else 0.0
 
@@ -228,33 +239,34 @@ class Cumulants:
         low, high = 1e-3 / deviation, 1 / deviation
         if rising(low) >= 0:
             return low
-        while rising(high) < 0 and self.log_delta(high) > _NEXT_TO_NOTHING and high * deviation < 1e4:
+        while rising(high) < 0 and self.log_delta(high) > _MIN_LOG_DELTA and high * deviation < 1e4:
             low, high = high, 2 * high
         if rising(high) <= 0:
             return high
         return math.exp(brentq(lambda t: rising(math.exp(t)), math.log(low), math.log(high), xtol=0.02))
 
     def window(self, theta: float, log_lost: float) -> Window:
-        """Below it lies next to nothing of the tilted law. Above it lies about e^log_lost of the law itself; what lies
-        there of the tilted law is next to nothing, or comes to lie below the mean when it is folded into the window."""
+        """The window for a tilt. Below it, the tilted mass is negligible. Above it lies about e^log_lost of the
+        untilted mass; the tilted mass there is negligible, or wraps around to below the mean."""
         at = self.at(theta)
         steps = [k / at.deviation for k in (1 / 64, 1 / 16, 1 / 4, 1, 2, 4, 8)]
-        low = max((at.log - self.at(theta - step).log - _BEYOND) / step for step in steps)
-        low = max(low, at.mean - _WIDE / theta)
-        top = min((self.at(theta + step).log - at.log + _BEYOND) / step for step in steps)
+        low = max((at.log - self.at(theta - step).log - _OMITTED_NATS) / step for step in steps)
+        low = max(low, at.mean - _MAX_EXPONENT / theta)
+        top = min((self.at(theta + step).log - at.log + _OMITTED_NATS) / step for step in steps)
         steeps = [theta + k / at.deviation for k in (0, 1 / 32, 1 / 8, 1 / 2, 1, 2, 4, 8, 16)]
         high, steep = min(((self.at(steep).log - log_lost) / steep, steep) for steep in steeps)
         return Window(theta, low, max(high, top - (at.mean - low) / 2), steep)
 
     def step(self, theta: float) -> float:
-        """Of a grid that raises ε by about a ten-thousandth: it multiplies each round's E[e^(θL)] by at most
-        1 + θ(1+θ)h²/8, and adds at most h²/4 to its variance."""
+        """The step h of a grid that increases ε by a factor of about 1e-4: it multiplies each round's E[e^(θL)] by at
+        most 1 + θ(1+θ)h²/8, and adds at most h²/4 to its variance."""
         at, rounds = self.at(theta), float(self._counts.sum())
         return math.sqrt(min(1.2e-3 * at.deviation**2, 8e-4 * max(at.mean, at.deviation) / (1 + theta)) / rounds)
 
 
 def cumulants_of(pairs: Sequence[Pair], counts: Array) -> Cumulants:
-    step = 0.1 if len(pairs) <= _MOST_PAIRS else 0.7
+    """The cumulants of rounds with dominating pairs, which happened `counts` [R] times."""
+    step = 0.1 if len(pairs) <= _MAX_FINE_PAIRS else 0.7
     points = [pair.points(step) for pair in pairs]
     shape = len(points), max(len(losses) for losses, _ in points)
     losses, log_mass = np.zeros(shape), np.full(shape, -np.inf)

@@ -1,4 +1,4 @@
-"""Rényi moments of rounds and of queries that are answered once, side by side."""
+"""Rényi DP of Poisson-sampled Gaussian rounds and of Laplace queries, by their moments."""
 
 import math
 import warnings
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_WIDTH = 12.0  # standard deviations on each side of an integrand's peak; what is beyond weighs under 1e-31
-_CELLS = 2**22  # numbers held at once
+_WIDTH = 12.0  # standard deviations on each side of an integrand's peak; the mass beyond is below 1e-31
+_MAX_CELLS = 2**22  # of the arrays in memory at once
 LARGEST_ORDER = 2.0**30
 
 
@@ -28,14 +28,14 @@ def log_moments(z: Array, q: Array, alpha: float) -> Array:
 
 
 def _batches(indices: NDArray[np.intp], z: Array, alpha: float) -> list[NDArray[np.intp]]:
-    """Rounds that need about as many points, in portions that fit in memory."""
+    """Batches of rounds that need about equally many points, which fit in memory."""
     if not len(indices):
         return []
     ordered = indices[np.argsort(_points(z[indices], alpha))]
     batches = []
     while len(ordered):
         most = np.maximum.accumulate(_points(z[ordered], alpha))
-        fits = int(np.searchsorted(most * np.arange(1, len(most) + 1) > _CELLS, True))
+        fits = int(np.searchsorted(most * np.arange(1, len(most) + 1) > _MAX_CELLS, True))
         batches.append(ordered[: max(1, fits)])
         ordered = ordered[max(1, fits) :]
     return batches
@@ -78,8 +78,8 @@ def epsilon_at(total: Callable[[float], float], alpha: float, delta: float) -> f
 def best_order(total: Callable[[float], float], delta: float) -> tuple[float, float]:
     """The smallest ε over all real orders α > 1, and that order.
 
-    (α-1) ε(α) is convex in α, so ε has one minimum; it is bracketed first, however far out it lies, then found by
-    golden sections of log(α-1). Any order's ε is a bound, so that an inexact minimum is safe.
+    (α-1) ε(α) is convex in α, so ε has one minimum. It is bracketed first, then found by golden-section search over
+    log(α-1). The ε of any order is a bound, so that an inexact minimum is safe.
     """
     seen: dict[float, float] = {}
 
@@ -96,9 +96,9 @@ def best_order(total: Callable[[float], float], delta: float) -> tuple[float, fl
         low, middle, step = middle, high, step * 1.6
         high = middle + step
         if high > math.log(LARGEST_ORDER):
-            warnings.warn(f"the best Rényi order is beyond {LARGEST_ORDER:.3g}, so ε is larger than it need be.")
+            warnings.warn(f"the best Rényi order is above {LARGEST_ORDER:.3g}, so ε is larger than necessary.")
             break
-        if high < -30:  # order 1 itself: δ is next to 1
+        if high < -30:  # at order 1: δ is close to 1
             break
     golden = (math.sqrt(5) - 1) / 2
     low, high = min(low, high), max(low, high)
@@ -116,10 +116,10 @@ Mask = NDArray[np.bool_]
 
 
 def moments_of(z: Array, q: Array, alpha: float, laplace: Mask | None = None) -> Array:
-    """log E[e^(αL)] under Q, for rounds (z, q) [R] and one real order α.
+    """log E_Q[e^(αL)] of rounds (z, q) [R], for one real order α.
 
     Args:
-        laplace: [R], those that are Laplace queries of all records, which are 1/z-DP.
+        laplace: [R], which of them are Laplace queries on all records, which are 1/z-DP.
     """
     if laplace is None or not laplace.any():
         return log_moments(z, q, alpha)
@@ -130,7 +130,7 @@ def moments_of(z: Array, q: Array, alpha: float, laplace: Mask | None = None) ->
 
 
 def laplace_moments(pure: Array, alpha: float) -> Array:
-    """log E_Q[e^(αL)] of the Laplace mechanism, of an order α > 1 (Mironov 2017, arXiv 1702.07476, proposition 6)."""
+    """log E_Q[e^(αL)] of `pure`-DP Laplace queries, for α > 1 (Mironov 2017, arXiv 1702.07476, proposition 6)."""
     up, down = (alpha - 1) * pure, -alpha * pure
     large = up + np.log((alpha + (alpha - 1) * np.exp(down - up)) / (2 * alpha - 1))
     small = (alpha * np.expm1(np.minimum(up, 1)) + (alpha - 1) * np.expm1(down)) / (2 * alpha - 1)

@@ -1,7 +1,7 @@
-"""What may be claimed for a ledger: which accountant suits which sampling policy under which adjacency.
+"""Turns a ledger into the releases that accountants compose, and checks that they are stated for them.
 
-Under `replace_one` a clipped sum moves by up to 2S (one record out, another in), so that an accountant is given
-z = σ̃/(2S); under `add_remove` and `replace_null` it moves by S.
+Under `replace_one` a clipped sum moves by up to 2S (one record out, another in), so that accountants are given
+z = σ̃/(2S). Under `add_remove` and `replace_null` it moves by up to S.
 """
 
 import math
@@ -10,96 +10,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpexp.accounting.coverage import CLAIMS, SENSITIVITY, check_covered, composing, coverage
+from dpexp.accounting.coverage import CLAIMS, SENSITIVITY, accountants_for_noise, check_covered, coverage, yaml_name
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Query, Round, SumQueryEvent
 from dpexp.errors import ConfigError
 
-
-class Blocks:
-    """The rounds of each block, of which the order is not known."""
-
-    def __init__(self) -> None:
-        self._alike: dict[int, tuple[Any, ...]] = {}
-        self._rounds: dict[int, list[tuple[float, int]]] = defaultdict(list)
-
-    def add(self, round_: Round, z: float, count: int) -> None:
-        """
-        Raises:
-            ConfigError: other rounds of the block have another rate, another number of parts, or other bands.
-        """
-        sampling = round_.sampling
-        assert sampling.block is not None and sampling.parts is not None
-        banded = [query for query in round_.queries if isinstance(query, SumQueryEvent) and query.bands is not None]
-        about = sampling.rate, sampling.parts, sorted((query.group, query.bands) for query in banded)
-        if self._alike.setdefault(sampling.block, about) != about:
-            raise ConfigError(
-                f"the ledger's rounds of block {sampling.block} have different rates, numbers of parts or bands, so "
-                "they cannot have been of one block, which is what they are accounted as."
-            )
-        self._rounds[sampling.block].append((z, count))
-
-    def participations(self) -> Iterator[tuple[float, float, int]]:
-        """(z, rate, how many): a record is in one round of b, and those may be the costliest of the block."""
-        for block, rounds in self._rounds.items():
-            rate, parts, _ = self._alike[block]
-            left = math.ceil(sum(count for _, count in rounds) / parts)
-            for z, count in sorted(rounds):
-                yield z, rate, min(count, left)
-                left -= min(count, left)
-                if not left:
-                    break
-
-
-def check_bands(round_: Round) -> None:
-    """Raises:
-    ConfigError: the round's noise is correlated with that of others in which a record may be too.
-    """
-    parts = round_.sampling.parts or 1
-    if round_.bands > parts:
-        raise ConfigError(
-            f"noise with {round_.bands} bands needs samples in which a record is at most every {round_.bands} rounds; "
-            f"sampling={round_.sampling.policy} with {parts} part{'s' if parts > 1 else ''} has none: choose "
-            f"sampling=cyclic_poisson with at least {round_.bands} parts."
-        )
-
-
-_SAME = 1e-12  # relative: what rounding may do to z
-MIN_AMPLIFIED_Z = 0.02  # a z below which sampling is not counted on: it gains next to nothing there
-
-
-def claimable(ledger: Ledger) -> list[str]:
-    """The accountants that have a bound for all of the ledger, the tightest first.
-
-    Raises:
-        ConfigError: its adjacency cannot be claimed for one of its sampling policies.
-    """
-    policies = sorted({round_.sampling.policy for round_ in ledger.rounds})
-    for policy in policies:
-        check_covered(policy, ledger.adjacency)
-    allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
-    allowed += [composing(query.noise) for round_ in ledger.rounds for query in round_.queries]
-    return [name for name in allowed[0] if all(name in others for others in allowed)]
-
-
-def _check_noise(query: Query, accountant: str | None) -> None:
-    allowed = composing(query.noise)
-    if not allowed or (accountant is not None and query.noise not in coverage(accountant).noise):
-        name = query.query if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent) else query.group
-        raise ConfigError(
-            f"accountant={accountant or 'pld'} is not stated for the noise of the query {name!r} ({query.noise}); "
-            + (f"choose accountant={' or '.join(allowed)}, or other noise." if allowed else "no accountant is.")
-        )
+_ROUNDING = 1e-12  # relative: values of z closer than this count as equal
+MIN_AMPLIFIED_Z = 0.02  # below this z, sampling amplifies next to nothing and is ignored
 
 
 @dataclass(frozen=True)
 class Release:
-    """One query as an accountant sees it: a Gaussian one, unless its policy says otherwise.
+    """One mechanism as an accountant sees it: Gaussian, unless its policy is `laplace`.
 
     Attributes:
-        z: σ̃ over the sensitivity; q: 1 means that no sampling amplifies.
-        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson or fixed_size; or
-            laplace, of all records with Laplace noise, which is 1/z-DP.
-        n: of truncated_poisson and fixed_size; maximum: of truncated_poisson.
+        z: σ̃ over the sensitivity.
+        q: the sampling rate; 1: no amplification by sampling.
+        policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson, fixed_size; or
+            laplace: a query on all records with Laplace noise, which is 1/z-DP.
+        n: only for truncated_poisson and fixed_size: the number of records.
+        maximum: only for truncated_poisson: the largest sample.
     """
 
     z: float
@@ -112,17 +41,17 @@ class Release:
 def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int]:
     """The ledger's distinct releases with their counts.
 
-    A record is in one batch of each epoch of `shuffle`, without it being random which in any useful way: an epoch
-    counts as the one of its rounds that is the costliest. Of `cyclic_poisson` see `dpexp.accounting.releases`.
+    In `shuffle`, each record is in one batch of an epoch, and the batch is not counted as random: an epoch costs as
+    much as its most expensive round. For `cyclic_poisson` see `CyclicBlocks`.
 
     Raises:
-        ConfigError: the claim cannot be made, an epoch has more batches than 1/q, or noise is correlated further than
-            the sampling keeps a record's rounds apart.
+        ConfigError: no accountant, or not this one, is stated for the ledger; the batches of an epoch have more than
+            all records; or noise is correlated over more rounds than lie between two samples of a record.
     """
     counts: dict[Release, int] = defaultdict(int)
     epochs: dict[int, float] = {}
-    dealt: dict[int, float] = defaultdict(float)
-    blocks = Blocks()
+    drawn: dict[int, float] = defaultdict(float)
+    blocks = CyclicBlocks()
     for round_, count in ledger.rounds.items():
         sampling = round_.sampling
         check_covered(sampling.policy, ledger.adjacency, accountant)
@@ -132,7 +61,7 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
             z = 1 / round_.one_time_query.ratio(ledger.adjacency)
             counts[Release(z, policy="laplace" if round_.one_time_query.noise == "laplace" else "poisson")] += count
             continue
-        check_bands(round_)
+        _check_bands(round_)
         z = round_.noise_multiplier / SENSITIVITY[ledger.adjacency]
         match sampling.policy:
             case "poisson" | "all":
@@ -142,10 +71,10 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
             case "shuffle":
                 assert sampling.epoch is not None
                 epochs[sampling.epoch] = min(epochs.get(sampling.epoch, math.inf), z)
-                dealt[sampling.epoch] += count * sampling.q
-                if dealt[sampling.epoch] > 1 + 1e-9:
+                drawn[sampling.epoch] += count * sampling.q
+                if drawn[sampling.epoch] > 1 + 1e-9:
                     raise ConfigError(
-                        f"the ledger's batches of epoch {sampling.epoch} make up {dealt[sampling.epoch]:.3g} of the "
+                        f"the ledger's batches of epoch {sampling.epoch} make up {drawn[sampling.epoch]:.3g} of the "
                         "records, so they cannot have been disjoint."
                     )
             case "truncated_poisson":
@@ -153,28 +82,122 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
             case "fixed_size" if sampling.q == 1:
                 counts[Release(z)] += count
             case "fixed_size":
-                size = math.ceil(sampling.q * sampling.n * (1 - 1e-9))  # whole, but for rounding
+                size = math.ceil(sampling.q * sampling.n * (1 - 1e-9))  # an integer, up to rounding
                 counts[Release(z, size / sampling.n, sampling.policy, sampling.n)] += count
             case policy:
-                raise ConfigError(f"sampling={policy} has no accountant; choose {', '.join(CLAIMS)}.")
+                raise AssertionError(f"{policy} is covered, but makes no release")
     for z in epochs.values():
         counts[Release(z)] += 1
     for z, rate, count in blocks.participations():
         counts[_poisson(z, rate, ledger.adjacency)] += count
-    return _alike(counts)
+    return _merged(counts)
+
+
+class CyclicBlocks:
+    """The rounds of each block of `cyclic_poisson`, whose noise may be correlated (banded matrix factorization).
+
+    After Choquette-Choo et al. 2023, arXiv 2306.08153. In a block of rounds 0 … N-1, round t releases
+    X_t = G_t + σ̃ y_t. Here G_t is the sum of the sample's clipped contributions, C y = Z with independent standard
+    normal Z_t, and C is a lower triangular Toeplitz matrix with the bands c_0 … c_{b-1} in each column. Each record is
+    assigned to one of b partitions, at random and independently of the others. It is sampled only in the rounds
+    t ≡ its partition (mod b), each time independently at rate qb.
+
+    *Claim.* The block costs no more than ⌈N/b⌉ rounds of Poisson sampling at rate qb with independent noise and
+    z = σ̃/(S‖c‖).
+
+    *Proof.* The releases X up to round t determine C(X/σ̃) up to round t, and the other way round. If a record is
+    sampled in round t and adds v there, ‖v‖ ≤ S, then it adds c_i v/σ̃ to row t+i of C(X/σ̃) for i < b, and nothing to
+    any other row. The rows t … t+b-1 of different rounds of its partition are disjoint. Condition on everything else:
+    the samples of the other records, and every release before round t, which determine v. The contributions of the
+    other records to a row follow from these and from the rows before, so that they can be subtracted. Then the rows
+    t … t+b-1 are Z, plus s·(c_0 v, …, c_{b-1} v)/σ̃ if the record is in the data, where s = 1 with probability qb and
+    otherwise 0. This is a Poisson-sampled Gaussian sum query of sensitivity S‖c‖. A partition has at most ⌈N/b⌉
+    rounds, which compose adaptively. ∎
+
+    So σ̃ may depend on the round and on earlier releases: only S/σ̃ in the rounds in which the record can be sampled
+    counts. For several groups the squares add up, even if some groups have independent noise, c = (1,), and are not
+    released in every round; groups with more bands are released in every round of a block, with the same c. A record
+    that replaces another is in the same partition and in the same samples: the query is then sampled in the same way,
+    with sensitivity 2S‖c‖. With qb = 1 the rounds of a partition are full batches. Rounds of other jobs may lie in
+    between (concurrent composition: Vadhan & Zhang 2023, arXiv 2207.08335; Haney et al. 2023, arXiv 2309.05901, for
+    Rényi filters).
+
+    A resumed job does not know the earlier noise. It begins a new block with new partitions: C is then block-diagonal.
+    """
+
+    def __init__(self) -> None:
+        self._signatures: dict[int, tuple[Any, ...]] = {}
+        self._rounds: dict[int, list[tuple[float, int]]] = defaultdict(list)
+
+    def add(self, round_: Round, z: float, count: int) -> None:
+        """Adds `count` equal rounds; all rounds of a block must have the same rate, partitions and bands."""
+        sampling = round_.sampling
+        assert sampling.block is not None and sampling.parts is not None
+        banded = [query for query in round_.queries if isinstance(query, SumQueryEvent) and query.bands is not None]
+        signature = sampling.rate, sampling.parts, sorted((query.group, query.bands) for query in banded)
+        if self._signatures.setdefault(sampling.block, signature) != signature:
+            raise ConfigError(
+                f"the ledger's rounds of block {sampling.block} have different rates, numbers of partitions or bands, "
+                "so they cannot have been of one block, as which they are accounted."
+            )
+        self._rounds[sampling.block].append((z, count))
+
+    def participations(self) -> Iterator[tuple[float, float, int]]:
+        """(z, rate, count) of the worst-case rounds in which a record can be: one in `parts` rounds of each block."""
+        for block, rounds in self._rounds.items():
+            rate, parts, _ = self._signatures[block]
+            left = math.ceil(sum(count for _, count in rounds) / parts)
+            for z, count in sorted(rounds):
+                yield z, rate, min(count, left)
+                left -= min(count, left)
+                if not left:
+                    break
+
+
+def _check_bands(round_: Round) -> None:
+    """Refuses noise that is correlated with that of other rounds in which a record may be."""
+    parts = round_.sampling.parts or 1
+    if round_.bands > parts:
+        raise ConfigError(
+            f"noise with {round_.bands} bands needs samples in which a record is at most every {round_.bands} rounds, "
+            f"unlike sampling={yaml_name(round_.sampling.policy)} with {parts} partition{'s' if parts > 1 else ''}; "
+            f"choose sampling=cyclic_poisson with at least {round_.bands} partitions."
+        )
+
+
+def _check_noise(query: Query, accountant: str | None) -> None:
+    allowed = accountants_for_noise(query.noise)
+    if not allowed or (accountant is not None and query.noise not in coverage(accountant).noise):
+        name = query.query if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent) else query.group
+        raise ConfigError(
+            f"accountant={accountant or 'pld'} is not stated for the noise of the query {name!r} ({query.noise}); "
+            + (f"choose accountant={' or '.join(allowed)}, or other noise." if allowed else "no accountant is.")
+        )
+
+
+def applicable_accountants(ledger: Ledger) -> list[str]:
+    """The accountants that cover all of the ledger, the tightest first.
+
+    Raises:
+        ConfigError: its adjacency cannot be claimed for one of its sampling policies.
+    """
+    policies = sorted({round_.sampling.policy for round_ in ledger.rounds})
+    for policy in policies:
+        check_covered(policy, ledger.adjacency)
+    allowed = [CLAIMS[policy][ledger.adjacency] for policy in policies] or [("pld",)]
+    allowed += [accountants_for_noise(query.noise) for round_ in ledger.rounds for query in round_.queries]
+    return [name for name in allowed[0] if all(name in others for others in allowed)]
 
 
 def unamplified(ledger: Ledger) -> str | None:
-    """Says of how many rounds ε does not count on sampling, though records are sampled; None if there are none."""
-    without = {
-        release: count for release, count in releases(ledger).items() if release.q < 1 and release.z < MIN_AMPLIFIED_Z
-    }
-    if not without:
+    """A message on the rounds with sampling whose noise is too small for amplification; None if there are none."""
+    found = {r: count for r, count in releases(ledger).items() if r.q < 1 and r.z < MIN_AMPLIFIED_Z}
+    if not found:
         return None
     return (
-        f"ε does not count on sampling in {sum(without.values())} rounds, whose z is as low as "
-        f"{min(release.z for release in without):.3g}: below {MIN_AMPLIFIED_Z:g} it gains next to nothing, and is "
-        f"left out."
+        f"ε does not count on sampling in {sum(found.values())} rounds, whose z is as low as "
+        f"{min(release.z for release in found):.3g}: below {MIN_AMPLIFIED_Z:g} sampling amplifies next to nothing, and "
+        "is ignored."
     )
 
 
@@ -182,13 +205,13 @@ def _poisson(z: float, q: float, adjacency: str) -> Release:
     return Release(z, q, "poisson_replaced" if q < 1 and adjacency == "replace_one" else "poisson")
 
 
-def _alike(counts: Mapping[Release, int]) -> dict[Release, int]:
-    """Those that differ in the last digits of z alone, as where S and σ̃ vary together, are as costly as the worst."""
+def _merged(counts: Mapping[Release, int]) -> dict[Release, int]:
+    """Counts releases whose z differ only by rounding as the one with the smallest z of them."""
     found: dict[Release, int] = {}
     last: dict[Release, Release] = {}
     for release in sorted(counts, key=lambda release: release.z):
         rest = replace(release, z=0.0)
-        if rest not in last or release.z > last[rest].z * (1 + _SAME):
+        if rest not in last or release.z > last[rest].z * (1 + _ROUNDING):
             last[rest] = release
         found[last[rest]] = found.get(last[rest], 0) + counts[release]
     return found

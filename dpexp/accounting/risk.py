@@ -1,8 +1,9 @@
-"""A guarantee in words people know: what whoever tests for one record can find, and the μ of Gaussian DP.
+"""Privacy as attack risk and as Gaussian DP, and the privacy targets of calibration.
 
-All figures are upper bounds. They are those of the accountant's whole curve δ(ε), not of one (ε, δ), which would allow
-for attacks that are far better than any that exists. Every accountant here has such a curve, the looser ones a loose
-one: that of `pld` is the one to read. Figures of `gdp` are approximations, as its ε is.
+All figures are upper bounds. They follow from the accountant's whole curve δ(ε), not from one (ε, δ), which would allow
+for far better attacks than exist. The figures of `pld` are the tightest. The figures of `gdp` are approximations, as
+its ε is. Calibrating to an attack risk needs less noise than calibrating to an (ε, δ) that implies it (Kulynych et al.
+2024, arXiv 2407.02191).
 """
 
 import math
@@ -27,15 +28,15 @@ FIGURES = ("mu", "regret", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FALSE
 
 @dataclass(frozen=True)
 class Risk:
-    """What a ledger costs whoever is in the data.
+    """The risk of a record in the data of a ledger's runs: bounds on any test for one record.
 
     Attributes:
-        advantage: no test for one record has a TPR - FPR that is larger.
-        tpr: the largest TPR at each of FALSE_POSITIVES.
-        mu: of the Gaussian DP that allows for no less, but for a probability of 1e-10 (see `gaussian_bound`); infinite
-            where the accountant shows none.
-        regret: how far the curve of that Gaussian DP is from the guarantee's (see `regret`): where it is next to 0, μ
-            says all there is to say (Gomez et al. 2025, arXiv 2503.10945).
+        advantage: the largest TPR - FPR of any test.
+        tpr: the largest TPR at each FPR of FALSE_POSITIVES.
+        mu: the smallest μ for which the ledger is μ-Gaussian DP, up to a probability of 1e-10 (see `gaussian_bound`);
+            infinite if the accountant shows none.
+        regret: the distance of this Gaussian DP from the guarantee (see `regret`). If it is close to 0, μ describes the
+            guarantee completely (Gomez et al. 2025, arXiv 2503.10945).
     """
 
     advantage: float
@@ -44,47 +45,49 @@ class Risk:
     regret: float
 
     def figures(self) -> dict[str, float]:
-        """By name, as FIGURES has them; without μ where it is infinite."""
+        """The figures by the names of FIGURES; without μ and the regret if μ is infinite."""
         values = (self.mu, self.regret, self.advantage, *self.tpr.values())
-        kept = slice(0 if math.isfinite(self.mu) else 2, None)
-        return dict(zip(FIGURES[kept], values[kept], strict=True))
+        first = 0 if math.isfinite(self.mu) else 2
+        return dict(zip(FIGURES[first:], values[first:], strict=True))
 
 
 def tpr_at(fpr: float) -> str:
-    """The name of that figure."""
+    """The name of the figure for the TPR at an FPR."""
     return f"tpr_at_fpr_{fpr:g}"
 
 
 def risk(ledger: Ledger, accountant: str = "pld") -> Risk:
-    """
+    """The risk of a ledger by an accountant.
+
     Raises:
         ConfigError: as for `accountants.epsilon`.
     """
     if not ledger.rounds:
         return Risk(0.0, {fpr: fpr for fpr in FALSE_POSITIVES}, 0.0, 0.0)
     tpr = {fpr: largest_tpr(ledger, fpr, accountant) for fpr in FALSE_POSITIVES}
-    said = guarantee(ledger, accountant, anew=True)
-    mu = gaussian_bound(said)
-    return Risk(largest_advantage(ledger, accountant), tpr, mu, regret(said, mu))
+    found = guarantee(ledger, accountant, use_cache=False)
+    mu = gaussian_bound(found)
+    return Risk(largest_advantage(ledger, accountant), tpr, mu, regret(found, mu))
 
 
 def largest_advantage(ledger: Ledger, accountant: str = "pld") -> float:
-    """Of TPR over FPR, for any test."""
+    """An upper bound on TPR - FPR of any test for one record."""
     if not ledger.rounds:
         return 0.0
-    return min(advantage(guarantee(ledger, accountant, anew=True)), _met(ledger, accountant))
+    return min(advantage(guarantee(ledger, accountant, use_cache=False)), _ever_sampled(ledger, accountant))
 
 
 def largest_tpr(ledger: Ledger, fpr: float, accountant: str = "pld") -> float:
-    """The TPR of any test with that FPR."""
+    """An upper bound on the TPR of any test for one record with this FPR."""
     if not ledger.rounds:
         return fpr
-    return min(true_positives(guarantee(ledger, accountant, anew=True), fpr), fpr + _met(ledger, accountant))
+    found = guarantee(ledger, accountant, use_cache=False)
+    return min(true_positives(found, fpr), fpr + _ever_sampled(ledger, accountant))
 
 
-def _met(ledger: Ledger, accountant: str) -> float:
-    """How likely a record is in any of the samples: 1 - Π(1 - q). While it is in none, what is released is the same
-    with and without it, or with another in its place, so that no advantage is larger, however little noise there is."""
+def _ever_sampled(ledger: Ledger, accountant: str) -> float:
+    """The probability that a record is in any sample, 1 - Π(1 - q). It bounds the advantage, since releases do not
+    depend on a record that is in no sample."""
     never = math.fsum(
         count * math.log1p(-release.q) if release.q < 1 else -math.inf
         for release, count in releases(ledger, accountant).items()
@@ -93,10 +96,11 @@ def _met(ledger: Ledger, accountant: str) -> float:
 
 
 class PrivacyTarget(Protocol):
-    """As text: how it was asked for.
+    """A limit on the cost of a plan. Its text is its configuration.
 
     Attributes:
-        name: of what is spent; most: of it.
+        name: of the cost.
+        limit: the largest cost.
     """
 
     name: str
@@ -105,23 +109,23 @@ class PrivacyTarget(Protocol):
     def limit(self) -> float: ...
 
     def check(self, accountant: str) -> None:
-        """Raises:
-        ConfigError: it makes no sense, or the accountant has no bound for it.
-        """
+        """Refuses an invalid target, or an accountant that has no bound for it."""
 
     def cost(self, ledger: Ledger, accountant: str) -> float:
-        """What the ledger spends."""
+        """The cost of a ledger."""
 
     def figures(self, cost: float) -> dict[str, float]:
-        """The figures that a cost stands for."""
+        """A cost as figures to show, by name."""
 
     @property
     def mu(self) -> float:
-        """Of the Gaussian DP that spends it exactly."""
+        """The μ of Gaussian DP whose cost is the limit."""
 
 
 @dataclass(frozen=True)
 class Epsilon:
+    """ε at δ."""
+
     limit: float
     delta: float
     name = "epsilon"
@@ -138,7 +142,7 @@ class Epsilon:
         return epsilon(ledger, self.delta, accountant)
 
     def estimate(self, ledger: Ledger) -> float:
-        """Nearly the cost by `pld`, but quick."""
+        """A quick approximation of the cost by `pld`."""
         return estimate(ledger, self.delta)
 
     def figures(self, cost: float) -> dict[str, float]:
@@ -154,7 +158,7 @@ class Epsilon:
 
 @dataclass(frozen=True)
 class MaxAdvantage:
-    """The largest TPR - FPR of a test for one record."""
+    """The largest TPR - FPR of any test for one record."""
 
     limit: float
     name = "advantage"
@@ -179,7 +183,7 @@ class MaxAdvantage:
 
 @dataclass(frozen=True)
 class MaxTpr:
-    """The largest TPR at each FPR. What is spent is TPR - FPR, as a part of what it may be, where that is largest."""
+    """The largest TPR at each FPR. The cost is the largest of (TPR - FPR) / (allowed TPR - FPR)."""
 
     rates: Mapping[float, float]
     name = "tpr"

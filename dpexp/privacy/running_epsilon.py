@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, joined
+from dpexp.accounting.ledger import Ledger, concatenate
 from dpexp.privacy.plan.plan import PrivacyPlan
 
 _READINGS = 20  # in addition to those after 1, 2, 4, 8, … rounds
@@ -50,5 +50,5 @@ class RunningEpsilon:
     def _look_ahead(self, completed: int) -> None:
         """Computes `at_most`: the cost of the plan's rounds does not depend on what is learnt during training."""
         next_reading = min(1 << completed.bit_length(), (completed // self._every + 1) * self._every, self._plan.rounds)
-        ahead = joined([self._before, replace(self._plan, rounds=next_reading).ledger(self._since)])
+        ahead = concatenate([self._before, replace(self._plan, rounds=next_reading).ledger(self._since)])
         self.at_most = max(self.epsilon, epsilon(ahead, self._delta, self._accountant))

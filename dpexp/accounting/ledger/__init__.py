@@ -10,66 +10,65 @@ The file is append-only and readable without this package:
     [4,0,"5a62"]
     {"line": 5, "rounds": 2, "sha256": "…", "link": "b8f1"}
 
-A header with a random number of 128 bits that tells the run from every other, the sampling that was planned, and the
-format in words; each distinct round once, as a numbered spec;
-one short line a round, [line, spec, link]; a closing line. A round is on disk before its result is used, so that a
-crash can only count a round too many, never one too few.
+The header has a random number of 128 bits that identifies the run, the planned sampling, and a description of the
+format. Each distinct round is described once, as a numbered spec. Each round is one short line, [line, spec, link]. A
+closing line ends the file. A round is on disk before its result is used, so that a crash can count one round too many,
+never one too few.
 
 *Links.* Every line has its number and a link: the first four hex digits of the SHA-256 of all bytes of the file before
-the link, so that it covers its own line and all lines before. A line that was lost, repeated, moved, added or edited
-breaks the numbers or the links from there on; reading refuses the file and says where. The closing line has the whole
-SHA-256 of the lines before it. There is no key in this: it shows accidents and careless edits, and no forger, who can
-compute links for whatever he writes.
+the link. It covers its own line and all lines before. If a line was lost, repeated, moved, added or edited, the numbers
+or links do not match from there on; reading refuses the file and names the line. The closing line has the full SHA-256
+of the lines before it. There is no key: links detect accidents and careless edits, not a forger, who can compute them.
 
-*The end.* A run that ends, even by an error, closes its ledger. A ledger without a closing line at its end ends early:
-the run was killed or is still writing it, or lines were lost at the end, which nothing in the file can tell apart.
-A half-written last line is a round that was never released, and does not count.
+*The end.* A run that ends, even with an error, closes its ledger. A ledger whose last line is not a closing line is
+incomplete: the run was killed, is still writing, or lines at the end were lost; the file cannot tell which. A
+half-written last line is a round that was never released, and does not count.
 
-Beside it, ledger.end.json has how many bytes were on disk at the last checkpoint or at the end, and their SHA-256: a
-ledger with fewer has lost lines, also where it was cut at an earlier closing line. See
+The file ledger.end.json next to it has the number of bytes that were on disk at the last checkpoint or at the end, and
+their SHA-256. A ledger with fewer bytes has lost lines, even if it was cut at an earlier closing line. See
 `dpexp.accounting.ledger.integrity`.
 
-*Resumption.* A resumed run goes on behind the last complete line: behind a closing line, which then stands in the
-middle, or behind a round, where a half-written line is cut off first. Rounds are counted from the beginning of the
-file. So a ledger may have several closing lines, and a killed run that was resumed leaves no trace in it. A checkpoint
-holds the size and the SHA-256 of the ledger at its time, and is resumed only with a ledger that begins so, whatever
-came after. Since headers differ, no run's checkpoint is taken for another's, though they did the same. A copied folder
-has the same header: two ledgers that went on from there both count in full what they have in common.
+*Resumption.* A resumed run appends after the last complete line: after a closing line, which stays in the file, or
+after a round, where a half-written line is removed first. Rounds are counted from the beginning of the file. A ledger
+may therefore have several closing lines. A checkpoint holds the size and SHA-256 of the ledger at its time. It is
+resumed only with a ledger that begins with these bytes. Since headers differ, a checkpoint never matches the ledger of
+another run, even if both did the same. A copied folder has the same header: two ledgers that were continued from there
+both count all of their common rounds.
 
-*Whole numbers.* Where noise was exact, a query is {"group": "all", "grid": 2.4e-07, "S2": 17592186044416,
-"sigma2": 281474976710656} in place of S and sigma: whole multiples of the grid were summed, with squared norms of at
-most S2, and discrete Gaussians of parameter sigma2 were added.
+*Discrete noise.* A query {"group": "all", "grid": 2.4e-07, "S2": 17592186044416, "sigma2": 281474976710656} has
+integers in place of S and sigma: integer multiples of the grid with squared norms of at most S2 were summed, and
+discrete Gaussians of parameter sigma2 were added.
 
-*Correlated noise.* A query with "bands": [0.86, 0.43, …] had noise that depends on that of the rounds before, in the
-same block: the rounds since the one, counted from 0, that "block" of their sampling names, in which a job began or was
-resumed. Their sampling is {"policy": "cyclic_poisson", "q": 0.01, "n": 60000, "parts": 8, "block": 0}. What such rounds
-cost is said in `dpexp.accounting.releases`.
+*Correlated noise.* A query with "bands": [0.86, 0.43, …] had noise that depends on the noise of earlier rounds of the
+same block. A block starts at the round, counted from 0, that "block" in the sampling names: where a job was begun or
+resumed. Its sampling is {"policy": "cyclic_poisson", "q": 0.01, "n": 60000, "parts": 8, "block": 0}. The cost of such
+rounds is proved in `dpexp.accounting.releases.CyclicBlocks`.
 
-*Before training.* A query of all records that is answered once is a round of its own, on a sample of all, with one
-query: {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced": 1.4142135623730951, "scale": 16.0}; or one of each
-of several disjoint parts: {"query": "class_counts", "parts_by": "class", "queries": [{"query": "0", "noise": "laplace",
-…}, …]}. The sampling in the header is that of the other rounds. A reader that does not know such a query refuses the
-ledger, as it refuses whatever it does not know, so that the version is what it was.
+*One-time queries.* A query on all records that is answered once, such as before training, is a round of its own, with
+the sampling policy `all` and one query: {"query": "pca", "noise": "gaussian", "S": 1.0, "S_replaced":
+1.4142135623730951, "scale": 16.0}; or one query on each of several disjoint parts: {"query": "class_counts",
+"parts_by": "class", "queries": [{"query": "0", "noise": "laplace", …}, …]}. The sampling in the header is that of the
+other rounds. A reader that does not know such a query refuses the ledger, as it refuses anything else that it does not
+know, so the version number did not change.
 
-*Whose data.* A round is about records: examples, unless the header says otherwise, as {"record": {"kind":
-"microbatch", "k": 8}} for units of 8 examples or {"record": {"kind": "user", "most": 16, …}} for users, of each of whom
-at most 16 examples took part in a round. n counts them, and neighbours differ in one of them.
+*Privacy unit.* Records are examples, unless the header has {"record": {"kind": "microbatch", "k": 8}} for units of 8
+examples, or {"record": {"kind": "user", "most": 16, …}} for users, of whom at most 16 examples each took part in a
+round. n counts these units, and neighbouring data sets differ in one of them.
 
-*Not private.* Where a run's noise seed is known, or private statistics are shown, its header says so in "not_private".
-A resume can neither take that back nor begin it. Where a check finds during training that a step or a data set keeps
-something of a record, a line {"line": 9, "not_private": "the bound may not have held since round 3 (…)", "link": "…"}
-says so, and the run ends.
+*Not private.* If a run's noise seed is known, or unprotected statistics are shown, its header says so in "not_private".
+A resumed run can neither remove nor introduce this. If a check during training finds that a step or a data set keeps
+information about a record, a line {"line": 9, "not_private": "the bound may not have held since round 3 (…)", "link":
+"…"} says so, and the run ends.
 
-*Under way.* Before each line the file must still be the one that was written so far: the same file, of the same size,
-and, if its times tell that somebody touched it, with the same bytes. At every checkpoint and at the end all bytes are
-looked at. So an edit in place that no time tells of, because a clock was set back or has not gone on since the last
-write, or because a network file system tells of it late, may be found only then, and one made after the end only by
-the next reader. What was written so far is rescued into a new file, byte by byte.
+*While a run writes.* Before each line, the file must still be the one written so far: the same file, of the same size,
+and, if its timestamps changed, with the same bytes. At every checkpoint and at the end all bytes are compared. An edit
+in place that leaves the timestamps unchanged may thus be found only then, and an edit after the end only by the next
+reader. If the file does not match, the rounds written so far are saved to a new file, byte by byte.
 
-A ledger of version 2 without "run" was written before there was one, or is a plan's. Version 1, with {"round": 0} for a
-round and neither numbers nor links nor closing line, is read, but not continued.
+A ledger of version 2 without "run" is older, or is that of a plan. Version 1, with {"round": 0} for a round and
+without line numbers, links and closing line, is read but not continued.
 
-A ledger is a document from elsewhere: reading one executes nothing, and refuses whatever does not add up.
+Reading a ledger executes no code of the file, and refuses any content that is not consistent.
 """
 
 from dpexp.accounting.ledger.events import (
@@ -84,30 +83,14 @@ from dpexp.accounting.ledger.events import (
     Round,
     SamplingEvent,
     SumQueryEvent,
-    joined,
+    concatenate,
     rate_in_part,
 )
-from dpexp.accounting.ledger.reader import early, holds, ledger_so_far, read_ledger
+from dpexp.accounting.ledger.reader import contains_lines, incomplete_reason, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.writer import LedgerWriter, write_ledger
 
 __all__ = [
-    "ADJACENCIES",
-    "LARGEST_Z",
-    "POLICIES",
-    "DiscreteSumQueryEvent",
-    "Ledger",
-    "LedgerWriter",
-    "OneTimeQueryEvent",
-    "ParallelQueryEvent",
-    "Query",
-    "Round",
-    "SamplingEvent",
-    "SumQueryEvent",
-    "early",
-    "holds",
-    "joined",
-    "ledger_so_far",
-    "rate_in_part",
-    "read_ledger",
-    "write_ledger",
-]
+    "ADJACENCIES", "LARGEST_Z", "POLICIES", "DiscreteSumQueryEvent", "Ledger", "LedgerWriter", "OneTimeQueryEvent",
+    "ParallelQueryEvent", "Query", "Round", "SamplingEvent", "SumQueryEvent", "concatenate", "contains_lines",
+    "incomplete_reason", "ledger_so_far", "rate_in_part", "read_ledger", "write_ledger",
+]  # fmt: skip

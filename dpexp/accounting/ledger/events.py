@@ -1,4 +1,4 @@
-"""What a ledger consists of (McMahan et al. 2018, section 6): sampling events and sum query events, in rounds."""
+"""The contents of a ledger (McMahan et al. 2018, section 6): sampling events and query events, grouped in rounds."""
 
 import math
 from collections import Counter
@@ -12,34 +12,33 @@ LARGEST_Z = 1e8
 
 
 def is_number(value: object) -> bool:
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
-_COUNTS = {"microbatch": "k", "user": "most"}
+def _check_name(kind: str, name: object) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"{kind} {name!r} must be a name.")
 
 
-def checked(record: Any) -> dict[str, Any] | None:
-    """What a header says.
+def _check_positive(owner: str, **values: object) -> None:
+    for name, value in values.items():
+        if not (is_number(value) and value > 0):  # type: ignore[operator]
+            raise ConfigError(f"{owner}: {name}={value} must be a finite number above 0.")
 
-    Raises:
-        ConfigError: it is not understood.
-    """
-    if record is None:
-        return None
-    kind = record.get("kind") if isinstance(record, dict) else None
-    count = record.get(_COUNTS[kind]) if isinstance(kind, str) and kind in _COUNTS else None
-    if count is None or not is_whole(count) or count < 1:
-        raise ConfigError(f"the header's record {record!r} is not understood.")
-    return dict(record)
+
+def _check_ratio(owner: str, name: str, S: float, scale: float) -> None:
+    if not scale / LARGEST_Z <= S <= scale * LARGEST_Z:
+        raise ConfigError(
+            f"{owner}: {name}={S}/{scale} must lie between 1e-8 and 1e8, beyond which accounting loses its digits."
+        )
 
 
 def unit(record: Mapping[str, Any] | None) -> str:
-    """In words. Only ledgers of the same unit may be composed: what a user's data may change is more than what an
-    example may, and units of 8 are others than units of 4."""
+    """The privacy unit in words. Only ledgers of the same unit may be composed."""
     if record is None:
         return "record"
     if record["kind"] == "user":
@@ -57,15 +56,17 @@ class SamplingEvent:
     """A sample was drawn (paper, section 6).
 
     Attributes:
-        policy: `poisson` (each record independently at rate q), `truncated_poisson` (the same, then a random subset
-            of at most `maximum`), `fixed_size` (q·n of n, without replacement), `shuffle` (a batch of a partition of
-            the records into 1/q equal ones), `all`, or `cyclic_poisson` (each record is in one of `parts` parts, drawn
-            at random, whose turn it is every so many rounds; then each of its records independently at rate q·parts).
-        q: the rate at which a record is included.
-        n: the number of records, published.
-        maximum: of `truncated_poisson` alone.
-        epoch: of `shuffle` alone; samples of the same epoch are disjoint.
-        parts, block: of `cyclic_poisson` alone; rounds of the same block are of the same parts, one after the other.
+        policy: `poisson` (each record independently at rate q), `truncated_poisson` (a Poisson sample, then a random
+            subset of at most `maximum` records), `fixed_size` (q·n of n, without replacement), `shuffle` (one batch of
+            a random partition of the records into 1/q equal batches), `all`, or `cyclic_poisson` (records are assigned
+            to `parts` partitions at random; round t samples from partition t mod `parts`, each record independently
+            at rate q·parts).
+        q: the average rate at which a record is included.
+        n: the published number of records.
+        maximum: only for `truncated_poisson`: the largest sample.
+        epoch: only for `shuffle`: samples of the same epoch are disjoint.
+        parts, block: only for `cyclic_poisson`: the number of partitions, and the block of rounds that use the same
+            partitions in turn.
     """
 
     policy: str
@@ -81,7 +82,7 @@ class SamplingEvent:
             raise ConfigError(f"sampling policy {self.policy!r} is unknown; known: {', '.join(POLICIES)}.")
         if not (is_number(self.q) and 0 < self.q <= 1):
             raise ConfigError(f"sampling rate q={self.q} must lie in (0, 1].")
-        if not (is_whole(self.n) and self.n >= 1):
+        if not (is_integer(self.n) and self.n >= 1):
             raise ConfigError(f"number of records n={self.n} must be a whole number of at least 1.")
         if self.policy == "all" and self.q != 1:
             raise ConfigError(f"sampling policy all includes every record, so q={self.q} must be 1.")
@@ -92,19 +93,19 @@ class SamplingEvent:
         for name, (owner, least) in _OWN.items():
             value = getattr(self, name)
             if (value is not None) != (self.policy == owner):
-                raise ConfigError(f"sampling policy {self.policy}: {name}={value}, which is for {owner} alone.")
-            if value is not None and not (is_whole(value) and value >= least):
+                raise ConfigError(f"sampling policy {self.policy}: {name}={value} is only for {owner}.")
+            if value is not None and not (is_integer(value) and value >= least):
                 raise ConfigError(f"sampling {name}={value} must be a whole number of at least {least}.")
         if self.parts is not None:
             rate_in_part(self.q, self.parts)
 
     @property
     def rate(self) -> float:
-        """At which a record is included in a round that it can be in."""
+        """The rate at which a record is included in a round in which it can be."""
         return self.q if self.parts is None else rate_in_part(self.q, self.parts)
 
 
-# What some policies have, and the least that it may be.
+# Attributes of one policy only: the policy and the smallest value.
 _OWN = {
     "maximum": ("truncated_poisson", 1), "epoch": ("shuffle", 0), "parts": ("cyclic_poisson", 1),
     "block": ("cyclic_poisson", 0),
@@ -112,29 +113,29 @@ _OWN = {
 
 
 def rate_in_part(q: float, parts: int) -> float:
-    """q·b, at which each record of the part whose turn it is is sampled; 1 if it is that but for rounding.
+    """q·parts, the rate at which the records of the round's partition are sampled; 1 if it is 1 up to rounding.
 
     Raises:
-        ConfigError: it is above 1.
+        ConfigError: the rate is above 1.
     """
     rate = q * parts
     if rate > 1 + 1e-9:
         raise ConfigError(
-            f"sampling.partitions={parts} at q={q:.6g}: each record of a part would be sampled at rate {rate:.6g}, "
-            f"which "
-            f"must be at most 1; choose at most {max(1, math.floor((1 + 1e-9) / q))} parts."
+            f"sampling.partitions={parts} at q={q:.6g}: each record of a partition would be sampled at rate "
+            f"{rate:.6g}, which must be at most 1; choose at most {max(1, math.floor((1 + 1e-9) / q))} partitions."
         )
     return 1.0 if rate > 1 - 1e-9 else rate
 
 
 @dataclass(frozen=True)
 class SumQueryEvent:
-    """A Gaussian sum query with privacy tuple (S, σ̃): vectors of L2 norm at most S were summed and noise of
-    standard deviation σ̃ was added to the sum (paper, sections 2 and 6).
+    """A Gaussian sum query with the privacy tuple (S, σ̃) (paper, sections 2 and 6).
+
+    Vectors of L2 norm at most S were summed, and noise of standard deviation σ̃ was added to the sum.
 
     Attributes:
-        bands: c of correlated noise: σ̃ y_t was added, with y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0 and Z_t of standard
-            deviation 1. None: independent noise, c = (1,).
+        bands: the coefficients c of correlated noise: σ̃ y_t was added, with y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0 and
+            independent Z_t ~ N(0, I). None: independent noise, c = (1,).
     """
 
     group: str
@@ -143,22 +144,16 @@ class SumQueryEvent:
     bands: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.group, str):
-            raise ConfigError(f"group {self.group!r} must be a name.")
-        for name, value in (("S", self.S), ("sigma", self.sigma)):
-            if not (is_number(value) and value > 0):
-                raise ConfigError(f"group {self.group!r}: {name}={value} must be a finite number above 0.")
-        if not self.sigma / LARGEST_Z <= self.S <= self.sigma * LARGEST_Z:
-            raise ConfigError(
-                f"group {self.group!r}: S/sigma={self.S}/{self.sigma} must lie between 1e-8 and 1e8, beyond which "
-                "accounting loses its digits."
-            )
+        owner = f"group {self.group!r}"
+        _check_name("group", self.group)
+        _check_positive(owner, S=self.S, sigma=self.sigma)
+        _check_ratio(owner, "S/sigma", self.S, self.sigma)
         if self.bands is not None:
-            made = isinstance(self.bands, tuple) and all(map(is_number, self.bands))
-            if not (made and self.bands and self.bands[0] != 0 and 1e-8 <= math.hypot(*self.bands) <= 1e8):
+            numbers = isinstance(self.bands, tuple) and all(map(is_number, self.bands))
+            if not (numbers and self.bands and self.bands[0] != 0 and 1e-8 <= math.hypot(*self.bands) <= 1e8):
                 raise ConfigError(
-                    f"group {self.group!r}: bands={self.bands!r} must be numbers, the first of which is not 0, of a "
-                    "norm between 1e-8 and 1e8."
+                    f"{owner}: bands={self.bands!r} must be numbers with a norm between 1e-8 and 1e8, and the first "
+                    "must not be 0."
                 )
 
     @property
@@ -167,7 +162,7 @@ class SumQueryEvent:
 
     @property
     def squared_ratio(self) -> float:
-        """(S/σ̃)² ‖c‖²: of what a record adds to Z (see `dpexp.accounting.releases`)."""
+        """(S/σ̃)² ‖c‖², the squared norm of what a record adds to Z (see `dpexp.accounting.releases.CyclicBlocks`)."""
         return (self.S / self.sigma) ** 2 * math.fsum(c**2 for c in self.bands or (1.0,))
 
 
@@ -176,26 +171,27 @@ SMOOTHING = 64  # t²
 
 @dataclass(frozen=True)
 class DiscreteSumQueryEvent:
-    """A sum query on whole numbers: vectors of whole numbers with squared L2 norm at most S² were summed, and to each
-    coordinate of the sum a discrete Gaussian was added, N with P(N = k) ∝ e^(-k²/2σ²) (Canonne, Kamath & Steinke 2020,
-    arXiv 2004.00010).
+    """A sum query on integers with discrete Gaussian noise (Canonne, Kamath & Steinke 2020, arXiv 2004.00010).
 
-    It costs no more than the Gaussian sum query with the same S² and σ² - t², for any t² < σ², whatever the sampling,
-    the adjacency, the number d of coordinates and the accountant, but for a factor of e^(±dη) on all probabilities
-    with η = 2 artanh ρ and ρ = 2e^(-2π²t²) / (1 - e^(-6π²t²)). Here t² = 64, for which η < 10^-547: no ε or δ in
-    double precision could tell.
+    Integer vectors of squared L2 norm at most S² were summed. To each coordinate of the sum, an independent N with
+    P(N = k) ∝ e^(-k²/2σ²) was added.
 
-    *Proof.* Let u, of whole numbers, be the sum. A Gaussian sum query would release X = u + N(0, σ² - t²); whoever has
-    it may draw Y from P(Y = k | X) = e^(-(k-X)²/2t²) / Z(X), which does not depend on u and so costs nothing. By
-    Poisson's summation Z(X) = Σ_k e^(-(k-X)²/2t²) = √(2π) t (1 + 2 Σ_{m>=1} e^(-2π²t²m²) cos 2πmX), which is √(2π) t
-    within a factor of 1 ± ρ. Were it just that, P(Y = k) would be ∝ ∫ e^(-(x-u)²/2(σ²-t²)) e^(-(k-x)²/2t²) dx, hence
-    ∝ e^(-(k-u)²/2σ²), and Y - u the discrete Gaussian. So it is within a factor of (1 ± ρ)/(1 ∓ ρ), and coordinates,
-    being independent, multiply. The bound is one on probabilities for given sums: mixing over samples leaves it as it
-    is, and rounds multiply, however later ones depend on earlier ones. If all rounds together release M numbers,
-    what is (ε, δ)-DP with the Gaussian is (ε + 2Mη, e^(Mη) δ)-DP with the discrete one.
+    *Claim.* Its privacy is that of the Gaussian sum query with the same S² and variance σ² - t², for any t² < σ², up to
+    a factor of e^(±dη) on all probabilities. Here d is the dimension, η = 2 artanh ρ, and
+    ρ = 2e^(-2π²t²) / (1 - e^(-6π²t²)). It holds for every sampling policy, adjacency and accountant. With t² = 64,
+    η < 10^-547, which changes no ε or δ in double precision.
+
+    *Proof.* Let the integer vector u be the sum. The Gaussian sum query releases X = u + N(0, σ² - t²). From X draw Y
+    with P(Y = k | X) = e^(-(k-X)²/2t²) / Z(X); this is post-processing, since it does not depend on u. By Poisson
+    summation, Z(X) = Σ_k e^(-(k-X)²/2t²) = √(2π) t (1 + 2 Σ_{m>=1} e^(-2π²t²m²) cos 2πmX), which is √(2π) t within a
+    factor of 1 ± ρ. If it were exactly √(2π) t, then P(Y = k) ∝ ∫ e^(-(x-u)²/2(σ²-t²)) e^(-(k-x)²/2t²) dx
+    ∝ e^(-(k-u)²/2σ²), so that Y - u would be the discrete Gaussian. It is therefore within a factor of (1 ± ρ)/(1 ∓ ρ)
+    of it, and coordinates are independent, so that the factors multiply. The bound holds for every sum u: mixing over
+    samples preserves it, and over adaptively chosen rounds the factors multiply. If all rounds together release M
+    numbers, what is (ε, δ)-DP with the Gaussian is (ε + 2Mη, e^(Mη) δ)-DP with the discrete Gaussian.
 
     Attributes:
-        grid: the unit of these whole numbers in the group's scaled vectors, to read S and σ̃ by.
+        grid: the quantization step: the integers count multiples of it.
         S2, sigma2: S² and σ², in units of grid².
     """
 
@@ -206,10 +202,8 @@ class DiscreteSumQueryEvent:
     noise: ClassVar[str] = "discrete gaussian"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.group, str):
-            raise ConfigError(f"group {self.group!r} must be a name.")
-        if not (is_number(self.grid) and self.grid > 0):
-            raise ConfigError(f"group {self.group!r}: grid={self.grid} must be a finite number above 0.")
+        _check_name("group", self.group)
+        _check_positive(f"group {self.group!r}", grid=self.grid)
         for name, value, least in (("S2", self.S2, 1), ("sigma2", self.sigma2, 2 * SMOOTHING)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"group {self.group!r}: {name}={value!r} must be a whole number of at least {least}.")
@@ -221,7 +215,7 @@ class DiscreteSumQueryEvent:
 
     @property
     def squared_ratio(self) -> float:
-        """(S/σ̃)² of the Gaussian sum query that costs as much."""
+        """(S/σ̃)² of the equivalent Gaussian sum query."""
         return self.S2 / (self.sigma2 - SMOOTHING)
 
 
@@ -230,14 +224,13 @@ LAWS = ("gaussian", "laplace")
 
 @dataclass(frozen=True)
 class OneTimeQueryEvent:
-    """A query of all records was answered with noise on each coordinate.
+    """A query on all records, answered once with noise on each coordinate, such as before training.
 
     Attributes:
         query: its name.
         noise: `gaussian`, of standard deviation `scale`; or `laplace`, with density e^(-|x|/scale)/(2 scale).
-        S: how far the answer moves, in L2 norm (`gaussian`) or L1 norm (`laplace`), when a record is added, removed, or
-            nulled, which then contributes zero.
-        S_replaced: the same when another record takes its place; at most 2S.
+        S: the sensitivity, in L2 norm (`gaussian`) or L1 norm (`laplace`), if a record is added, removed or nulled.
+        S_replaced: the sensitivity if a record is replaced with another; at most 2S.
     """
 
     query: str
@@ -247,24 +240,18 @@ class OneTimeQueryEvent:
     scale: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.query, str):
-            raise ConfigError(f"query {self.query!r} must be a name.")
+        owner = f"query {self.query!r}"
+        _check_name("query", self.query)
         if self.noise not in LAWS:
-            raise ConfigError(f"query {self.query!r}: noise={self.noise!r} is unknown; known: {', '.join(LAWS)}.")
-        for name in ("S", "S_replaced", "scale"):
-            value = getattr(self, name)
-            if not (is_number(value) and value > 0):
-                raise ConfigError(f"query {self.query!r}: {name}={value} must be a finite number above 0.")
+            raise ConfigError(f"{owner}: noise={self.noise!r} is unknown; known: {', '.join(LAWS)}.")
+        _check_positive(owner, S=self.S, S_replaced=self.S_replaced, scale=self.scale)
         if self.S_replaced > 2 * self.S:
-            raise ConfigError(f"query {self.query!r}: S_replaced={self.S_replaced} is above 2S={2 * self.S}.")
-        if not all(self.scale / LARGEST_Z <= S <= self.scale * LARGEST_Z for S in (self.S, self.S_replaced)):
-            raise ConfigError(
-                f"query {self.query!r}: S/scale={self.S}/{self.scale} must lie between 1e-8 and 1e8, beyond which "
-                "accounting loses its digits."
-            )
+            raise ConfigError(f"{owner}: S_replaced={self.S_replaced} is above 2S={2 * self.S}.")
+        _check_ratio(owner, "S/scale", self.S, self.scale)
+        _check_ratio(owner, "S_replaced/scale", self.S_replaced, self.scale)
 
     def ratio(self, adjacency: str) -> float:
-        """Sensitivity over scale: of `gaussian` its μ = 1/z, of `laplace` its ε.
+        """Sensitivity over scale: μ = 1/z of `gaussian`, ε of `laplace`.
 
         Raises:
             ConfigError: the adjacency is unknown.
@@ -276,18 +263,17 @@ class OneTimeQueryEvent:
 
 @dataclass(frozen=True)
 class ParallelQueryEvent:
-    """Queries of disjoint parts of the records were answered, one of each part: parallel composition.
+    """Parallel composition: one query on each part of a partition of the records.
 
-    Whoever writes this event has split the records by a function of one record, so that no record is in two parts, and
-    none that is added or removed moves another. Then one part alone changes, and all of them together cost what the
-    worst does (McSherry 2009, theorem 4). A record that is replaced may leave one part for another, and both change:
-    together they are one query whose L2 sensitivities over scale add up in squares (`gaussian`), or whose L1
-    sensitivities over scale add up (`laplace`).
+    The part of a record must be a function of that record alone. Then adding or removing a record changes one part, and
+    all queries together cost as much as the most expensive one (McSherry 2009, theorem 4). Replacing a record may
+    change two parts. These two queries compose: squares of L2 sensitivity over scale add up for `gaussian`, and L1
+    sensitivities over scale add up for `laplace`.
 
     Attributes:
-        query: the name of all together; parts_by: what a record's part is a function of.
-        queries: all with noise of one law, without which there is no worst. Queries that nobody can tell to be of
-            disjoint parts are events of their own, and cost their sum.
+        query: the name of all queries together.
+        parts_by: what a record's part is a function of.
+        queries: one query for each part, all with the same type of noise.
     """
 
     query: str
@@ -295,14 +281,13 @@ class ParallelQueryEvent:
     queries: tuple[OneTimeQueryEvent, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.query, str):
-            raise ConfigError(f"query {self.query!r} must be a name.")
+        _check_name("query", self.query)
         if not isinstance(self.parts_by, str):
             raise ConfigError(f"parts_by={self.parts_by!r} must say what a record's part is a function of.")
         if not self.queries or len({query.noise for query in self.queries}) != 1:
             raise ConfigError(
-                f"query {self.query!r}: queries of disjoint parts must all have Laplace noise, or all Gaussian; "
-                "of others no one is the worst, so give each kind an event of its own."
+                f"query {self.query!r}: queries on disjoint parts must all have Laplace noise, or all Gaussian noise; "
+                "give each type of noise an event of its own."
             )
 
     @property
@@ -310,7 +295,7 @@ class ParallelQueryEvent:
         return self.queries[0].noise
 
     def ratio(self, adjacency: str) -> float:
-        """As of the one query that costs as much."""
+        """Sensitivity over scale of the single query that costs as much."""
         worst = max(query.ratio(adjacency) for query in self.queries)
         if adjacency != "replace_one" or len(self.queries) == 1:
             return worst
@@ -318,18 +303,12 @@ class ParallelQueryEvent:
         return max(worst, sum(two) if self.noise == "laplace" else math.hypot(*two))
 
 
-def parts(query: str, parts_by: str, queries: Sequence[dict[str, Any]]) -> ParallelQueryEvent:
-    """The same from what a line of a ledger says."""
-    return ParallelQueryEvent(query, parts_by, tuple(OneTimeQueryEvent(**part) for part in queries))
-
-
 Query = SumQueryEvent | DiscreteSumQueryEvent | OneTimeQueryEvent | ParallelQueryEvent
 
 
 @dataclass(frozen=True)
 class Round:
-    """One sampling event and the sum queries that were answered on its sample; or, of all records, one query that is
-    answered once."""
+    """One sampling event and the sum queries on its sample; or one query on all records that is answered once."""
 
     sampling: SamplingEvent
     queries: tuple[Query, ...]
@@ -337,19 +316,17 @@ class Round:
     def __post_init__(self) -> None:
         if self.one_time_query is not None and (len(self.queries) > 1 or self.sampling.policy != "all"):
             raise ConfigError(
-                f"query {self.one_time_query.query!r} must be alone in its round, and of all records; it is one of "
-                f"{len(self.queries)} on a sample by {self.sampling.policy}."
+                f"query {self.one_time_query.query!r} must be the only query of its round, and on all records; the "
+                f"round has {len(self.queries)} queries on a sample by {self.sampling.policy}."
             )
 
     @property
     def one_time_query(self) -> OneTimeQueryEvent | ParallelQueryEvent | None:
-        return next(
-            (query for query in self.queries if isinstance(query, OneTimeQueryEvent | ParallelQueryEvent)), None
-        )
+        return next((q for q in self.queries if isinstance(q, OneTimeQueryEvent | ParallelQueryEvent)), None)
 
     @property
     def bands(self) -> int:
-        """b, of whichever query has the most."""
+        """The largest number of bands of any of its queries."""
         return max(len(query.bands or (1.0,)) if isinstance(query, SumQueryEvent) else 1 for query in self.queries)
 
     @property
@@ -360,14 +337,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Distinct rounds with how often each happened.
+    """Distinct rounds and how often each happened.
 
     Attributes:
-        truncated: the file ends early, so that rounds may be missing.
-        lost: why lines are known to be missing, if they are; then it is `truncated` too.
-        untold: what nothing tells about its end, of a ledger that was read and seems whole.
-        exposed: why what the rounds cost does not cover what their run shows, if it does not.
-        record: what is added, removed or replaced, as in the header; None: one example.
+        incomplete: the file has no closing line at its end, or lines are missing: rounds may be missing.
+        not_private_reason: why (ε, δ) of the rounds does not cover all that the run shows, if so.
+        record: the privacy unit, as in the header; None: one example.
+        lost: why lines are known to be missing, if so; then the ledger is `incomplete` too.
+        unverified: what the end of a ledger file that reads as complete cannot prove.
     """
 
     adjacency: str
@@ -376,45 +353,47 @@ class Ledger:
     not_private_reason: str | None = field(default=None, compare=False)
     record: Mapping[str, Any] | None = None
     lost: str | None = field(default=None, compare=False)
-    untold: str | None = field(default=None, compare=False)
+    unverified: str | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return sum(self.rounds.values())
 
     @property
     def unit(self) -> str:
-        """Whose data is added, removed or replaced, in words."""
+        """The privacy unit in words."""
         return unit(self.record)
 
     @property
     def training_rounds(self) -> int:
-        """How many of them are rounds of training, and no queries that were answered once."""
+        """The number of training rounds: all but the queries that are answered once."""
         return sum(count for round_, count in self.rounds.items() if round_.one_time_query is None)
 
 
-def joined(ledgers: Sequence[Ledger]) -> Ledger:
-    """What several runs on the same data cost together: their rounds, one run after the other.
+def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
+    """One ledger with the rounds of several runs on the same data.
 
     Raises:
-        ConfigError: they are stated for different adjacencies, or privacy units.
+        ConfigError: the ledgers have different adjacencies or privacy units.
     """
     adjacencies = sorted({ledger.adjacency for ledger in ledgers})
     if len(adjacencies) != 1:
         raise ConfigError(f"ledgers for different adjacencies ({', '.join(adjacencies)}) cannot be composed.")
     units = sorted({ledger.unit for ledger in ledgers})
     if len(units) != 1:
-        raise ConfigError(f"ledgers about different privacy units ({', '.join(units)}) cannot be composed.")
+        raise ConfigError(f"ledgers for different privacy units ({', '.join(units)}) cannot be composed.")
     rounds: Counter[Round] = Counter()
-    begun = 0
+    offset = 0
     for ledger in ledgers:
         for round_, count in ledger.rounds.items():
-            for name in ("epoch", "block"):  # of different runs have nothing in common
+            for name in ("epoch", "block"):  # those of different runs are unrelated
                 number = getattr(round_.sampling, name)
                 if number is not None:
-                    round_ = replace(round_, sampling=replace(round_.sampling, **{name: number + begun}))
+                    round_ = replace(round_, sampling=replace(round_.sampling, **{name: number + offset}))
             rounds[round_] += count
-        begun = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
-    exposed = next((ledger.not_private_reason for ledger in ledgers if ledger.not_private_reason is not None), None)
-    lost = next((ledger.lost for ledger in ledgers if ledger.lost is not None), None)
-    truncated = any(ledger.incomplete for ledger in ledgers)
-    return Ledger(adjacencies[0], dict(rounds), truncated, exposed, ledgers[0].record, lost)
+        offset = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
+    reasons = [ledger.not_private_reason for ledger in ledgers if ledger.not_private_reason is not None]
+    lost = [ledger.lost for ledger in ledgers if ledger.lost is not None]
+    incomplete = any(ledger.incomplete for ledger in ledgers)
+    return Ledger(
+        adjacencies[0], dict(rounds), incomplete, next(iter(reasons), None), ledgers[0].record, next(iter(lost), None)
+    )

@@ -1,8 +1,9 @@
-"""How far a ledger had come when it was last put where a power cut does not reach it: ledger.end.json beside it.
+"""The lines of a ledger with their links, and ledger.end.json next to it, which detects a ledger cut at its end.
 
-{"bytes": 4567, "sha256": "…"} is replaced as a whole after the ledger is on disk, so that the ledger may have gone on
-since, and never lacks what it says. A ledger that is shorter, or begins otherwise, has lost lines or is another's.
-Where both were put back together to an earlier state, nothing here shows it.
+{"bytes": 4567, "sha256": "…"} is the part of the ledger that was last written durably to disk. It is replaced
+atomically after each such write, so that the ledger may have more bytes, never fewer. A ledger that is shorter, or
+begins with other bytes, has lost lines or belongs to another run. If both files are restored together to an earlier
+state, nothing here shows it.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpexp.accounting.ledger.events import Query, Round, SumQueryEvent, is_whole
+from dpexp.accounting.ledger.events import Query, Round, SumQueryEvent, is_integer
 
 VERSION = 2
 FORMAT = (
@@ -38,10 +39,11 @@ FORMAT = (
 
 @dataclass(slots=True)
 class Chain:
-    """Makes the lines of a ledger, one after the other: every method appends one, and returns its bytes.
+    """The lines of a ledger so far, as counts and a running hash. Each method appends a line and returns its bytes.
 
     Attributes:
-        lines, specs, rounds: how many there are so far; size: of them all, in bytes.
+        lines, specs, rounds: their numbers so far.
+        size: of all lines, in bytes.
     """
 
     lines: int = 0
@@ -71,7 +73,7 @@ class Chain:
         return self._object({"rounds": self.rounds, "sha256": self.sha256()})
 
     def add(self, line: bytes) -> bytes:
-        """Appends a line that somebody else made, and returns the link that it ought to have."""
+        """Appends an existing line, and returns the link that it should have."""
         self._sha.update(line[:-7])
         link = self._sha.hexdigest()[:4].encode()
         self._sha.update(line[-7:])
@@ -80,7 +82,7 @@ class Chain:
         return link
 
     def sha256(self) -> str:
-        """Of all lines so far, in hex digits."""
+        """The SHA-256 of all lines so far, in hex digits."""
         return self._sha.hexdigest()
 
     def copy(self) -> "Chain":
@@ -106,42 +108,42 @@ def _facts(query: Query) -> dict[str, Any]:
 
 
 def end_of(ledger: Path) -> Path:
-    """The file beside it."""
+    """The path of its end file."""
     return ledger.with_suffix(".end.json")
 
 
 def write_end(ledger: Path, position: Mapping[str, Any]) -> None:
-    """Where there is no room for it, the one before stays, which is true too."""
+    """Replaces the end file. If it cannot be written, the one before stays, which is still true."""
     path = end_of(ledger)
-    beside = path.with_suffix(".part")
+    partial = path.with_suffix(".part")
     with suppress(OSError):
-        with beside.open("w") as file:
+        with partial.open("w") as file:
             file.write(json.dumps(position) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        partial.replace(path)
 
 
 def read_end(ledger: Path) -> dict[str, Any] | None:
-    """What it says; None if there is none, or it is damaged. To be read before the ledger, which may be growing."""
+    """The end file; None if it is missing or damaged. Read it before the ledger, which may be growing."""
     try:
-        said = json.loads(end_of(ledger).read_bytes())
+        end = json.loads(end_of(ledger).read_bytes())
     except (OSError, ValueError):
         return None
-    made = isinstance(said, dict) and said.keys() == {"bytes", "sha256"} and isinstance(said["sha256"], str)
-    return said if made and is_whole(said["bytes"]) and said["bytes"] >= 0 else None
+    valid = isinstance(end, dict) and end.keys() == {"bytes", "sha256"} and isinstance(end["sha256"], str)
+    return end if valid and is_integer(end["bytes"]) and end["bytes"] >= 0 else None
 
 
 def missing(ledger: Path, end: Mapping[str, Any]) -> str | None:
-    """What the ledger lacks of what its end file says; None if nothing.
+    """How the ledger differs from its end file; None if it does not.
 
     Raises:
         OSError: the ledger cannot be read.
     """
     with ledger.open("rb") as file:
-        begins = file.read(end["bytes"])
-    if hashlib.sha256(begins).hexdigest() == end["sha256"]:
+        beginning = file.read(end["bytes"])
+    if hashlib.sha256(beginning).hexdigest() == end["sha256"]:
         return None
-    if len(begins) < end["bytes"]:
-        return f"{end['bytes']} bytes of it were on disk, as {end_of(ledger).name} says, and {len(begins)} are left"
+    if len(beginning) < end["bytes"]:
+        return f"{end['bytes']} bytes of it were on disk, as {end_of(ledger).name} says, and {len(beginning)} are left"
     return f"it does not begin with the {end['bytes']} bytes that were on disk, as {end_of(ledger).name} says"

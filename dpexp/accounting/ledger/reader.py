@@ -1,4 +1,4 @@
-"""From a ledger file to a ledger. What the lines mean is said in this package's docstring."""
+"""Reads ledger files. The package's docstring describes the format."""
 
 import json
 import warnings
@@ -13,13 +13,12 @@ from dpexp.accounting.ledger.events import (
     DiscreteSumQueryEvent,
     Ledger,
     OneTimeQueryEvent,
+    ParallelQueryEvent,
     Query,
     Round,
     SamplingEvent,
     SumQueryEvent,
-    checked,
-    is_whole,
-    parts,
+    is_integer,
 )
 from dpexp.accounting.ledger.integrity import VERSION, Chain, end_of, missing, read_end
 from dpexp.errors import ConfigError
@@ -31,32 +30,30 @@ def read_ledger(path: str | Path) -> Ledger:
     """Reads a ledger file, up to its last complete line, and warns if it ends early.
 
     Raises:
-        ConfigError: the file is missing, is no ledger, lacks or repeats lines, was edited, contradicts itself, or holds
-            a round that makes no sense.
+        ConfigError: the file is missing or no ledger, has missing, repeated or edited lines, contradicts itself, or has
+            an invalid round.
     """
     ledger = ledger_so_far(path)
     if ledger.incomplete:
-        warnings.warn(
-            f"the ledger {path} ends early, after {len(ledger)} rounds: {early(ledger)}.",
-            stacklevel=2,
-        )
+        reason = incomplete_reason(ledger)
+        warnings.warn(f"the ledger {path} ends early, after {len(ledger)} rounds: {reason}.", stacklevel=2)
     return ledger
 
 
-def early(ledger: Ledger) -> str:
-    """What the early end of a ledger means."""
+def incomplete_reason(ledger: Ledger) -> str:
+    """Why a ledger is incomplete, in words."""
     if ledger.lost is not None:
         return f"lines are missing ({ledger.lost}), so that more was spent than it says"
     return "the run was killed or is still writing it, or lines are missing at its end, and more was spent"
 
 
 def ledger_so_far(path: str | Path) -> Ledger:
-    """`read_ledger` for whoever expects an early end, as of a run under way, and tells of `truncated` himself."""
+    """`read_ledger` without the warning, such as for a run that is still writing. See `Ledger.incomplete`."""
     return contents(Path(path)).ledger
 
 
-def holds(written: bytes, other: bytes) -> bool:
-    """Whether a ledger's bytes begin with all complete lines of another's, but for one that closes that."""
+def contains_lines(written: bytes, other: bytes) -> bool:
+    """Whether a ledger's bytes begin with all complete lines of another's, except for its closing line."""
     other = other[: other.rfind(b"\n") + 1]
     last = other[other.rfind(b"\n", 0, -1) + 1 :]
     if b'"sha256": ' in last:
@@ -66,8 +63,7 @@ def holds(written: bytes, other: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a file says: with the ledger its header, the numbers of its specs, and the chain of its complete lines
-    (None for version 1)."""
+    """The contents of a ledger file. `specs` are by number; `chain` is of all complete lines, None for version 1."""
 
     ledger: Ledger
     header: dict[str, Any]
@@ -87,29 +83,28 @@ def contents(path: Path) -> Contents:
             header = _parse(f"{path}, line 1", first) if first.endswith(b"\n") else {}
             version = header.get("dpexp_ledger") if isinstance(header, dict) else None
             if version == 1:
-                untold = "it is of version 1, which is not closed, so that lines may be missing at its end"
-                return _ended(_version_1(path, header, file), lost, untold)
+                unverified = "it is of version 1, which is not closed, so that lines may be missing at its end"
+                return _finished(_version_1(path, header, file), lost, unverified)
             if version == VERSION:
-                untold = (
-                    f"no {end_of(path).name} lies beside it, so that it may have been cut at an earlier closing line"
-                )
+                name = end_of(path).name
+                unverified = f"there is no {name} next to it, so that it may have been cut at an earlier closing line"
                 if end:
-                    untold = f"were it and {end_of(path).name} put back to an earlier state together, it would not show"
-                return _ended(_version_2(path, first, file), lost, untold)
+                    unverified = f"if it and {name} were both restored to an earlier state, nothing would show it"
+                return _finished(_version_2(path, first, file), lost, unverified)
     except OSError as error:
         raise ConfigError(f"the ledger {path} cannot be read ({error.strerror}).") from error
     raise ConfigError(f"{path} is not a dpexp ledger of version 1 or {VERSION}.")
 
 
-def _ended(read: Contents, lost: str | None, untold: str) -> Contents:
-    truncated = read.ledger.incomplete or lost is not None
-    ledger = replace(read.ledger, incomplete=truncated, lost=lost, untold=None if truncated else untold)
+def _finished(read: Contents, lost: str | None, unverified: str) -> Contents:
+    incomplete = read.ledger.incomplete or lost is not None
+    ledger = replace(read.ledger, incomplete=incomplete, lost=lost, unverified=None if incomplete else unverified)
     return replace(read, ledger=ledger)
 
 
 def _version_1(path: Path, header: dict[str, Any], file: Iterable[bytes]) -> Contents:
-    """{"round": spec} for a round; neither numbered nor linked nor closed. Equal lines are read once."""
-    told = _LedgerFacts(path, header)
+    """{"round": spec} for a round; no line numbers, links or closing line. Equal lines are parsed once."""
+    builder = _LedgerBuilder(path, header)
     lines = Counter(file)
     partial = any(not line.endswith(b"\n") for line in lines)
     for line, count in lines.items():
@@ -117,17 +112,17 @@ def _version_1(path: Path, header: dict[str, Any], file: Iterable[bytes]) -> Con
             continue
         entry = _parse(str(path), line)
         if _keys(entry) == ["queries", "sampling", "spec"]:
-            told.define(str(path), entry, count)
+            builder.add_spec(str(path), entry, count)
         elif _keys(entry) == ["round"]:
-            told.happened(str(path), entry["round"], count)
+            builder.add_rounds(str(path), entry["round"], count)
         else:
             raise ConfigError(f"{path} holds a line that is neither a spec nor a round: {line[:60]!r}.")
-    return told.contents(truncated=partial or not lines)
+    return builder.contents(incomplete=partial or not lines)
 
 
 def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
     chain = Chain()
-    told = _LedgerFacts(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
+    builder = _LedgerBuilder(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
     counts: dict[bytes, int] = {}  # by spec, as round lines name it
     partial, closed_at, spec, before = False, 0, b"", ""
     for line in file:
@@ -149,11 +144,11 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
         if _keys(entry) == ["line", "link", "queries", "sampling", "spec"]:
             if entry["spec"] != chain.specs:
                 raise ConfigError(f"{where}: round spec {entry['spec']!r} is out of turn; the next is {chain.specs}.")
-            told.define(where, entry)
+            builder.add_spec(where, entry)
             chain.specs += 1
             counts[b"%d" % entry["spec"]] = 0
         elif _keys(entry) == ["line", "link", "not_private"]:
-            told.not_private(where, entry["not_private"])
+            builder.add_not_private(where, entry["not_private"])
         elif _keys(entry) == ["line", "link", "rounds", "sha256"]:
             closed_at = chain.lines
             if (entry["rounds"], entry["sha256"]) != (sum(counts.values()), before):
@@ -162,28 +157,28 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
                     f"but before it there are {sum(counts.values())} with the digest {before}."
                 )
         else:
-            raise ConfigError(f"{where} is no spec, no round of a spec before it, and no closing line: {line[:60]!r}.")
+            raise ConfigError(f"{where} is no spec, no round of an earlier spec and no closing line: {line[:60]!r}.")
     for spec, count in counts.items():
-        told.happened(str(path), int(spec), count)
+        builder.add_rounds(str(path), int(spec), count)
     chain.rounds = sum(counts.values())
-    return told.contents(truncated=partial or closed_at != chain.lines, chain=chain)
+    return builder.contents(incomplete=partial or closed_at != chain.lines, chain=chain)
 
 
 def _linked(where: str, line: bytes, number: int, link: bytes) -> Any:
-    """The line as JSON, if its number and its link are those that belong there."""
+    """The line as JSON, if its number and its link are right."""
     entry = _parse(where, line)
     match entry:
-        case {"line": said, "link": given} | [said, _, given]:
+        case {"line": own_number, "link": own_link} | [own_number, _, own_link]:
             pass
         case _:
             raise ConfigError(f"{where} has no number and link: {line[:60]!r}.")
-    if said != number:
+    if own_number != number:
         raise ConfigError(
-            f"{where} says that it is line {said!r}, so lines before it were lost, repeated, added or moved."
+            f"{where} has the line number {own_number!r}, so lines before it were lost, repeated, added or moved."
         )
-    if given != link.decode() or line[-7:-3] != link:
+    if own_link != link.decode() or line[-7:-3] != link:
         raise ConfigError(
-            f"{where} has the link {given!r}, but what stands before it gives {link.decode()!r}, so this line or one "
+            f"{where} has the link {own_link!r}, but the bytes before it give {link.decode()!r}, so this line or one "
             "before it was edited."
         )
     return entry
@@ -193,13 +188,22 @@ def _keys(entry: Any) -> list[str] | None:
     return sorted(entry) if isinstance(entry, dict) else None
 
 
-class _LedgerFacts:
-    """What the lines of a file have told so far.
+_COUNT_KEYS = {"microbatch": "k", "user": "most"}
 
-    Raises:
-        ConfigError: the header's adjacency or privacy unit is unknown, or its reason for a run that is not private no
-            text.
-    """
+
+def _check_record(record: Any) -> dict[str, Any] | None:
+    """The privacy unit of a header, if it is valid."""
+    if record is None:
+        return None
+    kind = record.get("kind") if isinstance(record, dict) else None
+    count = record.get(_COUNT_KEYS[kind]) if isinstance(kind, str) and kind in _COUNT_KEYS else None
+    if count is None or not is_integer(count) or count < 1:
+        raise ConfigError(f"the header's record {record!r} is not understood.")
+    return dict(record)
+
+
+class _LedgerBuilder:
+    """The ledger of the lines read so far."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         if header.get("adjacency") not in ADJACENCIES:
@@ -209,18 +213,18 @@ class _LedgerFacts:
         if not isinstance(header.get("not_private"), str | None):
             raise ConfigError(f"{path}: the header's not_private {header['not_private']!r} is not understood.")
         try:
-            self._record = checked(header.get("record"))
+            self._record = _check_record(header.get("record"))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         self._header = header
-        self._found: str | None = None  # after it began
+        self._not_private: str | None = None  # found after the header was written
         self._specs: dict[int, Round] = {}
         self._rounds: Counter[Round] = Counter()
 
-    def define(self, where: str, entry: dict[str, Any], times: int = 1) -> None:
-        """A spec, checked against what the header says was planned."""
+    def add_spec(self, where: str, entry: dict[str, Any], times: int = 1) -> None:
+        """Adds a spec, if it agrees with the sampling that the header says was planned."""
         number = entry["spec"]
-        if not is_whole(number):
+        if not is_integer(number):
             raise ConfigError(f"{where}: a round spec is numbered {number!r}, not by a whole number.")
         if number in self._specs or times > 1:
             raise ConfigError(f"{where}: round spec {number} is defined twice.")
@@ -238,38 +242,42 @@ class _LedgerFacts:
             return
         if not isinstance(planned, dict) or not isinstance(planned.get("q"), list):
             raise ConfigError(f"{where}: the header's sampling {planned!r} is not understood.")
-        said = planned.get("policy"), planned.get("n"), planned["q"]
-        if (sampling.policy, sampling.n) != said[:2] or sampling.q not in said[2]:
+        policy, n, rates = planned.get("policy"), planned.get("n"), planned["q"]
+        if (sampling.policy, sampling.n) != (policy, n) or sampling.q not in rates:
             raise ConfigError(
-                f"{where}: the header says sampling {said[0]} of n={said[1]} at q in {said[2]}, but round spec "
-                f"{number} says {sampling.policy} of n={sampling.n} at q={sampling.q}."
+                f"{where}: the header says sampling {policy} of n={n} at q in {rates}, but round spec {number} says "
+                f"{sampling.policy} of n={sampling.n} at q={sampling.q}."
             )
 
-    def not_private(self, where: str, reason: Any) -> None:
+    def add_not_private(self, where: str, reason: Any) -> None:
         if not isinstance(reason, str):
             raise ConfigError(f"{where}: not_private {reason!r} is not understood.")
-        self._found = self._found or reason
+        self._not_private = self._not_private or reason
 
-    def happened(self, where: str, spec: Any, times: int) -> None:
-        if not is_whole(spec) or spec not in self._specs:
+    def add_rounds(self, where: str, spec: Any, times: int) -> None:
+        if not is_integer(spec) or spec not in self._specs:
             raise ConfigError(f"{where} names round spec {spec!r}, which it has not defined before.")
         if times:
             self._rounds[self._specs[spec]] += times
 
-    def contents(self, truncated: bool, chain: Chain | None = None) -> Contents:
-        exposed = self._header.get("not_private") or self._found
-        ledger = Ledger(self._header["adjacency"], dict(self._rounds), truncated, exposed, self._record)
+    def contents(self, incomplete: bool, chain: Chain | None = None) -> Contents:
+        reason = self._header.get("not_private") or self._not_private
+        ledger = Ledger(self._header["adjacency"], dict(self._rounds), incomplete, reason, self._record)
         return Contents(ledger, self._header, self._specs, chain)
 
 
 def _query(**facts: Any) -> Query:
     if "parts_by" in facts:
-        return parts(**facts)
+        return _parallel_query(**facts)
     if "query" in facts:
         return OneTimeQueryEvent(**facts)
     if isinstance(facts.get("bands"), list):
         facts["bands"] = tuple(facts["bands"])
     return DiscreteSumQueryEvent(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
+
+
+def _parallel_query(query: str, parts_by: str, queries: list[dict[str, Any]]) -> ParallelQueryEvent:
+    return ParallelQueryEvent(query, parts_by, tuple(OneTimeQueryEvent(**part) for part in queries))
 
 
 def _parse(where: str, line: bytes) -> Any:

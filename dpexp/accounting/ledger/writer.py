@@ -1,4 +1,4 @@
-"""From what happens to a ledger file. What its lines mean is said in this package's docstring."""
+"""Writes ledger files, round by round. The package's docstring describes the format."""
 
 import errno
 import hashlib
@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
 from dpexp.accounting.ledger.integrity import Chain, end_of, write_end
-from dpexp.accounting.ledger.reader import contents, holds
+from dpexp.accounting.ledger.reader import contains_lines, contents
 from dpexp.errors import ConfigError
 
 try:
@@ -24,26 +24,26 @@ except ImportError:  # Windows
 
 
 class LedgerWriter:
-    """Appends rounds to the file at `path` as they happen.
+    """Appends rounds to the ledger file at `path` as they happen.
 
-    The sampler reports `sample`, the mechanisms report `query`, and `commit` puts the round into the file. Whatever
-    stops the process, the file then holds every round whose `commit` has returned, and at most one more; for what
-    stops the machine there is `sync`.
+    The sampler calls `sample`, the mechanisms call `query`, and `commit` writes the round to the file. If the process
+    stops, the file has every round whose `commit` has returned, and at most one more. `sync` protects against a power
+    failure.
 
-    Only one process writes a ledger, which it locks; a forked child neither writes nor holds the lock.
+    The writing process locks the file. A forked child neither writes nor holds the lock.
 
     Args:
-        planned: the sampling events that the run may report, but for their epochs; they go into the header.
-        resume: continue the ledger already at `path`. Without it an existing file is an error, so that two
-            runs never share one, unless it is of a run that ended before its first round.
-        position: of the run to resume, when its checkpoint was made. The ledger must begin with what it had then, and
-            may have gone on since.
-        exposed: why the run is not private, if it is not; it goes into the header, and cannot be unsaid by a resume.
-        record: what is added, removed or replaced, for the header; None: one example.
+        planned: the sampling events of the plan, for the header, which has their policy, n and rates.
+        resume: continue the ledger at `path`. Otherwise `path` must not exist, or be the ledger of a run that ended
+            before its first round.
+        position: the `position` in the checkpoint of the run to resume. The ledger must begin with these bytes, and may
+            have more.
+        not_private_reason: why the run is not private, if so, for the header. A resumed run cannot remove it.
+        record: the privacy unit, for the header; None: one example.
 
     Raises:
-        ConfigError: the file exists (or, with `resume`, does not, is damaged, lacks rounds that the run rescued, or
-            belongs to another plan or run), is being written by another process, or cannot be written.
+        ConfigError: the file exists, is written by another process, or cannot be written. With `resume`: it does not
+            exist, is damaged, lacks rounds of a rescued ledger, or belongs to another plan or run.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class LedgerWriter:
         planned: Iterable[SamplingEvent] = (),
         resume: bool = False,
         position: Mapping[str, Any] | None = None,
-        exposed: str | None = None,
+        not_private_reason: str | None = None,
         record: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self._adjacency = adjacency
-        self._exposed = exposed
+        self._not_private_reason = not_private_reason
         self._record = record
-        self._header = {"run": os.urandom(16).hex(), "adjacency": adjacency} | _of(record) | _planned(planned)
-        if exposed is not None:
-            self._header["not_private"] = exposed
-        self._chain = Chain()  # what is in the file
-        self._written = bytearray()  # the same, byte by byte, to be rescued
-        self._closed = False  # the last line in it is a closing one
-        self._times: tuple[int, int] | None = None  # of the file after the last write, unless it has to be read again
+        self._header = {"run": os.urandom(16).hex(), "adjacency": adjacency} | _record_key(record) | _planned(planned)
+        if not_private_reason is not None:
+            self._header["not_private"] = not_private_reason
+        self._chain = Chain()  # of the lines in the file
+        self._written = bytearray()  # their bytes, to be rescued if the file is lost
+        self._closed = False  # the last line is a closing line
+        self._times: tuple[int, int] | None = None  # of the file after the last write; None: compare its bytes
         self._specs: dict[Round, int] = {}
         self._counts: Counter[Round] = Counter()
         self._sampling: SamplingEvent | None = None
@@ -96,17 +96,17 @@ class LedgerWriter:
         _OPEN.add(self)
 
     def _refuse_used(self) -> None:
-        """A run that was refused before its first round leaves a ledger that the next may take."""
+        """Allows a closed ledger without rounds, of a run that was refused before its first round."""
         before = contents(self.path).ledger
-        if before.rounds or before.incomplete:
+        if before.rounds:
+            raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
+        if before.incomplete:
             raise ConfigError(
-                f"ledger={self.path} already holds another run's rounds; name a new file."
-                if before.rounds
-                else f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
+                f"ledger={self.path} is of another run, which has not ended or lost lines; name a new file."
             )
 
     def _lock(self) -> None:
-        """Two processes that continue the same ledger would each know half of it."""
+        """Keeps two processes from continuing the same ledger."""
         if fcntl is None:
             return
         try:
@@ -119,9 +119,9 @@ class LedgerWriter:
     def _begin(self) -> None:
         chain = Chain()
         if self._content():
-            self._refuse_used()  # once more, now that nobody else writes it
+            self._refuse_used()  # again, now that the file is locked
             os.ftruncate(self._file.fileno(), 0)
-        end_of(self.path).unlink(missing_ok=True)  # of a ledger that was moved away
+        end_of(self.path).unlink(missing_ok=True)  # of an earlier ledger at the same path
         try:
             self._write(chain.header(self._header), chain)
         except BaseException:
@@ -138,8 +138,8 @@ class LedgerWriter:
             )
         if before.ledger.lost is not None:
             raise ConfigError(
-                f"ledger={self.path} has lost lines ({before.ledger.lost}); put a copy in its place that has them all, "
-                "such as its run's artifact in MLflow."
+                f"ledger={self.path} has lost lines ({before.ledger.lost}); replace it with a complete copy, such as "
+                "its run's artifact in MLflow."
             )
         found, planned = before.header.get("sampling"), self._header.get("sampling")
         if before.ledger.adjacency != self._adjacency or (planned and found != planned):
@@ -149,58 +149,58 @@ class LedgerWriter:
             )
         if before.ledger.record != self._record:
             raise ConfigError(
-                f"ledger={self.path} was begun with privacy_unit={before.ledger.record or 'example'}, but the run "
-                f"that would "
-                f"continue it plans {self._record or 'example'}."
+                f"ledger={self.path} was begun with privacy_unit={before.ledger.record or 'example'}, but the run that "
+                f"would continue it plans {self._record or 'example'}."
             )
-        if self._exposed is not None and before.ledger.not_private_reason is None:
+        if self._not_private_reason is not None and before.ledger.not_private_reason is None:
             raise ConfigError(
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
-                f"({self._exposed}), of which no reader would learn; begin a new run."
+                f"({self._not_private_reason}), which no reader would learn; begin a new run."
             )
         written = self._content()[: before.chain.size]
         if position is not None and hashlib.sha256(written[: position["bytes"]]).hexdigest() != position["sha256"]:
             raise ConfigError(
-                f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written when it was "
-                "made, so it is another run's or was changed since; resume with the ledger of the run that made it."
+                f"ledger={self.path} does not begin with the rounds that the checkpoint's run had written by then, so "
+                "it is another run's or was changed since; resume with the ledger of the run that made the checkpoint."
             )
         for rescued in sorted(self.path.parent.glob(f"{self.path.stem}.rescued*{self.path.suffix}")):
-            if not holds(written, rescued.read_bytes()):
+            if not contains_lines(written, rescued.read_bytes()):
                 raise ConfigError(
-                    f"ledger={self.path} lacks rounds that {rescued} holds, which the same run released; put that one "
-                    "in its place."
+                    f"ledger={self.path} lacks rounds that the same run released and {rescued} holds; replace it with "
+                    "that file."
                 )
         self._specs = {round_: spec for spec, round_ in before.specs.items()}
         self._counts = Counter(before.ledger.rounds)
         self._chain, self._written = before.chain, bytearray(written)
-        self._exposed, self._closed = before.ledger.not_private_reason, not before.ledger.incomplete
+        self._not_private_reason, self._closed = before.ledger.not_private_reason, not before.ledger.incomplete
         os.ftruncate(self._file.fileno(), self._chain.size)
 
     @property
     def ledger(self) -> Ledger:
-        """What has been committed so far."""
-        return Ledger(self._adjacency, dict(self._counts), not_private_reason=self._exposed, record=self._record)
+        """The committed rounds."""
+        reason = self._not_private_reason
+        return Ledger(self._adjacency, dict(self._counts), not_private_reason=reason, record=self._record)
 
     @property
     def position(self) -> dict[str, Any]:
-        """How many bytes were written so far, and their SHA-256: which run this is, and where it stands."""
+        """The number of bytes written so far and their SHA-256, which identify the run and its progress."""
         return {"bytes": self._chain.size, "sha256": self._chain.sha256()}
 
     def sample(self, event: SamplingEvent) -> None:
-        """Opens a round. A sample that was drawn but whose sums were never released costs nothing."""
+        """Begins a round. A sample whose sums are never released costs nothing."""
         self._sampling = event
         self._queries = []
 
     def query(self, event: Query) -> None:
-        """Adds a query to the open round."""
+        """Adds a query to the current round."""
         self._queries.append(event)
 
     def commit(self) -> None:
-        """Closes the open round and puts it into the file. Only then may its sums be released.
+        """Writes the current round to the file. Only then may its sums be released.
 
         Raises:
-            ConfigError: the round is not in the file, which is full, or is no longer the one that was written so far;
-                then what was is rescued into a new file.
+            ConfigError: the round could not be written, such as on a full disk, or the file is no longer the one
+                written so far; then the committed rounds are rescued into a new file.
         """
         if self._sampling is None or not self._queries:
             raise RuntimeError("a round needs a sampling event and at least one sum query event.")
@@ -218,14 +218,14 @@ class LedgerWriter:
         self._sampling = None
 
     def not_private(self, reason: str) -> None:
-        """Notes that the rounds so far do not cover what the run shows, which no resume can unsay.
+        """Records that the rounds so far do not cover what the run shows. A resumed run cannot remove this.
 
         Raises:
             ConfigError: as `commit`.
         """
         chain = self._chain.copy()
         self._write(chain.not_private(reason), chain)
-        self._exposed, self._closed = self._exposed or reason, False
+        self._not_private_reason, self._closed = self._not_private_reason or reason, False
 
     def _write(self, lines: bytes, chain: Chain) -> None:
         try:
@@ -234,7 +234,7 @@ class LedgerWriter:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
 
     def _append(self, lines: bytes, chain: Chain) -> None:
-        """Appends lines, which take the file to `chain`: all of them or, if anything goes wrong, none."""
+        """Appends lines, after which `chain` describes the file. If anything fails, none of them are appended."""
         self._check_file()
         try:
             left = lines
@@ -249,9 +249,8 @@ class LedgerWriter:
             raise
 
     def _check_file(self) -> None:
-        """A file that somebody deleted, replaced or changed is no record of what is released next.
-
-        It is read again only where its times tell that somebody touched it."""
+        """Refuses to continue if the file was deleted, replaced or changed. Its bytes are compared only if its
+        timestamps changed."""
         if self._file.closed:
             raise RuntimeError(
                 f"the ledger {self.path} is closed, or belongs to the process that this one was forked from."
@@ -280,7 +279,7 @@ class LedgerWriter:
         return self._file.readall()
 
     def _rescued(self) -> str:
-        """Writes what was committed, byte by byte, into a new file beside the lost one, and says where."""
+        """Writes the committed lines to a new file next to the lost one, and describes the result."""
         number, rounds = 1, self._chain.rounds
         while (path := self.path.with_name(f"{self.path.stem}.rescued{number}{self.path.suffix}")).exists():
             number += 1
@@ -293,7 +292,7 @@ class LedgerWriter:
         return f"its {rounds} rounds are in {path}"
 
     def sync(self) -> None:
-        """Puts the rounds so far, of which every byte is looked at, where a power cut does not reach them.
+        """Compares every byte of the file, and flushes it to disk so that a power failure cannot lose it.
 
         Raises:
             ConfigError: as `commit`.
@@ -309,12 +308,12 @@ class LedgerWriter:
         write_end(self.path, self.position)
 
     def close(self) -> None:
-        """Writes the closing line, unless nothing came after the last one, and lets go of the file.
+        """Writes the closing line, unless the last line is one, and closes the file.
 
-        Where there is no room for the line, a warning says so.
+        Warns if there is no room for the line.
 
         Raises:
-            ConfigError: the file is no longer the one that was written so far, as for `commit`.
+            ConfigError: the file is no longer the one written so far, as for `commit`.
         """
         if self._file.closed:
             return
@@ -326,8 +325,8 @@ class LedgerWriter:
                     self._append(chain.closing(), chain)
             except OSError as error:
                 warnings.warn(
-                    f"the ledger {self.path} could not be closed ({error.strerror}): it holds all of its rounds, but "
-                    "reads as one that ends early."
+                    f"the ledger {self.path} could not be closed ({error.strerror}): it has all of its rounds, but "
+                    "reads as incomplete."
                 )
             self.sync()
         finally:
@@ -337,27 +336,22 @@ class LedgerWriter:
 _OPEN: WeakSet[LedgerWriter] = WeakSet()
 
 
-def _let_go() -> None:
-    """In a forked child, such as a loader's worker: it would hold the lock for as long as it lives."""
+def _close_in_child() -> None:
+    """Closes the files in a forked child, such as a loader's worker, which would otherwise hold the lock."""
     for writer in _OPEN:
         writer._file.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
-    """Writes a whole ledger, such as a plan's, as the file that carrying it out would leave."""
+    """Writes a whole ledger to a file, such as that of a plan."""
     chain = Chain()
+    planned = _planned(round_.sampling for round_ in ledger.rounds if round_.one_time_query is None)
     with path.open("wb") as file:
-        file.write(
-            chain.header(
-                {"adjacency": ledger.adjacency}
-                | _of(ledger.record)
-                | _planned(round_.sampling for round_ in ledger.rounds if round_.one_time_query is None)
-            )
-        )
+        file.write(chain.header({"adjacency": ledger.adjacency} | _record_key(ledger.record) | planned))
         for spec, (round_, count) in enumerate(ledger.rounds.items()):
             file.write(chain.spec(round_))
             file.writelines(chain.round(spec) for _ in range(count))
@@ -366,19 +360,19 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
 
 
 def _times(found: os.stat_result) -> tuple[int, int]:
-    """When a file was changed; whoever sets back the first of them changes the second."""
+    """A file's modification and change times. Setting back the first changes the second."""
     return found.st_mtime_ns, found.st_ctime_ns
 
 
-def _of(record: Mapping[str, Any] | None) -> dict[str, object]:
+def _record_key(record: Mapping[str, Any] | None) -> dict[str, object]:
     return {} if record is None else {"record": record}
 
 
 def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:
-    """What the header says of the sampling, if that is the same in all rounds but for its rate."""
+    """The header's sampling, if all rounds have the same policy and n."""
     events = list(events)
-    facts = {(event.policy, event.n) for event in events}
-    if len(facts) != 1:
+    policies = {(event.policy, event.n) for event in events}
+    if len(policies) != 1:
         return {}
-    ((policy, n),) = facts
+    ((policy, n),) = policies
     return {"sampling": {"policy": policy, "n": n, "q": sorted({event.q for event in events})}}
