@@ -127,14 +127,14 @@ def job(cfg: DictConfig) -> float | None:
     try:
         return _run(cfg)
     except Exception as error:
-        from dpexp.reporting.terminal import trial_failed
+        from dpexp.reporting.terminal import print_failed_trial
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
         current = trial.current(cfg)
         if current is not None:
             message = " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("ConfigError: ")
-            trial_failed(current.label, message)
+            print_failed_trial(current.label, message)
         raise
 
 

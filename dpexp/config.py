@@ -187,7 +187,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 
 
-def exposed(cfg: Any) -> str | None:
+def not_private_reason(cfg: Any) -> str | None:
     """Why the (ε, δ) of a run does not cover all of its outputs; None if it does."""
     if not cfg.privacy.enabled:
         return "trained without privacy"

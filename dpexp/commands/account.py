@@ -217,6 +217,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     budgets = [
         Budget(**json.loads(tag)) for tag in sorted({tag for uri in stores for tag in budgets_in(uri, cfg.data.id)})
     ]
+    kept: Budget | None
     if cfg.budget is not None:
         kept = budget(OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget)
     elif len(budgets) > 1:
@@ -286,8 +287,8 @@ def _print_budget(kept: Budget, costs: Sequence[Any], data_id: str) -> dict[str,
         console.print(f"[bold red]The budget of {kept} cannot be kept any more[/]; see the runs above.")
     if used.whole is not None:
         console.print(
-            f"Budget of {kept}: {used.said}. This holds because all of its rounds were fixed before the first result "
-            "on these data, if all runs on them are counted here."
+            f"Budget of {kept}: {used.description}. This holds because all of its rounds were fixed before the first "
+            "result on these data, if all runs on them are counted here."
         )
         return {"spent": used.spent, "limit": kept.limit, "whole": used.whole}
     verdict = (
@@ -296,5 +297,5 @@ def _print_budget(kept: Budget, costs: Sequence[Any], data_id: str) -> dict[str,
         if kept.holds(used.spent)
         else "[bold red]It is overdrawn[/], so that it guarantees nothing."
     )
-    console.print(f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {used.said}. {verdict}")
+    console.print(f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {used.description}. {verdict}")
     return {"spent": used.spent, "limit": kept.limit}

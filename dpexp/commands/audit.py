@@ -1,10 +1,4 @@
-"""`python -m dpexp audit [OVERRIDE ...]` attacks a job's plan, and prints what was found beside what is claimed.
-
-It takes what a job takes: `audit group=conv_fc mechanism=joint sampling=fixed_size`. Canaries are put into the data,
-with gradients in coordinates of their own; callback, Trainer, sampler, noise and ledger are the job's. The status is
-not 0 if a claim is refuted. An audit can refute a claim, and never proves one. A job with audit=dirac trains, and is
-then audited.
-"""
+"""Audits of a job: an attack on its plan, and membership inference of mislabelled records (see docs/audit.md)."""
 
 import copy
 import json
@@ -22,7 +16,7 @@ from torch import Tensor
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit, Mask, level_of_checks
 from dpexp.accounting.auditing import audit as judged
-from dpexp.accounting.ledger import Ledger, joined, read_ledger
+from dpexp.accounting.ledger import Ledger, concatenate, read_ledger
 from dpexp.accounting.membership_inference import Membership, likelihood_ratios, log_odds, membership
 from dpexp.accounting.rdp import Array
 from dpexp.commands.build import accountants, add_scheduler, callback_for, make, module_of, rounds_of, set_batch_size
@@ -36,41 +30,92 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.audit_figures import attack as attack_figure
 from dpexp.reporting.audit_figures import membership_figure
 from dpexp.reporting.terminal import RoundBar
-from dpexp.tracking.job_folder import begun
+from dpexp.tracking.job_folder import training_marker
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
 
+FOLDER = "audit"  # in the job's folder
 _SUMMARY = "shown.json"
 
 
+def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Figure]:
+    """Trains two variants of a job's plan with canaries, one without sampling and one with almost no noise.
+
+    What they release in the canaries' coordinates is tested against the claim of the first variant's ledger. The models
+    are discarded.
+
+    Returns:
+        the results, and their figure.
+    """
+    cfg, folder = _training_only(cfg), output / FOLDER
+    folder.mkdir(exist_ok=True)
+    seed = cfg.privacy.noise_seed
+    coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
+    level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 4)
+    attack, contributions = Attack(), Contributions()
+    canaries = _train_with_canaries(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
+    _train_with_canaries(
+        cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl"
+    )
+    deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
+    ledger = read_ledger(folder / "ledger.jsonl")
+    accountant = accountants(cfg, plan)[0]
+    found = judged(
+        attack.scores(canaries.count), canaries.included, ledger, deltas, accountant, cfg.audit.confidence,
+        canaries.middle, [*attack.checks(level), *contributions.checks(level)],
+    )  # fmt: skip
+    return found, attack_figure(found, ledger, accountant)
+
+
+def _train_with_canaries(
+    cfg: DictConfig, plan: PrivacyPlan, coins: KeyStream | None, reader: Attack | Contributions, ledger: Path
+) -> Canaries:
+    """Trains once; `reader` reads the releases in the coordinates of the canaries, which are returned."""
+    ledger.unlink(missing_ok=True)  # of an interrupted audit, which has shown nothing
+    pl.seed_everything(cfg.seed, verbose=False)
+    module = module_of(cfg)
+    data = make("data.module", cfg.data.module)
+    canaries = Canaries(module, plan, cfg.audit.num_canaries, coins, reader)
+    canaries.put_into(data)
+    add_scheduler(cfg, module, plan.rounds)
+    privacy = callback_for(cfg, canaries.plan, ledger)
+    trainer = _silent_trainer(cfg, canaries.plan, privacy, ledger.parent)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.insert(callbacks.index(privacy) + 1, canaries)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "data.*the training set holds.*")  # because of the canaries
+        trainer.fit(module, datamodule=data)
+    return canaries
+
+
 def canaries_of(cfg: DictConfig) -> list[Canary]:
-    """Raises:
-    ConfigError: the data have no records that could be canaries.
+    """The mislabelled records of a membership audit.
+
+    Raises:
+        ConfigError: the data have no records that could be canaries.
     """
     pl.seed_everything(cfg.seed, verbose=False)
     return mislabelled(make("data.module", cfg.data.module), cfg.audit.num_canaries, cfg.seed, cfg.data.classes)
 
 
-def attacked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[Membership, Figure]:
-    """Carries out a job's plan `audit.target_models` + `audit.shadow_models` times more, and judges what an attacker
-    finds.
+def audit_membership(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[Membership, Figure]:
+    """Membership inference: trains `audit.target_models` + `audit.shadow_models` models more, and attacks the former.
 
-    The models are thrown away. What is shown was computed from those of the attacked trainings and of the reference
-    trainings, so that it costs what all their ledgers record together.
+    The models are discarded. The results are computed from all of them, and cost what all ledgers cost together.
 
     Args:
-        plan: None of a job without privacy, of which nothing is claimed.
+        plan: None for a job without privacy, which claims nothing.
 
     Returns:
-        what came of it, and its figure.
+        the results, and their figure.
     """
-    cfg, folder = undisturbed(cfg), output / FOLDER
+    cfg, folder = _training_only(cfg), output / FOLDER
     canaries = canaries_of(cfg)
     coins = _coins(cfg, len(canaries))
     folder.mkdir(exist_ok=True)
     ledgers = [folder / f"ledger_{k}.jsonl" for k in range(len(coins))]
     for ledger in ledgers:
-        ledger.unlink(missing_ok=True)  # of an audit that was interrupted: nothing of it was shown
-    with begun(output, lambda: ledgers[0].exists()):
+        ledger.unlink(missing_ok=True)  # of an interrupted audit, which has shown nothing
+    with training_marker(output, lambda: ledgers[0].exists()):
         trainings = enumerate(zip(coins, ledgers, strict=True))
         found = np.array([log_odds(_losses(cfg, plan, canaries, *training, k)) for k, training in trainings])
     first = cfg.audit.target_models
@@ -81,38 +126,14 @@ def attacked(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[M
         return result, membership_figure(result, None)
     written, accountant = [read_ledger(ledger) for ledger in ledgers], accountants(cfg, plan)[0]
     claimed = max(written[:first], key=len)  # trainer.max_time may end some of them early
-    spent = _together(cfg, plan, output, written)
+    spent = _epsilon_of_all(cfg, plan, output, written)
     result = membership(scores, coins[:first], claimed, deltas, accountant, cfg.audit.confidence, spent)
     return result, membership_figure(result, claimed, accountant)
 
 
-def keep_summary(found: Membership, output: Path) -> None:
-    """To be called before anything of it is shown: from then on the audit is not repeated."""
-    beside = output / FOLDER / f"{_SUMMARY}.part"
-    beside.write_text(json.dumps(found.summary()))
-    beside.replace(output / FOLDER / _SUMMARY)
-
-
-def attacked_before(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> dict[str, float] | None:
-    """What an earlier start of the job has shown of its audit, if it has: to repeat it would be to release more."""
-    if not (output / FOLDER / _SUMMARY).exists():
-        return None
-    found: dict[str, float] = json.loads((output / FOLDER / _SUMMARY).read_text())
-    if plan is not None:
-        written = [read_ledger(ledger) for ledger in sorted((output / FOLDER).glob("ledger_*.jsonl"))]
-        found["epsilon_together"] = _together(cfg, plan, output, written)
-    return found
-
-
-def _together(cfg: DictConfig, plan: PrivacyPlan, output: Path, written: list[Ledger]) -> float:
-    """ε of all that is shown: of the job's own training and of its audit's."""
-    own = [read_ledger(output / "ledger.jsonl")] if cfg.train else []
-    return epsilon(joined(own + written), cfg.privacy.delta, accountants(cfg, plan)[0])
-
-
 def _coins(cfg: DictConfig, k: int) -> Mask:
-    """[trainings, k]: fair and secret of the attacked ones; of the reference trainings, which come behind them, public,
-    and each canary in half of them."""
+    """Which canaries each training includes [trainings, k]: target models first, with secret fair coins; then shadow
+    models, public, with each canary in half of them."""
     seed = cfg.privacy.noise_seed
     stream = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
     secret = np.array([stream.words(k).lt(2**62).numpy() for _ in range(cfg.audit.target_models)])
@@ -124,7 +145,7 @@ def _coins(cfg: DictConfig, k: int) -> Mask:
 def _losses(
     cfg: DictConfig, plan: PrivacyPlan | None, canaries: list[Canary], included: Mask, ledger: Path, number: int
 ) -> Array:
-    """What the final model of one training answers for each canary [k]."""
+    """The losses [k] of the canaries under the final model of one training."""
     if cfg.privacy.noise_seed is not None:  # each training's noise must be its own
         cfg = cfg.copy()
         cfg.privacy.noise_seed += 1 + number
@@ -136,95 +157,62 @@ def _losses(
     put_into(data, canaries, included.tolist(), plan)
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
     privacy = callback_for(cfg, plan, ledger) if plan else None
-    trainer = keeping_nothing(cfg, plan, privacy, ledger.parent)
+    trainer = _silent_trainer(cfg, plan, privacy, ledger.parent)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "data.n=.*")  # the canaries are more records
+        warnings.filterwarnings("ignore", "data.n=.*")  # because of the canaries
         trainer.fit(module, datamodule=data)
     mute(module)
-    module.predict_step = module.training_step  # type: ignore[assignment, method-assign]  # without gradients, as Lightning predicts
-    answers = trainer.predict(module, one_by_one(data, canaries))
-    return np.array([_number(answer) for answer in answers or []])
+    module.predict_step = module.training_step  # type: ignore[assignment, method-assign]  # Lightning predicts without gradients
+    losses = trainer.predict(module, one_by_one(data, canaries))
+    return np.array([_loss(loss) for loss in losses or []])
 
 
-def _number(answer: Any) -> float:
-    """The loss that `training_step` returned; a record may have none."""
-    loss = answer["loss"] if isinstance(answer, dict) else answer
+def _loss(returned: Any) -> float:
+    """The loss that `training_step` returned; NaN for a record without one."""
+    loss = returned["loss"] if isinstance(returned, dict) else returned
     return float(loss) if isinstance(loss, Tensor) else math.nan
 
 
-FOLDER = "audit"  # in the job's
+def _epsilon_of_all(cfg: DictConfig, plan: PrivacyPlan, output: Path, written: list[Ledger]) -> float:
+    """ε of everything shown: of the job's own training and of those of its audit, composed."""
+    own = [read_ledger(output / "ledger.jsonl")] if cfg.train else []
+    return epsilon(concatenate(own + written), cfg.privacy.delta, accountants(cfg, plan)[0])
 
 
-def audited(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit, Figure]:
-    """Carries out two variants of a job's plan with canaries, one without sampling and one with next to no noise, and
-    judges what is released in their coordinates.
-
-    The models are thrown away: of the trainings nothing is kept but the ledgers, and what the canaries show. What is
-    attacked is the claim of the first ledger.
-
-    Returns:
-        what came of it, and its figure.
-    """
-    cfg, folder = undisturbed(cfg), output / FOLDER
-    folder.mkdir(exist_ok=True)
-    seed = cfg.privacy.noise_seed
-    coins = KeyStream() if seed is None else KeyStream.known(seed, "canaries", 0)
-    level = level_of_checks(cfg.audit.confidence, len(plan.groups) + 4)
-    attack, contributions = Attack(), Contributions()
-    canaries = _trained(cfg, unsampled(plan), coins, attack, folder / "ledger.jsonl")
-    _trained(cfg, nearly_noiseless(plan, canaries.count, level), None, contributions, folder / "samples.jsonl")
-    deltas = sorted({*cfg.audit.deltas, cfg.privacy.delta})
-    ledger = read_ledger(folder / "ledger.jsonl")
-    accountant = accountants(cfg, plan)[0]
-    found = judged(
-        attack.scores(canaries.count), canaries.included, ledger, deltas, accountant, cfg.audit.confidence,
-        canaries.middle, [*attack.checks(level), *contributions.checks(level)],
-    )  # fmt: skip
-    return found, attack_figure(found, ledger, accountant)
+def save_summary(found: Membership, output: Path) -> None:
+    """Saves the results of a membership audit, before any is shown: from then on it is not repeated."""
+    part = output / FOLDER / f"{_SUMMARY}.part"
+    part.write_text(json.dumps(found.summary()))
+    part.replace(output / FOLDER / _SUMMARY)
 
 
-def _trained(
-    cfg: DictConfig, plan: PrivacyPlan, coins: KeyStream | None, reader: Attack | Contributions, ledger: Path
-) -> Canaries:
-    """The canaries of one training, which `reader` read."""
-    ledger.unlink(missing_ok=True)  # of an audit that was interrupted: nothing of it was shown
-    pl.seed_everything(cfg.seed, verbose=False)
-    module = module_of(cfg)
-    data = make("data.module", cfg.data.module)
-    canaries = Canaries(module, plan, cfg.audit.num_canaries, coins, reader)
-    canaries.put_into(data)
-    add_scheduler(cfg, module, plan.rounds)
-    privacy = callback_for(cfg, canaries.plan, ledger)
-    trainer = keeping_nothing(cfg, canaries.plan, privacy, ledger.parent)
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.insert(callbacks.index(privacy) + 1, canaries)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "data.*the training set holds.*")  # the canaries are other records
-        trainer.fit(module, datamodule=data)
-    return canaries
+def earlier_summary(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> dict[str, float] | None:
+    """The results that an earlier start of the job has shown; None if none. A repeated audit would release more."""
+    if not (output / FOLDER / _SUMMARY).exists():
+        return None
+    found: dict[str, float] = json.loads((output / FOLDER / _SUMMARY).read_text())
+    if plan is not None:
+        written = [read_ledger(ledger) for ledger in sorted((output / FOLDER).glob("ledger_*.jsonl"))]
+        found["epsilon_together"] = _epsilon_of_all(cfg, plan, output, written)
+    return found
 
 
-def undisturbed(cfg: DictConfig) -> DictConfig:
-    """A job's configuration for the trainings of its audit: without callbacks, checkpoints and validation."""
+def _training_only(cfg: DictConfig) -> DictConfig:
+    """The configuration of an audit's trainings: without callbacks, checkpoints and validation."""
     cfg = copy.deepcopy(cfg)
-    cfg.callbacks, cfg.checkpoint.every_n_rounds, cfg.checkpoint.resume, cfg.trainer.num_evaluations = (
-        {},
-        None,
-        False,
-        0,
-    )
+    cfg.callbacks, cfg.checkpoint = {}, {"every_n_rounds": None, "resume": False}
+    cfg.trainer.num_evaluations = 0
     return cfg
 
 
-def keeping_nothing(
+def _silent_trainer(
     cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, folder: Path
 ) -> pl.Trainer:  # fmt: skip
-    """The job's Trainer, but that it leaves no model anywhere, and shows nothing that it releases, or that its weights
-    tell."""
+    """The job's Trainer, without the callbacks that save models or show released values."""
     trainer = trainer_for(cfg, plan, privacy, folder)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [one for one in callbacks if not isinstance(one, Checkpoints | LastCheckpoint | Watch)]
     for callback in callbacks:
         if isinstance(callback, RoundBar):
-            callback.tells_values = False
+            callback.shows_values = False
     return trainer

@@ -1,4 +1,4 @@
-"""What a composed configuration asks for, made: module, plan, callback, Trainer."""
+"""Makes the objects of a composed configuration: module, privacy plan, callback."""
 
 import re
 import warnings
@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.releases import claimable, releases
-from dpexp.commands.initial_weights import ITS_OWN, refuse_telling, weights_of
+from dpexp.accounting.releases import applicable_accountants, releases
+from dpexp.commands.initial_weights import MODEL_ARGUMENT, refuse_non_private_weights, weights_of
 from dpexp.commands.validate import check, noise_of, privacy_unit_of, sampling_of, schedules_of, target_of
-from dpexp.config import exposed
+from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.normalization import PrivateBatchNorm
@@ -36,10 +36,10 @@ from dpexp.training.pretrained import head_parameters, load_initial_weights
 
 
 def planned(cfg: DictConfig) -> PrivacyPlan:
-    """The plan of a private job, which is not trained.
+    """The plan of a private job, without training.
 
     Raises:
-        ConfigError: for any choice that cannot be honoured, or a job that is not private.
+        ConfigError: a choice that cannot be honoured, or a job that is not private.
     """
     check(cfg)
     if not is_private(cfg):
@@ -51,12 +51,12 @@ def planned(cfg: DictConfig) -> PrivacyPlan:
 
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
-    """The privacy plan that a configuration asks for."""
+    """The privacy plan of a configuration."""
     return _plan(cfg, module, cfg.calibrate, noise_of(cfg), target_of(cfg))
 
 
-def unsolved(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
-    """The plan at an arbitrary noise, which takes no time to make: whether all but the noise makes sense."""
+def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
+    """The plan at an arbitrary noise, which takes no time to make: it checks all but the calibration."""
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preprocessing in preprocessing_of(module).values():
         preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
@@ -79,7 +79,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
         allocation=make("allocation", cfg.allocation),
         noise=noise,
         schedules=schedules_of(cfg),
-        private_metrics=_released(cfg, module),
+        private_metrics=_private_metrics(cfg, module),
         privacy_unit=privacy_unit_of(cfg),
         users=cfg.data.users,
         adjacency=cfg.privacy.adjacency,
@@ -88,22 +88,22 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
 
 
 def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
-    """That `mechanism=joint` makes no difference, and which options would; empty if it makes one."""
+    """A sentence that `mechanism=joint` makes no difference here, and which options would; "" if it makes one."""
     if plan is None:
         return ""
-    mechanism, bound, allocation = (make(section, cfg[section]) for section in ("mechanism", "clip_norm", "allocation"))
-    if not isinstance(mechanism, Joint) or not same_as_separate(plan, bound, isinstance(allocation, Explicit)):
+    mechanism, clip_norm, allocation = (
+        make(section, cfg[section]) for section in ("mechanism", "clip_norm", "allocation")
+    )
+    if not isinstance(mechanism, Joint) or not same_as_separate(plan, clip_norm, isinstance(allocation, Explicit)):
         return ""
-    same = "mechanism=joint is mechanism=separate here"
+    same = "mechanism=joint equals mechanism=separate here"
     groups = [group.vectors for group in plan.groups if not group.is_metric]
     if all(len(vectors) == 1 for vectors in groups):
         return (
-            f"{same}, since each group is one vector; in larger ones clip_norm=dimension or clip_norm=adaptive differ."
+            f"{same}, since each group is one vector; with several, clip_norm=dimension or clip_norm=adaptive differ."
         )
     options = ["clip_norm=dimension"] * any(len({vector.d for vector in vectors}) > 1 for vectors in groups)
-    options = (
-        [*options, "clip_norm=adaptive"] if mechanism.alpha is None else ["scales of their own in mechanism.alpha"]
-    )
+    options = [*options, "clip_norm=adaptive"] if mechanism.alpha is None else ["a list of scales in mechanism.alpha"]
     return f"{same}, since the scales α of a group are equal; {' or '.join(options)} would make a difference."
 
 
@@ -111,45 +111,45 @@ def _batchnorm(cfg: DictConfig) -> Any:
     return make("batchnorm", cfg.batchnorm) if cfg.batchnorm else None
 
 
-def _released(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
-    """What is released besides gradients."""
-    asked = _contained(cfg.private_metrics.release) or {}
+def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
+    """The values that are released in addition to gradients."""
+    metrics = _plain(cfg.private_metrics.release) or {}
     normalise = _batchnorm(cfg)
     if not isinstance(normalise, PrivateBatchNorm):
-        return asked
-    if BATCHNORM in asked:
+        return metrics
+    if BATCHNORM in metrics:
         raise ConfigError(
             f"private_metrics.release: batchnorm=private releases under the name {BATCHNORM}; choose another."
         )
-    return asked | normalise.release(module)
+    return metrics | normalise.release(module)
 
 
-def _contained(node: Any) -> Any:
+def _plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
-    """Those asked for, the reported one first; `all` stands for every one that has a bound for the plan's claim.
+    """The configured accountants, the reported one first; `all`: every one that has a bound for the plan's claim.
 
     Raises:
-        ConfigError: one that is asked for does not compose a preparation.
+        ConfigError: a configured one cannot compose a preprocessing release.
     """
     before = Ledger(plan.adjacency, {round_: 1 for round_ in plan.ledger().rounds if round_.one_time_query is not None})
     if "all" not in cfg.accountant.names:
         for name in cfg.accountant.names:
             releases(before, name)
         return list(cfg.accountant.names)
-    composing = claimable(before)
+    composing = applicable_accountants(before)
     return [name for name in CLAIMS[plan.sampling.name][plan.adjacency] if name in composing or not before.rounds]
 
 
 def is_private(cfg: DictConfig) -> bool:
-    """Whether everything that the run shows is covered by its (ε, δ)."""
-    return exposed(cfg) is None
+    """Whether the (ε, δ) of the run covers all of its outputs."""
+    return not_private_reason(cfg) is None
 
 
 def make(section: str, node: Any, **arguments: Any) -> Any:
-    """Instantiates a `_target_` section; a mistake in it becomes a sentence."""
+    """Instantiates a `_target_` section; a mistake in it becomes a ConfigError."""
     try:
         return instantiate(node, _convert_="all", **arguments)
     except InstantiationException as error:
@@ -161,19 +161,19 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
         if unknown and unknown[1] in node:
             key = f"{section}.{unknown[1]}"
             raise ConfigError(
-                f"{key}={node[unknown[1]]} is no option of {target}; if an experiment gives it, take it out "
-                f"with ~{key}."
+                f"{key}={node[unknown[1]]} is no option of {target}; if an experiment sets it, remove it with ~{key}."
             ) from error
         raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
 
 
-def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
-    """
+def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
+    """The LightningModule of a configuration.
+
     Args:
-        begun: with the weights that the configuration begins from; False where others are loaded anyway.
+        load_weights: load the configured initial weights; False where others are loaded anyway.
     """
     weights = weights_of(cfg)
-    model = make("model", cfg.model if weights is ITS_OWN else _without(cfg, "model", "weights"))
+    model = make("model", cfg.model if weights is MODEL_ARGUMENT else _without(cfg, "model", "weights"))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
             f"model: {cfg.model._target_} gives an object of type {type(model).__name__}, not a torch.nn.Module."
@@ -182,22 +182,22 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
     if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, PrivateBatchNorm)):
         model = normalise(model)
     tuning = make("fine_tuning", cfg.fine_tuning)
-    if begun and isinstance(weights, Path):
+    if load_weights and isinstance(weights, Path):
         load_initial_weights(model, weights, head_parameters(model, getattr(tuning, "head", None)))
-    if begun and cfg.privacy.enabled:
-        refuse_telling(cfg)
+    if load_weights and cfg.privacy.enabled:
+        refuse_non_private_weights(cfg)
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is left to be trained.")
+        raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is trainable.")
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)
-    asked = cfg.preprocessing
+    preprocessing = cfg.preprocessing
     if isinstance(model, pl.LightningModule):
-        if asked:
+        if preprocessing:
             raise ConfigError(
-                f"preprocessing={list(asked)} changes the inputs of a plain model, and model={cfg.model._target_} is a "
-                "LightningModule; let it hold a dpexp.privacy.preprocessing_methods.Prepared itself, and leave "
-                "prepare out."
+                f"preprocessing={list(preprocessing)} changes the inputs of a plain model, and "
+                f"model={cfg.model._target_} is a LightningModule; use dpexp.privacy.preprocessing_methods.PreprocessedModel within it, and leave "
+                "preprocessing out."
             )
         if _augment(cfg) is not None:
             raise ConfigError(
@@ -213,7 +213,7 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
         return model
     optimizer = make("optimizer", cfg.optimizer, _partial_=True)
     augment = _augment(cfg)
-    model = _prepared(cfg, model) if asked else model
+    model = _preprocessed(cfg, model) if preprocessing else model
     return Classifier(
         model, optimizer, augment=augment, multiplicity=cfg.augment.multiplicity if augment else 1,
         class_weights=_class_weights(cfg, model),
@@ -221,10 +221,10 @@ def module_of(cfg: DictConfig, begun: bool = True) -> pl.LightningModule:
 
 
 def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Callable[[], torch.Tensor] | None:
-    """A weight of each class, or what gives them once they are known; None: none are asked for."""
-    asked = _contained(cfg.data.class_weights)
-    if asked != "counts":
-        return None if asked is None else torch.tensor(asked, dtype=torch.float32)
+    """The weight of each class, or a function that returns them once counts are released; None: unweighted."""
+    weights = _plain(cfg.data.class_weights)
+    if weights != "counts":
+        return None if weights is None else torch.tensor(weights, dtype=torch.float32)
     (counts,) = (one for one in preprocessing_of(model).values() if isinstance(one, ClassCounts))
     if counts.d != cfg.data.classes:
         raise ConfigError(f"data.class_weights=counts needs data.classes={cfg.data.classes} counts, not {counts.d}.")
@@ -232,7 +232,7 @@ def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Ca
 
 
 def _without(cfg: DictConfig, section: str, key: str) -> DictConfig:
-    """A section's arguments for what it names, less one that is not meant for that."""
+    """A section without one of its keys."""
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg[section].pop(key, None)
@@ -240,23 +240,18 @@ def _without(cfg: DictConfig, section: str, key: str) -> DictConfig:
 
 
 def _augment(cfg: DictConfig) -> Any:
-    """One example's x -> a view of it; None: none is asked for."""
-    asked = cfg.augment
-    if not asked or asked._target_ is None:
+    """The function from one example's x to a view of it; None: no augmentation."""
+    if not cfg.augment or cfg.augment._target_ is None:
         return None
     augment = make("augment", _without(cfg, "augment", "multiplicity"))
     if not callable(augment):
-        raise ConfigError(f"augment: {asked._target_} gives a {type(augment).__name__}, not a function of x.")
+        raise ConfigError(f"augment: {cfg.augment._target_} gives a {type(augment).__name__}, not a function of x.")
     return augment
 
 
-def _prepared(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
-    """The model behind its preparations.
-
-    Raises:
-        ConfigError: one cannot be made, or the model does not take what they leave of an input.
-    """
-    prepared = PreprocessedModel(
+def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
+    """The model after its private preprocessing, which must accept one another's output shapes."""
+    preprocessed = PreprocessedModel(
         {name: make(f"preprocessing.{name}", node) for name, node in cfg.preprocessing.items()}, model
     )
     if cfg.data.shape is not None:
@@ -264,47 +259,42 @@ def _prepared(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
         modes = {layer: layer.training for layer in model.modules()}
         try:
             with torch.no_grad():
-                for name, preparation in prepared.preprocessing.items():
-                    x = _through(name, preparation, x)
+                for name, step in preprocessed.preprocessing.items():
+                    x = _apply(name, step, x)
                 model.eval()(x)
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"model={cfg.model._target_} does not take the inputs {list(x.shape[1:])} that "
-                f"preprocessing={list(cfg.preprocessing)} leaves of {list(cfg.data.shape)}; try "
-                f"model.shape={list(x.shape[1:])} "
-                f"({' '.join(str(error).split())[:200]})."
+                f"model={cfg.model._target_} does not accept inputs of shape {list(x.shape[1:])}, which "
+                f"preprocessing={list(cfg.preprocessing)} makes of {list(cfg.data.shape)}; try "
+                f"model.shape={list(x.shape[1:])} ({' '.join(str(error).split())[:200]})."
             ) from error
         finally:
             for layer, training in modes.items():
                 layer.training = training
-    return prepared
+    return preprocessed
 
 
-def _through(name: str, preparation: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """
-    Raises:
-        ConfigError: it does not take x.
-    """
+def _apply(name: str, step: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     try:
-        return preparation(x)
+        return step(x)
     except Exception as error:
         shape = list(x.shape[1:])
         raise ConfigError(
-            f"preprocessing.{name} does not take inputs {shape}, which those before it leave; try "
+            f"preprocessing.{name} does not accept inputs of shape {shape}, as it gets them here; try "
             f"preprocessing.{name}.shape={shape} ({' '.join(str(error).split())[:200]})."
         ) from error
 
 
 def make_small(cfg: DictConfig) -> None:
-    """debug=true: whether a job runs through, without leaving anything in MLflow."""
+    """debug=true: shortens a job to three rounds without MLflow."""
     cfg.sampling.steps, cfg.sampling.epochs, cfg.tracking.uri = 3, None, None
     OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
 
 
 def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> None:
-    """Lets a classifier follow the configuration's schedule, now that the number of rounds is known.
+    """Adds the configured learning rate schedule to a classifier, once the number of rounds is known.
 
     Raises:
         ConfigError: optimizer or scheduler cannot be made, or are chosen for a module that has its own.
@@ -320,27 +310,23 @@ def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> N
     try:
         module.configure_optimizers()
     except (TypeError, ValueError) as error:
-        told = {s: {**cfg[s]} for s in ("optimizer", "scheduler") if cfg[s]}
-        given = [f"{section}.{key}={value}" for section, node in told.items() for key, value in node.items()]
-        raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(given)}: {error}.") from error
+        sections = {section: {**cfg[section]} for section in ("optimizer", "scheduler") if cfg[section]}
+        values = [f"{section}.{key}={value}" for section, node in sections.items() for key, value in node.items()]
+        raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(values)}: {error}.") from error
 
 
 def check_device(cfg: DictConfig) -> None:
-    """Before a plan is made, which may take long.
-
-    Raises:
-        ConfigError: Lightning knows no such device or precision here.
-    """
-    asked = cfg.trainer
+    """Refuses a device or precision that Lightning does not support here."""
+    options = cfg.trainer
     try:
         pl.Trainer(
-            accelerator=asked.accelerator, devices=1, precision=asked.precision, logger=False,
+            accelerator=options.accelerator, devices=1, precision=options.precision, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-    except Exception as error:  # Lightning raises many types for what is always a wrong value
+    except Exception as error:  # Lightning raises many types for a wrong value
         raise ConfigError(
-            f"trainer.accelerator={asked.accelerator} with trainer.precision={asked.precision} cannot be had here: "
-            f"{' '.join(str(error).split())}"
+            f"trainer.accelerator={options.accelerator} with trainer.precision={options.precision} is not available "
+            f"here: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -364,14 +350,14 @@ def rounds_of(cfg: DictConfig) -> int:
 
 
 def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
-    """Of a training without privacy, whose loader draws its samples."""
+    """Sets the batch size of a data module for a training without privacy, whose loader draws the samples."""
     if hasattr(data, "batch_size"):
         policy, _ = sampling_of(cfg).resolve(cfg.data.n)
         data.batch_size = max(1, round(policy.q * cfg.data.n))
 
 
-def quieten() -> None:
-    """Lightning's advice is for those who write the training loop."""
+def silence_lightning() -> None:
+    """Silences Lightning's advice, which is about the training loop."""
     import logging
 
     for name in ("pytorch_lightning", "lightning.pytorch"):

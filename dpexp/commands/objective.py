@@ -1,4 +1,4 @@
-"""What a job comes to: its result, and what it returns to a sweeper that searches."""
+"""The result of a job, and the objective that it returns to a sweeper."""
 
 from typing import Any
 
@@ -17,11 +17,7 @@ from dpexp.training.classifier import Classifier
 
 
 def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-    """Before training, where it is known what will be measured: for a classifier with nobody else's callbacks.
-
-    Raises:
-        ConfigError: the objective is not among it.
-    """
+    """Refuses an unknown objective before training, if all metrics are known: with dpexp's classifier and callbacks."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     homes = {type(part).__module__.partition(".")[0] for part in (module, *callbacks)}
     if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning"}):
@@ -35,14 +31,14 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
     if cfg.privacy.enabled and any(target is not None for target in targets):
         known.append(cfg.calibrate)
     if cfg.objective not in (*known, "test_accuracy"):
-        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
+        raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
 
 
 def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
-    """The value that was asked for; None if it is the test accuracy of a job that measures none.
+    """The configured objective; None if it is the test accuracy of a job that measures none.
 
     Raises:
-        ConfigError: it is not among what the job gave.
+        ConfigError: the job did not measure it.
     """
     known = dict(result["metrics"])
     if "epsilon" in result:
@@ -50,17 +46,17 @@ def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any])
     if plan is not None and plan.calibration is not None:
         known[plan.calibration.knob] = plan.calibration.value
     if cfg.objective not in known and cfg.objective != "test_accuracy":
-        raise ConfigError(f"objective={cfg.objective} is not among what this job gives: {', '.join(known)}.")
+        raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
     return known.get(cfg.objective)
 
 
 def objective_of(metrics: dict[str, float], name: str) -> float | None:
-    """The same of a run that MLflow remembers."""
-    from dpexp.tracking.client import SAME
+    """The objective of a finished MLflow run, from its metrics."""
+    from dpexp.tracking.client import CALIBRATED_METRIC
 
     if name == "epsilon":
         return metrics.get("epsilon", metrics.get("epsilon_planned"))
-    return metrics.get(name, metrics.get(SAME.get(name, "")))
+    return metrics.get(name, metrics.get(CALIBRATED_METRIC.get(name, "")))
 
 
 def result_of(
@@ -71,6 +67,7 @@ def result_of(
     metrics: dict[str, float],
     seconds: float,
 ) -> dict[str, Any]:
+    """The content of result.json."""
     result: dict[str, Any] = {
         "private": is_private(cfg) and (ledger is None or ledger.not_private_reason is None),
         "trained": cfg.train,

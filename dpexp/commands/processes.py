@@ -1,8 +1,7 @@
-"""A job's processes, started here or by torchrun, SLURM or submitit. The first writes, prints and tracks; the others
-only train with it.
+"""The processes of a job, started here or by torchrun, SLURM or submitit.
 
-However they were started, each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, as
-torchrun sets them.
+Each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, as torchrun sets them. Process 0
+writes, prints and tracks; the others only train with it.
 """
 
 import os
@@ -21,28 +20,27 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import distributed, multiprocessing
 
 from dpexp import config
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import LOST, OTHERS, REASONS
 
-_WORDS = 10_000  # of an error
-_SECONDS = 5.0  # that processes have for ending by themselves after one of them has
+_MAX_MESSAGE = 10_000  # characters: a longer one would block the queue until it is read
+_SECONDS = 5.0  # that processes have to end by themselves after one of them has ended
 
 
-def asked(cfg: DictConfig) -> int:
-    """How many processes a job trains in.
+def number_of(cfg: DictConfig) -> int:
+    """The number of processes that a job trains in.
 
     Raises:
-        ConfigError: so many cannot be had, or not for such a job.
+        ConfigError: they cannot be started, or the job does not support several.
     """
-    given = cfg.trainer
-    strategy, devices, nodes = given.get("strategy", "auto"), given.get("devices", 1), given.get("num_nodes", 1)
+    strategy, devices, nodes = cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes
     if strategy not in ("auto", "ddp"):
-        kinds = {"fsdp": "FSDPStrategy", "fsdp2": "ModelParallelStrategy", "deepspeed": "DeepSpeedStrategy"}
-        name = next((kind for word, kind in kinds.items() if str(strategy).partition("_")[0] == word), "")
+        classes = {"fsdp": "FSDPStrategy", "fsdp2": "ModelParallelStrategy", "deepspeed": "DeepSpeedStrategy"}
+        name = classes.get(str(strategy).partition("_")[0], "")
         raise ConfigError(f"trainer.strategy={strategy} cannot be honoured: {REASONS.get(name, OTHERS)}.")
     for name, value in (("devices", devices), ("num_nodes", nodes)):
         if value < 1:
@@ -50,11 +48,11 @@ def asked(cfg: DictConfig) -> int:
     count = devices * nodes
     if not cfg.train:
         return 1
-    _take_from_outside()
+    _read_cluster_environment()
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started not in (1, count):
         raise ConfigError(
-            f"{started} processes were started, but trainer.devices={devices} and trainer.num_nodes={nodes} ask for "
+            f"{started} processes were started, but trainer.devices={devices} and trainer.num_nodes={nodes} require "
             f"{count}; let devices times nodes be {started}, with trainer.strategy=ddp."
         )
     if count == 1:
@@ -80,12 +78,12 @@ def _check(cfg: DictConfig, strategy: str, devices: int, nodes: int, started: in
         ("diagnostics", cfg.diagnostics != "none", "it would show one process's records"),
     ):
         if wrong:
-            value = cfg.privacy.enabled if key == "privacy.enabled" else cfg[key] if key == "diagnostics" else "given"
+            value = "…" if key == "audit" else OmegaConf.select(cfg, key)
             raise ConfigError(f"{key}={value} with trainer.devices={devices}: {why}; choose trainer.devices=1.")
 
 
-def _take_from_outside() -> None:
-    """Where SLURM or submitit started processes, says so as torchrun would."""
+def _read_cluster_environment() -> None:
+    """Sets torchrun's variables if SLURM or submitit started the processes."""
     if "RANK" in os.environ:
         return
     if "SUBMITIT_EXECUTOR" in os.environ:
@@ -98,74 +96,73 @@ def _take_from_outside() -> None:
     from pytorch_lightning.plugins.environments import SLURMEnvironment
 
     if SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1:
-        found = SLURMEnvironment()
+        slurm = SLURMEnvironment()
         os.environ |= {
-            "RANK": str(found.global_rank()), "WORLD_SIZE": str(found.world_size()),
-            "GROUP_RANK": str(found.node_rank()), "LOCAL_RANK": str(found.local_rank()),
-            "MASTER_ADDR": found.main_address, "MASTER_PORT": str(found.main_port),
+            "RANK": str(slurm.global_rank()), "WORLD_SIZE": str(slurm.world_size()),
+            "GROUP_RANK": str(slurm.node_rank()), "LOCAL_RANK": str(slurm.local_rank()),
+            "MASTER_ADDR": slurm.main_address, "MASTER_PORT": str(slurm.main_port),
         }  # fmt: skip
 
 
 def rank() -> int:
-    """Of this process; 0 where there is one only."""
-    return int(os.environ.get("RANK", 0)) if begun() else 0
+    """The rank of this process; 0 if it is the only one."""
+    return int(os.environ.get("RANK", 0)) if is_started() else 0
 
 
-def begun() -> bool:
-    """Whether this is one of a job's processes, rather than the one that is to start them."""
+def is_started() -> bool:
+    """Whether this is one of a job's processes, rather than the one that starts them."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
-    """Runs a job in so many new processes, and returns what the first one does.
+    """Runs a job in `count` new processes, and returns the result of process 0.
 
     Raises:
-        ConfigError: that of the first process, or: one was ended from outside.
+        ConfigError: that of process 0, or a process was killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results = multiprocessing.get_context("spawn").SimpleQueue()
     arguments = (job, cfg, HydraConfig.instance().cfg, count, port, results)
-    begun = multiprocessing.start_processes(_process, arguments, count, join=False, start_method="spawn")
+    started = multiprocessing.start_processes(_process, arguments, count, join=False, start_method="spawn")
 
     ended_by = signal.SIGINT
 
     def stop(*_: Any) -> None:
         nonlocal ended_by
         ended_by = signal.SIGTERM
-        for process in begun.processes:
+        for process in started.processes:
             process.terminate()
         raise KeyboardInterrupt
 
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, stop) if in_main else None
     try:
-        connection.wait([process.sentinel for process in begun.processes])
-        _wait(begun, _SECONDS)
-        codes = [process.exitcode for process in begun.processes]
-        for ended, code in enumerate(codes):
+        connection.wait([process.sentinel for process in started.processes])
+        _wait(started, _SECONDS)
+        codes = [process.exitcode for process in started.processes]
+        for index, code in enumerate(codes):
             if code is not None and code < 0:
                 raise ConfigError(
-                    f"process {ended} of {count} was ended by {signal.Signals(-code).name}, and so all others end; the "
+                    f"process {index} of {count} was ended by {signal.Signals(-code).name}, so all others end; the "
                     "ledger has every round that was released."
                 )
-        while not begun.join():
+        while not started.join():
             pass
-    except KeyboardInterrupt:  # which a terminal sends to all
-        _wait(begun, 6 * _SECONDS)
+    except KeyboardInterrupt:  # a terminal sends it to all processes
+        _wait(started, 6 * _SECONDS)
         sys.exit(128 + ended_by)
     except multiprocessing.ProcessExitedException as error:
         if results.empty():
-            words = "and so all others end; the ledger has every round that was released"
-            raise ConfigError(f"{error}, {words}.") from error
+            raise ConfigError(f"{error}, so all others end; the ledger has every round that was released.") from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
-        for process in begun.processes:
+        for process in started.processes:
             process.terminate()
-        _wait(begun, _SECONDS)
-        for process in begun.processes:
+        _wait(started, _SECONDS)
+        for process in started.processes:
             process.kill()
     result = results.get()
     if isinstance(result, BaseException):
@@ -173,9 +170,9 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
     return result
 
 
-def _wait(begun: Any, seconds: float) -> None:
+def _wait(started: Any, seconds: float) -> None:
     until = time.monotonic() + seconds
-    for process in begun.processes:
+    for process in started.processes:
         process.join(max(0.0, until - time.monotonic()))
 
 
@@ -194,10 +191,10 @@ def _process(
     try:
         result = job(cfg)
     except ConfigError as error:
-        results.put(ConfigError(str(error)[:_WORDS]))  # more would not go through before somebody reads
+        results.put(ConfigError(str(error)[:_MAX_MESSAGE]))
         sys.exit(1)
     except Exception:
-        if rank > 0:  # of the first one's whoever started them hears
+        if rank > 0:  # process 0's is raised where the processes were started
             traceback.print_exc()
         raise
     if rank == 0:
@@ -206,8 +203,7 @@ def _process(
 
 @contextmanager
 def connected(cfg: DictConfig, count: int) -> Iterator[None]:
-    """Meanwhile a job's processes can exchange what they must. All but the first end without a word, and later: the
-    first one says what is to be said."""
+    """Connects a job's processes. Process 0 reports a ConfigError; the others end silently, and after it."""
     if count == 1:
         yield
         return
@@ -225,9 +221,9 @@ def connected(cfg: DictConfig, count: int) -> Iterator[None]:
             distributed.destroy_process_group()
 
 
-def tell(what: Any = None) -> Any:
-    """What the first process says, in all."""
-    box = [what]
+def broadcast(value: Any = None) -> Any:
+    """The value that process 0 gives, in all processes."""
+    box = [value]
     if distributed.is_available() and distributed.is_initialized():
         try:
             distributed.broadcast_object_list(box, 0, device=torch.device("cpu"))
@@ -237,7 +233,7 @@ def tell(what: Any = None) -> Any:
 
 
 def use_threads(cfg: DictConfig) -> None:
-    """Parallel trials, and the processes of a job, share the cores instead of fighting for them."""
+    """Divides the cores among parallel trials, and among the processes of a job."""
     threads = cfg.trainer.threads
     hydra = HydraConfig.get()
     if threads is None and "LOCAL_WORLD_SIZE" in os.environ:

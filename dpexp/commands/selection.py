@@ -1,4 +1,4 @@
-"""What it costs to choose among the trials of a sweep."""
+"""The privacy cost of choosing among the trials of a sweep."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,41 +7,40 @@ import numpy as np
 from pandas import DataFrame
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import Ledger, joined
+from dpexp.accounting.ledger import Ledger, concatenate
 from dpexp.accounting.multiple_runs import run_rdp, selection_epsilon
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import up
-from dpexp.tracking.sweep_run import Spent
+from dpexp.tracking.sweep_run import TrialLedgers
 
 
-def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict[str, float], str]:
-    """ε of one trial, of all of them, and of private selection where the trials were drawn for it.
+def cost(frame: DataFrame, spent: TrialLedgers, facts: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    """ε of a single trial, of all trials composed, and of private selection if it drew the trials.
 
     Args:
-        frame: the trials, each once; spent: everything that was ever spent on them.
-        facts: of the sweep: `selects`, the sweeper's mean and shape or null, its `draws`, and `dearest`, the Rényi DP
-            of what they were drawn from.
+        frame: one row per trial.
+        spent: the ledgers of all runs that the sweep has ever started.
+        facts: of the sweep: `selects`, the sweeper's mean and shape or None; its `draws`; and `worst_case_rdp`, the
+            largest Rényi DP of the grid's members at each order.
 
     Returns:
-        ε by kind of claim, and the sentence that says which of them may be made.
+        ε by type of claim, and a sentence that says which of them hold.
     """
-    if spent.exposed:
-        return {}, f"Nothing may be claimed: {', '.join(spent.exposed)} show more than their (ε, δ) covers."
+    if spent.not_private:
+        return {}, f"Nothing may be claimed: {', '.join(spent.not_private)} show more than their (ε, δ) covers."
     if spent.missing:
-        return {}, f"Nothing may be claimed: the ledgers of {', '.join(spent.missing)} are not at hand."
+        return {}, f"Nothing may be claimed: the ledgers of {', '.join(spent.missing)} are missing."
     every = spent.ledgers
     if not every:
         return {}, "No private trial has trained, so nothing has been spent."
     private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
     adjacencies = sorted({ledger.adjacency for ledger in every.values()})
     if len(adjacencies) > 1:
-        return (
-            {},
-            f"The trials are stated for different adjacencies ({', '.join(adjacencies)}) and cannot be composed.",
-        )
+        stated = ", ".join(adjacencies)
+        return {}, f"The trials are stated for different adjacencies ({stated}) and cannot be composed."
     units = sorted({ledger.unit for ledger in every.values()})
     if len(units) > 1:
-        return {}, f"The trials are about different privacy units ({', '.join(units)}) and cannot be composed."
+        return {}, f"The trials have different privacy units ({', '.join(units)}) and cannot be composed."
     delta = float(frame["delta"].max())
     costs, sentences = {"delta": delta}, []
     if len(private):
@@ -53,7 +52,7 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
     if facts.get("selects"):
         sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
     try:
-        costs["all_runs_epsilon"] = epsilon(joined(list(every.values())), delta)
+        costs["all_runs_epsilon"] = epsilon(concatenate(list(every.values())), delta)
         early = sum(ledger.incomplete for ledger in every.values())
         begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
         begun += f", {early} with a ledger that ends early" if early else ""
@@ -66,29 +65,31 @@ def cost(frame: DataFrame, spent: Spent, facts: Mapping[str, Any]) -> tuple[dict
 
 
 def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str:
-    """Adds the price of private selection to `costs` if it may be claimed; says so, or why not."""
+    """Adds the ε of private selection to `costs` if it may be claimed; returns a sentence that says so, or why not."""
     try:
-        why = _unclaimable(finished, begun, facts)
+        reason = _unclaimable(finished, begun, facts)
     except ConfigError as error:
-        why = str(error)
-    if why is not None:
-        return f"private selection cannot be claimed, because {why}"
+        reason = str(error)
+    if reason is not None:
+        return f"private selection cannot be claimed, because {reason}"
     mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
-    costs["private_selection_epsilon"] = selection_epsilon(np.array(facts["dearest"]), costs["delta"], mean, shape)
+    costs["private_selection_epsilon"] = selection_epsilon(
+        np.array(facts["worst_case_rdp"]), costs["delta"], mean, shape
+    )
     return (
-        f"ε = {up(costs['private'], 3)} (private selection) may be claimed for the best trial, if the others and their "
-        "number stay secret"
+        f"ε = {up(costs['private_selection_epsilon'], 3)} (private selection) may be claimed for the best trial, if "
+        "the others and their number stay secret"
     )
 
 
 def _unclaimable(finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str | None:
-    """Why the price of private selection may not be claimed."""
-    if facts.get("dearest") is None:
-        return "its price was not fixed before trials were drawn"
+    """Why the ε of private selection may not be claimed; None if it may."""
+    if facts.get("worst_case_rdp") is None:
+        return "its ε was not fixed before the trials were drawn"
     if len(finished) != len(facts.get("draws") or []):
         return "the trials are not those that were drawn"
     if begun > len(finished):
-        return "some trials were begun more than once"
-    if any((run_rdp(ledger) > np.array(facts["dearest"]) * (1 + 1e-9)).any() for ledger in finished):
-        return "a trial cost more than the dearest of the grid was to cost"
+        return "some trials were started more than once"
+    if any((run_rdp(ledger) > np.array(facts["worst_case_rdp"]) * (1 + 1e-9)).any() for ledger in finished):
+        return "a trial cost more than the planned worst case of the grid"
     return None

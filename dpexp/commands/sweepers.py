@@ -1,5 +1,4 @@
-"""Which trials a sweep has: all of a grid, or a random number of draws from it. Every one of them is checked before the
-first is started.
+"""Hydra sweepers: all trials of a grid, or a random number of draws from it. All are checked before the first starts.
 
 Imports nothing slow, since every press of Tab runs it.
 """
@@ -21,36 +20,29 @@ if TYPE_CHECKING:
 
 
 class Grid(BasicSweeper):
-    """`hydra/sweeper=grid`: Hydra's `basic`, but every trial is checked first and knows its place in the sweep."""
+    """`hydra/sweeper=grid`: Hydra's `basic`, which checks every trial before the first starts."""
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Of all batches, when the first is about to start.
-
-        Raises:
-            ConfigError: names the first trial that cannot run, and says why.
-        """
+        """Checks the trials of all batches when the first batch is about to start."""
         if self.batch_index > 1:
             return
         assert self.overrides is not None
         members = [list(overrides) for batch in self.overrides for overrides in batch]
         trial.begin(members)
+        from dpexp.commands.train import check_trial
+
         refused = []
         for number, overrides in enumerate(members):
             try:
-                self._check(overrides, number)
+                check_trial(self._compose(overrides, number))
             except ConfigError as error:
                 refused.append(f"trial {number + 1} of {len(members)} ({trial.name_of(overrides)}): {error}")
         if refused:
             more = f" (Nor can {len(refused) - 1} more.)" if len(refused) > 1 else ""
             raise ConfigError(f"no trial was started, since one cannot run: {refused[0]}{more}")
 
-    def _check(self, overrides: list[str], number: int) -> None:
-        from dpexp.commands.train import check_trial
-
-        check_trial(self._composed(overrides, number))
-
-    def _composed(self, overrides: list[str], number: int = 0) -> DictConfig:
-        """The configuration of a trial, as its launcher will make it."""
+    def _compose(self, overrides: list[str], number: int = 0) -> DictConfig:
+        """The configuration of a trial, as its launcher will compose it."""
         assert self.hydra_context is not None and self.config is not None
         cfg = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(cfg):
@@ -60,12 +52,14 @@ class Grid(BasicSweeper):
 
 
 class PrivateSelection(Grid):
-    """`hydra/sweeper=private_selection`: a random number of trials, each with a configuration drawn at random from the
-    grid. Only then may the best one be chosen at a known price, which is that of the grid's dearest: every member is
-    planned before any is drawn.
+    """`hydra/sweeper=private_selection`: a random number of trials, each drawn at random from the grid.
+
+    The best trial then costs a known ε (Papernot & Steinke 2022), that of the grid's worst case: all members of the
+    grid are planned before any is drawn.
 
     Args:
-        mean: of the number of trials; shape: η, 1 for geometric, inf for Poisson (see accounting.selection).
+        mean: of the number of trials.
+        shape: η; 1 for geometric, 0 for logarithmic, inf for Poisson (see accounting.multiple_runs).
     """
 
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None, mean: float, shape: float) -> None:
@@ -85,29 +79,27 @@ class PrivateSelection(Grid):
             from dpexp.accounting.multiple_runs import draw_repetitions, worst_case_rdp
 
             (grid,) = BasicSweeper.split_arguments(overrides, None)
-            dearest = worst_case_rdp([self._planned(member) for member in grid])
+            rdp = worst_case_rdp([self._ledger(member) for member in grid])
             random = default_rng()  # the operating system's entropy: the draws must be secret
             count = draw_repetitions(self._mean, self._shape, random)
             chosen = [grid[random.integers(len(grid))] for _ in range(count)]
             batch = [[*map(str, overrides), f"draw={k}"] for k, overrides in enumerate(chosen)]
-            sweep.remember_draws(batch, dearest.tolist())
+            sweep.remember_draws(batch, rdp.tolist())
         return [batch] if batch else []
 
-    def _planned(self, member: list[str]) -> "Ledger":
-        """What a member of the grid would write.
-
-        Raises:
-            ConfigError: it is not private, or cannot be planned.
-        """
+    def _ledger(self, member: list[str]) -> "Ledger":
+        """The ledger that a member of the grid would write."""
         from dpexp.commands.build import planned
 
         try:
-            return planned(self._composed(member)).ledger()
+            return planned(self._compose(member)).ledger()
         except ConfigError as error:
-            raise ConfigError(f"hydra/sweeper=private_selection draws from {', '.join(member)} too: {error}") from error
+            raise ConfigError(
+                f"hydra/sweeper=private_selection also draws from {', '.join(member)}: {error}"
+            ) from error
 
 
 def register() -> None:
-    """Makes them known to Hydra, which only takes plugins whose name begins so and finds the classes where they are."""
+    """Registers the sweepers with Hydra, which only accepts plugins whose name begins with `hydra_plugins`."""
     for sweeper in (Grid, PrivateSelection):
         Plugins.instance().class_name_to_class[f"hydra_plugins.dpexp.{sweeper.__name__}"] = sweeper

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp.accounting.ledger import Ledger, ParallelQueryEvent, joined, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import Ledger, ParallelQueryEvent, concatenate, ledger_so_far, read_ledger
 from dpexp.commands import processes, trial
 from dpexp.commands.build import (
     accountants,
@@ -28,25 +28,34 @@ from dpexp.commands.build import (
     make_small,
     module_of,
     plan_for,
-    quieten,
     rounds_of,
     set_batch_size,
-    unsolved,
+    silence_lightning,
+    uncalibrated_plan,
 )
-from dpexp.commands.initial_weights import heading
+from dpexp.commands.initial_weights import metadata_of
 from dpexp.commands.objective import check_objective, objective, objective_of, result_of
-from dpexp.commands.saved_jobs import CARD, RESERVED, NotKept, bare, check_resumable, completed, keep
-from dpexp.commands.trainer import AVERAGING, CHECKPOINT, sentence, trainer_for
+from dpexp.commands.saved_jobs import (
+    CARD,
+    CHECKPOINT,
+    RESERVED,
+    SavedElsewhere,
+    bare,
+    check_resumable,
+    rounds_done,
+    save_model,
+)
+from dpexp.commands.trainer import AVERAGING, sentence, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.config import audit_trainings
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import preprocessing_of
-from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates
+from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.reporting import terminal
-from dpexp.reporting.run_figures import counts
-from dpexp.tracking.job_folder import begun
+from dpexp.reporting.run_figures import counts, signal_and_noise, values_over_rounds
+from dpexp.tracking.job_folder import training_marker
 from dpexp.tracking.provenance import without_passwords
 from dpexp.training.callbacks import LastWeights, Stop
 from dpexp.training.pretrained import reserve_disk_space
@@ -56,78 +65,78 @@ if TYPE_CHECKING:
     from dpexp.accounting.membership_inference import Membership
 
     # MLflow is imported where it is used: a job without tracking does not wait for it
-    from dpexp.tracking.run import Tracked
+    from dpexp.tracking.run import TrackedRun
 
 
 def run(cfg: DictConfig) -> float | None:
     """Runs the experiment and returns its objective (None if it has none).
 
-    The output directory gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration, and `result.json`. A trial
-    that an earlier start of the same sweep has finished is not run again.
+    The output folder gets `ledger.jsonl`, `plan.json`, `epsilon.png`, the configuration and `result.json`. A trial that
+    an earlier start of the same sweep has finished is not run again.
 
     Raises:
         ConfigError: before training, for any choice that cannot be honoured.
     """
-    quieten()
+    silence_lightning()
     check(cfg)
-    count = processes.asked(cfg)
-    if count > 1 and not processes.begun():
+    count = processes.number_of(cfg)
+    if count > 1 and not processes.is_started():
         return processes.start(run, cfg, count)
     with processes.connected(cfg, count):
         if processes.rank() == 0:
             with Stop().installed() as stop:
                 return _run(cfg, stop)
-        _accompany(cfg)
+        _run_worker(cfg)
         return None
 
 
-def _accompany(cfg: DictConfig) -> None:
-    """Trains with the first process."""
+def _run_worker(cfg: DictConfig) -> None:
+    """Trains with process 0."""
     warnings.simplefilter("ignore")
-    said = processes.tell()
-    if said is None:
+    received = processes.broadcast()
+    if received is None:
         return
-    output, cfg.checkpoint.resume = said
+    output, cfg.checkpoint.resume = received
     processes.use_threads(cfg)
-    module, data, _, trainer, _ = _job(cfg, output, plan_for)
+    module, data, _, trainer, _ = _make_job(cfg, output, plan_for)
     trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
-    with suppress(Exception):  # the first process tells
-        _tested(module, data, trainer)
+    with suppress(Exception):  # process 0 reports it
+        _test(module, data, trainer)
 
 
 def _run(cfg: DictConfig, stop: Stop) -> float | None:
-    among, output = trial.current(cfg), Path(HydraConfig.get().runtime.output_dir)
+    current, output = trial.current(cfg), Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        output = _free(output)
+        output = _unused(output)
     if cfg.tracking.uri is not None and cfg.tracking.resume:
         from dpexp.tracking.run import finished_trial, unfinished_trial
 
         finished = finished_trial(cfg)
         if finished is not None:
-            processes.tell()
+            processes.broadcast()
             trial.skip()
-            terminal.skipped(among.place if among else str(finished.info.run_name))
+            terminal.print_skipped(current.label if current else str(finished.info.run_name))
             return objective_of(finished.data.metrics, cfg.objective)
         earlier = unfinished_trial(cfg)
         if earlier is not None and (earlier / CHECKPOINT).exists():
             output, cfg.checkpoint.resume = earlier, True
     processes.use_threads(cfg)
-    processes.tell((output, cfg.checkpoint.resume))
+    processes.broadcast((output, cfg.checkpoint.resume))
     if not cfg.checkpoint.resume:
         refuse_taken(output)
-    job = _job(cfg, output, plan_for)
+    job = _make_job(cfg, output, plan_for)
     output.mkdir(parents=True, exist_ok=True)
     if cfg.checkpoint.resume:
         check_resumable(cfg, output)
-    (output / "config.yaml").write_text(OmegaConf.to_yaml(_shown(cfg), resolve=True))
+    (output / "config.yaml").write_text(OmegaConf.to_yaml(_without_passwords(cfg), resolve=True))
     plan = job.plan
-    if among is None:
-        terminal.announce(cfg, plan, joint_note(cfg, plan))
-        terminal.announce_tuned(job.module)
-    with _track(cfg, plan, output, _at_its_end(cfg, plan, output), stop) as tracked:
-        result = _trained(cfg, job, output, tracked, stop) if cfg.train else _planned(cfg, plan)
-        _write(result, output)  # whatever becomes of an audit
-        summary, refuted = _audited(cfg, plan, output)
+    if current is None:
+        terminal.print_plan(cfg, plan, joint_note(cfg, plan))
+        terminal.print_trained_parameters(job.module)
+    with _track(cfg, plan, output, _reserved_ledger(cfg, plan, output), stop) as tracked:
+        result = _train(cfg, job, output, tracked, stop) if cfg.train else _planned_result(cfg, plan)
+        _write(result, output)  # an audit may fail
+        summary, refuted = _audit(cfg, plan, output)
         if summary:
             result["audit"] = summary
         result["mlflow_run_id"] = tracked.run_id if tracked else None
@@ -138,10 +147,10 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             (output / CHECKPOINT).unlink(missing_ok=True)
         if refuted:
             raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
-    if among is None:
-        terminal.conclude(result, output, tracked.address if tracked else None)
+    if current is None:
+        terminal.print_result(result, output, tracked.address if tracked else None)
     else:
-        terminal.trial_ended(among.place, result, trial.seconds_left())
+        terminal.print_trial(current.label, result, trial.seconds_left())
     if "weights" in result:
         raise ConfigError(
             f"{output} could not be written to at the end; the trained weights are in {result['weights']}"
@@ -159,27 +168,23 @@ class _Job(NamedTuple):
     data: pl.LightningDataModule
     plan: PrivacyPlan | None
     trainer: pl.Trainer
-    origin: dict[str, str]
+    metadata: dict[str, str]
 
 
-def _job(
+def _make_job(
     cfg: DictConfig, output: Path, plan_of: Callable[[DictConfig, pl.LightningModule], PrivacyPlan]
 ) -> _Job:  # fmt: skip
-    """What training needs, all of it made before anything is written.
-
-    Raises:
-        ConfigError: for any choice that cannot be honoured.
-    """
+    """Makes everything that training needs before anything is written."""
     if cfg.debug:
         make_small(cfg)
     if audit_trainings(cfg):
         from dpexp.commands.audit import canaries_of
 
-        canaries_of(cfg)  # or a sentence that says why there are none
+        canaries_of(cfg)  # raises a ConfigError if there are none
     pl.seed_everything(cfg.seed, verbose=False)
-    module = module_of(cfg, begun=not cfg.checkpoint.resume)  # first after the seed, so that it can be made again
+    module = module_of(cfg, load_weights=not cfg.checkpoint.resume)  # right after the seed: reproducible
     data = make("data.module", cfg.data.module)
-    if hasattr(data, "workers"):
+    if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
     check_device(cfg)
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
@@ -187,49 +192,45 @@ def _job(
     callback = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None
     trainer = trainer_for(cfg, plan, callback, output)
     check_objective(cfg, module, trainer)
-    return _Job(module, data, plan, trainer, heading(cfg))
+    return _Job(module, data, plan, trainer, metadata_of(cfg))
 
 
 def check_trial(cfg: DictConfig) -> None:
-    """Whether a trial can run, but for what calibrating it would show.
-
-    Raises:
-        ConfigError: for any choice that cannot be honoured.
-    """
-    quieten()
+    """Refuses a trial that cannot run, without calibrating it."""
+    silence_lightning()
     check(cfg)
-    _job(cfg, Path(HydraConfig.get().sweep.dir), unsolved)
+    _make_job(cfg, Path(HydraConfig.get().sweep.dir), uncalibrated_plan)
 
 
-def _free(folder: Path) -> Path:
-    """A folder that no earlier start of the same sweep has left a run in, which its costs are counted from."""
+def _unused(folder: Path) -> Path:
+    """A folder without a run of an earlier start of the same sweep, whose ledger still counts."""
     attempts = (folder.with_name(f"{folder.name}.{k}") if k > 1 else folder for k in itertools.count(1))
     return next(attempt for attempt in attempts if not taken(attempt))
 
 
-def _at_its_end(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledger | None:
-    """What the job will have released at most, rounds included that a resumed one does again, and an audit's."""
+def _reserved_ledger(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> Ledger | None:
+    """The most that the job will have released at its end, with the rounds that a resumed job repeats, and audits."""
     if plan is None or cfg.data.id is None:
         return None
     own, audits = plan.ledger(), audit_trainings(cfg)
     if cfg.checkpoint.resume:
         before = ledger_so_far(output / "ledger.jsonl")
-        own = replace(joined([before, plan.ledger(completed(output / CHECKPOINT))]), incomplete=False)
-    return joined([*([own] if cfg.train or not audits else []), *[plan.ledger()] * audits])
+        own = replace(concatenate([before, plan.ledger(rounds_done(output / CHECKPOINT))]), incomplete=False)
+    return concatenate([*([own] if cfg.train or not audits else []), *[plan.ledger()] * audits])
 
 
 def _track(
-    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, promised: Ledger | None, stop: Stop
-) -> "AbstractContextManager[Tracked | None]":
+    cfg: DictConfig, plan: PrivacyPlan | None, output: Path, reserved: Ledger | None, stop: Stop
+) -> "AbstractContextManager[TrackedRun | None]":
     if cfg.tracking.uri is None:
         return nullcontext()
     from dpexp.tracking.run import track
 
-    return track(cfg, plan, output, accountants(cfg, plan) if plan else [], promised, lambda: stop.name)
+    return track(cfg, plan, output, accountants(cfg, plan) if plan else [], reserved, lambda: stop.name)
 
 
-def _shown(cfg: DictConfig) -> DictConfig:
-    """The configuration as others may read it: without the tracking server's password."""
+def _without_passwords(cfg: DictConfig) -> DictConfig:
+    """The configuration without the tracking server's password."""
     shown = cfg.copy()
     for name in ("uri", "artifacts"):
         if cfg.tracking[name] is not None:
@@ -237,8 +238,8 @@ def _shown(cfg: DictConfig) -> DictConfig:
     return shown
 
 
-def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None", stop: Stop) -> dict[str, Any]:
-    module, data, plan, trainer, origin = job
+def _train(cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop) -> dict[str, Any]:
+    module, data, plan, trainer, metadata = job
     trainer.callbacks.append(stop)  # type: ignore[attr-defined]
     if tracked:
         trainer.logger = tracked.logger
@@ -246,44 +247,44 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
     if plan is None:
         set_batch_size(cfg, data)
     started = time.monotonic()
-    released = [one for one in trainer.callbacks if isinstance(one, PrivacyCallback)]  # type: ignore[attr-defined]
-    named = cfg.data.id is not None and plan is not None
+    privacy = [one for one in trainer.callbacks if isinstance(one, PrivacyCallback)]  # type: ignore[attr-defined]
+    marked = cfg.data.id is not None and plan is not None
     try:
         with (
             reserve_disk_space(bare(module), output / RESERVED),
-            begun(output, lambda: released[0].ledger_opened) if named else nullcontext(),
+            training_marker(output, lambda: privacy[0].ledger_opened) if marked else nullcontext(),
         ):
             trainer.fit(module, datamodule=data, ckpt_path=output / CHECKPOINT if cfg.checkpoint.resume else None)
     except (KeyboardInterrupt, SystemExit):
-        terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
+        terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
     except OSError:
-        if released and released[0].ledger_opened:
-            terminal.interrupted(plan, output, cfg.privacy.delta, reported(cfg))
+        if privacy and privacy[0].ledger_opened:
+            terminal.print_interrupted(plan, output, cfg.privacy.delta, reported(cfg))
         raise
     except (MisconfigurationException, RuntimeError, ValueError) as error:
-        said = sentence(error)
-        if said is None:
+        message = sentence(error)
+        if message is None:
             raise
-        raise ConfigError(said) from error
+        raise ConfigError(message) from error
     seconds = time.monotonic() - started
     try:
-        metrics = _tested(module, data, trainer)
-    except Exception as error:  # such as of data without a test set: what was spent is not lost with it
+        metrics = _test(module, data, trainer)
+    except Exception as error:  # data without a test set, for instance: the result must not be lost
         warnings.warn(f"the model could not be tested, and is kept: {' '.join(str(error).split())[:300]}")
         metrics = {}
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
-    if released and released[0].compiling:
-        result["step"] = released[0].compiling
-    if released and released[0].estimates.history:
-        result["released"] = _released(released[0].estimates, output)
-    if released and released[0].signals.history:
-        _draw_signals(released[0].signals, output)
-    result |= _prepared(module, plan, output)
+    if privacy and privacy[0].compiling:
+        result["step"] = privacy[0].compiling
+    if privacy and privacy[0].estimates.history:
+        result["released"] = _released_metrics(privacy[0].estimates, output)
+    if privacy and privacy[0].signals.history:
+        _save(signal_and_noise(privacy[0].signals), output / "signal.png")
+    result |= _preprocessing(module, plan, output)
     try:
-        about = keep(cfg, plan, module, data, result, output, tracked.run_id if tracked else None, origin)
-    except NotKept as error:  # what was spent and measured is not lost with it
+        about = save_model(cfg, plan, module, data, result, output, tracked.run_id if tracked else None, metadata)
+    except SavedElsewhere as error:  # the result must not be lost
         warnings.warn(f"the model could not be kept in {output}: {error}")
         result["weights"] = str(error.path)
     except Exception as error:
@@ -295,65 +296,62 @@ def _trained(cfg: DictConfig, job: _Job, output: Path, tracked: "Tracked | None"
 
 
 def _save(figure: Any, path: Path) -> None:
-    with suppress(OSError):  # a full disk: the model comes first
+    with suppress(OSError):  # with a full disk, the model matters more
         figure.savefig(path, dpi=150)
 
 
-def _released(estimates: MetricEstimates, output: Path) -> dict[str, dict[str, float]]:
-    """The values that were released at last, and their figure."""
-    from dpexp.reporting.run_figures import values_over_rounds
-
+def _released_metrics(estimates: MetricEstimates, output: Path) -> dict[str, dict[str, float]]:
+    """The last estimates of the private metrics; saves their figure."""
     _save(values_over_rounds(estimates), output / "released.png")
     smoothed = {name: estimates.moving_average(name) for name in estimates.history}
     return {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
 
 
-def _draw_signals(signals: GradientSignal, output: Path) -> None:
-    from dpexp.reporting.run_figures import signal_and_noise
-
-    _save(signal_and_noise(signals), output / "signal.png")
-
-
-def _audited(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[dict[str, float], str]:
-    """What an audit came to, if there was one, and what it refutes."""
+def _audit(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> tuple[dict[str, float], str]:
+    """The summary of the configured audit, and what it refutes; both empty without an audit."""
     if cfg.audit is None:
         return {}, ""
     found: Audit | Membership
     if audit_trainings(cfg):
-        from dpexp.commands.audit import attacked, attacked_before, keep_summary
+        from dpexp.commands.audit import audit_membership, earlier_summary, save_summary
 
-        before = attacked_before(cfg, plan, output)
+        before = earlier_summary(cfg, plan, output)
         if before is not None:
-            terminal.attacked_before(before)
+            terminal.print_earlier_audit(before)
             return before, "see result.json" if before["refuted"] else ""
-        found, figure = attacked(cfg, plan, output)
-        keep_summary(found, output)
-        terminal.attacked(found, audit_trainings(cfg), cfg.privacy.delta)
+        found, figure = audit_membership(cfg, plan, output)
+        save_summary(found, output)
+        terminal.print_membership_audit(found, audit_trainings(cfg), cfg.privacy.delta)
     else:
-        from dpexp.commands.audit import audited
+        from dpexp.commands.audit import audit_plan
 
-        assert plan is not None  # without one there is no claim, and `check` has said so
-        found, figure = audited(cfg, plan, output)
-        terminal.audited(found)
+        assert plan is not None  # `check` refuses an audit without one
+        found, figure = audit_plan(cfg, plan, output)
+        terminal.print_audit(found)
     figure.savefig(output / "audit.png", dpi=150)
     return found.summary(), "; ".join(found.exceeded)
 
 
-def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
-    """The test set's metrics; where weights were averaged, also those of the last weights, as `…_unaveraged`."""
+def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
+    """The metrics on the test set; if weights were averaged, also those of the last weights, as `…_unaveraged`."""
+
+    def metrics_of_module() -> dict[str, float]:
+        parts = trainer.test(module, datamodule=data, verbose=False)
+        return {name: value for part in parts for name, value in part.items()}
+
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     last = next((callback for callback in callbacks if isinstance(callback, LastWeights)), None)
-    if last is not None and last.weights is None:  # fit found every round done, where it calls no on_train_end
+    if last is not None and last.weights is None:  # all rounds were done before: fit then calls no on_train_end
         for callback in callbacks:
             if isinstance(callback, (LastWeights, *AVERAGING)):
                 callback.on_train_end(trainer, module)
-    metrics = _test(module, data, trainer)
+    metrics = metrics_of_module()
     if last is not None and last.weights is not None:
         averaged = {name: value.clone() for name, value in module.state_dict().items()}
-        loggers, trainer.loggers = trainer.loggers, []  # which would take it for the averages'
+        loggers, trainer.loggers = trainer.loggers, []  # which would log them as those of the averages
         module.load_state_dict(last.weights)
         try:
-            others = {f"{name}_unaveraged": value for name, value in _test(module, data, trainer).items()}
+            others = {f"{name}_unaveraged": value for name, value in metrics_of_module().items()}
         finally:
             module.load_state_dict(averaged)
             trainer.loggers = loggers
@@ -363,24 +361,18 @@ def _tested(module: pl.LightningModule, data: pl.LightningDataModule, trainer: p
     return metrics
 
 
-def _test(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
-    return {
-        name: value for part in trainer.test(module, datamodule=data, verbose=False) for name, value in part.items()
-    }
+def _preprocessing(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path) -> dict[str, Any]:
+    """The released values of private preprocessing; saves counts of classes as a figure."""
+    released = {name: values for name, step in preprocessing_of(module).items() if (values := step.released_values())}
+    counted = [event for event in plan.preprocessing if isinstance(event, ParallelQueryEvent)] if plan else []
+    for name, values in released.items():
+        event = next((event for event in counted if event.query == name), None)
+        _save(counts(values, event, name), output / f"{name}.png")
+    return {"preprocessing": released} if released else {}
 
 
-def _prepared(module: pl.LightningModule, plan: PrivacyPlan | None, output: Path) -> dict[str, Any]:
-    """What preparations tell, and counts of classes as a figure."""
-    told = {name: numbers for name, found in preprocessing_of(module).items() if (numbers := found.released_values())}
-    parts = [event for event in plan.preprocessing if isinstance(event, ParallelQueryEvent)] if plan else []
-    for name, numbers in told.items():
-        event = next((event for event in parts if event.query == name), None)
-        _save(counts(numbers, event, name), output / f"{name}.png")
-    return {"prepared": told} if told else {}
-
-
-def _planned(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
-    """train=false: what training would cost."""
+def _planned_result(cfg: DictConfig, plan: PrivacyPlan | None) -> dict[str, Any]:
+    """The result with train=false: the cost of the plan."""
     if plan is None:
         if audit_trainings(cfg):
             return result_of(cfg, None, None, rounds_of(cfg), {}, 0.0)

@@ -1,5 +1,4 @@
-"""The Lightning Trainer of a job: which of its options are honoured, and which are refused because something else has
-their place."""
+"""The Lightning Trainer of a job, which of its options are honoured, and which another setting replaces."""
 
 import inspect
 from pathlib import Path
@@ -15,6 +14,7 @@ from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
 from dpexp.commands import processes, trial
 from dpexp.commands.build import make, rounds_of
+from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.validate import sampling_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
@@ -24,15 +24,10 @@ from dpexp.privacy.preprocessing import NonPrivatePreprocessing
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
-OWN = (
-    "max_physical_batch_size",
-    "compile",
-    "num_workers",
-    "threads",
-    "num_evaluations",
-)  # keys of `trainer` that are not Lightning's
-_ROUNDS = "the plan says how many rounds there are; give sampling.steps or sampling.epochs"
-_SAMPLES = "each round's sample is drawn as sampling says, from all of the training set"
+# Keys of `trainer` that are not Lightning's:
+OWN = ("max_physical_batch_size", "compile", "num_workers", "threads", "num_evaluations")
+_ROUNDS = "the plan determines the number of rounds; give sampling.steps or sampling.epochs"
+_SAMPLES = "sampling determines each round's sample, from all of the training set"
 REFUSED = {
     "sync_batchnorm": "it mixes the records of all processes",
     "use_distributed_sampler": _SAMPLES,
@@ -46,12 +41,12 @@ REFUSED = {
     "limit_train_batches": _SAMPLES,
     "overfit_batches": _SAMPLES,
     "reload_dataloaders_every_n_epochs": _SAMPLES,
-    "accumulate_grad_batches": "a sample is taken apart by trainer.max_physical_batch_size",
+    "accumulate_grad_batches": "trainer.max_physical_batch_size splits a sample",
     "check_val_every_n_epoch": "give trainer.num_evaluations",
     "val_check_interval": "give trainer.num_evaluations",
     "enable_checkpointing": "give checkpoint.every_n_rounds",
     "default_root_dir": "give hydra.run.dir",
-    "profiler": "what it counts and times follows the size of each round's sample, which is private",
+    "profiler": "its counts and times depend on the size of each round's sample, which is private",
     "barebones": "it would leave out the callback that makes training private",
     "plugins": "give trainer.precision",
     "model_registry": "give register",
@@ -62,26 +57,27 @@ REFUSED = {
 def trainer_for(
     cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path
 ) -> pl.Trainer:  # fmt: skip
-    """A Trainer with the options and callbacks that a configuration asks for.
+    """A Trainer with the configured options and callbacks.
 
     Raises:
         ConfigError: names the option that cannot be honoured.
     """
-    options, count = _options(cfg), processes.asked(cfg)
+    options, count = _options(cfg), processes.number_of(cfg)
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
     rounds = plan.rounds if plan else rounds_of(cfg)
     per_epoch = max(1, round(policy.rounds_per_epoch))
-    at_once = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
-    private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, at_once)
+    max_batch = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
+    private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, max_batch)
     callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
-    chosen = callbacks_of(cfg)
-    if any(isinstance(callback, AVERAGING) for callback in chosen):
+    configured = callbacks_of(cfg)
+    if any(isinstance(callback, AVERAGING) for callback in configured):
         callbacks.append(LastWeights())
-    callbacks += [*chosen, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
-    among = trial.current(cfg)
-    bar = options.pop("enable_progress_bar", True) and (among is None or among.alone) and processes.rank() == 0
+    callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
+    current = trial.current(cfg)
+    shown = (current is None or current.is_serial) and processes.rank() == 0
+    bar = options.pop("enable_progress_bar", True) and shown
     if bar:
-        callbacks.append(RoundBar(rounds, privacy, among.place if among else None))
+        callbacks.append(RoundBar(rounds, privacy, current.label if current else None))
     defaults = {
         "limit_val_batches": 1.0 if cfg.trainer.num_evaluations else 0,
         "num_sanity_val_steps": 0,
@@ -98,31 +94,30 @@ def trainer_for(
             default_root_dir=output,
             enable_checkpointing=False,
             enable_progress_bar=bar,
-            **defaults | options | _placed(cfg, count),
+            **defaults | options | _placement(cfg, count),
         )
-    except Exception as error:  # Lightning raises many types for what is always a wrong value
+    except Exception as error:  # Lightning raises many types for a wrong value
         raise ConfigError(f"trainer: {error}") from error
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, pl.callbacks.Timer):  # of max_time, which a resumed job has anew; and no time is kept
+        if isinstance(callback, pl.callbacks.Timer):  # of max_time: no checkpoint stores the time used
             callback.state_dict = dict  # type: ignore[method-assign]
     return trainer
 
 
 def sentence(error: Exception) -> str | None:
-    """What an error of Lightning's or torch's means for a job; None: it is none that is known."""
-    told = next((told for words, told in _MEANS.items() if words in str(error)), None)
-    if told is None and isinstance(error, MisconfigurationException):
+    """What an error of Lightning or torch means for a job; None if it is unknown."""
+    meaning = next((meaning for words, meaning in _MEANINGS.items() if words in str(error)), None)
+    if meaning is None and isinstance(error, MisconfigurationException):
         return f"trainer or callbacks: {' '.join(str(error).split())}"
-    return told
+    return meaning
 
 
-_MEANS = {
-    "Training with multiple optimizers": "optimizer: configure_optimizers gives several optimizers, and a round is one "
-    "release, of which one takes a step; give one, with a group of parameters for each learning rate.",
+_MEANINGS = {
+    "Training with multiple optimizers": "optimizer: configure_optimizers gives several optimizers, and each round "
+    "releases one gradient for one step; give one, with a parameter group for each learning rate.",
     "num_samples should be a positive integer": "data.module: the training set is empty.",
     "`train_dataloader` must be implemented": "data.module: it has no train_dataloader; let it give one DataLoader.",
 }
-CHECKPOINT = "last.ckpt"
 # EMAWeightAveraging and its base came with Lightning 2.6.
 AVERAGING = tuple(
     getattr(pl.callbacks, name)
@@ -132,20 +127,20 @@ AVERAGING = tuple(
 
 
 def callbacks_of(cfg: DictConfig) -> list[pl.Callback]:
-    """The configuration's own callbacks."""
-    found = []
+    """The configured callbacks."""
+    callbacks = []
     for name, node in (cfg.callbacks or {}).items():
         callback = make(f"callbacks.{name}", node)
         if not isinstance(callback, pl.Callback):
             raise ConfigError(f"callbacks.{name}: {node.get('_target_')} gives no Lightning callback.")
-        found.append(callback)
-    return found
+        callbacks.append(callback)
+    return callbacks
 
 
 def _options(cfg: DictConfig) -> dict[str, Any]:
-    """Those of `trainer` that Lightning is given."""
-    given: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
-    options = {str(name): value for name, value in given.items() if name not in OWN}
+    """The options in `trainer` for Lightning."""
+    values: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
+    options = {str(name): value for name, value in values.items() if name not in OWN}
     known = inspect.signature(pl.Trainer).parameters
     for name, value in options.items():
         if name in REFUSED:
@@ -155,17 +150,15 @@ def _options(cfg: DictConfig) -> dict[str, Any]:
     return options
 
 
-def _placed(cfg: DictConfig, count: int) -> dict[str, Any]:
-    """Where a job trains: in several processes, each of which evaluates on whole validation and test sets, or on one
-    device. Trials of a sweep take turns among several GPUs."""
+def _placement(cfg: DictConfig, count: int) -> dict[str, Any]:
+    """Options for several processes, each of which evaluates on the entire validation and test sets; or for one device.
+
+    Trials of a sweep take turns among several GPUs."""
     if count > 1:
-        found = [TorchElasticEnvironment()] if processes.begun() else None  # else there is only a check
-        return {"plugins": found, "use_distributed_sampler": False}
-    return {"strategy": "auto", "devices": _devices(cfg), "num_nodes": 1}
-
-
-def _devices(cfg: DictConfig) -> int | list[int]:
+        plugins = [TorchElasticEnvironment()] if processes.is_started() else None  # None: the job is only checked
+        return {"plugins": plugins, "use_distributed_sampler": False}
     hydra = HydraConfig.get()
+    devices: int | list[int] = 1
     if cfg.trainer.accelerator in ("gpu", "cuda") and hydra.mode == RunMode.MULTIRUN and torch.cuda.device_count() > 1:
-        return [hydra.job.num % torch.cuda.device_count()]
-    return 1
+        devices = [hydra.job.num % torch.cuda.device_count()]
+    return {"strategy": "auto", "devices": devices, "num_nodes": 1}

@@ -1,10 +1,4 @@
-"""`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.
-
-RUN is a job's folder or an MLflow run id. Options:
-    data=FILE             inputs, one a row: .npy, .npz (its first array), .pt (a tensor) or .csv (numbers)
-    out=predictions.csv   where the predictions go: for a classifier, class and probabilities
-    uri=sqlite:///outputs/mlflow.db
-"""
+"""`python -m dpexp evaluate` and `predict`: use a trained model."""
 
 import math
 import zipfile
@@ -19,11 +13,11 @@ from omegaconf import DictConfig
 from pandas import DataFrame, read_csv
 from torch import Tensor
 
-from dpexp.commands.arguments import Arguments
-from dpexp.commands.build import make, quieten
+from dpexp.commands.arguments import run_and_options
+from dpexp.commands.build import make, silence_lightning
 from dpexp.commands.saved_jobs import bare, configuration, located, restored, trainer_of
 from dpexp.errors import ConfigError
-from dpexp.reporting.terminal import console, measured
+from dpexp.reporting.terminal import console, print_metrics
 from dpexp.training.classifier import Classifier, scores_of
 
 
@@ -31,13 +25,11 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     """Prints and returns the metrics of the test set.
 
     Raises:
-        ConfigError: there is no such run, it kept no model, or its data have no test set.
+        ConfigError: there is no such run, it saved no model, or its data have no test set.
     """
-    given = Arguments.parsed("evaluate", __doc__, arguments, {"uri": None})
-    if given is None:
-        return {}
-    quieten()
-    with located(given.run, given.options["uri"]) as folder:
+    run, options = run_and_options("evaluate", arguments, ["uri"])
+    silence_lightning()
+    with located(run, options.get("uri")) as folder:
         cfg = configuration(folder)
         trainer = trainer_of(cfg)
         module = restored(cfg, folder, trainer)
@@ -46,26 +38,24 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     except MisconfigurationException as error:
         raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
     metrics = {name: value for part in found for name, value in part.items()}
-    measured(metrics)
+    print_metrics(metrics)
     return metrics
 
 
-_AT_ONCE = 1000
+_BATCH = 1000
 
 
-def predict(arguments: Sequence[str]) -> DataFrame | None:
-    """Writes and returns the predictions, one row for each input.
+def predict(arguments: Sequence[str]) -> DataFrame:
+    """Writes and returns the predictions, one row per input.
 
     Raises:
         ConfigError: there is no such run or file, or they do not fit.
     """
-    given = Arguments.parsed("predict", __doc__, arguments, {"data": None, "out": "predictions.csv", "uri": None})
-    if given is None:
-        return None
-    if given.options["data"] is None:
+    run, options = run_and_options("predict", arguments, ["data", "out", "uri"])
+    if "data" not in options:
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
-    path = Path(given.options["data"])
-    with located(given.run, given.options["uri"]) as folder:
+    path, out = Path(options["data"]), options.get("out", "predictions.csv")
+    with located(run, options.get("uri")) as folder:
         cfg = configuration(folder)
         x = _inputs(path, cfg)
         trainer = trainer_of(cfg)
@@ -73,25 +63,27 @@ def predict(arguments: Sequence[str]) -> DataFrame | None:
     model, precision = bare(module).eval(), trainer.precision_plugin
     try:
         with torch.no_grad(), precision.forward_context():
-            outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(_AT_ONCE)])
+            outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(_BATCH)])
     except Exception as error:
         raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
-    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # NumPy knows no bfloat16
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # NumPy has no bfloat16
     if isinstance(module, Classifier):
-        chances = outputs.softmax(1)
-        table = DataFrame({"class": chances.argmax(1)} | {f"p_{k}": chances[:, k] for k in range(chances.shape[1])})
+        probabilities = outputs.softmax(1)
+        table = DataFrame(
+            {"class": probabilities.argmax(1)} | {f"p_{k}": p for k, p in enumerate(probabilities.unbind(1))}
+        )
     else:
         table = DataFrame(outputs.reshape(len(outputs), -1).numpy())
     try:
-        table.to_csv(str(given.options["out"]), index=False)
+        table.to_csv(out, index=False)
     except OSError as error:
-        raise ConfigError(f"out={given.options['out']} cannot be written ({error.strerror or error}).") from error
-    console.print(f"{len(table)} predictions: {given.options['out']}", soft_wrap=True)
+        raise ConfigError(f"out={out} cannot be written ({error.strerror or error}).") from error
+    console.print(f"{len(table)} predictions: {out}", soft_wrap=True)
     return table
 
 
 def _table(path: Path) -> np.ndarray:
-    """Rows of numbers, with a first line of names (of which 0, 1, 2, … are some) or without."""
+    """The rows of a CSV file, whose first line may hold names (0, 1, 2, … count as names)."""
     first = read_csv(path, header=None, nrows=1)
     names = not all(np.issubdtype(kind, np.number) for kind in first.dtypes)
     named = names or [*first.iloc[0]] == [*range(first.shape[1])]

@@ -1,5 +1,4 @@
-"""What can be said of a configuration before torch is imported, which takes seconds: whether its values make sense, and
-whether its folder is free."""
+"""Checks of a configuration that need no torch, whose import takes seconds."""
 
 import math
 from collections.abc import Iterator
@@ -11,26 +10,28 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
-from dpexp.config import exposed
+from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, claimed
+from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
-from dpexp.tracking.job_folder import BEGUN, PROMISED, RUN
+from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN
 
 CANARIES = ("dirac", "mislabelled")
-TRAININGS = {"target_models": 1, "shadow_models": 4}  # of an audit with mislabelled canaries, and at least how many
+MIN_TRAININGS = {"target_models": 1, "shadow_models": 4}  # of an audit with mislabelled canaries
 DIAGNOSTICS = ("none", "unsafe")
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "mechanism", "clip_rule", "allocation",
 )  # fmt: skip
-LONGEST_ID = 250
-OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, PROMISED, BEGUN)
+MAX_ID_LENGTH = 250
+OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED, BEGUN)
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises:
-    ConfigError: the first value that is missing, out of range or contradicts another.
+    """Checks the values of a configuration.
+
+    Raises:
+        ConfigError: names the first value that is missing, out of range or contradicts another.
     """
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
@@ -41,7 +42,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given.")
-    for key in _not_numbers(values):
+    for key in _nan_keys(values):
         raise ConfigError(f"{key}=nan is not a number.")
     _check_objects(cfg)
     if cfg.diagnostics not in DIAGNOSTICS:
@@ -52,7 +53,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"data.classes={cfg.data.classes} must be at least 1.")
     _check_class_weights(cfg)
     if any(length < 1 for length in cfg.data.shape or ()):
-        raise ConfigError(f"data.shape={cfg.data.shape} must hold whole numbers of at least 1.")
+        raise ConfigError(f"data.shape={cfg.data.shape} must hold integers of at least 1.")
     if cfg.register is not None and cfg.tracking.uri is None:
         raise ConfigError(f"register={cfg.register} needs MLflow's registry; choose tracking=mlflow.")
     _check_augment(cfg.augment)
@@ -68,7 +69,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def reported(cfg: DictConfig) -> str:
-    """The accountant whose ε is reported and calibrated with."""
+    """The accountant whose ε is reported and calibrated."""
     return str(cfg.accountant.names[0]) if cfg.accountant.names[0] != "all" else "pld"
 
 
@@ -80,11 +81,11 @@ def noise_of(cfg: DictConfig) -> Noise:
     return Noise(**_values(cfg.noise))
 
 
-def target_of(cfg: DictConfig, **given: Any) -> Target:
-    """The target of a configuration; `given`: other values than the configuration's."""
+def target_of(cfg: DictConfig, **changes: Any) -> Target:
+    """The target of a configuration; `changes` replace some of its values."""
     names = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier")
     values = {name: value for name, value in _values(cfg.privacy).items() if name in names}
-    return Target(**values | given, accountant=reported(cfg))
+    return Target(**values | changes, accountant=reported(cfg))
 
 
 def sampling_of(cfg: DictConfig) -> Sampling:
@@ -100,27 +101,24 @@ def _values(section: DictConfig) -> dict[str, Any]:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raises:
-    ConfigError: another run's files are in the folder.
-    """
-    found = taken(folder)
-    if found:
+    """Refuses a folder with another run's files."""
+    if found := taken(folder):
         raise ConfigError(
-            f"{folder} already holds a run, of which it has {found[0]}; choose another hydra.run.dir, or delete it."
+            f"{folder} already holds a run, with its {found[0]}; choose another hydra.run.dir, or delete it."
         )
 
 
 def taken(folder: Path) -> list[str]:
-    """Another run's files that are in a folder."""
+    """The files of a run that are in a folder."""
     return [name for name in OF_A_RUN if (folder / name).exists()]
 
 
-def _not_numbers(node: Any, key: str = "") -> Iterator[str]:
+def _nan_keys(node: Any, key: str = "") -> Iterator[str]:
     if isinstance(node, float) and math.isnan(node):
         yield key
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:
-        yield from _not_numbers(child, f"{key}.{name}" if key else str(name))
+        yield from _nan_keys(child, f"{key}.{name}" if key else str(name))
 
 
 def _check_objects(cfg: DictConfig) -> None:
@@ -131,7 +129,7 @@ def _check_objects(cfg: DictConfig) -> None:
         if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
             shown = "null" if node is None else str(node)
             raise ConfigError(
-                f"{key}={shown} does not say what to make; choose an option of that group, or give "
+                f"{key}={shown} does not name what to make; choose an option of that group, or give "
                 f"'{key}={{_target_: package.Name}}' with its arguments."
             )
 
@@ -142,24 +140,21 @@ def _check_class_weights(cfg: DictConfig) -> None:
         return
     key, classes = f"data.class_weights={weights}", cfg.data.classes
     if classes is None:
-        raise ConfigError(f"{key} needs data that has classes, and data.classes is null; set data.class_weights=null.")
+        raise ConfigError(f"{key} needs data with classes, and data.classes is null; set data.class_weights=null.")
     if cfg.privacy.enabled and privacy_unit_of(cfg).local_training is not None:
         raise ConfigError(
             f"{key} weighs a record's gradient, and with privacy_unit.local_training a user has many, clipped "
-            f"together; set "
-            "data.class_weights=null, or privacy_unit.local_training=null."
+            "together; set data.class_weights=null, or privacy_unit.local_training=null."
         )
     if weights == "counts":
         if not any(str(one.get("_target_")).endswith(".ClassCounts") for one in (cfg.preprocessing or {}).values()):
-            raise ConfigError(
-                f"{key} needs counts that are released; add preprocessing=[class_counts], or give a list."
-            )
+            raise ConfigError(f"{key} needs released counts; add preprocessing=[class_counts], or give a list.")
         return
     numbers = OmegaConf.to_container(weights) if OmegaConf.is_list(weights) else None
     plain = isinstance(numbers, list) and all(isinstance(w, int | float) and math.isfinite(w) for w in numbers)
     if not plain or len(numbers) != classes or min(numbers) < 0 or max(numbers) == 0:  # type: ignore[arg-type]
         raise ConfigError(
-            f"{key} must be a list of {classes} public numbers, one a class, none below 0 and one above, or counts."
+            f"{key} must be a list of {classes} public numbers, one per class, none negative and not all 0, or counts."
         )
 
 
@@ -168,7 +163,9 @@ def _check_augment(augment: DictConfig | None) -> None:
         return
     views = augment.get("multiplicity")
     if not isinstance(views, int) or views < 1:
-        raise ConfigError(f"augment.multiplicity={views} must be a whole number of views of each record, at least 1.")
+        raise ConfigError(
+            f"augment.multiplicity={views} must be an integer of at least 1, the number of views of each record."
+        )
     if augment.get("_target_") is None and views > 1:
         raise ConfigError(f"augment.multiplicity={views} with augment=none would repeat each record; choose flip_crop.")
 
@@ -176,7 +173,7 @@ def _check_augment(augment: DictConfig | None) -> None:
 def _check_trainer(trainer: DictConfig) -> None:
     at_once = trainer.max_physical_batch_size
     if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
-        raise ConfigError(f"trainer.max_physical_batch_size={at_once} must be a whole number of at least 1, or auto.")
+        raise ConfigError(f"trainer.max_physical_batch_size={at_once} must be an integer of at least 1, or auto.")
     if trainer.compile not in ("auto", True, False):
         raise ConfigError(f"trainer.compile={trainer.compile} must be true, false or auto.")
     for name, least in (("threads", 1), ("num_evaluations", 0), ("num_workers", 0)):
@@ -189,7 +186,7 @@ def _check_audit(cfg: DictConfig) -> None:
     if audit.canary_type not in CANARIES:
         raise ConfigError(f"audit.canary_type={audit.canary_type} is unknown; known: {', '.join(CANARIES)}.")
     if audit.num_canaries < 100:
-        raise ConfigError(f"audit.num_canaries={audit.num_canaries} must be at least 100; fewer show nothing.")
+        raise ConfigError(f"audit.num_canaries={audit.num_canaries} must be at least 100.")
     if not 0 < audit.confidence < 1:
         raise ConfigError(f"audit.confidence={audit.confidence} must lie strictly between 0 and 1.")
     for delta in audit.deltas:
@@ -198,38 +195,36 @@ def _check_audit(cfg: DictConfig) -> None:
         return _check_mislabelled(cfg)
     if not cfg.privacy.enabled:
         raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
-    for key in TRAININGS:
+    for key in MIN_TRAININGS:
         if audit[key] is not None:
-            raise ConfigError(f"audit.{key}={audit[key]} is of audit=mislabelled; audit=dirac takes one training.")
+            raise ConfigError(f"audit.{key}={audit[key]} applies to audit=mislabelled only; leave it out.")
 
 
 def _check_mislabelled(cfg: DictConfig) -> None:
-    for key, least in TRAININGS.items():
+    for key, least in MIN_TRAININGS.items():
         if cfg.audit[key] is None or cfg.audit[key] < least:
             raise ConfigError(
                 f"audit.{key}={cfg.audit[key]} must be at least {least} for audit.canary_type=mislabelled."
             )
     if cfg.draw is not None:
         raise ConfigError(
-            "audit=mislabelled shows what comes of every trial, and the price of hydra/sweeper=private_selection is "
-            "for "
-            "showing the best one alone; audit that afterwards."
+            "audit=mislabelled shows results of every trial, and hydra/sweeper=private_selection only covers showing "
+            "the best one; audit that one afterwards."
         )
     if privacy_unit_of(cfg) != Example():
         raise ConfigError(
-            f"audit=mislabelled puts single examples in or out, and privacy_unit={cfg.privacy_unit.kind} claims "
-            f"something for a "
-            f"{privacy_unit_of(cfg)}; choose audit=dirac."
+            f"audit=mislabelled includes or excludes single examples, and privacy_unit={cfg.privacy_unit.kind} makes "
+            f"the claim for a {privacy_unit_of(cfg)}; choose audit=dirac."
         )
     policy, adjacency = cfg.sampling.policy, cfg.privacy.adjacency
     if (
         cfg.privacy.enabled
         and policy_class(policy).needs_exact_n
-        and claimed(policy_class(policy).name, adjacency) == "replace_null"
+        and resolve_adjacency(policy_class(policy).name, adjacency) == "replace_null"
     ):
         raise ConfigError(
-            f"audit=mislabelled has no null record to put where a canary is left out, which is what sampling={policy} "
-            "with adjacency=replace_null compares with; choose sampling=poisson, or audit=dirac."
+            f"audit=mislabelled has no null record to replace a canary by, as sampling={policy} with "
+            "adjacency=replace_null requires; choose sampling=poisson, or audit=dirac."
         )
 
 
@@ -240,7 +235,7 @@ def _check_accountants(names: list[str]) -> None:
     if names[0] != "all" and not is_bound(names[0]):
         raise ConfigError(
             f"accountant.names={names}: {names[0]} is an approximation, which may lie below the true ε, so it cannot "
-            "be the one reported; put another first."
+            "be the reported one; put another first."
         )
 
 
@@ -248,12 +243,12 @@ def _check_privacy(cfg: DictConfig) -> None:
     privacy, unit = cfg.privacy, privacy_unit_of(cfg)
     records = unit.num_records(cfg.data.n, cfg.data.users) if privacy.enabled else None
     policy, rounds = sampling_of(cfg).resolve(cfg.data.n, records)
-    target = target_of(cfg)
     if not privacy.enabled:
         return
-    adjacency = claimed(policy.name, privacy.adjacency)
+    target = target_of(cfg)
+    adjacency = resolve_adjacency(policy.name, privacy.adjacency)
     allocation = cfg.allocation._target_
-    if allocation.startswith("dpexp."):  # an allocation of somebody else's may fix the noise itself
+    if allocation.startswith("dpexp."):  # another allocation may fix the noise itself
         target.check(cfg.calibrate, allocation.endswith(".Explicit"))
     check_covered(policy.name, adjacency, target.accountant)
     noise_of(cfg).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
@@ -264,31 +259,31 @@ def _check_privacy(cfg: DictConfig) -> None:
 
 def _check_data_id(name: str | None) -> None:
     plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
-    if name is not None and not (plain and 0 < len(name) <= LONGEST_ID):
+    if name is not None and not (plain and 0 < len(name) <= MAX_ID_LENGTH):
         raise ConfigError(
-            f"data.id={name!r} must be a name of 1 to {LONGEST_ID} printable characters in Unicode's form NFC, "
+            f"data.id={name!r} must be a name of 1 to {MAX_ID_LENGTH} printable characters in Unicode's form NFC, "
             "without blanks at its ends."
         )
 
 
 def _check_budget(cfg: DictConfig) -> None:
-    """Whether a budget can be kept at all; how much of it is left, the store will say."""
-    from dpexp.accounting.multiple_runs import budget, check_rule
+    """Whether a budget can be kept at all; the tracking store decides how much of it remains."""
+    from dpexp.accounting.multiple_runs import budget, check_rdp_covered
 
-    given = cfg.privacy.budget
-    budget(OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given)
+    node = cfg.privacy.budget
+    budget(OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
     if cfg.data.id is None:
         raise ConfigError("privacy.budget needs data.id, the name of the data set for which it is kept.")
     if cfg.tracking.uri is None or cfg.debug:
         untracked = "debug=true" if cfg.debug else "tracking.uri=null"
         raise ConfigError(
-            f"privacy.budget with {untracked}: no later job would learn what this one spends; choose tracking=mlflow "
+            f"privacy.budget with {untracked}: no later job could know what this one spends; choose tracking=mlflow "
             "without debug, or leave the budget out."
         )
-    why = exposed(cfg)
-    if why is not None:
+    reason = not_private_reason(cfg)
+    if reason is not None:
         raise ConfigError(
-            f"privacy.budget cannot be kept by a run that is not private ({why}); remove that, or the budget."
+            f"privacy.budget cannot be kept by a run that is not private ({reason}); remove that, or the budget."
         )
     policy = policy_class(cfg.sampling.policy).name
-    check_rule(policy, claimed(policy, cfg.privacy.adjacency))
+    check_rdp_covered(policy, resolve_adjacency(policy, cfg.privacy.adjacency))

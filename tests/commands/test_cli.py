@@ -54,7 +54,9 @@ def test_loader_processes_are_started_and_change_nothing_and_a_known_noise_seed_
 
     workers = []
     loader = TensorData.train_dataloader
-    monkeypatch.setattr(TensorData, "train_dataloader", lambda self: (workers.append(self.workers), loader(self))[1])
+    monkeypatch.setattr(
+        TensorData, "train_dataloader", lambda self: (workers.append(self.num_workers), loader(self))[1]
+    )
     results = []
     for count in (0, 2):
         output = dpexp_job(*QUICK, "privacy.noise_seed=1", f"trainer.num_workers={count}")
@@ -125,14 +127,15 @@ def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, tmp_path, 
 BAD = {
     "grop=flat": "there is no 'grop'; did you mean 'group'",
     "group=flta": "group has no option 'flta'; did you mean 'flat'",
-    "trainer.physcal_batch=3": "trainer has no key 'physcal_batch'; did you mean 'physical_batch'",
-    "bound.totl=1": "bound has no key 'totl'; did you mean 'total'",
+    "trainer.num_worker=3": "trainer has no key 'num_worker'; did you mean 'num_workers'",
+    "clip_norm.totl=1": "clip_norm has no key 'totl'; did you mean 'total'",
+    "sampling.q=0.1": "sampling.q: sampling has no key 'q'; did you mean 'sampling_rate'",
     "trainer.compile=maybe": "trainer.compile=maybe must be true, false or auto",
-    "trainer.max_physical_batch_size=many": "trainer.max_physical_batch_size=many must be a whole number of at "
+    "trainer.max_physical_batch_size=many": "trainer.max_physical_batch_size=many must be an integer of at "
     "least 1, or auto",
-    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be a whole number of at least 1",
-    "trainer.accelerator=abacus": "trainer.accelerator=abacus with trainer.precision=32-true cannot be had here",
-    "trainer.precision=12": "with trainer.precision=12 cannot be had here: Precision '12' is invalid",
+    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be an integer of at least 1",
+    "trainer.accelerator=abacus": "trainer.accelerator=abacus with trainer.precision=32-true is not available here",
+    "trainer.precision=12": "with trainer.precision=12 is not available here: Precision '12' is invalid",
     "trainer.num_evaluations=-1": "trainer.num_evaluations=-1 must be at least 0",
     "trainer.num_workers=-1": "trainer.num_workers=-1 must be at least 0",
     "seed=-1": "seed=-1 must lie between",
@@ -167,7 +170,7 @@ BAD = {
         "group: parameter model.0.weight falls in no group",
     "group._target_=nowhere.f": "group: nowhere.f cannot be made",
     "clip_norm=adaptive +clip_norm.value=0.1": "clip_norm.value=0.1 is no option of "
-    "dpexp.privacy.plan.adaptive_clipping.Adaptive",
+    "dpexp.AdaptiveClipNorm",
     "model._target_=torch.nn.BatchNorm1d +model.num_features=64 ~model.shape ~model.classes":
         "the layer (root) (BatchNorm1d) mixes the records",
     "model._target_=builtins.dict": "gives an object of type dict, not a torch.nn.Module",
@@ -189,13 +192,19 @@ BAD = {
 EARLY = {
     "trian": "trian: this is no key=value, and no command. Known: account, audit, evaluate",
     "reprot": "no command; did you mean 'report'",
-    "--resolve": "--resolve goes with --cfg job",
+    "--resolve": "--resolve needs --cfg job",
     "--turbo": "unrecognized arguments: --turbo",
     "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
     "--config-dir": "--config-dir/-cd: expected one argument",
     "--config-name nowhere": "Cannot find primary config 'nowhere'",
     "help mechanims": "there is no 'mechanims'; did you mean 'mechanism'",
-    "rounds=40": "rounds is filled in from sampling; give sampling.steps=40",
+    "rounds=40": "rounds is internal and follows from sampling; give sampling.steps",
+    "draw=1": "draw is internal",
+    "bound=uniform": "there is no 'bound'; did you mean 'clip_norm'",
+    "+bound.total=1": "there is no 'bound'; did you mean 'clip_norm'",
+    "prepare=[pca]": "there is no 'prepare'; did you mean 'preprocessing'",
+    "sampling=all": "sampling has no option 'all'; did you mean 'full_batch'",
+    "privacy.tpr=0.1": "privacy has no key 'tpr'; did you mean 'max_tpr_at_fpr'",
     "hydra.run.dir=/proc/x": "/proc/x cannot be written: No such file or directory.",
     "-m hydra/launcher=ray": "hydra/launcher=ray needs a plugin: pip install 'dpexp[ray]'",
     "-m hydra/sweeper=optuna": "hydra/sweeper=optuna needs a plugin: pip install 'dpexp[optuna]'",
@@ -204,7 +213,7 @@ EARLY = {
     "+modle.x=3": "there is no 'modle'; did you mean 'model'",
     "model=null": "model has no option 'null'. Known: cnn, logistic, lstm, minilm, mlp",
     "scheduler=linaer": "scheduler",
-    "model._target_=null": "does not say what to make",
+    "model._target_=null": "does not name what to make",
     "optimizer.lr=nan": "optimizer.lr=nan is not a number",
     "privacy.epsilon=-1": "privacy.epsilon=-1.0 must be a finite number above 0",
     "privacy.noise_multiplier=-1": "privacy.noise_multiplier=-1.0 must be a finite number above 0",
@@ -225,16 +234,16 @@ EARLY = {
     "calibrate=steps": "calibrate=steps solves for the target privacy.epsilon=3.0 from the noise",
     "data.n=0": "data.n=0 must be a whole number of at least 1",
     "data.classes=0": "data.classes=0 must be at least 1",
-    "data.shape=[1,0]": "data.shape=[1, 0] must hold whole numbers of at least 1",
+    "data.shape=[1,0]": "data.shape=[1, 0] must hold integers of at least 1",
     "data.shape=8": "data.shape=8: ",
     "data.n=???": "data.n must be given",
     "--config-dir broken model=mine": 'not YAML: mapping values are not allowed here in "',
-    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be a whole number of at least 1",
+    "trainer.max_physical_batch_size=0": "trainer.max_physical_batch_size=0 must be an integer of at least 1",
     "trainer.threads=0": "trainer.threads=0 must be at least 1",
     "accountant=moments accountant.names=[gdp]": "gdp is an approximation",
     "train=perhaps": "train=perhaps: ",
     "register=mine tracking=none": "register=mine needs MLflow's registry",
-    "hydra.run.dir=taken": "taken already holds a run, of which it has config.yaml",
+    "hydra.run.dir=taken": "taken already holds a run, with its config.yaml",
 }  # fmt: skip
 
 
@@ -448,12 +457,12 @@ def test_help_lists_commands_groups_and_values(said):
     for line in (
         "group: conv_fc, custom, flat, per_layer",
         "mechanism: joint, separate",
-        "bound: adaptive, dimension, fixed, uniform",
+        "clip_norm: adaptive, dimension, fixed, uniform",
         "`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.",
         "  noise_multiplier: null                         # z itself",
     ):
         assert line in shown.splitlines()
-    assert "_target_" not in shown and "defaults" not in shown
+    assert not [word for word in ("_target_", "defaults", "draw:", "rounds:") if f"\n{word}" in shown]
     assert said("model=mlp", "-h") == shown
 
 
@@ -462,8 +471,8 @@ def test_help_on_a_group_has_its_comments_and_values(said):
     assert shown == (
         "mechanism=joint\n"
         "    Vectors are scaled by 1/α_j, clipped together to S_g in (0, √k], and scaled back.\n"
-        "    alpha: null  # null: derived by `bound`; a number; or a list in the order of the vectors\n"
-        "    S: null      # null: √k; a number; or a list in the order of the groups\n"
+        "    alpha: null      # null: derived from `clip_norm`; a number; or a list in the order of the vectors\n"
+        "    clip_norm: null  # S_g; null: √k; a number; or a list in the order of the groups\n"
         "\n"
         "mechanism=separate (the default)\n"
         "    A group is clipped as one concatenated vector.\n"
@@ -476,7 +485,9 @@ def test_help_on_ones_own_groups_on_sections_and_on_commands(tmp_path):
     shown = help(["group", "--config-dir", str(tmp_path / "my")])
     assert "group=norms_apart\n    Norms apart.\n    width: 2  # of each" in shown
     assert "group=flat (the default)" in shown and "norms_apart" not in help(["group"])
-    assert help(["checkpoint"]).startswith("checkpoint:\n  every: null") and "privacy" not in help(["checkpoint"])
+    assert help(["checkpoint"]).startswith("checkpoint:\n  every_n_rounds: null") and "privacy" not in help(
+        ["checkpoint"]
+    )
     assert help(["hydra/sweeper"]).startswith("hydra/sweeper=grid (the default)\n    Every combination of the values")
     assert help(["predict"]).startswith("`python -m dpexp predict RUN")
 
@@ -502,7 +513,7 @@ def test_every_configuration_file_says_first_what_it_is(path):
 
 def test_cfg_shows_the_resolved_configuration(said):
     shown = said("--cfg", "job", "mechanism=joint")
-    assert "delta: 0.0001" in shown and "_target_: dpexp.privacy.plan.clipping.Joint" in shown and "${" not in shown
+    assert "delta: 0.0001" in shown and "_target_: dpexp.Joint" in shown and "${" not in shown
 
 
 COMPLETE = """

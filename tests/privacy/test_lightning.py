@@ -213,7 +213,7 @@ def stopped_before_it_kept_its_model(dpexp_job, tmp_path, monkeypatch):
 
     def job(*arguments):
         with monkeypatch.context() as patched:
-            patched.setattr("dpexp.commands.train.keep", interrupted)
+            patched.setattr("dpexp.commands.train.save_model", interrupted)
             with pytest.raises(SystemExit, match="130"):
                 dpexp_job(*arguments, *QUICK[1:], f"hydra.run.dir={tmp_path}/job")
         return tmp_path / "job"
