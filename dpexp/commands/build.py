@@ -196,8 +196,8 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
         if preprocessing:
             raise ConfigError(
                 f"preprocessing={list(preprocessing)} changes the inputs of a plain model, and "
-                f"model={cfg.model._target_} is a LightningModule; use dpexp.privacy.preprocessing_methods.PreprocessedModel within it, and leave "
-                "preprocessing out."
+                f"model={cfg.model._target_} is a LightningModule; use PreprocessedModel of "
+                "dpexp.privacy.preprocessing_methods within it, and leave preprocessing out."
             )
         if _augment(cfg) is not None:
             raise ConfigError(

@@ -13,7 +13,7 @@ from test_accountants import ledger, of
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.ledger import Ledger, LedgerWriter, joined, read_ledger
+from dpexp.accounting.ledger import Ledger, LedgerWriter, concatenate, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
@@ -53,7 +53,7 @@ def test_a_ledger_file_by_several_accountants(written, capsys):
 def test_several_ledgers_are_composed(written, capsys):
     first, second = ledger(2.0, 0.05, 30), ledger(3.0, 0.1, 20)
     costs = account([written("a.jsonl", first), written("b.jsonl", second), "delta=1e-5"])
-    assert costs["pld"] == epsilon(joined([first, second]), 1e-5)
+    assert costs["pld"] == epsilon(concatenate([first, second]), 1e-5)
     assert "2 runs, 50 rounds (2 distinct)" in capsys.readouterr().out
 
 

@@ -42,7 +42,7 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
     "arguments, sentence",
     [
         (["noise=banded", "sampling=poisson"], "choose sampling=cyclic_poisson"),
-        (["noise=banded", "noise.bands=0"], "noise.bands=0 must be a whole number of at least 1, or auto"),
+        (["noise=banded", "noise.bands=0"], "noise.bands=0 must be an integer of at least 1, or auto"),
         (["noise=banded", "noise.bands=99"], "at most 22 parts"),
         (["noise=banded", "sampling.partitions=2", "noise.bands=3"], "must be at most sampling.partitions=2"),
         (["noise=banded", "schedule.z=[1,2]"], "is not supported with sampling=cyclic_poisson"),

@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from test_accountants import ledger
 
 import dpexp
-from dpexp.accounting.ledger import joined, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import concatenate, ledger_so_far, read_ledger
 from dpexp.accounting.multiple_runs import ORDERS, draw_repetitions, run_rdp, selection_epsilon, worst_case_rdp
 from dpexp.accounting.rdp import log_moments
 from dpexp.errors import ConfigError
@@ -66,7 +66,7 @@ def test_a_parent_stands_above_its_trials(dpexp_job, store, tmp_path, capsys):
     assert len(ledgers) == 4
     costs = parent.data.metrics
     assert costs["selection/single_run_epsilon"] == max(dpexp.epsilon(one, 1e-4) for one in ledgers)
-    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(concatenate(ledgers), 1e-4), rel=1e-9)
     printed = capsys.readouterr().out
     assert "4 trials, 4 finished" in printed and "only if the choice used no private data" in " ".join(printed.split())
     view = store.client.get_experiment("1").tags["mlflow.sharedViewState.dpexp"]
@@ -181,7 +181,7 @@ def test_a_trial_says_what_killed_it_and_goes_on_where_it_was(forked, tmp_path, 
     spent = read_ledger(ledger)
     assert 400 <= len(spent) <= 441, "those after the last checkpoint twice; and one that SIGTERM met after its line"
     costs = store.parents()[0].data.metrics
-    both = joined([spent, read_ledger(ledger.parents[1] / "0" / "ledger.jsonl")])
+    both = concatenate([spent, read_ledger(ledger.parents[1] / "0" / "ledger.jsonl")])
     assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(both, 1e-4), rel=1e-9)
 
 
@@ -204,7 +204,7 @@ def test_a_trial_killed_without_a_checkpoint_starts_anew_beside_its_ledger(forke
     assert len(store.trials("FINISHED")) == 2
     ledgers = [ledger_so_far(path) for path in ledger.parents[1].glob("*/ledger.jsonl")]
     costs = store.parents()[0].data.metrics
-    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9)
+    assert costs["selection/all_runs_epsilon"] == pytest.approx(dpexp.epsilon(concatenate(ledgers), 1e-4), rel=1e-9)
 
 
 def test_the_non_private_twin_is_trained_once(dpexp_job, store):
@@ -303,7 +303,7 @@ def test_deleted_trials_have_spent_what_they_spent(dpexp_job, store, tmp_path):
     ledgers = [read_ledger(path) for path in tmp_path.glob("outputs/multirun/*/*/*/ledger.jsonl")]
     assert len(ledgers) == 4
     after = parent.data.metrics["selection/all_runs_epsilon"]
-    assert after == pytest.approx(dpexp.epsilon(joined(ledgers), 1e-4), rel=1e-9) and after > before
+    assert after == pytest.approx(dpexp.epsilon(concatenate(ledgers), 1e-4), rel=1e-9) and after > before
 
 
 def test_a_ledger_that_ends_early_is_told_of(dpexp_job, store, tmp_path, recwarn):

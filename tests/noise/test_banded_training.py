@@ -364,7 +364,7 @@ def test_what_cannot_be_had_is_refused(choices, message):
 @pytest.mark.parametrize(
     "facts, message",
     [
-        ({"bands": 0}, "noise.bands=0 must be a whole number"),
+        ({"bands": 0}, "noise.bands=0 must be an integer"),
         ({"bands": "many"}, "or auto"),
         ({"coefficients": "cubic"}, "known: optimal, sqrt"),
         ({"momentum": 1.0}, r"must lie in \[0, 1\)"),

@@ -305,10 +305,10 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
     "given, said",
     [
         ({"kind": "group"}, "record.kind=group is unknown; known: example, microbatch, user"),
-        ({"kind": "microbatch"}, "privacy_unit.size=None must be a whole number"),
-        ({"kind": "microbatch", "k": 0}, "privacy_unit.size=0 must be a whole number"),
+        ({"kind": "microbatch"}, "privacy_unit.size=None must be an integer"),
+        ({"kind": "microbatch", "k": 0}, "privacy_unit.size=0 must be an integer"),
         ({"kind": "example", "k": 2}, "privacy_unit.size=2 is not for privacy_unit=example"),
-        ({"kind": "user", "most": 0}, "privacy_unit.max_examples=0 must be a whole number"),
+        ({"kind": "user", "most": 0}, "privacy_unit.max_examples=0 must be an integer"),
         (
             {"kind": "user", "most": 1, "local": {"lr": 1}},
             "exactly one of privacy_unit.local_training.steps or privacy_unit.local_training.epochs",

@@ -184,7 +184,7 @@ def test_a_job_and_its_twin_train_on_views(privacy, dpexp_job, read_lines):
     "overrides, words",
     [
         (["augment.multiplicity=4"], "augment=none would repeat each record"),
-        (["augment=flip_crop", "augment.multiplicity=0"], "augment.multiplicity=0 must be a whole number"),
+        (["augment=flip_crop", "augment.multiplicity=0"], "augment.multiplicity=0 must be an integer"),
         (["augment=flip_crop", "augment.padding=mirror"], "augment.padding=mirror"),
         (
             ["augment=flip_crop", f"model._target_={BORING}", "~model.shape", "~model.classes"],

@@ -83,7 +83,7 @@ class SamplingEvent:
         if not (is_number(self.q) and 0 < self.q <= 1):
             raise ConfigError(f"sampling rate q={self.q} must lie in (0, 1].")
         if not (is_integer(self.n) and self.n >= 1):
-            raise ConfigError(f"number of records n={self.n} must be a whole number of at least 1.")
+            raise ConfigError(f"number of records n={self.n} must be an integer of at least 1.")
         if self.policy == "all" and self.q != 1:
             raise ConfigError(f"sampling policy all includes every record, so q={self.q} must be 1.")
         if self.policy in ("fixed_size", "shuffle"):

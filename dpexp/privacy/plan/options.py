@@ -11,7 +11,7 @@ from typing import Any
 from dpexp.accounting.calibration import CALIBRATABLE
 from dpexp.accounting.coverage import adjacencies, check_advantage, check_covered, check_delta, check_tpr
 from dpexp.accounting.ledger import ADJACENCIES
-from dpexp.errors import ConfigError, exactly_one, positive, whole
+from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 from dpexp.privacy.plan.schedules import Schedule, schedule, segments
 from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
 
@@ -55,7 +55,7 @@ class Sampling:
                 positive(f"sampling.{name}", getattr(self, name))
         for name in ("max_batch_size", "partitions", "steps"):
             if getattr(self, name) is not None:
-                whole(f"sampling.{name}", getattr(self, name))
+                positive_integer(f"sampling.{name}", getattr(self, name))
 
     def resolve(self, n: int, records: int | None = None) -> tuple[Policy, int]:
         """The policy and the number of rounds T.
@@ -66,7 +66,7 @@ class Sampling:
         Raises:
             ConfigError: the values do not go with n, or with the policy.
         """
-        whole("data.n", n)
+        positive_integer("data.n", n)
         q = self.sampling_rate
         if self.expected_batch_size is not None:
             if self.expected_batch_size > n:
@@ -177,7 +177,7 @@ class Noise:
         if self.kind != "banded":
             return
         if self.bands != AUTO:
-            whole("noise.bands", self.bands, ", or auto")
+            positive_integer("noise.bands", self.bands, ", or auto")
         if self.coefficients not in COEFFICIENTS:
             raise ConfigError(f"noise.coefficients={self.coefficients} is unknown; known: {', '.join(COEFFICIENTS)}.")
         number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)

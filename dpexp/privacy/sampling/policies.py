@@ -8,7 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpexp.accounting.ledger import SamplingEvent, rate_in_part
-from dpexp.errors import ConfigError, named, positive, whole
+from dpexp.errors import ConfigError, named, positive, positive_integer
 
 if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
@@ -87,7 +87,7 @@ class CyclicPoisson(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rate_in_part(self.q, whole("sampling.partitions", self.partitions))
+        rate_in_part(self.q, positive_integer("sampling.partitions", self.partitions))
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, parts=self.partitions, block=epoch)
@@ -114,7 +114,7 @@ class TruncatedPoisson(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("sampling.max_batch_size", self.max_batch_size)
+        positive_integer("sampling.max_batch_size", self.max_batch_size)
 
     def event(self, n: int, epoch: int | None = None) -> SamplingEvent:
         return SamplingEvent(self.name, self.q, n, maximum=self.max_batch_size)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dpexp.accounting.ledger.events import unit
-from dpexp.errors import ConfigError, exactly_one, positive, whole
+from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 
 if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
@@ -74,7 +74,7 @@ class Microbatch(Example):
     kind: str = field(default="microbatch", init=False)
 
     def __post_init__(self) -> None:
-        whole("privacy_unit.size", self.size)
+        positive_integer("privacy_unit.size", self.size)
 
     @property
     def max_examples_in_round(self) -> int:
@@ -116,7 +116,7 @@ class LocalTraining:
         exactly_one("privacy_unit.local_training", steps=self.steps, epochs=self.epochs)
         for name in ("steps", "epochs", "batch_size"):
             if getattr(self, name) is not None:
-                whole(f"privacy_unit.local_training.{name}", getattr(self, name))
+                positive_integer(f"privacy_unit.local_training.{name}", getattr(self, name))
 
     def batches(self, m: int) -> list[range]:
         """The rows of each step's batch, of m."""
@@ -143,7 +143,7 @@ class User(Example):
     kind: str = field(default="user", init=False)
 
     def __post_init__(self) -> None:
-        whole("privacy_unit.max_examples", self.max_examples)
+        positive_integer("privacy_unit.max_examples", self.max_examples)
 
     @property
     def max_examples_in_round(self) -> int:
@@ -164,7 +164,7 @@ class User(Example):
                 "privacy_unit.user_attribute=null for a data set "
                 "of which each index is a user."
             )
-        return n if users is None else whole("data.users", users)
+        return n if users is None else positive_integer("data.users", users)
 
     def units(self, dataset: Any) -> "Units":
         if self.user_attribute is None:
