@@ -1,8 +1,8 @@
 """Audits of honest and of sabotaged trainings.
 
-    PYTHONPATH=. python benchmarks/audit.py honest      # every sampling, mechanism, kind of vectors and allocation
-    PYTHONPATH=. python benchmarks/audit.py sabotaged   # each sabotage of tests/audited.py under every sampling
-    PYTHONPATH=. python benchmarks/audit.py power [N]   # N audits for each error of the noise and of the rate
+    PYTHONPATH=.:tests python benchmarks/audit.py honest      # every sampling, mechanism, kind of vectors and allocation
+    PYTHONPATH=.:tests python benchmarks/audit.py sabotaged   # each sabotage of tests/audited.py under every sampling
+    PYTHONPATH=.:tests python benchmarks/audit.py power [N]   # N audits for each error of the noise and of the rate
 
 The first two print a line an audit: μ found in units of the μ claimed, the bounds on ε at δ = 1e-5 in units of the ε
 claimed, and what was refuted. The last prints how often an error is found, and draws it (docs/audit_power.png).

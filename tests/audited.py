@@ -32,7 +32,7 @@ SAMPLINGS = {
     "all": {"sampling": "full_batch", "q": 1.0},
     "poisson": {"sampling": "poisson", "q": 0.5},
     "poisson, replaced": {"sampling": "poisson", "q": 0.5, "adjacency": "replace_one"},
-    "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "maximum": 1050},
+    "truncated_poisson": {"sampling": "truncated_poisson", "q": 0.5, "max_batch_size": 1050},
     "fixed_size": {"sampling": "fixed_size", "q": 0.5},
     "shuffle": {"sampling": "shuffle", "q": 0.5},
     "cyclic_poisson": {"sampling": "cyclic_poisson", "q": 0.25, "noise": Noise("banded", 2, "sqrt")},

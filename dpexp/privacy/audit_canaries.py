@@ -233,7 +233,7 @@ class Canaries(pl.Callback):
 
 def _now(trainer: pl.Trainer) -> PrivacyPlan:
     """The plan of the round."""
-    return next(one for one in trainer.callbacks if isinstance(one, PrivacyCallback)).now  # type: ignore[attr-defined]
+    return next(one for one in trainer.callbacks if isinstance(one, PrivacyCallback)).current_plan  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)

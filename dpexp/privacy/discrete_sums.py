@@ -8,7 +8,7 @@ from torch import Tensor
 from dpexp.privacy.gradients.clipped_sums import ClippedSums, record_weights
 from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.norms import norms
-from dpexp.privacy.gradients.per_example import Gradients
+from dpexp.privacy.gradients.per_example import ChunkGradients
 from dpexp.privacy.mechanism import by_parameter
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian
 from dpexp.privacy.noise.randomness import KeyStream
@@ -23,13 +23,13 @@ class IntegerSums(ClippedSums):
         self._released = now
         return super().clip_norms(now, device)
 
-    def add(self, gradients: Gradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def add(self, gradients: ChunkGradients, clip_norms: Tensor, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         outputs, weights = {"finite": gradients.in_range}, record_weights(gradients)
         for group in self._released:
             members = [
-                (alpha, name, gradients.of.pop(name))
+                (alpha, name, gradients.by_name.pop(name))
                 for _, alpha, name in by_parameter([group])
-                if name in gradients.of
+                if name in gradients.by_name
             ]
             if not members:
                 continue

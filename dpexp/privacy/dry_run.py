@@ -1,5 +1,4 @@
-"""What is found out before the first round, with nothing released: how records are processed, and whether the step is
-the same in every round."""
+"""Tests the training step before the first round, without any release, and chooses its execution mode."""
 
 import math
 import warnings
@@ -12,9 +11,9 @@ from torch import nn
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.gradients.branches import why
+from dpexp.privacy.gradients.branches import explain
 from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, NoLoss, SyntheticRecords, copied
-from dpexp.privacy.gradients.per_example import python_randomness
+from dpexp.privacy.gradients.per_example import python_random_states
 from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -27,82 +26,83 @@ Later = Callable[[], AbstractContextManager]
 
 
 def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module, later: Later) -> None:
-    """Finds mistakes of a step, and decides how records are processed, on made-up or public records. Of the training
-    set shapes, types and structure are used; if no record of it can be fetched, the first one that can be decides.
+    """Finds mistakes of a step and chooses its execution mode, on synthetic or public records.
+
+    Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched.
 
     Args:
-        later: under which the step must be the same, as another round's.
+        later: a context that imitates a later round, in which the step must be the same.
 
     Raises:
-        ConfigError: a mistake, in one sentence.
+        ConfigError: the step has a mistake.
     """
     data = rounds.training_data
     data.memory.refuse([*module.named_parameters(), *module.named_buffers()])
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    wrong = ConfigError("data: the training set gives no record.")
-    for example in rounds.examples():  # of which the first may be an odd one
+    failure = ConfigError("data: the training set has no records.")
+    for example in rounds.examples():
         if isinstance(example, FailedRecord):
-            wrong = wrong if isinstance(wrong, NoLoss) else _not_fetched(example.reason)
+            failure = failure if isinstance(failure, NoLoss) else _not_fetched(example.reason)
             continue
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
         try:
             with DataUnread(data) as seen:
                 step.decide(chunk, later)
         except NoLoss as error:
-            wrong = wrong if isinstance(wrong, NoLoss) else error
+            failure = failure if isinstance(failure, NoLoss) else error
             pairs = _of_pairs(SyntheticRecords(), chunk, module, device, False)
             if str(error) == NO_LOSS and rounds.of_examples and any(pairs):
                 raise ConfigError(_NONE_ALONE) from None
         else:
             break
     else:
-        raise wrong
+        raise failure
     if rounds.of_examples:
         _check_loss_of_a_batch(step, chunk, module, device, seen.weighed)
         if (collate := rounds.mixing()) is not None:
             warnings.warn(
-                f"data: {collate} makes of a record another one among others, as MixUp, CutMix and statistics of a "
-                "batch do; here each record is collated by itself, and trained on as it then is. Change a record by "
-                "itself, as augment does (dpexp.views), and give statistics as public constants."
+                f"data: {collate} changes a record depending on others, as MixUp, CutMix and batch statistics do; here "
+                "each record is collated by itself. Augment each record by itself (dpexp.views), and set statistics as "
+                "public constants."
             )
-    if step.constant_shapes:
+    if constants := step.graphs.tracer.constant_shapes:
         warnings.warn(
-            "the step holds tensors that are neither parameters nor buffers, "
-            f"{', '.join(step.constant_shapes[:4])}; they must be public, since nothing protects what was computed "
-            "from records beforehand."
+            f"the step holds tensors that are neither parameters nor buffers, {', '.join(constants[:4])}; they must be "
+            "public, since values computed from records before training are not protected."
         )
 
 
 def _not_fetched(reason: Exception) -> ConfigError:
-    """Why there is no record, or no more than one's own sentence of it."""
+    """The error, unless it is a ConfigError, wrapped in one."""
     if isinstance(reason, ConfigError):
         return reason
-    failed = ConfigError(f"data: none of the records that were tried, all over the training set, can be had: {reason}.")
-    failed.__cause__ = reason  # which may quote a record
+    failed = ConfigError(f"data: none of the records tried, spread over the training set, can be fetched: {reason}.")
+    failed.__cause__ = reason  # may quote a record
     return failed
 
 
 _NONE_ALONE = (
-    "model: training_step gives a record by itself no gradient, as contrastive losses do, which compare the records of "
-    "a batch; here each record is seen by itself. Let a record hold all that its loss compares, such as a pair."
+    "model: the loss of a single record has no gradient, as with contrastive losses, which compare the records of a "
+    "batch; here each record is processed by itself. Let a record contain all that its loss compares, such as a pair."
 )
 _WEIGH = (
-    "Here each record gets the loss of a batch of one, and its gradient is clipped, so that of weights in the loss "
-    "little or nothing is left. Set data.class_weights, or call dpexp.weigh(w[y].mean() / w.max()) in training_step, "
-    "which weighs the clipped gradient."
+    "Here each record has the loss of a batch of one, and its gradient is clipped, which undoes weights in the loss. "
+    "Set data.class_weights, or call dpexp.weigh(w[y].mean() / w.max()) in training_step, which weights the clipped "
+    "gradient."
 )
 
 
 def _check_loss_of_a_batch(
     step: Step, chunk: Chunk, module: nn.Module, device: torch.device, weighed: str | None
 ) -> None:
-    """Warns where the loss of a batch is not made of losses of its records: of two made-up ones a and b, which become
-    a' and b', L(a, b) - L(a', b) - L(a, b') + L(a', b') is 0 if each has a loss of its own. At first labels stay.
-    `weighed`: a function that was given weights of classes. Raises ConfigError: a record by itself has no gradient.
+    """Warns if the loss of a batch is no sum of its records' losses; raises if a single record has no gradient.
+
+    If it is a sum, L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0 for any records. Tested with labels fixed, then not.
+    `weighed`: a loss function that was called with class weights.
     """
     if step.synthetic is None:
         return
-    others = replace(step.synthetic, floats="normal", public=None)  # whose labels differ, as those of one record do not
+    others = replace(step.synthetic, floats="normal", public=None)  # with different labels
     mixed, by_label = (
         any(_mixes(one, chunk, module, device, labels) for one in (step.synthetic, others)) for labels in (False, True)
     )
@@ -110,46 +110,49 @@ def _check_loss_of_a_batch(
         return
     try:
         with own_randomness(device, KeyStream.known(0, "pairs", 0)):
-            alone = step.gradients_of_record(step.synthetic.records(chunk, 1, 0), 0).of
+            alone = step.gradients_of_record(step.synthetic.records(chunk, 1, 0), 0).by_name
     except RecordError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
         if not (mixed or by_label):
             return
-        raise ConfigError(f"model: training_step fails for a record by itself ({why(error)})") from None
+        raise ConfigError(f"model: training_step fails for a record by itself ({explain(error)})") from None
     names = [name for name, p in module.named_parameters() if p.requires_grad]
-    unreached = [name for name in names if name not in alone or not bool(alone[name].materialize().any())]
-    if len(unreached) == len(names) and (mixed or by_label):
+    unused = [name for name in names if name not in alone or not bool(alone[name].materialize().any())]
+    if len(unused) == len(names) and (mixed or by_label):
         raise ConfigError(_NONE_ALONE)
-    said = weighed is not None or WEIGHT in alone
+    warned = weighed is not None or WEIGHT in alone
     if weighed is not None and WEIGHT not in alone:
-        warnings.warn(f"training_step gives {weighed} weights of classes. {_WEIGH}")
-    if mixed and (not said or any(leaf.is_floating_point() for leaf in chunk.tensors)):
-        left_out = f", which gives {', '.join(unreached[:4])} no gradient" if unreached else ""
+        warnings.warn(f"training_step passes class weights to {weighed}. {_WEIGH}")
+    if mixed and (not warned or any(leaf.is_floating_point() for leaf in chunk.tensors)):
+        no_gradient = f", where {', '.join(unused[:4])} has no gradient" if unused else ""
         warnings.warn(
-            "the loss that training_step gives several records together is no sum or mean of theirs, as with mixup, "
-            "Dice, statistics of a batch or a mean over all its words; here each record gets the loss of a batch of one"
-            f"{left_out}. Write it for one record: Dice over a record's places, statistics as public constants."
+            "training_step's loss of several records is no sum or mean of their losses, as with mixup, Dice, batch "
+            "statistics or a mean over all words; here each record has the loss of a batch of one"
+            f"{no_gradient}. Write it for one record: Dice over a record's places, statistics as public constants."
         )
-    elif by_label and not said:
+    elif by_label and not warned:
         warnings.warn(
-            "the loss that training_step gives several records together depends on all of their labels, as with "
-            f"weights of classes, or how frequent these are in a batch. {_WEIGH}"
+            "training_step's loss of several records depends on all of their labels, as with class weights or class "
+            f"frequencies of a batch. {_WEIGH}"
         )
 
 
-_ROUNDING, _PART, _COARSE = 1e-5, 1e-3, 1e-2  # of the losses; of what a record moves; of losses in half precision
-_TOGETHER = 4
-_TRIES = 6  # since what mixes at random may leave two records as they are
+_ROUNDING, _HALF_PRECISION_ROUNDING = 1e-5, 1e-2  # of the losses
+_MIN_CHANGE = 1e-3  # of the change by one record
+_BATCH = 4
+_TRIES = 6  # since random mixing may leave two records as they are
 
 
 def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool) -> bool:
-    """Whether the loss of two records is another than those of each, where labels are replaced, too, or are not."""
-    full = not torch.is_autocast_enabled(device.type) and all(p.dtype.itemsize >= 4 for p in module.parameters())
+    """Whether the loss of a batch is no sum of its records' losses; `labels`: replace labels, too."""
+    full_precision = not torch.is_autocast_enabled(device.type) and all(
+        p.dtype.itemsize >= 4 for p in module.parameters()
+    )
     for losses in _of_pairs(synthetic, chunk, module, device, labels):
         moved, most = max(abs(loss - losses[0]) for loss in losses), max(map(abs, losses))
-        least = max(_PART * moved, _ROUNDING * most) if full else _COARSE * most
-        if abs(losses[0] - losses[1] - losses[2] + losses[3]) > least:
+        tolerance = max(_MIN_CHANGE * moved, _ROUNDING * most) if full_precision else _HALF_PRECISION_ROUNDING * most
+        if abs(losses[0] - losses[1] - losses[2] + losses[3]) > tolerance:
             return True
     return False
 
@@ -157,10 +160,12 @@ def _mixes(synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device:
 def _of_pairs(
     synthetic: SyntheticRecords, chunk: Chunk, module: nn.Module, device: torch.device, labels: bool
 ) -> Iterator[list[float]]:
-    """L(a, b), L(a', b), L(a, b') and L(a', b') from one random state, of a few pairs whose losses are numbers; with
-    others that stay, since classes of two records are as frequent as one another."""
+    """L(a, b), L(a', b), L(a, b') and L(a', b') of a few batches, each from one random state, if they are finite.
+
+    A batch has further records, which stay, since otherwise the classes of two records would be equally frequent.
+    """
     for seed in range(_TRIES):
-        some, others = (synthetic.records(chunk, _TOGETHER, k) for k in (2 * seed, 2 * seed + 1))
+        some, others = (synthetic.records(chunk, _BATCH, k) for k in (2 * seed, 2 * seed + 1))
         only = [labels or leaf.is_floating_point() for leaf in some.tensors]
         losses, is_random = [], False
         for replaced in ([], [0], [1], [0, 1]):
@@ -173,14 +178,14 @@ def _of_pairs(
             batch = some.with_tensors([leaf.flatten(0, 1) for leaf in together])
             stream = KeyStream.known(seed, "pairs", 0)
             with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
-                before = torch.get_rng_state(), python_randomness()
+                before = torch.get_rng_state(), python_random_states()
                 try:
                     losses.append(float(chunk.loss_of(tree_unflatten([*map(copied, batch.leaves)], chunk.structure))))
                 except ConfigError:
                     raise
                 except Exception:
                     return
-                is_random |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != python_randomness()
+                is_random |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != python_random_states()
         if all(map(math.isfinite, losses)):
             yield losses
         if not is_random and seed > 1:

@@ -78,7 +78,7 @@ def put_into(
         size = len(dataset)
         if replacing and size < len(canaries):
             raise ConfigError(
-                f"audit.num_canaries={len(canaries)} canaries replace records of a training set of {size}; choose fewer."
+                f"audit.num_canaries={len(canaries)} canaries replace records of a training set of {size}; set fewer."
             )
         kept = size - len(canaries) if replacing else size
         pairs = zip(canaries, included, strict=True)

@@ -1,14 +1,13 @@
-"""What becomes of batch normalization, which mixes the records of a batch: private statistics, fixed ones, or none.
+"""Replacements for batch normalization, which mixes the records of a batch; and spectral normalization.
 
-With private statistics (the paper's second kind of aggregate) a layer normalises by running ones, u = (x - μ)/s, a
-fixed map of each channel by which records never mix. The moments of each record, the means over space of u and
-of u² - 1 for each channel, are vectors of the round: clipped, summed and noised together, as the group `batchnorm`.
-What is released is how far the statistics are off, in their own units, and moves them: μ by as much of s, s² by as much
-of itself, so that one bound serves layers of any scale. Gradients take the statistics as constants, and what a step
-gains by scaling a layer's inputs would be taken back by statistics that follow (Ioffe & Szegedy 2015, section 2). So
-they move by 1/t of what is found in round t, and come to rest while the network learns.
+With private statistics (the paper's second type of aggregate) a layer normalizes by running statistics,
+u = (x - μ)/s, a fixed map of each channel that never mixes records. A record's moments, the means over space of u and
+u² - 1 of each channel, are vectors of the metric group `batchnorm`: clipped, summed and noised together. The released
+averages are the errors of μ and s² in units of s and s², so that one clip norm serves layers of any scale, and update
+them. Gradients treat the statistics as constants; fast statistics would undo what a step gains by scaling a layer's
+inputs (Ioffe & Szegedy 2015, section 2). Therefore round t applies 1/t of the released error.
 
-Spectral normalization makes one power iteration a round, from the weights alone, and none within a step.
+Spectral normalization makes one power iteration a round, from the weights only, and none within a step.
 """
 
 import math
@@ -25,21 +24,22 @@ from dpexp.errors import ConfigError, positive
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private_metrics import BATCHNORM, release
 
-_FASTEST = 2.0  # that a variance may grow or shrink in one round
+_MAX_GROWTH = 2.0  # of a variance in one round, and 1 / its shrinkage
 
 
 class RunningNorm(nn.Module):
-    """Normalises each channel by running statistics, whatever the mode; with the names of nn.BatchNorm's parameters and
-    buffers, from one of which it is made.
+    """Normalizes each channel by running statistics, in training and in eval mode.
+
+    Made from an nn.BatchNorm layer, whose parameters and buffers keep their names.
 
     Args:
-        given_as: the name by which it gives each record's moments, 2C numbers, for release; None: it does not.
-        rate: by which part of what was found they move in the first round; by 1/t of it in round t.
+        metric_name: of the private metric with each record's moments [2C]; None: not released.
+        rate: step size of the statistics in the first round; rate/t in round t.
     """
 
-    def __init__(self, layer: BatchNorm, given_as: str | None = None, rate: float = 1.0) -> None:
+    def __init__(self, layer: BatchNorm, metric_name: str | None = None, rate: float = 1.0) -> None:
         super().__init__()
-        self.metric_name = given_as
+        self.metric_name = metric_name
         self.rate = rate
         self.eps = layer.eps
         self.channels = layer.num_features
@@ -53,7 +53,7 @@ class RunningNorm(nn.Module):
         self.num_batches_tracked: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, ...]."""
+        """x: [B, C, ...]."""
         shape = (1, -1, *(1,) * (x.dim() - 2))
         scale = (self.running_var + self.eps).rsqrt()
         x = (x - self.running_mean.view(shape)) * scale.view(shape)
@@ -64,24 +64,23 @@ class RunningNorm(nn.Module):
             return x
         return x * self.weight.view(shape) + self.bias.view(shape)
 
-    def follow(self, moments: Tensor) -> None:
-        """Moves the running statistics by released moments [2C]."""
+    def update(self, moments: Tensor) -> None:
+        """Updates the running statistics by the released average moments [2C]."""
         self.num_batches_tracked += 1
         rate = self.rate / int(self.num_batches_tracked)
         mean, square = moments.to(self.running_mean).split(self.channels)
         self.running_mean += rate * (self.running_var + self.eps).sqrt() * mean
-        self.running_var *= (1 + rate * square).clamp(1 / _FASTEST, _FASTEST)
+        self.running_var *= (1 + rate * square).clamp(1 / _MAX_GROWTH, _MAX_GROWTH)
 
 
 @dataclass(frozen=True)
 class PrivateBatchNorm:
-    """Statistics of the data, released privately.
+    """Running statistics, released privately.
 
     Args:
-        budget_share: of the noise budget, for all layers together.
-        clip_scale: a record's moments of a layer with C channels are clipped, together with those of other layers, as
-            if they were at most clip_scale·√(2C) long.
-        initial_rate: see `RunningNorm`.
+        budget_share: of the noise budget, for all layers.
+        clip_scale: a layer with C channels has the joint clipping scale α = clip_scale·√(2C).
+        initial_rate: `rate` of `RunningNorm`, in (0, 1].
     """
 
     budget_share: float = 0.1
@@ -95,10 +94,10 @@ class PrivateBatchNorm:
         return _replaced(module, lambda name, layer: RunningNorm(layer, f"{BATCHNORM}/{name}", self.initial_rate))
 
     def release(self, module: nn.Module) -> dict[str, Any]:
-        """What `make_plan` is to release for the module's layers."""
+        """The `private_metrics` argument of `make_plan` for the module's layers."""
         scale = positive("batchnorm.clip_scale", self.clip_scale)
         values = {
-            layer.given_as: {"alpha": scale * math.sqrt(2 * layer.channels), "dim": 2 * layer.channels}
+            layer.metric_name: {"alpha": scale * math.sqrt(2 * layer.channels), "dim": 2 * layer.channels}
             for layer in private_norm_layers(module)
         }
         return {BATCHNORM: {"budget_share": self.budget_share, "values": values}} if values else {}
@@ -106,7 +105,7 @@ class PrivateBatchNorm:
 
 @dataclass(frozen=True)
 class FrozenBatchNorm:
-    """The statistics that the layers came with, such as those of public pretraining."""
+    """The layers' present statistics, such as those of public pretraining, kept fixed."""
 
     def __call__(self, module: nn.Module) -> nn.Module:
         return _replaced(module, lambda name, layer: RunningNorm(layer))
@@ -114,8 +113,10 @@ class FrozenBatchNorm:
 
 @dataclass(frozen=True)
 class GroupNormalization:
-    """Group normalization, with the layers' scale and shift: statistics of each record by itself (Wu & He 2018), in at
-    most so many groups, as divide the channels."""
+    """Group normalization (Wu & He 2018) with the layers' scale and shift.
+
+    The number of groups is the largest divisor of the channels that is at most `groups`.
+    """
 
     groups: int = 32
 
@@ -131,24 +132,26 @@ class GroupNormalization:
 
 def private_norm_layers(module: nn.Module) -> Iterator[RunningNorm]:
     for layer in module.modules():
-        if isinstance(layer, RunningNorm) and layer.given_as is not None:
+        if isinstance(layer, RunningNorm) and layer.metric_name is not None:
             yield layer
 
 
 def refuse_unreleased(module: nn.Module, plan: PrivacyPlan) -> None:
-    """Raises ConfigError: a layer would never learn its statistics."""
+    """Refuses a plan that does not release the statistics of a RunningNorm layer."""
     released = {vector.name for group in plan.groups for vector in group.vectors}
     for layer in private_norm_layers(module):
-        if layer.given_as not in released:
-            told = f"model: the plan does not release {layer.given_as}, by which a RunningNorm learns its statistics"
-            raise ConfigError(f"{told}; give make_plan release=batchnorm.Private().release(model).")
+        if layer.metric_name not in released:
+            raise ConfigError(
+                f"model: the plan does not release {layer.metric_name}, the statistics of a RunningNorm; give "
+                "make_plan private_metrics=PrivateBatchNorm().release(model)."
+            )
 
 
 def _replaced(module: nn.Module, new: Any) -> nn.Module:
-    """The module with another layer in the place of each batch normalization."""
+    """The module with each batch normalization replaced by `new(name, layer)`."""
     made: dict[int, nn.Module] = {}
     if not any(isinstance(layer, BatchNorm) for layer in module.modules()):
-        raise ConfigError("batchnorm: the model has no batch normalization that could be replaced; set batchnorm=null.")
+        raise ConfigError("batchnorm: the model has no batch normalization to replace; set batchnorm=null.")
     for name, layer in [*module.named_modules(remove_duplicate=False)]:
         if isinstance(layer, BatchNorm):
             if isinstance(layer, nn.SyncBatchNorm | nn.modules.lazy.LazyModuleMixin):
@@ -162,7 +165,7 @@ def _replaced(module: nn.Module, new: Any) -> nn.Module:
 
 
 def spectral_norms(module: nn.Module) -> list[tuple[SpectralNorm, Tensor]]:
-    """The module's spectral normalizations, and the weights that they are of."""
+    """The module's spectral normalizations with their weights."""
     return [
         (parametrization, original.original)
         for layer in module.modules()
@@ -172,8 +175,8 @@ def spectral_norms(module: nn.Module) -> list[tuple[SpectralNorm, Tensor]]:
     ]
 
 
-def iterate(spectral: list[tuple[SpectralNorm, Tensor]]) -> None:
-    """One power iteration a round, from the weights alone; within a step there are none."""
+def power_iteration(spectral: list[tuple[SpectralNorm, Tensor]]) -> None:
+    """Makes one power iteration of each, from its weights."""
     for parametrization, weight in spectral:
         if parametrization.training:
             with torch.no_grad():
@@ -182,7 +185,7 @@ def iterate(spectral: list[tuple[SpectralNorm, Tensor]]) -> None:
 
 @contextmanager
 def spectral_norms_fixed(module: nn.Module) -> Iterator[None]:
-    """Meanwhile no power iteration is made."""
+    """Makes no power iterations within this context."""
     training = [parametrization for parametrization, _ in spectral_norms(module) if parametrization.training]
     for parametrization in training:
         parametrization.training = False

@@ -16,7 +16,7 @@ from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
 from dpexp.privacy.gradients.graphs import Graphs
-from dpexp.privacy.gradients.local_training import Training
+from dpexp.privacy.gradients.local_training import LocalTrainer
 from dpexp.privacy.gradients.per_example import VmapPass
 from dpexp.privacy.gradients.step import TRACED, Step
 from dpexp.privacy.gradients.traced import size_of_samples, usual_rows
@@ -90,7 +90,7 @@ class PrivateRound:
         )  # fmt: skip
         compiling = CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
         local = plan.privacy_unit.local_training
-        training = Training(module, self._parameters, self._values, local) if local else None
+        training = LocalTrainer(module, self._parameters, self._values, local) if local else None
         # Discrete noise: records one at a time, as rounding in a batch could change the integers.
         self.step = Step(
             module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training,

@@ -1,4 +1,4 @@
-"""What cannot be trained privately, refused by name before training."""
+"""Refuses models, trainers and optimizers that cannot be trained privately, before training."""
 
 import dis
 import inspect
@@ -25,25 +25,25 @@ from dpexp._torch_compat import (
     tree_leaves,
 )
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.branches import Unreadable
+from dpexp.privacy.gradients.branches import HiddenNumber
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan.plan import PrivacyPlan
 
 NO_POSITION = (
-    "the checkpoint {checkpoint} does not say what its run's ledger held, as none made by an older dpexp or without a "
-    "PrivacyCallback does, so ledger={ledger} may be another run's; begin a new run, and account for both."
+    "the checkpoint {checkpoint} was saved without a PrivacyCallback, so ledger={ledger} may be another run's; begin a "
+    "new run, and account for both."
 )
 
 
 def refuse_mixing_layers(module: nn.Module) -> None:
-    """Refuses layers that combine the records of a batch, or store statistics of them."""
+    """Refuses layers that mix the records of a batch or store statistics of them."""
     for name, layer in module.named_modules():
         where = f"model: the layer {name or '(root)'} ({type(layer).__name__})"
         learns = layer.training or getattr(layer, "running_mean", None) is None
         if isinstance(layer, BatchNorm) and learns:
             raise ConfigError(
-                f"{where} mixes the records of a batch, which no clipping of single records can bound; choose "
+                f"{where} mixes the records of a batch, so that clipping single records bounds nothing; choose "
                 "batchnorm=groupnorm, batchnorm=private or batchnorm=freeze, or use GroupNorm, LayerNorm or eval()."
             )
         if isinstance(layer, InstanceNorm) and learns and layer.track_running_stats:
@@ -51,88 +51,83 @@ def refuse_mixing_layers(module: nn.Module) -> None:
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
             raise ConfigError(f"{where} has no sizes yet; run the model once on an example before training.")
         if any(type(hook).__name__ == "SpectralNorm" for hook in forward_pre_hooks(layer)):
-            raise ConfigError(f"{where} has the old spectral_norm; use torch.nn.utils.parametrizations.spectral_norm.")
+            raise ConfigError(
+                f"{where} uses the deprecated spectral_norm; use torch.nn.utils.parametrizations.spectral_norm."
+            )
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Refuses backward hooks: a gradient of the whole batch, which they are for, never exists."""
+    """Refuses gradient and backward hooks, since no gradient of a batch is ever computed."""
     for name, parameter in module.named_parameters():
         if has_gradient_hooks(parameter):
             raise ConfigError(
-                f"model: the parameter {name} has a gradient hook, which would not be called, since records' gradients "
-                "are clipped; change p.grad in on_before_optimizer_step, where it is the noisy average."
+                f"model: the parameter {name} has a gradient hook, which would not be called, since gradients are "
+                "per record; change p.grad in on_before_optimizer_step, where it is the noisy average."
             )
     for name, layer in module.named_modules():
         where = f"model: the module {name or '(root)'}"
         if isinstance(layer, torch.jit.ScriptModule):
-            raise ConfigError(f"{where} is one of TorchScript, which may keep what it sees; use what it was made from.")
+            raise ConfigError(f"{where} is a TorchScript module, which may keep state; use the original module.")
         if has_backward_hooks(layer):
-            raise ConfigError(
-                f"{where} has a backward hook, which would not be called, as records are clipped; drop it."
-            )
+            raise ConfigError(f"{where} has a backward hook, which would not be called; remove it.")
 
 
 def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: int) -> None:
-    """Refuses what the callback could not honour in T rounds."""
+    """Refuses settings of the module and the Trainer that private training cannot honour."""
     refuse_mixing_layers(pl_module)
     if not pl_module.automatic_optimization:
         raise ConfigError(
-            f"model: {type(pl_module).__name__} optimizes by hand (automatic_optimization=False), so that a sample is "
-            "not tied to one release; use automatic optimization."
+            f"model: {type(pl_module).__name__} has automatic_optimization=False, so that a sample is not tied to one "
+            "release; use automatic optimization."
         )
     for owner in (pl_module, getattr(trainer, "datamodule", None)):
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
             if owner is not None and is_overridden(hook, owner):
                 raise ConfigError(
-                    f"data: {type(owner).__name__}.{hook} sees whole batches, and may mix their records; do what it "
-                    "does in the data set or in training_step, which see one record."
+                    f"data: {type(owner).__name__}.{hook} gets whole batches and may mix their records; move it "
+                    "into the data set or training_step, which get one record."
                 )
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-        raise ConfigError("model: training_step takes a dataloader_iter; let it take a batch.")
+        raise ConfigError("model: training_step takes a dataloader_iter, and must take a batch.")
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1; "
-            f"trainer.max_physical_batch_size "
-            "takes samples apart."
+            "trainer.max_physical_batch_size splits samples."
         )
     if trainer.precision == "16-mixed":
         raise ConfigError("trainer.precision=16-mixed scales gradients by the data; use bf16-mixed or 32-true.")
     if (trainer.min_steps or 0) > rounds:
         raise ConfigError(
-            f"trainer.min_steps={trainer.min_steps} asks for more than the plan's {rounds} rounds; leave it out, since "
-            "sampling.steps or sampling.epochs says when training ends."
+            f"trainer.min_steps={trainer.min_steps} is more than the plan's {rounds} rounds; leave it out, since "
+            "sampling.steps or sampling.epochs sets the length of training."
         )
     profiler = trainer.profiler  # type: ignore[attr-defined]
     if not isinstance(profiler, PassThroughProfiler):
         raise ConfigError(
-            f"trainer.profiler={type(profiler).__name__}: what it counts and times follows the size of each sample, "
-            "which is private; profile a training without the PrivacyCallback."
+            f"trainer.profiler={type(profiler).__name__}: its counts and times reveal the size of each sample, which "
+            "is private; profile a training without the PrivacyCallback."
         )
     limit = trainer.limit_train_batches
-    whole = limit is None or (isinstance(limit, float) and limit == 1.0)
-    if not whole or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    unlimited = limit is None or (isinstance(limit, float) and limit == 1.0)
+    if not unlimited or trainer.overfit_batches or trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
-            "limit_train_batches, overfit_batches or fast_dev_run cut samples short; give sampling.steps."
+            "limit_train_batches, overfit_batches and fast_dev_run truncate samples; set sampling.steps instead."
         )
 
 
 def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
-    """The number of rounds that the Trainer will train; compares what it is told with the plan.
-
-    Raises:
-        ConfigError: max_epochs ends before them.
-    """
+    """The number of rounds that the Trainer will train. Refuses max_epochs below the plan's rounds."""
     rounds, epochs = plan.rounds, math.ceil(plan.rounds / plan.sampling.rounds_per_epoch - 1e-9)
     if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
             f"trainer.max_epochs={trainer.max_epochs} ends before the plan's {rounds} rounds, which take "
-            f"{epochs} epoch{'s' * (epochs != 1)} of 1/q rounds; leave it out, or plan fewer rounds, whose noise would "
-            "be less."
+            f"{epochs} epoch{'s' * (epochs != 1)} of 1/q rounds; leave it out, or plan fewer rounds, which need less "
+            "noise."
         )
     if -1 < trainer.max_steps < rounds:
         warnings.warn(
-            f"trainer.max_steps={trainer.max_steps} ends before the plan's {rounds} rounds, for all of which the noise "
-            "was chosen; plan fewer rounds, unless the training is to be resumed."
+            f"trainer.max_steps={trainer.max_steps} ends before the plan's {rounds} rounds, for which the noise was "
+            "calibrated; plan fewer rounds, unless the training will be resumed."
         )
     return rounds if trainer.max_steps == -1 else min(rounds, trainer.max_steps)
 
@@ -140,56 +135,56 @@ def check_length(trainer: pl.Trainer, plan: "PrivacyPlan") -> int:
 def refuse_monitors(
     trainer: pl.Trainer, module: pl.LightningModule, logged: set[str], validated: set[str]
 ) -> None:  # fmt: skip
-    """Refuses what waits for values that training_step logs, of which nothing is kept, or for what nobody logs.
+    """Refuses schedulers, callbacks and hooks that read private values or values that nobody logs.
 
     Args:
-        logged: the names of those.
-        validated: of what the validation before training logged.
+        logged: names logged by training_step, whose values are dropped.
+        validated: names logged by the validation before training.
     """
     names = {f"{name}{end}" for name in logged for end in ("", "_step", "_epoch")}
-    waiting: list[tuple[str, Any]] = [
+    readers: list[tuple[str, Any]] = [
         (type(one).__name__, getattr(one, "monitor", None))
         for one in trainer.callbacks  # type: ignore[attr-defined]
     ]
-    waiting += [(type(c.scheduler).__name__, c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+    readers += [(type(c.scheduler).__name__, c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
     for hook in _READING:
         code = getattr(getattr(type(module), hook, None), "__code__", None)
         steps = [*dis.get_instructions(code)] if code is not None else []
-        if not any(step.opname == "CONTAINS_OP" for step in steps):  # else it looks first whether a value is there
+        if not any(step.opname == "CONTAINS_OP" for step in steps):  # otherwise it tests whether the value exists
             read = [b.argval for a, b in pairwise(steps) if a.argval in _METRICS and b.opname == "LOAD_CONST"]
-            waiting += [(f"{type(module).__name__}.{hook}", name) for name in read]
+            readers += [(f"{type(module).__name__}.{hook}", name) for name in read]
     _refuse_unlogged(trainer, module, names, validated)
-    for who, name in waiting:
+    for reader, name in readers:
         if name in names:
             raise ConfigError(
-                f"model: {who} reads {name}, which training_step logs: it is computed from records without noise, so "
-                "that nothing is kept of it; read a value of the validation set, or release it with private metrics "
-                f"(private_metrics.release) and read private/{name}_moving_average."
+                f"model: {reader} reads {name}, which training_step logs: it is computed from records without noise, "
+                "and is dropped; read a value of the validation set, or release it by private_metrics.release and read "
+                f"private/{name}_moving_average."
             )
 
 
 def _refuse_unlogged(
     trainer: pl.Trainer, module: pl.LightningModule, private: set[str], validated: set[str]
 ) -> None:  # fmt: skip
-    """Refuses what would end the training when it looks for its value, if it is known that there will be none."""
+    """Refuses monitors that would end the training because their value is certainly never logged."""
     hooks = (getattr(getattr(type(module), hook, None), "__code__", None) for hook in _VALIDATING)
-    unlike = any("sanity_checking" in code.co_names for code in hooks if code)  # later validations may log more
-    others = any(not type(one).__module__.startswith(_OURS) for one in trainer.callbacks)  # type: ignore[attr-defined]
-    if others or unlike or (trainer.enable_validation and not validated):
+    logs_later = any("sanity_checking" in code.co_names for code in hooks if code)
+    custom = any(not type(one).__module__.startswith(_OURS) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    if custom or logs_later or (trainer.enable_validation and not validated):
         return
-    waiting = [
+    monitors = [
         ("ReduceLROnPlateau", c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.strict
     ]
-    waiting += [
+    monitors += [
         (type(one).__name__, one.monitor)
         for one in trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(one, pl.callbacks.EarlyStopping) and one.strict
     ]
-    for who, name in waiting:
+    for reader, name in monitors:
         if name not in validated | private | {"epsilon"} and not str(name).startswith(("private/", "unsafe/")):
             known = ", ".join(sorted(validated | {"epsilon"}))
             raise ConfigError(
-                f"model: {who} waits for {name}, which neither training_step nor the validation logs; known: {known}."
+                f"model: {reader} monitors {name}, which neither training_step nor the validation logs; known: {known}."
             )
 
 
@@ -198,7 +193,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 def refuse_other_sizes(pl_module: pl.LightningModule, plan: "PrivacyPlan") -> None:
-    """Refuses a module whose parameters have the names of those that the plan was made for, and other sizes."""
+    """Refuses a module whose parameters have the plan's names but other sizes."""
     sizes = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
     for vector in (vector for group in plan.groups for vector in group.vectors if not vector.is_value):
         d = sum(sizes.get(name, 0) for name in vector.parameters)
@@ -210,64 +205,67 @@ def refuse_other_sizes(pl_module: pl.LightningModule, plan: "PrivacyPlan") -> No
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:
-    """Refuses callbacks that train on raw batches before training begins, or tell loggers how large samples were."""
+    """Refuses callbacks that train on raw batches or log quantities that reveal the sample size."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.DeviceStatsMonitor | pl.callbacks.ThroughputMonitor):
             raise ConfigError(
-                f"{type(callback).__name__} logs what the device did in each round, which follows the size of its "
-                "sample, and that is private; leave it out."
+                f"{type(callback).__name__} logs what the device did in each round, which reveals the size of the "
+                "sample; leave it out."
             )
         if isinstance(callback, pl.callbacks.LearningRateFinder | pl.callbacks.BatchSizeFinder):
             raise ConfigError(
-                f"{type(callback).__name__} trains on records without noise, and no ledger would tell; try out "
-                "learning rates on public data, or by a sweep, whose parent run says what it cost."
+                f"{type(callback).__name__} trains on records without noise and without a ledger; choose learning "
+                "rates on public data, or by a sweep, whose parent run accounts for all its runs."
             )
 
 
 def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Refuses optimizers that would need another release, or that train what none releases."""
+    """Refuses optimizers that need several releases a round or train parameters of no group."""
     if isinstance(trainer.optimizers[0], NoOptimizer):
         raise ConfigError(
-            "optimizer: configure_optimizers returns None, so that rounds would be released and nothing learnt from "
-            "them; let it return an optimizer of self.parameters()."
+            "optimizer: configure_optimizers returns None, so that nothing would be learnt from the releases; let it "
+            "return an optimizer of self.parameters()."
         )
     known = {id(parameter) for parameter in pl_module.parameters()}
     for optimizer in trainer.optimizers:
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
-                "optimizer: it holds a parameter that is not among the module's own, so no group releases it; "
+                "optimizer: one of its parameters is not among the module's own, so no group releases it; "
                 "register the layer that owns it as an attribute of the module."
             )
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise ConfigError("optimizer: SparseAdam takes no dense gradients, and noise is dense; choose Adam.")
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("optimizer: LBFGS takes several losses a step, each another release; choose SGD or Adam.")
+            raise ConfigError("optimizer: LBFGS computes several losses a step, each a release; choose SGD or Adam.")
 
 
 def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bool) -> None:
-    """Refuses a step that keeps what it computes of records for a hook: there is nothing of theirs to be had outside.
-    `before`: the `kept_numbers` before it ran; `as_written`: it is not traced, so that numbers may be records'."""
-    used = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
-    if not used:
+    """Refuses a step that keeps values of records in attributes where a hook can read them.
+
+    Args:
+        before: `kept_numbers` before the step ran.
+        as_written: the step is not traced, so that a changed number may be a record's.
+    """
+    hooks = [h for h in _READING if isinstance(module, pl.LightningModule) and is_overridden(h, module)]
+    if not hooks:
         return
     for where, value in _attributes(module):
         if as_written and isinstance(value, float) and before.get(where, value) != value:
-            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
+            raise ConfigError(_KEPT.format(where=where, hook=hooks[0]))
         if not isinstance(value, _COLLECTIONS):
             continue
         values = tree_leaves([*value] if isinstance(value, set) else value)
-        kept = any(isinstance(v, Unreadable) or (isinstance(v, Tensor) and is_wrapped(v)) for v in values)
-        if isinstance(value, list) and not kept:  # of a step that runs as written
+        found = any(isinstance(v, HiddenNumber) or (isinstance(v, Tensor) and is_wrapped(v)) for v in values)
+        if isinstance(value, list) and not found:  # of a step that is not traced
             added = value[before.get(where, 0) :]
-            kept = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
-        if kept:
-            raise ConfigError(_KEPT.format(where=where, hook=used[0]))
+            found = any(isinstance(v, int | float | Tensor) for v in tree_leaves(added))
+        if found:
+            raise ConfigError(_KEPT.format(where=where, hook=hooks[0]))
 
 
 _KEPT = (
-    "model: training_step keeps numbers of records in self.{where}, and {hook} may read them; records' losses are "
-    "private, so that there is nothing to average: leave that out, or release them with private metrics "
-    "(private_metrics.release)."
+    "model: training_step keeps values of records in self.{where}, and {hook} may read them, but they are private: "
+    "remove that, or release them by private_metrics.release."
 )
 _READING = (
     "on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
@@ -279,7 +277,7 @@ _COLLECTIONS = (list, tuple, dict, set)
 
 
 def kept_numbers(module: nn.Module) -> dict[str, Any]:
-    """Numbers that a module's parts hold as attributes, and the lengths of lists."""
+    """Float attributes of all submodules, and lengths of list attributes."""
     return {
         where: len(value) if isinstance(value, list) else value
         for where, value in _attributes(module)

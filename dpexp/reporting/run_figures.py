@@ -16,7 +16,7 @@ from dpexp.accounting.coverage import is_bound
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
 from dpexp.accounting.releases import releases
 from dpexp.accounting.tradeoff import type_two_errors
-from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, course
+from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, signal_curve
 from dpexp.reporting.comparisons import shared
 from dpexp.reporting.panels import caption
 from dpexp.reporting.wording import up
@@ -179,7 +179,7 @@ def signal_and_noise(signals: GradientSignal) -> Figure:
     figure = Figure(figsize=(6.5, 0.8 + 2.2 * len(shown)), layout="constrained")
     for k, name in enumerate(shown):
         axes = figure.add_subplot(len(shown), 1, k + 1, ylabel=name, yscale="log")
-        found = course(signals.history[name])
+        found = signal_curve(signals.history[name])
         low, middle, high = (np.sqrt(np.maximum(found.signal + sign * 2 * found.sd, 0)) for sign in (-1, 0, 1))
         floor = 0.3 * min([np.sqrt(found.noise).min(), *high[high > 0]])  # a logarithmic axis has no 0
         axes.plot(found.rounds, np.sqrt(found.noise), color="C7", label="noise")

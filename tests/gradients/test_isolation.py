@@ -633,7 +633,7 @@ class OfWords(Model):
 @pytest.mark.parametrize("build", [Contrastive, OfWords])
 def test_losses_of_which_a_record_alone_has_no_gradient_are_refused(tmp_path, build):
     data = [torch.randint(7, (3,)) for _ in range(6)] if build is OfWords else rows(6)
-    with pytest.raises(ConfigError, match="gives a record by itself no gradient"):
+    with pytest.raises(ConfigError, match="the loss of a single record has no gradient"):
         trained(tmp_path, build(), data)
     assert len(read_ledger(tmp_path / "0.jsonl")) == 0
 

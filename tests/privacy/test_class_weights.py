@@ -112,7 +112,7 @@ def test_exact_noise_takes_weights(tmp_path, recwarn):
     """No noise multiplier is small there: what differs between two jobs is noise; so clipping is looked at."""
     from dpexp.privacy.discrete_sums import IntegerSums
     from dpexp.privacy.gradients.layer_gradients import DenseGradient
-    from dpexp.privacy.gradients.per_example import Gradients
+    from dpexp.privacy.gradients.per_example import ChunkGradients
     from dpexp.privacy.private_metrics import WEIGHT
 
     plan = plan_of(
@@ -124,7 +124,7 @@ def test_exact_noise_takes_weights(tmp_path, recwarn):
         total = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in net().named_parameters()}
         of = {name: DenseGradient(torch.ones(1, *p.shape, dtype=torch.float64)) for name, p in net().named_parameters()}
         of |= {WEIGHT: DenseGradient(torch.full((1, 1), 0.25))} if weighed else {}
-        given = Gradients(of, torch.zeros(1), torch.ones(1, dtype=torch.bool))
+        given = ChunkGradients(of, torch.zeros(1), torch.ones(1, dtype=torch.bool))
         clip.add(given, clip.numbers(plan.groups, torch.device("cpu")), total)
         found[weighed] = torch.cat([t.flatten() for t in total.values()]).double()
     torch.testing.assert_close(found[True], found[False] / 4, rtol=0, atol=1)
@@ -171,7 +171,7 @@ def decorrelating(net, x, y):
 LOSSES = {
     "weighted": (
         lambda net, x, y: F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),
-        "gives cross_entropy weights of classes.*Set data.class_weights, or call dpexp.weigh",
+        "passes class weights to cross_entropy.*Set data.class_weights, or call dpexp.weigh",
     ),
     "weighted by hand": (by_hand_weighted, "depends on all of their labels.*Set data.class_weights"),
     "dice": (dice, "no sum or mean of theirs, as with mixup, Dice"),
@@ -181,7 +181,7 @@ LOSSES = {
     ),
     "balanced by the batch": (
         lambda net, x, y: F.cross_entropy(net(x), y, 1 / (1 + hot(y).sum(0)), reduction="sum") / len(x),
-        "gives cross_entropy weights of classes",
+        "passes class weights to cross_entropy",
     ),
     "weighed as well": (
         lambda net, x, y: dpexp.weigh(0.5) or F.cross_entropy(net(x), y, torch.tensor([1.0, 5.0, 9.0]).double()),
@@ -193,7 +193,7 @@ LOSSES = {
 
 def said(folder, module, loader, monkeypatch):
     """The sentences of the dry run."""
-    found, told = [], ("records together", "weights of classes", "another one among others")
+    found, told = [], ("loss of several records", "class weights", "depending on others")
     monkeypatch.setattr("dpexp.privacy.dry_run.warnings.warn", lambda message, *_, **__: found.append(str(message)))
     trained(folder, module, loader)
     return [sentence for sentence in found if any(words in sentence for words in told)]
@@ -220,7 +220,7 @@ def test_a_loss_that_means_another_thing_is_told(name, validated, tmp_path, monk
 @pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize("loss", [of_pairs, decorrelating])
 def test_a_loss_that_compares_records_is_refused(loss, validated, tmp_path):
-    with pytest.raises(ConfigError, match="gives a record by itself no gradient, as contrastive losses do"):
+    with pytest.raises(ConfigError, match="the loss of a single record has no gradient, as with contrastive losses"):
         trained(tmp_path, module_with(loss, validated), rows(5))
 
 
@@ -250,7 +250,7 @@ def test_a_collation_that_mixes_records_is_told_and_no_other(collate, mixes, tmp
     loss = lambda net, x, y: F.cross_entropy(net(x), y)  # noqa: E731
     loader = DataLoader(Items(rows(5)), batch_size=2, collate_fn=collate)
     found = said(tmp_path, module_with(loss), loader, monkeypatch)
-    assert [f"the collate_fn {collate.__name__} makes of a record another one" in one for one in found] == [
+    assert [f"the collate_fn {collate.__name__} changes a record depending on others" in one for one in found] == [
         True
     ] * mixes
 

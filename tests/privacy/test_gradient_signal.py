@@ -16,7 +16,7 @@ from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.clipping import Joint
 from dpexp.privacy.plan.options import Noise
-from dpexp.privacy.private_metrics import GradientSignal, course
+from dpexp.privacy.private_metrics import GradientSignal, signal_curve
 from dpexp.reporting.run_figures import signal_and_noise
 
 LENGTH = 3.0
@@ -31,7 +31,7 @@ def history(length, d=500, sd=0.2, rounds=2000):
 
 @pytest.mark.parametrize("length", [0.0, 0.3, LENGTH])
 def test_the_signal_is_found_within_its_band_at_the_stated_rate(length):
-    found = course(history(length))
+    found = signal_curve(history(length))
     assert len(found.rounds) == 20 and found.rounds[-1] == 2000
     assert found.noise == pytest.approx(np.full(20, 500 * 0.2**2))
     errors = (found.signal - length**2) / found.sd
@@ -54,7 +54,7 @@ def test_of_correlated_noise_too(length):
         total = torch.full((1, d), 10 * length / math.sqrt(d), dtype=torch.float64)
         noise.add_to([Noisy("weight", total, group.sigma, group.bands)], divisor=10.0)
         signals.add(plan, t + 1, {"weight": total})
-    found = course(signals.history["all"])
+    found = signal_curve(signals.history["all"])
     inverse = np.linalg.inv(toeplitz(group.bands, 300))
     assert found.noise[-1] == pytest.approx(d * 0.2**2 * (inverse @ inverse.T)[-1, -1], rel=1e-6)
     assert found.noise[0] < found.noise[1], "it grows over the first rounds"

@@ -202,7 +202,7 @@ def test_labels_keep_their_type(y, kind):
 @pytest.mark.parametrize(
     "test, message",
     [
-        ([{"x": 1, "y": 0}] * 100, r"records \(x, y\) with a whole number y, and data.module's test set has a dict"),
+        ([{"x": 1, "y": 0}] * 100, r"records \(x, y\) with an integer y, and data.module's test set has a dict"),
         ([(torch.zeros(4), torch.tensor(0.5))] * 100, "has a Tensor"),
         ([(torch.zeros(4), True)] * 100, "has a bool"),
         ([(torch.zeros(4), 1, 2)] * 100, "has a tuple without such a pair"),
@@ -227,7 +227,7 @@ def test_labels_of_no_class_are_refused(label):
 def test_more_canaries_than_places_are_refused():
     data = Of([(torch.zeros(4), k % 2) for k in range(100)], train=50)
     put_into(data, mislabelled(data, 100, 0), [True] * 100, own_plan(sampling="fixed_size", n=50))
-    with pytest.raises(ConfigError, match=r"audit\.num_canaries=100 canaries do not fit into a training set of 50"):
+    with pytest.raises(ConfigError, match=r"audit\.num_canaries=100 canaries replace records of a training set of 50"):
         data.train_dataloader()
 
 

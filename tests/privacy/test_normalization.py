@@ -56,7 +56,7 @@ def moments_by_hand(model, one):
     """Of each layer that normalises, for one record."""
     found = {}
     handles = [
-        layer.register_forward_pre_hook(lambda layer, inputs: found.__setitem__(layer.given_as, inputs[0].detach()))
+        layer.register_forward_pre_hook(lambda layer, inputs: found.__setitem__(layer.metric_name, inputs[0].detach()))
         for layer in model.modules()
         if isinstance(layer, RunningNorm)
     ]
@@ -109,10 +109,10 @@ def test_gradients_take_statistics_as_constants(tmp_path):
 def test_running_statistics_find_those_of_the_data():
     """By hand, and in the end: what is released comes to 0."""
     layer = RunningNorm(nn.BatchNorm2d(2).double(), "here", rate=0.5)
-    layer.follow(torch.tensor([1.0, -0.5, 0.6, -0.2], dtype=torch.float64))
+    layer.update(torch.tensor([1.0, -0.5, 0.6, -0.2], dtype=torch.float64))
     torch.testing.assert_close(layer.running_mean, torch.tensor([0.5, -0.25], dtype=torch.float64), atol=1e-5, rtol=0)
     torch.testing.assert_close(layer.running_var, torch.tensor([1.3, 0.9], dtype=torch.float64))
-    layer.follow(torch.tensor([0.0, 4, 99, -99], dtype=torch.float64))
+    layer.update(torch.tensor([0.0, 4, 99, -99], dtype=torch.float64))
     mean = -0.25 + 0.25 * 4 * 0.9**0.5
     torch.testing.assert_close(layer.running_mean, torch.tensor([0.5, mean], dtype=torch.float64), atol=1e-5, rtol=0)
     torch.testing.assert_close(layer.running_var, torch.tensor([2.6, 0.45], dtype=torch.float64))
@@ -120,7 +120,7 @@ def test_running_statistics_find_those_of_the_data():
     layer = RunningNorm(nn.BatchNorm1d(2).double(), "here", rate=1.0)
     for _ in range(2000):
         u = (x - layer.running_mean) / (layer.running_var + layer.eps).sqrt()
-        layer.follow(torch.cat([u.mean(0), u.square().mean(0) - 1]).clamp(-3, 3))
+        layer.update(torch.cat([u.mean(0), u.square().mean(0) - 1]).clamp(-3, 3))
     torch.testing.assert_close(layer.running_mean, x.mean(0), rtol=0.05, atol=0.2)
     torch.testing.assert_close(layer.running_var, x.var(0, correction=0), rtol=0.1, atol=0)
 

@@ -39,7 +39,7 @@ from dpexp.privacy.preprocessing_methods import (
     queries,
 )
 from dpexp.reporting.run_figures import epsilon_over_rounds
-from dpexp.tracking.client import keep_error
+from dpexp.tracking.client import published_error
 from dpexp.training.classifier import Classifier
 
 N, SHAPE = 60, [3, 2, 2]
@@ -148,10 +148,10 @@ def test_a_record_with_another_label_than_one_class_is_in_none(noise, label):
     """It would be in several of the parts that are told to be disjoint."""
     x, y = records()
     own = ClassCounts(4, noise, noise_multiplier=1.0)
-    with pytest.warns(UserWarning, match="label must be one whole number"):
+    with pytest.warns(UserWarning, match="label must be one integer"):
         found = _total("it", own, (), DataLoader(Uneven(x, y, [(x[0], label)])), 16, KeyStream())
     assert torch.equal(found, total(own, x, y))
-    with pytest.raises(ConfigError, match=r"no record can be used: .*one whole number"):
+    with pytest.raises(ConfigError, match=r"no record can be used: .*one integer"):
         _total("it", own, (), DataLoader(Uneven(x[:0], y[:0], [(x[0], label)] * 3)), 16, KeyStream())
 
 
@@ -175,7 +175,7 @@ def test_what_a_record_said_goes_no_further_than_the_terminal(tmp_path):
     broken = DataLoader(Uneven(*(part[:0] for part in records()), [KeyError("patient 39")] * 3))
     with pytest.raises(ConfigError, match="patient 39") as raised:
         _total("it", made("pca"), (), broken, 16, KeyStream())
-    assert "patient" not in keep_error(raised.value, tmp_path)
+    assert "patient" not in published_error(raised.value, tmp_path)
 
 
 def test_inputs_keep_their_kind_on_the_way_through_whole_numbers():
@@ -607,8 +607,8 @@ def test_a_job_prepares_trains_and_keeps_what_takes_raw_inputs(dpexp_job, tmp_pa
     assert [r.one_off.query for r in ledger.rounds if r.one_off] == ["class_counts", "standardize", "pca"]
     result = json.loads((output / "result.json").read_text())
     assert result["epsilon"]["pld"] == pytest.approx(epsilon(ledger, 1e-4), rel=1e-9) and result["epsilon"]["pld"] <= 3
-    assert len(result["prepared"]["class_counts"]) == 10 and (output / "class_counts.png").exists()
-    assert sum(result["prepared"]["class_counts"]) == pytest.approx(1437, abs=400)
+    assert len(result["preprocessing"]["class_counts"]) == 10 and (output / "class_counts.png").exists()
+    assert sum(result["preprocessing"]["class_counts"]) == pytest.approx(1437, abs=400)
     assert "Before the first round: pca: " in (output / "card.md").read_text()
     model = dpexp.load(output)
     x = torch.randn(5, 1, 8, 8)
@@ -632,7 +632,7 @@ def test_two_trainings_get_different_noise_and_those_with_a_seed_the_same(tmp_pa
 
 def test_the_twin_without_privacy_is_prepared_without_noise(dpexp_job):
     output = dpexp_job(*JOB, *QUICK, "privacy.enabled=false")
-    counts = json.loads((output / "result.json").read_text())["prepared"]["class_counts"]
+    counts = json.loads((output / "result.json").read_text())["preprocessing"]["class_counts"]
     assert sum(counts) == 1437 and all(count == round(count) for count in counts)
     assert not (output / "ledger.jsonl").exists()
 
@@ -670,13 +670,13 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
     [
         (("preprocessing=[pca]", "model=mlp"), r"does not take the inputs \[60\] .*try model.shape=\[60\]"),
         (("preprocessing=[pca,whiten]", "model=mlp"), r"preprocessing.whiten does not .* try .*shape=\[60\]"),
-        (("preprocessing=[pca]", "preprocessing.pca.k=65"), "k=65 must be a whole number between 1 and 64"),
+        (("preprocessing=[pca]", "preprocessing.pca.k=65"), "k=65 must be an integer between 1 and 64"),
         (("preprocessing=[pca]", "preprocessing.pca.budget_share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
         (("preprocessing=[class_counts]", "preprocessing.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
         (("preprocessing=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is not stated for the noise"),
         (("preprocessing=[class_counts]", "noise=discrete_gaussian"),
-        "noise=discrete_gaussian cannot be had for preprocessing=class_counts"),
-        (("preprocessing=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 is a part of privacy.epsilon"),
+        "noise=discrete_gaussian does not support preprocessing=class_counts"),
+        (("preprocessing=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 needs privacy.epsilon"),
         (("preprocessing=[class_counts]", "preprocessing.class_counts.noise_multiplier=2",
         "preprocessing.class_counts.budget_share=0.1"),
          "exactly one of preprocessing.ClassCounts.budget_share or preprocessing.ClassCounts.noise_multiplier"),

@@ -288,7 +288,7 @@ def test_the_noise_of_an_estimate_is_what_is_said(tmp_path):
         ledger.sample(plan.sampling.event(N, 0))
         engine.start(t)
         engine.finish()
-        metrics = estimates.add(engine.now, t + 1, engine.release(ledger))
+        metrics = estimates.add(engine.current_plan, t + 1, engine.release(ledger))
     ledger.close()
     assert set(estimates.history) == {"a/0", "a/1", "b"}
     for name, factor in (("a/0", 1), ("a/1", 1), ("b", 3)):

@@ -1,7 +1,7 @@
-"""One forward and one backward pass: of several records under vmap, or of one by ordinary autograd.
+"""Per-example gradients by one forward and backward pass: of a chunk under vmap, or of one record by autograd.
 
-Activation checkpointing computes anew in the backward pass, where records are no longer told apart: what it would drop
-is kept.
+Under vmap, activation checkpointing is disabled: it would recompute activations in the backward pass, where records can
+no longer be told apart.
 """
 
 import random
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from dpexp._torch_compat import checkpointing_disabled, tree_unflatten
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
-from dpexp.privacy.gradients.derived_parameters import Derived
-from dpexp.privacy.gradients.interception import Capture
-from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merged
+from dpexp.privacy.gradients.derived_parameters import DerivedParameters
+from dpexp.privacy.gradients.interception import Interceptor
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.norms import full_precision
-from dpexp.privacy.gradients.torch_functions import Refusing, no_vmap_of_its_own
+from dpexp.privacy.gradients.torch_functions import MixingRefused, custom_vmap_rules_refused
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
 
 ONE_LOSS = "training_step must return one number for a record: its loss."
 
 
-def loss_in(step: Callable[[], Any]) -> Tensor:
+def loss_of_step(step: Callable[[], Any]) -> Tensor:
     """The loss that a step returns, by itself or in a dictionary.
 
     Raises:
         RecordError: it returned none.
-        RuntimeError: it wanted to end the program, which one record may not.
+        RuntimeError: it tried to end the program, which a single record must not do.
     """
     try:
         output = step()
@@ -49,115 +49,112 @@ def loss_in(step: Callable[[], Any]) -> Tensor:
 
 
 @dataclass
-class Gradients:
-    """What a pass of B records gives.
+class ChunkGradients:
+    """Per-example gradients and losses of a chunk of B records.
 
     Attributes:
-        of: the gradients of each parameter that was used, and the values given for release, by name.
+        by_name: gradients of each parameter that was used, and the values marked for release.
         losses: [B].
-        in_range: [B], whether all indices and labels of a record were.
+        in_range: [B], whether all indices and labels of a record were in range.
     """
 
-    of: dict[str, LayerGradient]
+    by_name: dict[str, LayerGradient]
     losses: Tensor
     in_range: Tensor
 
 
 class VmapPass:
-    """Passes of several records at once."""
+    """Computes the per-example gradients of a chunk by one forward and backward pass under vmap."""
 
     def __init__(self, module: nn.Module, parameters: dict[str, Tensor], values: Values) -> None:
         self._module = module
         self._parameters = parameters
         self._values = values
 
-    def __call__(self, chunk: Chunk) -> Gradients:
+    def __call__(self, chunk: Chunk) -> ChunkGradients:
         """
         Raises:
-            Exception: they cannot be processed together.
+            Exception: the records cannot be processed together.
         """
         size = chunk.size
         uses: dict[int, list[LayerGradient]] = defaultdict(list)
 
-        def record(parameter: Tensor, use: LayerGradient) -> None:
-            uses[id(parameter)].append(use)
+        def record(parameter: Tensor, gradient: LayerGradient) -> None:
+            uses[id(parameter)].append(gradient)
 
         device = next(iter(self._parameters.values())).device
         anchor = torch.zeros(size, device=device, requires_grad=True)
-        derived = Derived(self._parameters.values())
-        drawn = python_randomness()
+        derived = DerivedParameters(self._parameters.values())
+        states_before = python_random_states()
         seed = torch.default_generator.initial_seed()
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            capture = Capture(derived, anchor, record)
+            interceptor = Interceptor(derived, anchor, record)
             hooks = torch.autograd.graph.disable_saved_tensors_hooks(
                 "hooks on saved tensors would see those of all records."
             )
             with (
-                self._values.given() as values,
-                checkpointing_disabled(capture.met),
+                self._values.marked() as values,
+                checkpointing_disabled(interceptor.watch_inputs),
                 hooks,
-                no_vmap_of_its_own(),
+                custom_vmap_rules_refused(),
                 no_seeds(),
-                capture,
+                interceptor,
             ):
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))
-            capture.refuse_changes()
-            if capture.error is not None and (size > 1 or torch.compiler.is_compiling()):  # a trace is of all records
+            interceptor.refuse_modified_inputs()
+            if interceptor.error is not None and (size > 1 or torch.compiler.is_compiling()):  # a graph serves all
                 raise RuntimeError(
-                    "training_step catches an error, which may be of one record alone."
-                ) from capture.error
+                    "training_step catches an error, which may concern only one of the records."
+                ) from interceptor.error
             in_range = torch.ones_like(anchor, dtype=torch.bool)
-            for one in capture.in_range:
+            for one in interceptor.in_range:
                 in_range = in_range & one
             return loss, in_range, values()
 
         in_dims = (0, *(0 if isinstance(leaf, Tensor) else None for leaf in chunk.leaves))
-        together = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")
-        with (
-            spectral_norms_fixed(self._module),
-            torch.compiler.set_stance("force_eager"),
-        ):  # in compiled functions, uses of parameters would not be seen
-            losses, in_range, values = together(anchor, *map(copied, chunk.leaves))
+        batched_loss = torch.func.vmap(loss_of_one, in_dims=in_dims, randomness="different")
+        # Inside compiled functions, calls could not be intercepted.
+        with spectral_norms_fixed(self._module), torch.compiler.set_stance("force_eager"):
+            losses, in_range, values = batched_loss(anchor, *map(copied, chunk.leaves))
         if losses.dim() != 1:
             raise RecordError(ONE_LOSS)
         backward(losses.sum())
-        if python_randomness() != drawn:
+        if python_random_states() != states_before:
             raise RuntimeError(
                 "training_step draws random numbers by Python's or NumPy's generator, once for all records."
             )
-        _refuse_seeds(seed)
+        _refuse_new_seed(seed)
         if any(p.grad is not None for p in self._parameters.values()):
-            raise RuntimeError("a parameter is used in a way that was not seen.")
+            raise RuntimeError("a parameter is used by a function that cannot be intercepted.")
         with full_precision(device), torch.no_grad():
-            for parameter, use in derived.passed_on(uses):
-                record(parameter, use)
-            found = {name: merged(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses}
-            return Gradients(
-                found | {key: DenseGradient(value) for key, value in values.items()}, losses.detach(), in_range
+            for parameter, gradient in derived.to_parameters(uses):
+                record(parameter, gradient)
+            gradients = {name: merge(uses.pop(id(p))) for name, p in self._parameters.items() if id(p) in uses}
+            return ChunkGradients(
+                gradients | {key: DenseGradient(value) for key, value in values.items()}, losses.detach(), in_range
             )
 
 
-def gradients_of_one(
+def gradients_of_one_record(
     loss_of: LossOf, one: Any, parameters: dict[str, Tensor], values: Values
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """A record's gradients with respect to the parameters that it reaches, by ordinary autograd, the values that it
-    gave for release, and its loss.
+    """One record's gradients and released values by name, and its loss, by ordinary autograd.
 
     Raises:
-        RecordError: it has none.
+        RecordError: the record has no scalar loss.
     """
     seed = torch.default_generator.initial_seed()
     for parameter in parameters.values():
         parameter.grad = None
     try:
-        with values.given() as given, no_seeds(), Refusing(indices=True):
+        with values.marked() as given, no_seeds(), MixingRefused(indices=True):
             loss = loss_of(one)
         if loss.dim():
             raise RecordError(ONE_LOSS)
         released = {key: value.clone() for key, value in given().items()}
         backward(loss)
-        _refuse_seeds(seed)
+        _refuse_new_seed(seed)
         gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}
     finally:
         for parameter in parameters.values():
@@ -166,13 +163,14 @@ def gradients_of_one(
 
 
 def backward(loss: Tensor) -> None:
+    """Runs the backward pass in full precision, if the loss depends on anything that is trained."""
     if loss.requires_grad:
-        with torch.no_grad(), full_precision(loss.device), Refusing():
+        with torch.no_grad(), full_precision(loss.device), MixingRefused():
             loss.backward()
 
 
-def python_randomness() -> tuple:
-    """The states of Python's and NumPy's generators, to see whether numbers were drawn."""
+def python_random_states() -> tuple:
+    """The states of Python's and NumPy's global generators, by which a draw is noticed."""
     _, key, *rest = np.random.get_state()  # type: ignore[misc]
     return random.getstate(), key.tobytes(), *rest  # type: ignore[attr-defined]
 
@@ -183,14 +181,14 @@ def _dense(gradient: Tensor) -> Tensor:
 
 @contextmanager
 def no_seeds() -> Iterator[None]:
-    """Meanwhile the functions that seed generators refuse to; to set a state, as checkpointing does, is no seed."""
-    seeding = [(place, name, getattr(place, name)) for place, name in _SEEDING]
-    for place, name, _ in seeding:
-        setattr(place, name, _refuse_seed)
+    """Meanwhile functions that seed a generator raise a ConfigError; restoring a state, as checkpointing does, may."""
+    originals = [(place, name, getattr(place, name)) for place, name in _SEEDING]
+    for place, name, _ in originals:
+        setattr(place, name, _refuse_seeding)
     try:
         yield
     finally:
-        for place, name, function in seeding:
+        for place, name, function in originals:
             setattr(place, name, function)
 
 
@@ -199,13 +197,13 @@ _SEEDING: tuple[tuple[Any, str], ...] = (
 )  # fmt: skip
 
 
-def _refuse_seed(*_: Any, **__: Any) -> NoReturn:
+def _refuse_seeding(*_: Any, **__: Any) -> NoReturn:
     raise ConfigError(
-        "model: a generator of random numbers is seeded inside training_step, so that what is drawn there is known; "
-        "leave that to dpexp, whose generators are secret."
+        "model: a random number generator is seeded inside training_step, which makes its random numbers known; leave "
+        "seeding to dpexp, whose generators are secret."
     )
 
 
-def _refuse_seeds(seed: int) -> None:
+def _refuse_new_seed(seed: int) -> None:
     if torch.default_generator.initial_seed() != seed:
-        _refuse_seed()
+        _refuse_seeding()

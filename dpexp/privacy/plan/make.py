@@ -11,7 +11,7 @@ from dpexp.accounting.calibration import solve
 from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr
 from dpexp.errors import ConfigError, positive
-from dpexp.privacy.noise.correlated import candidates, coefficients, error, least
+from dpexp.privacy.noise.correlated import candidates, coefficients, error, least_error
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveClipNorm, AdaptiveTargets
 from dpexp.privacy.plan.allocation import AdaptiveMinVariance, Allocation, Explicit, Proportional
 from dpexp.privacy.plan.clipping import (
@@ -27,7 +27,7 @@ from dpexp.privacy.plan.groups import VECTORS, Grouping, Vector, flat, trainable
 from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import parts_of, queries
-from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, releases
+from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
 from dpexp.privacy.sampling.policies import CyclicPoisson
 from dpexp.privacy.sampling.privacy_unit import Example
 from dpexp.privacy.unsupported import refuse_mixing_layers
@@ -184,7 +184,8 @@ def make_plan(
     if noise.bands != AUTO:
         return with_bands(int(noise.bands or sampling.partitions or 1))
     tried = (with_bands(b) for b in candidates(policy.q, rounds, sampling.partitions))
-    return least((plan.noise_multiplier * error(plan.bands, rounds, noise.momentum or 0.0), plan) for plan in tried)
+    beta = noise.momentum or 0.0
+    return least_error((plan.noise_multiplier * error(plan.bands, rounds, beta), plan) for plan in tried)
 
 
 def _privacy_target(target: Target) -> Epsilon | MaxAdvantage | MaxTpr | None:
@@ -204,7 +205,7 @@ def _metrics(
     grouped: Mapping[str, tuple[Vector, ...]], specs: Mapping[str, Any], clipping: Clipping, allocation: Allocation
 ) -> tuple[dict[str, MetricRelease], AdaptiveTargets | None]:
     """The releases in addition to gradients, by name, and the targets of adaptive clipping norms."""
-    metrics, clip_norm = releases(specs), clipping.clip_norm
+    metrics, clip_norm = metric_releases(specs), clipping.clip_norm
     both = sorted(set(metrics) & set(grouped))
     if both:
         raise ConfigError(

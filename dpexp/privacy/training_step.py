@@ -1,0 +1,133 @@
+"""The training step of a private round: it processes the sample record by record and returns a zero loss."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from dpexp.accounting.ledger import LedgerWriter
+from dpexp.privacy import muted_logging, unsupported
+from dpexp.privacy.checks import StateFound, digest_of_weights
+from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan
+from dpexp.privacy.dry_run import dry_run
+from dpexp.privacy.gradients.chunk import LossOf
+from dpexp.privacy.gradients.per_example import loss_of_step
+from dpexp.privacy.gradients.physical_batch import largest_fitting_batch, public_record
+from dpexp.privacy.gradients.step import TRACED
+from dpexp.privacy.noise.randomness import own_randomness
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.sampling.batches import FailedRecord
+from dpexp.privacy.sampling.loader import RoundLoader
+
+
+class PrivateTrainingStep:
+    """Called once per round in place of `training_step`, which it applies to each record.
+
+    Args:
+        ledger: gets the sampling events.
+        rounds_lost: rounds in the ledger that the resumed checkpoint does not contain.
+        search_batch_size: find the largest physical batch that fits, in the first round.
+        logged, validated: names logged by training_step, filled meanwhile, and by the validation before training.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        module: pl.LightningModule,
+        engine: PrivateRound,
+        rounds: RoundLoader,
+        ledger: LedgerWriter | SharedLedger,
+        processes: Processes,
+        rounds_lost: int,
+        search_batch_size: bool,
+        logged: set[str],
+        validated: set[str],
+    ) -> None:
+        self._plan, self._module, self._engine, self._rounds = plan, module, engine, rounds
+        self._ledger, self._processes, self._rounds_lost = ledger, processes, rounds_lost
+        self._search_batch_size, self._logged, self._validated = search_batch_size, logged, validated
+
+    def __call__(self, training_step: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+        """Adds up the sample's clipped gradients. args: of training_step after the batch; kwargs: its keyword ones."""
+        trainer, module, engine, step_digest = self._module.trainer, self._module, self._engine, 0
+        with (
+            self._state_recorded(),
+            self._processes.fail_together(),
+            muted_logging.collectives_refused(),
+            muted_logging.loggers_muted(trainer),
+        ):
+            convert, current_args, epoch_begins = trainer.precision_plugin.convert_input, [*args], args[:1] == [0]
+
+            def loss_of(record: Any) -> Tensor:
+                return loss_of_step(lambda: training_step(convert(record), *current_args, **kwargs))
+
+            if self._search_batch_size:
+                self._rounds.sampler.physical_batch = largest_fitting_batch(self._plan, module, loss_of, trainer)
+                self._search_batch_size = False
+            if engine.step.mode is None:
+                self._dry_run(loss_of, current_args)
+                step_digest = engine.step.digest
+            else:
+                engine.step.trace_again(loss_of, self._t, epoch_begins=epoch_begins)
+            random = engine.step.mode != TRACED or engine.step.is_random or not self._rounds.only_rows
+            with own_randomness(module.device, self._rounds.randomness) if random else nullcontext():
+                sample_digest = self._process_sample(loss_of)
+                engine.check_state()
+        with self._state_recorded(), self._processes.fail_together():
+            engine.end()
+        if not self._processes.is_single:
+            self._processes.assert_equal(
+                plan=digest_of_plan(engine.current_plan), step=step_digest, sample=sample_digest,
+                weights=digest_of_weights(module),
+            )  # fmt: skip
+        return torch.zeros((), device=module.device, requires_grad=True)
+
+    @property
+    def _t(self) -> int:
+        return self._rounds.sampler.completed
+
+    def _dry_run(self, loss_of: LossOf, args: list[Any]) -> None:
+        trainer, module, step = self._module.trainer, self._module, self._engine.step
+        attributes, step.public = unsupported.kept_numbers(module), public_record(trainer)
+        unsupported.refuse_hooks(module)
+        last_round = muted_logging.as_in_round(trainer, self._plan.rounds - 1, self._rounds.sampler.last_place(), args)
+        with muted_logging.signals_deferred(trainer):
+            dry_run(step, self._rounds, loss_of, module, last_round)
+        unsupported.refuse_kept_losses(module, attributes, step.mode != TRACED)
+        unsupported.refuse_monitors(trainer, module, self._logged, self._validated)
+
+    @contextmanager
+    def _state_recorded(self) -> Iterator[None]:
+        """Records in the ledger that the training step kept state, which voids the guarantee."""
+        try:
+            yield
+        except StateFound as found:
+            if self._t:
+                since = f"the bound may not have held since round {found.last_clean_round + 1}"
+                self._ledger.not_private(f"{since} ({found})")
+            raise
+
+    def _process_sample(self, loss_of: LossOf) -> int:
+        """Adds this process's part of the sample; returns the sample's digest."""
+        engine, device = self._engine, self._module.device
+        for position, parts in self._rounds.sample(device, engine.step.graphs.versions):
+            if position.first:
+                epoch = position.epoch + self._rounds_lost
+                self._ledger.sample(self._plan.at_round(self._t).sampling.event(self._plan.n, epoch))
+                engine.begin(self._t)
+            for records in parts:
+                if isinstance(records, FailedRecord):
+                    engine.skip(1, records.reason)
+                    continue
+                try:
+                    records = records.to(device)
+                except Exception as error:
+                    engine.skip(records.size, error)
+                else:
+                    with muted_logging.signals_deferred(self._module.trainer):
+                        engine.add_chunk(loss_of, records.batch, records.size)
+        return position.digest
