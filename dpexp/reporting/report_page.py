@@ -13,7 +13,7 @@ from pandas import DataFrame, isna
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.coverage import NAMES, is_bound
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.releases import claimable
+from dpexp.accounting.releases import applicable_accountants
 from dpexp.reporting.comparisons import best, best_by_data, ceilings, configurations, finished, held, shared, trained
 from dpexp.reporting.panels import NotDrawn
 from dpexp.reporting.run_figures import alike_in_cost, epsilon_by_accountant, epsilon_of_runs
@@ -103,7 +103,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "μ": ("mu", _claim),
     "regret": ("regret", _claim),
     "noise multiplier z": ("noise_multiplier", "{:.4g}".format),
-    "q": ("q", "{:.4g}".format),
+    "q": ("sampling_rate", "{:.4g}".format),
     "status": ("status", str),
     "private": ("private", str),
     "error": ("error", str),
@@ -111,7 +111,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 _SELECTION = {
     "single_run_epsilon": "one trial: may be claimed for the chosen one only if the choice used no private data",
     "all_runs_epsilon": "all trials composed: covers any choice among them",
-    "private": "private selection: covers the best trial, if the others and their number stay secret",
+    "private_selection_epsilon": "private selection: covers the best trial, if the others and their number stay secret",
 }
 
 
@@ -305,4 +305,4 @@ def _held(trials: DataFrame, run_ids: Iterable[str]) -> str:
 
 def by_accountant(ledger: Ledger, delta: float) -> dict[str, float]:
     """ε by every accountant that has a bound."""
-    return {name: epsilon(ledger, delta, name) for name in claimable(ledger)}
+    return {name: epsilon(ledger, delta, name) for name in applicable_accountants(ledger)}

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from pandas import DataFrame, to_numeric
 
-from dpexp.privacy.noise.correlated import deviation
+from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.reporting.comparisons import (
     DRAW,
     EPSILON,
@@ -51,7 +51,7 @@ def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
         dims, alphas = [vector["d"] for vector in group["vectors"]], group["alphas"]
         average = max(alphas) * group["S"] / math.sqrt(sum(dims))
         scale = math.sqrt(sum(d * alpha**2 for d, alpha in zip(dims, alphas, strict=True)) / sum(dims))
-        noise = scale * deviation(group["sigma"], group.get("bands", (1.0,)))  # which older plans have not
+        noise = scale * max_noise_std(group["sigma"], group.get("bands", (1.0,)))  # which older plans have not
         numbers = {"record": average / expected, "noise": noise / expected, "average": average}
         found.append({"group": group["name"], "share": group["share"]} | numbers)
     return found

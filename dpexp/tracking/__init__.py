@@ -1,9 +1,9 @@
-"""MLflow: the only room that knows it."""
+"""MLflow runs of jobs and sweeps, and the privacy budget of a data set. No other folder imports MLflow."""
 
 import os
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-# A server that is away must not hold up training; what it misses is kept (see outbox.py).
+# An unreachable server must not delay training; `client.Outbox` keeps what it misses.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")

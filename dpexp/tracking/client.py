@@ -1,4 +1,4 @@
-"""The list of runs in MLflow's UI, and where it is."""
+"""MLflow's client: opening a store, sending a run's data even if the server is away, and the list of runs."""
 
 import json
 import logging
@@ -23,18 +23,34 @@ from dpexp.errors import ConfigError, is_own
 from dpexp.tracking.provenance import HOST
 from dpexp.tracking.registered_model import send_model
 
-_OWN_WORDS = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning")
+# The metric that has the value of a calibrated parameter, where their names differ
+CALIBRATED_METRIC = {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}
+TRIED = "tried "  # prefix of calibration metrics; MLflow lists names with a slash above accuracy
+ERROR = "dpexp.error"  # a tag: why a run did not finish
+OUTPUT = "dpexp.output"  # a tag: the job's folder
+MAX_METRICS = 1000  # per request, MLflow's own limit
+SEND_INTERVAL = 2.0  # seconds between requests
+RETRY_INTERVAL = 0.5  # seconds
+_PATIENCE = 120  # seconds for other processes that open the same database
+_OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning")  # their messages quote no record
 
 
-def keep_error(error: Exception, output: Path) -> str:
-    """What others may read of an error: a mistake in the configuration is a sentence of dpexp's own; of any other,
-    whose text may quote a record, only type and place, while all of it is left in `error.txt` in the job's folder."""
+def one_line(error: BaseException) -> str:
+    """The message of an error in one line."""
+    return " ".join(str(error).split())
+
+
+def published_error(error: Exception, output: Path) -> str:
+    """The text of an error for the server: all of a `ConfigError` by dpexp; type and place of any other.
+
+    The message of another error may quote a record: it is written to `error.txt` in the job's folder.
+    """
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    if isinstance(error, ConfigError) and is_own(error) and type(root).__module__.partition(".")[0] in _OWN_WORDS:
-        return " ".join(str(error).split())
-    with suppress(OSError):  # that may be what went wrong
+    if isinstance(error, ConfigError) and is_own(error) and type(root).__module__.partition(".")[0] in _OWN_PACKAGES:
+        return one_line(error)
+    with suppress(OSError):  # the disk may be full
         output.mkdir(parents=True, exist_ok=True)
         (output / "error.txt").write_text("".join(traceback.format_exception(error)))
     places = [frame for frame in traceback.extract_tb(root.__traceback__) if "site-packages" not in frame.filename]
@@ -42,15 +58,8 @@ def keep_error(error: Exception, output: Path) -> str:
     return f"{type(root).__name__}{where}; see error.txt in the job's folder"
 
 
-SAME = {"sampling_rate_at_fixed_noise": "sampling_rate", "steps": "rounds"}  # calibrated knob -> metric that has it
-TRIED = "tried "  # begins the metrics of calibration; MLflow shows those with a slash above accuracy, others by name
-_PATIENCE = 120  # seconds for others that open the same database
-ERROR = "dpexp.error"  # a tag: why a run did not finish
-OUTPUT = "dpexp.output"  # a tag: where a run's ledger lies, should it not come to log it
-
-
 def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[MlflowClient, str]:
-    """A client, and the id of the experiment, which is created if it is new.
+    """A client, and the id of the experiment, which is created if it does not exist.
 
     Raises:
         ConfigError: the store cannot be used.
@@ -59,18 +68,17 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")
     try:
-        with _alone(uri):
+        with _creation_lock(uri):
             client = MlflowClient(tracking_uri=uri)
             found = client.get_experiment_by_name(experiment)
             return client, found.experiment_id if found else client.create_experiment(experiment, artifacts)
     except (MlflowException, OSError, sqlite3.Error) as error:
-        raise ConfigError(f"tracking.uri={uri} cannot be used: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"tracking.uri={uri} cannot be used: {one_line(error)}") from error
 
 
 @contextmanager
-def _alone(uri: str) -> Iterator[None]:
-    """Several processes that create the same SQLite store at once would break each other; afterwards, readers and a
-    writer of one in WAL mode do not wait for each other."""
+def _creation_lock(uri: str) -> Iterator[None]:
+    """Lets one process at a time create an SQLite store, in WAL mode: readers and writers do not block each other."""
     if not uri.startswith("sqlite:///"):
         yield
         return
@@ -85,17 +93,15 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def end_dead_runs(client: MlflowClient, experiment_id: str) -> None:
-    """A run killed outright stays RUNNING for ever; ends those whose process on this machine is gone."""
-    running = client.search_runs(
-        [experiment_id], f"attributes.status = 'RUNNING' and tags.`dpexp.host` = '{HOST}'"
-    )  # fmt: skip
-    for run in running:
-        if not _alive(int(run.data.tags.get("dpexp.pid", "0"))):
-            client.set_tag(run.info.run_id, ERROR, "its process died without a word: SIGKILL, no memory, or no power")
+    """Ends the RUNNING runs whose process on this machine is gone: a process killed by SIGKILL ends no run."""
+    condition = f"attributes.status = 'RUNNING' and tags.`dpexp.host` = '{HOST}'"
+    for run in client.search_runs([experiment_id], condition):
+        if not _is_alive(int(run.data.tags.get("dpexp.pid", "0"))):
+            client.set_tag(run.info.run_id, ERROR, "its process was killed: SIGKILL, out of memory, or power failure")
             client.set_terminated(run.info.run_id, "KILLED")
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     if pid <= 0:
         return False
     try:
@@ -107,23 +113,19 @@ def _alive(pid: int) -> bool:
     return True
 
 
-BATCH = 1000  # metrics a request, MLflow's own limit
-EVERY = 2.0  # seconds
-
-
 class Outbox:
-    """Metrics, parameters, tags and files of one run, in order.
+    """Sends metrics, parameters, tags and files of one run, in order, from a thread of its own.
 
-    Metrics have no times of their own: how long a round took tells of the records that were in it. They are counted on,
-    a millisecond each, from when the outbox was made.
+    The timestamps of metrics count up by one millisecond from the start: the duration of a round depends on its private
+    sample.
 
-    Nothing here raises because of the server. What could not be sent by the time of `close` is left in `unsent`,
-    which `send_unsent` delivers when the store is used next.
+    No method raises because of the server. What could not be sent until `close` is written to the file `unsent`, from
+    which `send_unsent` delivers it when the store is used next.
     """
 
     def __init__(self, client: MlflowClient, uri: str, run_id: str, unsent: Path) -> None:
         self._client = client
-        self._letter = {"uri": uri, "run_id": run_id}
+        self._head = {"uri": uri, "run_id": run_id}
         self._unsent = unsent
         self._clock = count(int(time.time() * 1000))
         self._items: list[dict[str, Any]] = []
@@ -146,15 +148,11 @@ class Outbox:
         self._add([{"file": str(path.resolve())}])
 
     def model(self, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None) -> None:
-        """A folder in MLflow's form, to be a logged model and under a name a registered one."""
+        """Logs a folder in MLflow's format as a model, and registers it under `name`, if given."""
         self._add([{"model": [str(folder.resolve()), rounds, dict(tags), name]}])
 
     def close(self, status: str, patience: float = 20.0) -> bool:
-        """Sends the rest, the run's status last; returns whether all of it arrived.
-
-        Args:
-            patience: seconds to go on trying for.
-        """
+        """Sends the rest and then the status, for at most `patience` seconds; returns whether everything arrived."""
         self._add([{"status": status}])
         with self._changed:
             self._closing = True
@@ -164,7 +162,7 @@ class Outbox:
             left, self._items = self._items, []
         if left:
             self._unsent.parent.mkdir(parents=True, exist_ok=True)
-            self._unsent.write_text("".join(json.dumps(line) + "\n" for line in [self._letter, *left]))
+            _write_lines(self._unsent, [self._head, *left])
         return not left
 
     def _add(self, items: list[dict[str, Any]]) -> None:
@@ -175,15 +173,15 @@ class Outbox:
         while True:
             with self._changed:
                 if not self._closing:
-                    self._changed.wait(EVERY)
+                    self._changed.wait(SEND_INTERVAL)
                 items, closing = list(self._items), self._closing
             sent = 0
             try:
                 for batch in _batches(items):
-                    _send(self._client, self._letter["run_id"], batch)
+                    _send(self._client, self._head["run_id"], batch)
                     sent += len(batch)
-            except Exception:  # whatever the reason, it is tried again
-                time.sleep(0.5)
+            except Exception:  # tried again
+                time.sleep(RETRY_INTERVAL)
             with self._changed:
                 del self._items[:sent]
                 if closing and not self._items:
@@ -191,22 +189,22 @@ class Outbox:
 
 
 def send_unsent(client: MlflowClient, uri: str, folder: Path) -> None:
-    """Delivers what earlier runs could not, if the same store is at hand now."""
+    """Sends what earlier runs of the same store could not send."""
     for path in sorted(folder.glob("*.jsonl")):
         claimed = path.with_suffix(f".{os.getpid()}")
         try:
-            os.rename(path, claimed)  # no other process sends it too
+            os.rename(path, claimed)  # so that no other process sends it
         except FileNotFoundError:
             continue
-        letter, *items = [json.loads(line) for line in claimed.read_text().splitlines()]
+        head, *items = [json.loads(line) for line in claimed.read_text().splitlines()]
         try:
-            if letter["uri"] == uri:
+            if head["uri"] == uri:
                 while items:
                     batch = _batches(items)[0]
-                    _send(client, letter["run_id"], batch)
+                    _send(client, head["run_id"], batch)
                     del items[: len(batch)]
         except Exception:
-            claimed.write_text("".join(json.dumps(line) + "\n" for line in [letter, *items]))
+            _write_lines(claimed, [head, *items])
         finally:
             if items:
                 os.rename(claimed, path)
@@ -214,13 +212,17 @@ def send_unsent(client: MlflowClient, uri: str, folder: Path) -> None:
                 claimed.unlink()
 
 
+def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def _batches(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Neighbours of one kind that one request can carry."""
-    limits = {"metric": BATCH, "param": 100, "tag": 100}
+    """Consecutive items of one type, as many as one request can take."""
+    limits = {"metric": MAX_METRICS, "param": 100, "tag": 100}
     batches: list[list[dict[str, Any]]] = []
     for item in items:
-        (kind,) = item
-        if batches and kind in batches[-1][0] and len(batches[-1]) < limits.get(kind, 1):
+        (type_,) = item
+        if batches and type_ in batches[-1][0] and len(batches[-1]) < limits.get(type_, 1):
             batches[-1].append(item)
         else:
             batches.append([item])
@@ -228,7 +230,7 @@ def _batches(items: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _send(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> None:
-    """Sends a batch; of what MLflow refuses for good, only that is lost, with a warning."""
+    """Sends a batch; an item that MLflow refuses as invalid is dropped with a warning."""
     try:
         _request(client, run_id, batch)
     except MlflowException as error:
@@ -242,33 +244,31 @@ def _send(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> Non
 
 
 def _request(client: MlflowClient, run_id: str, batch: list[dict[str, Any]]) -> None:
-    (kind,) = batch[0]
-    values = [item[kind] for item in batch]
-    if kind == "metric":
+    (type_,) = batch[0]
+    values = [item[type_] for item in batch]
+    if type_ == "metric":
         client.log_batch(run_id, metrics=[Metric(*value) for value in values])
-    elif kind == "param":
+    elif type_ == "param":
         client.log_batch(run_id, params=[Param(*value) for value in values])
-    elif kind == "tag":
+    elif type_ == "tag":
         client.log_batch(run_id, tags=[RunTag(*value) for value in values])
-    elif kind == "file" and Path(values[0]).exists():  # it may have been deleted while the server was away
+    elif type_ == "file" and Path(values[0]).exists():  # it may have been deleted meanwhile
         client.log_artifact(run_id, values[0])
-    elif kind == "model" and Path(values[0][0]).exists():
-        folder, *facts = values[0]
-        send_model(client, run_id, Path(folder), *facts)
-    elif kind == "status":
+    elif type_ == "model" and Path(values[0][0]).exists():
+        folder, *arguments = values[0]
+        send_model(client, run_id, Path(folder), *arguments)
+    elif type_ == "status":
         client.set_terminated(run_id, values[0])
 
 
-# MLflow keeps such views in undocumented tags of the experiment.
+# The columns of the list of runs. MLflow keeps such views in undocumented tags of the experiment.
 COLUMNS = [  # metrics come before parameters, and by name
     "metrics.`epsilon`", "metrics.`test_accuracy`", "params.`privacy.delta`", "params.`plan.z`", "params.`plan.q`",
     "tags.`dpexp.group`", "tags.`dpexp.mechanism`", "tags.`dpexp.clip_rule`", "tags.`dpexp.allocation`",
     "tags.`dpexp.seed`", "tags.`dpexp.error`",
 ]  # fmt: skip
 VIEW = "dpexp"
-
-
-CHARTS = ("test_accuracy", "epsilon")  # on top; MLflow adds one of each other metric behind them
+CHARTS = ("test_accuracy", "epsilon")  # on top; MLflow adds one chart of each other metric below
 _SECTION = {"uuid": "metrics", "name": "Model metrics", "display": True, "isReordered": True}
 _LINE = {
     "type": "LINE", "metricSectionId": "metrics", "runsCountToCompare": 10, "deleted": False, "isGenerated": True,
@@ -278,7 +278,8 @@ _LINE = {
 }  # fmt: skip
 
 
-def show_columns(client: MlflowClient, experiment_id: str) -> None:
+def set_view(client: MlflowClient, experiment_id: str) -> None:
+    """Stores the columns and charts of the list of runs in the experiment."""
     state = {
         "selectedColumns": COLUMNS, "orderByKey": "metrics.`test_accuracy`", "orderByAsc": False,
         "isAccordionReordered": True, "compareRunSections": [_SECTION],
@@ -288,8 +289,10 @@ def show_columns(client: MlflowClient, experiment_id: str) -> None:
 
 
 def address(uri: str, experiment_id: str) -> str:
-    """How to see the list of runs: its address at a server, or the command that starts one, and the address there. The
-    address of the experiment itself opens a page for traces."""
+    """The address of the list of runs, for a local store with the command that serves it.
+
+    The address of the experiment itself opens a page for traces.
+    """
     page = f"#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}"
     if uri.startswith(("http://", "https://")):
         return f"{uri.rstrip('/')}/{page}"

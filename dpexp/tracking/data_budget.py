@@ -1,16 +1,16 @@
-"""A budget for all runs on one data set, kept where several jobs of a machine start at once.
+"""A privacy budget for all runs on one data set, also of jobs of a machine that start at once.
 
-A job reserves its whole plan by beginning its run: under a lock it looks at what all runs count as, is refused or
-writes its plan into its folder, and begins. So there are no books beside the runs themselves.
+A job reserves its whole plan when its run starts: under a lock it computes what all runs count as, is refused or writes
+its plan into its folder, and starts. The runs themselves are the only record.
 
-Two rules admit a job, and which one does is settled by the plan of the first, before its first round:
+One of two rules admits a job; the first job's plan decides which, before its first round:
 
-- *Whole plan.* No other run on these data has released anything or may be about to, and the Rényi filter has no room
-  for the job's plan. All of its rounds were fixed before the first result, so that their composition by `pld` is what
-  counts. To stop early may be to choose by a result, so the job counts as its whole plan ever after. That leaves the
-  filter no room for a later run: to go on after a result by another rule than the one until then could cost δ twice.
-- *Rényi filter*, over all rounds of all runs, for everything else. It holds however runs are planned, which a sum of
-  privacy losses, and the natural filter of f-DP, do not (arXiv 2602.06756).
+- *Whole plan.* No other run on these data has released anything or may be about to, and the job's plan exceeds the
+  Rényi filter. All of its rounds were fixed before the first result, so their composition by `pld` counts. Stopping
+  early may be a choice by a result, so the job counts as its whole plan for good. The filter then admits no later run:
+  continuing after a result by another rule could cost δ twice.
+- *Rényi filter*, over all rounds of all runs, in all other cases. It holds however runs are chosen; a sum of privacy
+  losses and the natural filter of f-DP do not (arXiv 2602.06756).
 """
 
 import hashlib
@@ -39,67 +39,67 @@ from dpexp.config import audit_trainings
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import up
 from dpexp.tracking.client import OUTPUT
-from dpexp.tracking.job_folder import PROMISED, RUN
-from dpexp.tracking.run_costs import AUDITS, BUDGET, DATA_ID, RunCost, adjacencies, cost_of_run, reserve, runs_on
+from dpexp.tracking.job_folder import RESERVED, RUN
+from dpexp.tracking.run_costs import AUDITS, BUDGET, DATA_ID, RunCost, cost_of_run, reserve, runs_on, stated_adjacencies
 
 console = Console()
 
-_PATIENCE = 600  # seconds for others that look at the same data set's runs
+_PATIENCE = 600  # seconds for other jobs that hold the lock
 
 
 def budget_of(cfg: DictConfig) -> Budget | None:
     """`privacy.budget`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no budget.
     """
     if cfg.privacy.budget is None:
         return None
     return budget(OmegaConf.to_container(cfg.privacy.budget, resolve=True))
 
 
-def tags_of(cfg: DictConfig) -> dict[str, str]:
-    """What tells others of a run on a named data set. A run that only plans spends nothing on it."""
-    if cfg.data.id is None or not _spends(cfg):
+def data_tags(cfg: DictConfig) -> dict[str, str]:
+    """Tags of a run on a named data set; none if the run only plans, which costs nothing."""
+    if cfg.data.id is None or not _trains(cfg):
         return {}
     kept, audits = budget_of(cfg), audit_trainings(cfg)
-    about = {BUDGET: json.dumps(asdict(kept))} if kept else {}
-    return {DATA_ID: cfg.data.id} | about | ({AUDITS: str(audits)} if audits else {})
+    found = {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
+    return found | ({AUDITS: str(audits)} if audits else {})
 
 
-def _spends(cfg: DictConfig) -> bool:
+def _trains(cfg: DictConfig) -> bool:
     return bool(cfg.train) or audit_trainings(cfg) > 0
 
 
 @contextmanager
-def reserved(cfg: DictConfig, client: MlflowClient, asked: Ledger | None, output: Path) -> Iterator[None]:
-    """While a run on a data set with a name is begun: no other on the same begins meanwhile, at least on this machine.
+def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output: Path) -> Iterator[None]:
+    """Reserves a job's plan while its run is created; no other run on the same data starts meanwhile on this machine.
 
     Args:
-        asked: what the job will have released at its end, at most; None if it is not private.
+        plan: the most that the job will have released at its end; None if it is not private.
 
     Raises:
-        ConfigError: with it there would be more than `privacy.budget` allows, or nobody knows.
+        ConfigError: with it the runs would exceed `privacy.budget`, or their cost is unknown.
     """
     if cfg.data.id is None:
         yield
         return
     kept = budget_of(cfg)
     with _lock(cfg):
-        if kept is not None and asked is not None:
-            _refuse_overdraft(cfg, client, kept, asked, output)
-        if asked is not None and _spends(cfg):
-            reserve(output, asked)
+        if kept is not None and plan is not None:
+            _refuse_overdraft(cfg, client, kept, plan, output)
+        if plan is not None and _trains(cfg):
+            reserve(output, plan)
         yield
 
 
 @contextmanager
 def _lock(cfg: DictConfig) -> Iterator[None]:
-    """Beside the store where that is a file, else one for all other stores of a user, whose names may be several."""
+    """A lock beside a store that is a file; one for all other stores of a user, which may have several addresses."""
     uri = make_url(cfg.tracking.uri) if "sqlite" in cfg.tracking.uri.partition(":")[0] else None
-    where = Path(uri.database if uri and uri.database else Path(tempfile.gettempdir()) / f"dpexp-{getuser()}").resolve()
+    base = Path(uri.database if uri and uri.database else Path(tempfile.gettempdir()) / f"dpexp-{getuser()}").resolve()
     name = hashlib.sha256(cfg.data.id.encode()).hexdigest()[:16]
-    path = where.with_name(f"{where.stem}.{name}.budget.lock")
+    path = base.with_name(f"{base.stem}.{name}.budget.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # where that fails, FileLock would try for ever
@@ -109,7 +109,7 @@ def _lock(cfg: DictConfig) -> Iterator[None]:
         raise ConfigError(f"privacy.budget: {path} has been held by another job for {_PATIENCE} s.") from error
 
 
-def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked: Ledger, output: Path) -> None:
+def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, plan: Ledger, output: Path) -> None:
     data_id = cfg.data.id
     found = runs_on(client, cfg.tracking.uri, data_id)
     resumes = cfg.checkpoint.resume
@@ -123,108 +123,110 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, asked
                 f"data.id={data_id}, which is {before} (order {before.order:g}); a budget holds only if it was fixed "
                 "before the first run was looked at, so give that one."
             )
-    taken = budget_used([cost_of_run(client, run) for run in runs], kept, data_id)
-    for name, note in taken.lost:
+    used = budget_used([cost_of_run(client, run) for run in runs], kept, data_id)
+    for name, note in used.lost:
         warnings.warn(f"data.id={data_id}: of the run {name}, {note}")
-    own = RunCost("this job", "", "", "", asked, "")
-    _same_adjacency([*taken.charges, own], data_id)
-    wanted = rho(asked, kept.order)
-    name, worth = escape(data_id), f"ε = {up(kept.gaussian(wanted), 3)}"
-    admitted = ledger_so_far(output / PROMISED) if resumes else asked
-    whole = not kept.holds(rho(admitted, kept.order))
-    if not whole and kept.holds(taken.spent + wanted):
+    _check_same_adjacency([*used.costs, RunCost("this job", "", "", "", plan, "")], data_id)
+    cost = rho(plan, kept.order)
+    shown, worth = escape(data_id), f"ε = {up(kept.gaussian(cost), 3)}"
+    admitted = ledger_so_far(output / RESERVED) if resumes else plan
+    by_whole_plan = not kept.holds(rho(admitted, kept.order))
+    if not by_whole_plan and kept.holds(used.spent + cost):
         console.print(
-            f"Budget of {kept} for data.id={name}: the Rényi filter over all rounds admits this job, whose plan takes "
-            f"{_percent(wanted, kept)}; before it, {taken.said}.",
+            f"Budget of {kept} for data.id={shown}: the Rényi filter over all rounds admits this job, whose plan takes "
+            f"{_percent(cost, kept)}; before it, {used.description}.",
             soft_wrap=True,
         )
         return
-    if whole and not any(charge.ledger.rounds for charge in taken.charges if charge.ledger):
-        planned = epsilon(asked, kept.delta)
+    if by_whole_plan and not any(run.has_released for run in used.costs):
+        planned = epsilon(plan, kept.delta)
         worth = f"ε = {up(planned, 4)} by pld"
-        if not _only_repeats(admitted, asked):
-            worth += ", of which some rounds of several kinds would be done again, which its whole plan did not have"
+        if not _repeats_allowed(admitted, plan):
+            worth += ", with rounds of several types done again, which its whole plan did not have"
         elif planned <= kept.epsilon:
             console.print(
-                f"Budget of {kept} for data.id={name}: its whole plan admits this job, with {worth}, since no other "
+                f"Budget of {kept} for data.id={shown}: its whole plan admits this job, with {worth}, since no other "
                 "run has released anything. It gives nothing back if it stops early, and no later run fits.",
                 soft_wrap=True,
             )
             return
     raise ConfigError(
-        f"privacy.budget of {kept} for data.id={data_id}: {taken.said}; this job's plan asks for "
-        f"{_percent(wanted, kept)} ({worth}), so ask for less, or see python -m dpexp account data.id={data_id}."
+        f"privacy.budget of {kept} for data.id={data_id}: {used.description}; this job's plan asks for "
+        f"{_percent(cost, kept)} ({worth}), so ask for less, or see python -m dpexp account data.id={data_id}."
     )
 
 
-def _only_repeats(admitted: Ledger, asked: Ledger) -> bool:
-    """Whether a job that is resumed does what was admitted, but for more rounds of the one kind that it has many of:
-    how many fit is a number that no result has a part in (mechanisms that are totally ordered when composed: arXiv
-    2602.15815). Which of several kinds to repeat may be chosen by one."""
-    before, now = releases(admitted), releases(asked)
+def _repeats_allowed(admitted: Ledger, plan: Ledger) -> bool:
+    """Whether a resumed job only adds rounds of the one type that was admitted more than once.
+
+    How many of those fit is a number that depends on no result (mechanisms that are totally ordered when composed:
+    arXiv 2602.15815). Which of several types to repeat may be chosen by a result.
+    """
+    before, now = releases(admitted), releases(plan)
     more = {release for release, count in now.items() if count > before.get(release, 0)}
-    many = {release for release, count in before.items() if count > 1}
-    return not more or (len(many) == 1 and more <= many)
+    repeated = {release for release, count in before.items() if count > 1}
+    return not more or (len(repeated) == 1 and more <= repeated)
 
 
 @dataclass(frozen=True)
 class BudgetUse:
-    """What runs have taken of a budget.
+    """What runs have used of a budget.
 
     Attributes:
-        spent: ρ at the budget's order, of the runs' ledgers, and of the plans of those that run or lost theirs.
-        whole: ε by pld of the only run's whole plan, if that is what keeps the budget, and not the filter.
-        said: the same in words, with what is left.
-        lost: names of runs whose ledger is not at hand, with what that means.
+        costs: of the runs.
+        spent: ρ at the budget's order, of the runs' ledgers, and of the plans of runs that run or lost theirs.
+        whole: ε by pld of the only run's whole plan, if that plan keeps the budget and the filter does not.
+        description: the use and the remaining budget.
+        lost: (name, note) of runs whose ledger is lost.
     """
 
-    charges: list[RunCost]
+    costs: list[RunCost]
     spent: float
     whole: float | None
-    said: str
+    description: str
     lost: list[tuple[str, str]]
 
 
-def budget_used(charges: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetUse:
-    """Raises:
-    ConfigError: no budget can be kept, because of a run that is not private, is unknown, or has no Rényi bound, or of
-        runs that are stated for different adjacencies.
+def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetUse:
+    """What the runs have used of a budget.
+
+    Raises:
+        ConfigError: a run is not private, of unknown cost, or without a Rényi bound, or adjacencies differ.
     """
-    for charge in charges:
-        if charge.exposed is not None:
+    for run in costs:
+        if run.not_private_reason is not None:
             raise ConfigError(
-                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: the run {charge.name} is not private "
-                f"({charge.exposed}), so that nothing bounds what it showed."
+                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: the run {run.name} is not private "
+                f"({run.not_private_reason}), so that nothing bounds what it showed."
             )
-        if charge.ledger is None:
+        if run.ledger is None:
             raise ConfigError(
-                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {charge.name} spent is "
-                f"unknown ({charge.note}); bring back its ledger, or begin another data.id and say why."
+                f"privacy.budget of {kept} for data.id={data_id} cannot be kept: what the run {run.name} spent is "
+                f"unknown ({run.note}); bring back its ledger, or begin another data.id and say why."
             )
-    _same_adjacency(charges, data_id)
-    costs = []
-    for charge in charges:
+    _check_same_adjacency(costs, data_id)
+    rhos = []
+    for run in costs:
         try:
-            costs.append(rho(charge.ledger, kept.order) if charge.ledger and charge.ledger.rounds else 0.0)
+            rhos.append(rho(run.ledger, kept.order) if run.ledger and run.has_released else 0.0)
         except ConfigError as error:
-            raise ConfigError(f"data.id={data_id}, run {charge.name}: {error}") from error
-    spent = math.fsum(costs)
-    released = [charge for charge in charges if charge.ledger is not None and charge.ledger.rounds]
+            raise ConfigError(f"data.id={data_id}, run {run.name}: {error}") from error
+    spent = math.fsum(rhos)
+    released = [run for run in costs if run.has_released]
     whole = None
-    if len(released) == 1 and released[0].kept == kept and not kept.holds(spent):
+    if len(released) == 1 and released[0].budget == kept and not kept.holds(spent):
         assert released[0].ledger is not None
-        alone = epsilon(released[0].ledger, kept.delta)
-        whole = alone if alone <= kept.epsilon else None
+        planned = epsilon(released[0].ledger, kept.delta)
+        whole = planned if planned <= kept.epsilon else None
     left = max(0.0, kept.limit - spent)
     worth = math.floor(1000 * kept.gaussian(left)) / 1000
-    said = (
-        f"{_percent(spent, kept)} is spent or promised by {len(charges)} run{'s' * (len(charges) != 1)}, "
+    description = (
+        f"{_percent(spent, kept)} is spent or reserved by {len(costs)} run{'s' * (len(costs) != 1)}, "
         f"{math.floor(1000 * left / kept.limit) / 10:g} % is left, worth one Gaussian release of ε = {worth:g}"
         if whole is None
         else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
     )
-    lost = [(charge.name, charge.note) for charge in charges if charge.ledger_missing]
-    return BudgetUse(list(charges), spent, whole, said, lost)
+    return BudgetUse(list(costs), spent, whole, description, [(c.name, c.note) for c in costs if c.ledger_missing])
 
 
 def _percent(part: float, kept: Budget) -> str:
@@ -232,8 +234,8 @@ def _percent(part: float, kept: Budget) -> str:
     return f"{up(percent, 3) if percent < 999 else math.ceil(percent)} %"
 
 
-def _same_adjacency(charges: Sequence[RunCost], data_id: str) -> None:
-    found = list(adjacencies(list(charges)))
+def _check_same_adjacency(costs: Sequence[RunCost], data_id: str) -> None:
+    found = list(stated_adjacencies(costs))
     if len(found) > 1:
         (first, one), (second, other) = found[:2]
         raise ConfigError(
@@ -243,7 +245,7 @@ def _same_adjacency(charges: Sequence[RunCost], data_id: str) -> None:
 
 
 def _is_own(run_id: str, tags: Mapping[str, str], output: Path) -> bool:
-    """Whether that is the run of the job that is gone on with in a folder, whose ledger is in what is asked for."""
+    """Whether a run is that of the resumed job in a folder, whose plan contains its ledger."""
     try:
         if (output / RUN).read_text() != run_id:
             return False

@@ -1,5 +1,4 @@
-"""Whether a job is under way: its process holds a lock in the job's folder for as long as it lives. And whether it has
-come to release anything.
+"""Files and lock of a job's folder: whether the job is running, and whether it may have released anything.
 
 Imports nothing slow.
 """
@@ -12,33 +11,32 @@ from filelock import FileLock, Timeout
 
 from dpexp.errors import ConfigError
 
-# Files of the job's folder:
 RUN = "mlflow_run_id"
-PROMISED = "promised_ledger.jsonl"  # what the job will have released at its end, at most
-BEGUN = "training_begun"  # there before a ledger is; gone again if none was begun
-_GLANCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
+RESERVED = "reserved_ledger.jsonl"  # the most that the job will have released at its end
+BEGUN = "training_begun"  # created before the ledger; removed if no ledger was begun
+_PATIENCE = 1.0  # seconds: longer than another process takes to look whether the lock is held
 
 
 @contextmanager
-def alone(output: Path) -> Iterator[None]:
-    """Two processes that go on with one job would write to the same run.
+def exclusive(output: Path) -> Iterator[None]:
+    """Holds the lock of a job's folder: two processes that resume one job would write to the same run.
 
     Raises:
-        ConfigError: another process is at it.
+        ConfigError: another process holds it.
     """
     lock = _lock(output)
     try:
-        lock.acquire(timeout=_GLANCE)
+        lock.acquire(timeout=_PATIENCE)
     except Timeout as error:
-        raise ConfigError(f"the job in {output} is under way in another process.") from error
+        raise ConfigError(f"the job in {output} is running in another process.") from error
     try:
         yield
     finally:
         lock.release()
 
 
-def under_way(output: Path) -> bool | None:
-    """Whether another process is at the job in a folder; None if that cannot be told from here."""
+def is_running(output: Path) -> bool | None:
+    """Whether another process holds the lock of a job's folder; None if this user cannot find out."""
     lock = _lock(output)
     if not Path(lock.lock_file).exists():
         return False
@@ -52,9 +50,11 @@ def under_way(output: Path) -> bool | None:
 
 
 @contextmanager
-def begun(output: Path, released: Callable[[], bool]) -> Iterator[None]:
-    """Marks a job's folder while it trains, and for ever unless nothing was `released`: a ledger that is missing there
-    was lost, and not left unwritten."""
+def training_marker(output: Path, released: Callable[[], bool]) -> Iterator[None]:
+    """Marks a job's folder as trained in, for good unless nothing was `released`.
+
+    Where the mark is, a missing ledger was lost.
+    """
     new = not (output / BEGUN).exists()
     (output / BEGUN).touch()
     try:

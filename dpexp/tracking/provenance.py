@@ -1,4 +1,4 @@
-"""Where a run came from: versions, code, person, machine. Nothing here fails a job."""
+"""Provenance of a run: versions, code, user, machine. Errors here never fail a job."""
 
 import getpass
 import os
@@ -14,14 +14,14 @@ from dpexp.config import COMMAND
 HOST = socket.gethostname()
 PATCH = "changes.patch"
 PATCH_RESUMED = "changes_resumed.patch"
-# Of these files a patch holds the text; of others, which may be data, only how many changed.
+# A patch has the changes of these files; other files may be data, of which only the number of changed ones is logged.
 CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.sh")
-_MOST = 1_000_000  # bytes of a patch
+_MAX_PATCH = 1_000_000  # bytes
 _PATIENCE = 10  # seconds for git
 
 
-def origin() -> dict[str, str]:
-    """Tags of a run, MLflow's own included, which fill its columns Source, Version and Created by."""
+def provenance() -> dict[str, str]:
+    """A run's provenance tags, with those of MLflow's columns Source, Version and Created by."""
     command = os.environ.get(COMMAND, "dpexp")
     found = {f"dpexp.{name}": _version(package) for name, package in _PACKAGES.items()}
     found |= {"dpexp.python": platform.python_version(), "dpexp.command": without_passwords(command)}
@@ -33,28 +33,28 @@ def origin() -> dict[str, str]:
     return found
 
 
-def origin_resumed() -> dict[str, str]:
-    """Tags of a run that is gone on with: those of its first start stay, and the last resume has its own beside them.
+def provenance_of_resume() -> dict[str, str]:
+    """Provenance tags of a resume, under `dpexp.resumed`; the tags of the first start stay.
 
-    Where it runs now, which tells whether it still does, is no fact of origin.
+    Host and process id are replaced: they show whether the run is alive.
     """
-    found = {key.removeprefix("dpexp.").removeprefix("mlflow."): value for key, value in origin().items()}
+    found = {key.removeprefix("dpexp.").removeprefix("mlflow."): value for key, value in provenance().items()}
     own = {f"dpexp.resumed.{key}": value for key, value in found.items() if not key.startswith("source.")}
     return own | {"dpexp.host": HOST, "dpexp.pid": str(os.getpid())}
 
 
 def write_patch(folder: Path, name: str = PATCH) -> Path | None:
-    """How the code in the working directory differs from its commit, as a file; None if it does not, or is in none."""
+    """Writes the code's changes since the last commit to a file; None if there are none, or there is no repository."""
     changed = _git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--", *CODE)
     new = _new_files()
     if changed is None or not (changed or new):
         return None
     text = "".join(f"# not in git: {name}\n" for name in new) + changed + "\n"
-    kept = text.encode()[:_MOST]
-    if len(kept) < len(text.encode()):
-        kept += f"\n# cut off after {_MOST} bytes\n".encode()
+    content = text.encode()[:_MAX_PATCH]
+    if len(content) < len(text.encode()):
+        content += f"\n# cut off after {_MAX_PATCH} bytes\n".encode()
     path = folder / name
-    path.write_bytes(kept)
+    path.write_bytes(content)
     return path
 
 
@@ -76,7 +76,7 @@ def _user() -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Those of addresses are masked."""
+    """Masks the passwords of addresses."""
     return re.sub(r"(://[^/@:\s]*):[^@\s]*@", r"\1:…@", text)
 
 
@@ -89,12 +89,12 @@ def _dirty() -> str:
 
 
 def _new_files() -> list[str]:
-    """Programs that git does not know. New configuration files are in the run's config.yaml with what they say."""
+    """Untracked Python files. The values of new configuration files are in the run's config.yaml."""
     return (_git("ls-files", "--others", "--exclude-standard", "--", "*.py") or "").splitlines()
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the whole work tree that the working directory is in; None if it is in none."""
+    """Runs git in the work tree that contains the working directory; None if there is none."""
     top = _run("rev-parse", "--show-toplevel")
     return _run("-C", top, *arguments) if top else None
 

@@ -1,4 +1,4 @@
-"""What MLflow remembers of earlier runs."""
+"""Reads earlier runs from MLflow."""
 
 import json
 import tempfile
@@ -15,13 +15,13 @@ from pandas import DataFrame
 
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError
-from dpexp.tracking.client import ERROR, OUTPUT, SAME, TRIED
+from dpexp.tracking.client import CALIBRATED_METRIC, ERROR, OUTPUT, TRIED, one_line
 from dpexp.tracking.provenance import without_passwords
 
 
 @contextmanager
 def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
-    """A folder with a run's ledger and configuration.
+    """A temporary folder with a run's ledger and configuration.
 
     Raises:
         ConfigError: there is no such run, or it has no ledger.
@@ -29,9 +29,7 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
     try:
         existing(uri).get_run(run_id)
     except (ConfigError, MlflowException) as error:
-        raise ConfigError(
-            f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {' '.join(str(error).split())}"
-        ) from error
+        raise ConfigError(f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {one_line(error)}") from error
     with downloaded_files(uri, run_id, ["ledger.end.json", "ledger.jsonl", "config.yaml"]) as folder:
         if not (folder / "ledger.jsonl").exists():
             raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
@@ -47,7 +45,7 @@ def output_of(uri: str, run_id: str) -> Path:
     try:
         folder = existing(uri).get_run(run_id).data.tags.get(OUTPUT, "")
     except (ConfigError, MlflowException) as error:
-        raise ConfigError(f"{run_id} is neither a folder nor a run of {uri}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{run_id} is neither a folder nor a run of {uri}: {one_line(error)}") from error
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"the folder {folder} of the MLflow run {run_id} is not on this machine.")
     return Path(folder)
@@ -60,21 +58,14 @@ def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> 
     )
 
 
-PAGE = 1000  # runs a request
+PAGE = 1000  # runs per request
 _NUMBERS = (
-    "epsilon",
-    "epsilon_planned",
-    "test_accuracy",
-    "noise_multiplier",
-    "sampling_rate",
-    "knob_value",
-    "delta",
-    *FIGURES,
-)
+    "epsilon", "epsilon_planned", "test_accuracy", "noise_multiplier", "sampling_rate", "knob_value", "delta", *FIGURES,
+)  # fmt: skip
 _TAGS = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
-# Parameters that repeat a configuration or move it about. Not draw: private selection covers one draw by itself,
-# never a mean of several.
-_ASIDE = ("seed", "objective", "privacy.noise_seed")
+# Parameters in which repetitions of a configuration differ. Not `draw`: private selection covers a single draw, never
+# a mean of several.
+_NOT_CONFIGURATION = ("seed", "objective", "privacy.noise_seed")
 TRIAL = (
     "run_id", "parent_id", "trial", "name", "start", "status", "error", "private", *_TAGS, "configuration", "seed",
     "accountant", "knob", *_NUMBERS,
@@ -82,15 +73,15 @@ TRIAL = (
 
 
 def trials(uri: str, sources: Sequence[str]) -> DataFrame:
-    """The runs that the sources name, the best test accuracy first; parent runs themselves are left out.
+    """The runs of the sources, the best test accuracy first, without parent runs.
 
     Args:
         sources: names of experiments, ids of parent runs (which stand for their children) and of single runs.
 
     Returns:
-        One row a run, with the columns TRIAL. `configuration` is equal for runs that differ in nothing but the seed
-        (and in what cannot change the result: tracking, trainer); `start` is in milliseconds; `knob` is what was
-        solved for. Numbers that a run does not have are NaN; `error` is then empty.
+        One row per run, with the columns TRIAL. `configuration` is equal for runs that differ only in the seed and in
+        what cannot change the result (tracking, trainer); `start` is in milliseconds; `knob` is the calibrated
+        parameter. Missing numbers are NaN.
 
     Raises:
         ConfigError: there is no such store, or a source is neither an experiment nor a run.
@@ -99,7 +90,7 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     try:
         runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
     except MlflowException as error:
-        raise ConfigError(f"uri={uri} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"uri={uri} cannot be read: {one_line(error)}") from error
     parents = {_parent(run) for run in runs.values()}
     rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents and not _is_parent(run)]
     frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
@@ -107,13 +98,13 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
 
 
 def selections(uri: str, run_ids: Iterable[str]) -> list[tuple[str, dict[str, float]]]:
-    """Of each parent run that has them: its name, and its metrics `selection/…`, without that prefix."""
+    """The name and the metrics `selection/…`, without that prefix, of each parent run that has such metrics."""
     client = existing(uri)
     found = []
     for run_id in run_ids:
         try:
             run = client.get_run(run_id)
-        except MlflowException:  # a parent that was deleted, or lies in another store
+        except MlflowException:  # deleted, or in another store
             continue
         metrics = {
             key.removeprefix("selection/"): value
@@ -127,7 +118,7 @@ def selections(uri: str, run_ids: Iterable[str]) -> list[tuple[str, dict[str, fl
 
 @contextmanager
 def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Path]:
-    """A folder with those of the named artifacts that a run has.
+    """A temporary folder with those of the named artifacts that a run has.
 
     Raises:
         ConfigError: there is no such run, or they cannot be fetched.
@@ -143,12 +134,16 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
             for name in sorted(found.intersection(names)):
                 client.download_artifacts(run_id, name, folder)
         except (MlflowException, OSError) as error:
-            raise ConfigError(f"the artifacts of {run_id} cannot be fetched: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"the artifacts of {run_id} cannot be fetched: {one_line(error)}") from error
         yield Path(folder)
 
 
 def existing(uri: str) -> MlflowClient:
-    """A client of a store that is there: MLflow would create an SQLite file that is not."""
+    """A client of an existing store: MLflow would create a missing SQLite file.
+
+    Raises:
+        ConfigError: there is no such store.
+    """
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
         raise ConfigError(
             f"uri={uri} does not exist, so there are no runs to read; run a job first, or name its store."
@@ -156,7 +151,7 @@ def existing(uri: str) -> MlflowClient:
     try:
         return MlflowClient(tracking_uri=uri)
     except MlflowException as error:
-        raise ConfigError(f"uri={uri} cannot be used: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"uri={uri} cannot be used: {one_line(error)}") from error
 
 
 def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
@@ -174,7 +169,7 @@ def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
 def search(
     client: MlflowClient, experiments: list[str], condition: str = "", view: int = ViewType.ACTIVE_ONLY
 ) -> Iterator[Run]:  # fmt: skip
-    """The runs of experiments that meet a condition, asked for page by page."""
+    """The runs of experiments that meet a condition, page by page."""
     token = None
     while True:
         page = client.search_runs(experiments, condition, view, PAGE, page_token=token)
@@ -194,10 +189,8 @@ def _is_parent(run: Run) -> bool:
 
 def _trial(run: Run) -> dict[str, Any]:
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
-    knob, solved = (
-        params.get("calibrate", "noise_multiplier"),
-        any(name.startswith((TRIED, "calibration/")) for name in metrics),
-    )
+    knob = params.get("calibrate", "noise_multiplier")
+    solved = any(name.startswith(TRIED) for name in metrics)
     return {
         "run_id": run.info.run_id,
         "parent_id": _parent(run),
@@ -212,16 +205,18 @@ def _trial(run: Run) -> dict[str, Any]:
         "seed": params.get("seed", tags.get("dpexp.seed")),
         "accountant": json.loads(params.get("accountant.names", '["pld"]'))[0],
         "knob": knob,
-        "knob_value": metrics.get(knob, metrics.get(SAME[knob]) if knob in SAME and solved else None),
+        "knob_value": metrics.get(
+            knob, metrics.get(CALIBRATED_METRIC[knob]) if knob in CALIBRATED_METRIC and solved else None
+        ),
         "delta": params.get("privacy.delta"),
         **{name: metrics.get(name) for name in _NUMBERS if name not in ("knob_value", "delta")},
     }
 
 
 def _configuration(params: Mapping[str, str]) -> str:
-    kept = {
+    own = {
         key: value
         for key, value in params.items()
-        if key not in _ASIDE and not key.startswith(("tracking.", "trainer."))
+        if key not in _NOT_CONFIGURATION and not key.startswith(("tracking.", "trainer."))
     }
-    return json.dumps(kept, sort_keys=True)
+    return json.dumps(own, sort_keys=True)

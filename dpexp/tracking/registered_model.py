@@ -1,4 +1,4 @@
-"""A trained model as MLflow keeps models: loaded by `mlflow.pytorch` and `mlflow.pyfunc`, registered by name."""
+"""A trained model in MLflow's format, loaded by `mlflow.pytorch` and `mlflow.pyfunc`, and in its model registry."""
 
 import json
 import logging
@@ -19,13 +19,13 @@ from torch.export.graph_signature import InputKind
 
 from dpexp.errors import ConfigError
 
-_DESCRIPTION = 5000  # characters
-_NEEDED = ("torch", "pytorch-lightning", "numpy")
-_HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_MAX_DESCRIPTION = 5000  # characters
+_REQUIREMENTS = ("torch", "pytorch-lightning", "numpy")
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 class _InFloat32(nn.Module):
-    """A module of a type that NumPy does not have, as one that takes and gives float32."""
+    """Wraps a module whose dtype NumPy lacks: inputs and outputs are float32."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class _InFloat32(nn.Module):
 
 
 def save_as_mlflow(module: nn.Module, example: Tensor, folder: Path) -> None:
-    """Writes MLflow's model folder, without a server.
+    """Writes a model folder in MLflow's format, without a server.
 
     Args:
-        example: inputs [2, …] that may be shown to anyone; they are given in the module's own type.
+        example: public inputs [2, …]; they are converted to the module's dtype.
     """
     dtype = next((weights.dtype for weights in module.parameters() if weights.is_floating_point()), torch.float32)
     if example.is_floating_point():
@@ -56,20 +56,20 @@ def save_as_mlflow(module: nn.Module, example: Tensor, folder: Path) -> None:
             str(folder),
             signature=infer_signature(example.numpy(), outputs.numpy()),
             input_example=example.numpy(),
-            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _NEEDED],
+            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in _REQUIREMENTS],
             serialization_format="pt2",
         )
-        _keep_only_what_is_computed(folder / "data" / "model.pt2")
+        _remove_unused_state(folder / "data" / "model.pt2")
 
 
-def _keep_only_what_is_computed(path: Path) -> None:
-    """Takes out of an exported graph the parameters, buffers and constants that no output is computed from, such as a
-    bank of records, and where on this machine the code was."""
+def _remove_unused_state(path: Path) -> None:
+    """Removes the parameters, buffers and constants that no output depends on, such as a bank of records, and source
+    paths from an exported graph."""
     exported = torch.export.load(path)
     signature, graph = exported.graph_signature, exported.graph
     unused = {node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users}
     for spec in list(signature.input_specs):
-        if spec.kind in _HELD and spec.arg.name in unused:
+        if spec.kind in _STATE and spec.arg.name in unused:
             graph.erase_node(unused[spec.arg.name])
             signature.input_specs.remove(spec)
             exported.constants.pop(spec.target, None)
@@ -83,23 +83,23 @@ def _keep_only_what_is_computed(path: Path) -> None:
 
 
 def description(job: Path) -> str:
-    """The card in a job's folder, or as much of it as MLflow takes."""
+    """The model card in a job's folder, cut to the length that MLflow allows."""
     text = (job / "card.md").read_text()
-    return text if len(text) <= _DESCRIPTION else text[:_DESCRIPTION] + "…\n\nThe rest is in card.md."
+    return text if len(text) <= _MAX_DESCRIPTION else text[:_MAX_DESCRIPTION] + "…\n\nThe rest is in card.md."
 
 
 def send_model(
     client: MlflowClient, run_id: str, folder: Path, rounds: int, tags: Mapping[str, str], name: str | None
 ) -> None:
-    """Makes a saved folder a logged model of a run, and under a name a version in the registry."""
+    """Logs a model folder as a model of a run, and registers it as a version of `name`, if given."""
     run = client.get_run(run_id)
     card = description(folder.parent)
     logged = client.create_logged_model(
         run.info.experiment_id, "model", source_run_id=run_id, tags={**tags, "mlflow.note.content": card}
     )
-    described = Model.load(str(folder))
-    described.run_id, described.model_id = run_id, logged.model_id
-    described.save(str(folder / "MLmodel"))
+    model = Model.load(str(folder))
+    model.run_id, model.model_id = run_id, logged.model_id
+    model.save(str(folder / "MLmodel"))
     client.log_model_artifacts(logged.model_id, str(folder))
     client.finalize_logged_model(logged.model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, rounds)])
@@ -117,9 +117,7 @@ def send_model(
 
 
 def check_name(client: MlflowClient, name: str) -> None:
-    """Raises:
-    ConfigError: the registry would refuse the name.
-    """
+    """Refuses a name that the model registry would refuse."""
     try:
         client.search_registered_models(f"name = '{name}'")
     except MlflowException as error:

@@ -1,4 +1,4 @@
-"""The run above a sweep's trials."""
+"""The parent run of a sweep's trials."""
 
 import io
 import json
@@ -21,27 +21,31 @@ from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import configurations, finished, held, targets, trained
 from dpexp.reporting.panels import NotDrawn
 from dpexp.reporting.sweep_figures import against, compared, frontier, needed, numbers_swept, progress
-from dpexp.tracking.client import OUTPUT, address, end_dead_runs, open_store, send_unsent, show_columns
-from dpexp.tracking.provenance import HOST, PATCH, PATCH_RESUMED, origin, origin_resumed, write_patch
+from dpexp.tracking.client import OUTPUT, address, end_dead_runs, open_store, send_unsent, set_view
+from dpexp.tracking.provenance import HOST, PATCH, PATCH_RESUMED, provenance, provenance_of_resume, write_patch
 from dpexp.tracking.read import downloaded_run, trials
-from dpexp.tracking.run import NAME, PARENT, params
-from dpexp.tracking.sweep_keys import unswept
+from dpexp.tracking.run_labels import MAX_NAME, PARENT, params, shared_values
 
-MOST = 10_000  # trials of a sweep
-_MOST = 6  # configurations in a figure of their progress
+_MAX_TRIALS = 10_000
+_MAX_PROGRESS = 6  # configurations in the figure of accuracy during training
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Ledgers by run id; names of runs whose ledger is not at hand; names of runs whose guarantee does not hold."""
+class TrialLedgers:
+    """The ledgers of a sweep's trials.
+
+    Attributes:
+        ledgers: by run id; missing: names of runs whose ledger is lost; not_private: names of runs whose (ε, δ) does
+            not cover what they show.
+    """
 
     ledgers: dict[str, Ledger]
     missing: list[str]
-    exposed: list[str]
+    not_private: list[str]
 
 
-class Parent:
-    """A sweep's parent run: found again if the same sweep has been started before."""
+class SweepRun:
+    """A sweep's parent run; a sweep that was started before continues its earlier run."""
 
     def __init__(self, cfg: DictConfig, name: str, key: str, facts: dict[str, Any]) -> None:
         self._uri = cfg.tracking.uri
@@ -54,29 +58,24 @@ class Parent:
             tags = found.data.tags
             if tags.get("dpexp.host") == HOST and tags.get("dpexp.pid") != str(os.getpid()):
                 raise ConfigError(
-                    f"this sweep is being run by process {tags.get('dpexp.pid')}; wait for it, or start another with "
+                    f"this sweep is running in process {tags.get('dpexp.pid')}; wait for it, or start another with "
                     "tracking.resume=false."
                 )
         if found is None:
-            found = self._client.create_run(
-                self._experiment, run_name=name[:NAME], tags={"dpexp.sweep_hash": key} | origin()
-            )
-            self._describe(found.info.run_id, cfg)
+            tags = {"dpexp.sweep_hash": key} | provenance()
+            found = self._client.create_run(self._experiment, run_name=name[:MAX_NAME], tags=tags)
+            shared = [Param(key, value) for key, value in params(shared_values(cfg)).items()]
+            for start in range(0, len(shared), 100):  # MLflow's limit
+                self._client.log_batch(found.info.run_id, params=shared[start : start + 100])
         self._log_patch(found.info.run_id, PATCH_RESUMED if self.resumed else PATCH)
         self.run_id: str = found.info.run_id
-        self.facts = facts | self._remembered() if self.resumed else facts
+        self.facts = facts | self._earlier_facts() if self.resumed else facts
         self._client.update_run(self.run_id, "RUNNING")
-        now = origin_resumed() if self.resumed else {"dpexp.pid": str(os.getpid())}
+        now = provenance_of_resume() if self.resumed else {"dpexp.pid": str(os.getpid())}
         for tag, value in now.items():
             self._client.set_tag(self.run_id, tag, value)
-        show_columns(self._client, self._experiment)
+        set_view(self._client, self._experiment)
         os.environ[PARENT] = self.run_id
-
-    def _describe(self, run_id: str, cfg: DictConfig) -> None:
-        """The parameters that all trials have in common."""
-        common = [Param(key, value) for key, value in params(unswept(cfg)).items()]
-        for start in range(0, len(common), 100):  # MLflow's limit
-            self._client.log_batch(run_id, params=common[start : start + 100])
 
     def _log_patch(self, run_id: str, name: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -93,19 +92,22 @@ class Parent:
         )
         return found[0] if found else None
 
-    def _remembered(self) -> dict[str, Any]:
-        if not any(artifact.path == "facts.json" for artifact in self._client.list_artifacts(self.run_id)):
+    def _has_artifact(self, name: str) -> bool:
+        return any(artifact.path == name for artifact in self._client.list_artifacts(self.run_id))
+
+    def _earlier_facts(self) -> dict[str, Any]:
+        if not self._has_artifact("facts.json"):
             return {}
         with tempfile.TemporaryDirectory() as folder:
             return json.loads(Path(self._client.download_artifacts(self.run_id, "facts.json", folder)).read_text())
 
     def remember(self, facts: dict[str, Any]) -> None:
-        """Keeps facts for the next start of the same sweep."""
+        """Stores facts for the next start of the same sweep."""
         self.facts |= facts
         self._client.log_text(self.run_id, json.dumps(self.facts), "facts.json")
 
     def trials(self) -> DataFrame:
-        """The trials, each once: of those started several times, the one that finished, else the last."""
+        """The trials, each once: of several starts the one that finished, else the last."""
         end_dead_runs(self._client, self._experiment)
         frame = trials(self._uri, [self.run_id])
         if frame.empty:
@@ -113,15 +115,17 @@ class Parent:
         order = frame.assign(done=frame["status"] == "FINISHED").sort_values(["done", "start"])
         return order.drop_duplicates("trial", keep="last").drop(columns=["done"])
 
-    def spent(self) -> Spent:
-        """What every private trial that ever began to train has cost, those that failed, were killed, were run again or
-        were deleted from the list included."""
-        ledgers, missing, exposed = {}, [], []
+    def ledgers(self) -> TrialLedgers:
+        """The ledgers of all private trials that ever began to train.
+
+        Trials that failed, were killed, repeated or deleted from the list count too.
+        """
+        ledgers, missing, not_private = {}, [], []
         children = f"tags.`mlflow.parentRunId` = '{self.run_id}'"
-        for run in self._client.search_runs([self._experiment], children, ViewType.ALL, MOST):
+        for run in self._client.search_runs([self._experiment], children, ViewType.ALL, _MAX_TRIALS):
             folder, private = run.data.tags.get(OUTPUT), run.data.tags.get("dpexp.private", "")
-            trained = run.data.params.get("train", "True") == "True"
-            if folder is None or not trained or private.startswith("no: trained without"):
+            trains = run.data.params.get("train", "True") == "True"
+            if folder is None or not trains or private.startswith("no: trained without"):
                 continue
             name = run.info.run_name or run.info.run_id
             try:
@@ -132,8 +136,8 @@ class Parent:
                     missing.append(name)
                 continue
             if private != "yes":
-                exposed.append(name)
-        return Spent(ledgers, missing, exposed)
+                not_private.append(name)
+        return TrialLedgers(ledgers, missing, not_private)
 
     def _ledger(self, run_id: str, output: Path) -> Ledger:
         if (output / "ledger.jsonl").exists():
@@ -142,9 +146,9 @@ class Parent:
             return ledger_so_far(folder / "ledger.jsonl")
 
     def conclude(self, frame: DataFrame, metrics: dict[str, float], note: str, status: str, output: Path) -> None:
-        """Logs the trials' table and figure, what choosing among them costs, and the parent's own end."""
+        """Logs the table and figures of the trials and the costs of selection, and ends the run."""
         earlier = [key for key in self._client.get_run(self.run_id).data.metrics if key not in metrics]
-        for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # what holds no more is withdrawn
+        for key, value in {**metrics, **dict.fromkeys(earlier, math.nan)}.items():  # NaN replaces what no longer holds
             self._client.log_metric(self.run_id, key, value)
         drawn, omitted = self._figures(frame) if not frame.empty else ({}, [])
         self._client.set_tag(self.run_id, "mlflow.note.content", "\n".join([note, *(f"- {why}" for why in omitted)]))
@@ -153,8 +157,8 @@ class Parent:
             frame.to_csv(text, index=False)
             self._client.log_text(self.run_id, text.getvalue(), "trials.csv")
             shown = frame.astype(object).where(frame.notna(), None)
-            if any(artifact.path == "trials.json" for artifact in self._client.list_artifacts(self.run_id)):
-                table = shown.to_json(orient="split", index=False)  # log_table would add to the one that is there
+            if self._has_artifact("trials.json"):
+                table = shown.to_json(orient="split", index=False)  # log_table would append to it
                 self._client.log_text(self.run_id, table, "trials.json")
             else:
                 self._client.log_table(self.run_id, shown.to_dict("list"), "trials.json")
@@ -166,7 +170,7 @@ class Parent:
         os.environ.pop(PARENT, None)
 
     def _figures(self, frame: DataFrame) -> tuple[dict[str, Figure], list[str]]:
-        """The figures by the name of their file; and why others are not drawn."""
+        """The figures by file name, and the reasons why others are not drawn."""
         runs = trained(frame)
         draw: dict[str, Callable[[], Figure]] = {}
         if runs["level"].nunique() > 1:
@@ -188,9 +192,9 @@ class Parent:
         return drawn | self._progress(runs), omitted
 
     def _progress(self, runs: DataFrame) -> dict[str, Figure]:
-        """The trainings of the configurations with the highest mean accuracy."""
+        """Accuracy during training, of the configurations with the highest final mean accuracy."""
         points, _ = configurations(runs)
-        best = points.sort_values("accuracy", ascending=False).head(_MOST)
+        best = points.sort_values("accuracy", ascending=False).head(_MAX_PROGRESS)
         histories = {row["label"]: [*map(self._history, row["run_ids"])] for row in best.to_dict("records")}
         if not any(len(history) > 2 for trainings in histories.values() for history in trainings):
             return {}
@@ -203,8 +207,8 @@ class Parent:
         scores = self._client.get_metric_history(run_id, "test_accuracy")
         return sorted({(spent[point.step], point.value) for point in scores if point.step in spent})
 
-    def withdraw(self) -> None:
-        """Of a sweep that was refused before it had a trial."""
+    def discard(self) -> None:
+        """Deletes the run of a sweep that was refused before its first trial."""
         self._client.set_terminated(self.run_id, "FAILED")
         self._client.delete_run(self.run_id)
         os.environ.pop(PARENT, None)

@@ -12,7 +12,7 @@ from plans import plan_of
 from test_accountants import ledger
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import joined
+from dpexp.accounting.ledger import concatenate
 from dpexp.privacy.plan.clipping import DimensionClipNorm, Joint
 from dpexp.privacy.plan.groups import conv_fc
 from dpexp.reporting.comparisons import apart, settings
@@ -374,7 +374,7 @@ def test_epsilon_over_rounds_draws_runs_that_cost_the_same_once():
 
 
 def test_rounds_whose_order_a_ledger_does_not_keep_are_not_said_to_have_one():
-    mixed = joined([ledger(2.0, 0.05, 30), ledger(3.0, 0.05, 40)])
+    mixed = concatenate([ledger(2.0, 0.05, 30), ledger(3.0, 0.05, 40)])
     assert epsilon_over_rounds(mixed, 1e-5, ["pld"]).axes[0].get_xlabel() == "round, those of a kind together"
     figure = epsilon_over_rounds(ledger(2.0, 0.05, 30), 1e-5, ["pld", "gdp"])
     assert figure.axes[0].get_xlabel() == "round"

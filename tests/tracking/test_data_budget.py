@@ -26,9 +26,9 @@ from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import open_store
 from dpexp.tracking.data_budget import _lock, _percent, budget_used
-from dpexp.tracking.job_folder import BEGUN, RUN, under_way
+from dpexp.tracking.job_folder import BEGUN, RUN, is_running
 from dpexp.tracking.provenance import HOST
-from dpexp.tracking.run_costs import BUDGET, costs_in, once, reserve
+from dpexp.tracking.run_costs import BUDGET, costs_in, distinct_runs, reserve
 
 FORK = multiprocessing.get_context("fork")
 KEPT = "privacy.budget={epsilon: 4, delta: 1e-5}"
@@ -104,19 +104,19 @@ def test_runs_count_as_their_ledgers_however_they_ended(run_on, store):
     store[1].delete_run(outputs[1].name)
     charges = run_on.charges()
     assert [len(charge.ledger) for charge in charges] == [1, 2, 3]
-    assert not any(charge.lost for charge in charges) and {charge.user for charge in charges} == {"ann"}
+    assert not any(charge.ledger_missing for charge in charges) and {charge.user for charge in charges} == {"ann"}
 
 
 def test_a_running_job_counts_as_its_whole_plan_and_a_dead_one_as_its_ledger(run_on):
     output = run_on(count=3, planned=10, status="RUNNING", **{"dpexp.host": os.uname().nodename})
     process = held(output)
-    assert under_way(output) is True
+    assert is_running(output) is True
     (charge,) = run_on.charges()
-    assert len(charge.ledger) == 10 and "it is running" in charge.note and not charge.lost
+    assert len(charge.ledger) == 10 and "it is running" in charge.note and not charge.ledger_missing
     process.kill()
     process.join()
     (charge,) = run_on.charges()
-    assert under_way(output) is False and len(charge.ledger) == 3 and charge.status == "KILLED"
+    assert is_running(output) is False and len(charge.ledger) == 3 and charge.status == "KILLED"
 
 
 def test_a_run_of_another_machine_counts_as_its_plan_for_as_long_as_its_store_says_that_it_runs(run_on, store):
@@ -141,15 +141,15 @@ def test_a_lost_ledger_is_unknown_and_never_zero(run_on, how, capsys):
     else:
         path.write_bytes(path.read_bytes().replace(b"4.0", b"9.0") if how.startswith("edited") else b"")
     (charge,) = run_on.charges()
-    assert charge.lost and len(charge.ledger) == 10
+    assert charge.ledger_missing and len(charge.ledger) == 10
     found = run_on.account("budget={epsilon: 4, delta: 1e-5}")
     assert found["spent"] == pytest.approx(rho(rounds(4.0, 10), 6.1), rel=1e-9)
     printed = " ".join(capsys.readouterr().out.split())
     assert "What z=4.0 spent is unknown" in printed and "counted as its whole plan" in printed
     assert "ε = unknown, at most" in printed
-    (output / "promised_ledger.jsonl").unlink()
+    (output / "reserved_ledger.jsonl").unlink()
     (charge,) = run_on.charges()
-    assert charge.lost and charge.ledger is None
+    assert charge.ledger_missing and charge.ledger is None
     run_on(z=4.0, count=2)
     found = run_on.account("budget={epsilon: 4, delta: 1e-5}")
     printed = " ".join(capsys.readouterr().out.split())
@@ -163,7 +163,7 @@ def test_a_ledger_that_was_rescued_counts(run_on):
     (output / "ledger.jsonl").rename(output / "ledger.rescued1.jsonl")
     (output / "ledger.jsonl").write_bytes((other / "ledger.jsonl").read_bytes())
     charge, _ = run_on.charges()
-    assert len(charge.ledger) == 3 and not charge.lost
+    assert len(charge.ledger) == 3 and not charge.ledger_missing
 
 
 def test_runs_of_many_experiments_are_found(run_on, monkeypatch):
@@ -180,7 +180,7 @@ def test_runs_of_many_experiments_are_found(run_on, monkeypatch):
 def test_what_ended_before_its_first_round_spent_nothing(run_on):
     run_on(count=None, status="FAILED")
     (charge,) = run_on.charges()
-    assert len(charge.ledger) == 0 and not charge.lost
+    assert len(charge.ledger) == 0 and not charge.ledger_missing
     assert run_on.account("delta=1e-5")["composed"] == 0
 
 
@@ -190,15 +190,15 @@ def test_a_folder_that_is_gone_is_replaced_by_what_the_store_was_sent(run_on, st
     for output in (sent, unsent):
         output.rename(output.with_name(f"{output.name}.away"))
     first, second = run_on.charges()
-    assert len(first.ledger) == 3 and not first.lost
-    assert second.ledger is None and second.lost and "missing" in second.note
+    assert len(first.ledger) == 3 and not first.ledger_missing
+    assert second.ledger is None and second.ledger_missing and "missing" in second.note
 
 
 def test_a_folder_of_the_same_name_with_another_run_is_not_taken_for_it(run_on):
     output = run_on(count=3)
     (output / RUN).write_text("another")
     (charge,) = run_on.charges()
-    assert charge.ledger is None and charge.lost
+    assert charge.ledger is None and charge.ledger_missing
 
 
 def test_a_run_without_privacy_leaves_no_budget(run_on, capsys):
@@ -232,7 +232,7 @@ def test_the_figures_are_those_of_dp_accounting(run_on, capsys):
     limit = 3 - math.log1p(-1 / 8) + math.log(1e-5 * 8) / 7
     assert found["limit"] == pytest.approx(limit, rel=1e-12)
     printed = " ".join(capsys.readouterr().out.split())
-    said = float(re.search(r"([\d.]+) % is spent or promised by 3 runs", printed)[1])
+    said = float(re.search(r"([\d.]+) % is spent or reserved by 3 runs", printed)[1])
     assert 100 * found["spent"] / limit <= said <= 100 * found["spent"] / limit + 0.1
     assert "fixed before the first was looked at" in printed and "Rényi filter of order 8" in printed
 
@@ -262,7 +262,7 @@ def test_several_stores_and_ledgers_are_composed_and_none_twice(run_on, tmp_path
     event = dp_accounting.PoissonSampledDpEvent(Q, dp_accounting.GaussianDpEvent(5.0))
     plain.compose(dp_accounting.SelfComposedDpEvent(event, 12))
     assert more["composed"] == pytest.approx(plain.get_epsilon(1e-5), rel=2e-3)
-    assert len(once(run_on.charges() * 2)) == 2
+    assert len(distinct_runs(run_on.charges() * 2)) == 2
 
 
 def test_different_adjacencies_are_refused_by_name(run_on):
@@ -360,7 +360,7 @@ def test_of_processes_that_race_for_the_last_of_a_budget_exactly_one_runs(dpexp_
     ran = [number for number, result in came_of.items() if result == "ran"]
     assert len(ran) == 1, came_of
     refused = [result for number, result in came_of.items() if number not in ran]
-    assert all("is spent or promised by 2 runs" in result for result in refused)
+    assert all("is spent or reserved by 2 runs" in result for result in refused)
     ledgers = [read_ledger(path) for path in sorted(tmp_path.glob("outputs/*/*/ledger.jsonl"))]
     assert len(ledgers) == 2
     kept = budget({"epsilon": 4, "delta": 1e-5})
@@ -393,13 +393,13 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     before, crashed = costs_in(uri, "digits")
     assert len(crashed.ledger) == 3 and "ends early" in crashed.note
     (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
-    promised = read_ledger(folder / "promised_ledger.jsonl")
+    promised = read_ledger(folder / "reserved_ledger.jsonl")
     left = kept.limit - rho(before.ledger, kept.order) - rho(crashed.ledger, kept.order)
     assert len(promised) == 4 and rho(promised, kept.order) > rho(crashed.ledger, kept.order)
     # The third round was written and not finished, so that a resumed job does it again: two more, five in all.
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
-    assert len(read_ledger(folder / "promised_ledger.jsonl")) == 5
+    assert len(read_ledger(folder / "reserved_ledger.jsonl")) == 5
     _, resumed = costs_in(uri, "digits")
     assert len(resumed.ledger) == 5 and not resumed.note
     spent = rho(resumed.ledger, kept.order) - rho(crashed.ledger, kept.order)
@@ -412,12 +412,12 @@ def test_a_resumed_job_is_refused_what_others_have_taken_meanwhile(dpexp_job, tm
     process.start()
     process.join(60)
     (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
-    promised = (folder / "promised_ledger.jsonl").read_bytes()
+    promised = (folder / "reserved_ledger.jsonl").read_bytes()
     job(monkeypatch, KEPT, "privacy.epsilon=2.2")
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
-    with pytest.raises(SystemExit, match="is spent or promised by 2 runs"):
+    with pytest.raises(SystemExit, match="is spent or reserved by 2 runs"):
         main()
-    assert (folder / "promised_ledger.jsonl").read_bytes() == promised
+    assert (folder / "reserved_ledger.jsonl").read_bytes() == promised
 
 
 def test_a_folder_that_is_put_back_is_not_resumed(dpexp_job, tmp_path, monkeypatch):
@@ -454,7 +454,7 @@ def test_another_job_in_a_folder_that_was_half_cleared_is_another_job(dpexp_job,
     with pytest.raises(SystemExit, match="already holds a run, of which it has mlflow_run_id"):
         job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
     monkeypatch.setattr("dpexp.commands.validate.OF_A_RUN", ())
-    with pytest.raises(SystemExit, match=r"8[0-9]* % is spent or promised by 1 run"):
+    with pytest.raises(SystemExit, match=r"8[0-9]* % is spent or reserved by 1 run"):
         job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
 
 
@@ -473,10 +473,10 @@ def test_a_job_killed_before_its_folder_knew_its_run_stands_in_nobodys_way(run_o
     output = run_on(count=None, status="RUNNING", **{"dpexp.host": HOST})
     (output / RUN).unlink()
     (charge,) = run_on.charges()
-    assert charge.ledger == Ledger("", {}) and not charge.lost
+    assert charge.ledger == Ledger("", {}) and not charge.ledger_missing
     (output / BEGUN).touch()
     (charge,) = run_on.charges()
-    assert charge.ledger is None or charge.lost
+    assert charge.ledger is None or charge.ledger_missing
 
 
 def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_path, monkeypatch):
@@ -489,13 +489,13 @@ def test_a_job_that_fails_before_its_first_round_spends_nothing(dpexp_job, tmp_p
         patched.setattr(PrivacyCallback, "on_fit_start", broken)
         dpexp_job(*QUICK, KEPT, "privacy.epsilon=2")
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
-    assert charge.status == "FAILED" and len(charge.ledger) == 0 and not charge.lost
+    assert charge.status == "FAILED" and len(charge.ledger) == 0 and not charge.ledger_missing
     (run,) = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
     assert run.data.tags["dpexp.ledger_state"] == "nothing"
 
 
 def test_the_trials_of_a_sweep_are_counted_and_held_to_the_budget(dpexp_job, tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"70\.4 % is spent or promised by 2 runs"):
+    with pytest.raises(SystemExit, match=r"70\.4 % is spent or reserved by 2 runs"):
         dpexp_job("-m", *QUICK, KEPT, "privacy.epsilon=1,2.2,2")
     statuses = [charge.status for charge in costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")]
     assert statuses == ["FINISHED", "FINISHED"]
@@ -535,7 +535,7 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
 def test_marks_tell_runs_apart(run_on):
     output = run_on()
     (charge,) = run_on.charges()
-    assert charge.mark == hashlib.sha256((output / "ledger.jsonl").read_bytes()).hexdigest()
+    assert charge.identity == hashlib.sha256((output / "ledger.jsonl").read_bytes()).hexdigest()
     assert json.loads((output / "ledger.jsonl").read_text().splitlines()[0])["run"]
 
 
@@ -551,7 +551,7 @@ def test_a_lock_that_was_cleared_away_does_not_end_a_run(run_on):
 @pytest.mark.parametrize("status, rounds", [("FINISHED", 3), ("KILLED", 10), ("FAILED", 10)])
 def test_what_a_store_was_sent_of_a_run_that_may_have_been_resumed_is_not_all(run_on, store, status, rounds):
     output = run_on(count=3, status=status)
-    for name in ("ledger.jsonl", "promised_ledger.jsonl"):
+    for name in ("ledger.jsonl", "reserved_ledger.jsonl"):
         store[1].log_artifact(output.name, str(output / name))
     shutil.rmtree(output)
     (charge,) = run_on.charges()

@@ -15,7 +15,7 @@ from dpexp.commands import train
 from dpexp.tracking import provenance as module
 from dpexp.tracking import run
 from dpexp.tracking.client import address
-from dpexp.tracking.provenance import origin, write_patch
+from dpexp.tracking.provenance import provenance, write_patch
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
@@ -83,14 +83,14 @@ def test_a_patch_is_cut_off(repository, tmp_path, monkeypatch):
 def test_without_git_nothing_fails(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert "dpexp.commit" not in origin() and write_patch(tmp_path) is None
+    assert "dpexp.commit" not in provenance() and write_patch(tmp_path) is None
     monkeypatch.setenv("PATH", "")
-    assert "dpexp.commit" not in origin() and write_patch(tmp_path) is None
+    assert "dpexp.commit" not in provenance() and write_patch(tmp_path) is None
 
 
 def test_passwords_of_addresses_are_not_logged(monkeypatch):
     monkeypatch.setenv(config.COMMAND, "dpexp tracking.uri=postgresql://me:hunter2@db/x data.root=s3://a/b:c")
-    assert origin()["dpexp.command"] == "dpexp tracking.uri=postgresql://me:…@db/x data.root=s3://a/b:c"
+    assert provenance()["dpexp.command"] == "dpexp tracking.uri=postgresql://me:…@db/x data.root=s3://a/b:c"
 
 
 def test_nor_is_any_that_a_configuration_holds(dpexp_job, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from dpexp.accounting.ledger import (
 from dpexp.accounting.risk import FIGURES
 from dpexp.errors import ConfigError, RecordError
 from dpexp.reporting import terminal
-from dpexp.tracking.run import keep_error
+from dpexp.tracking.client import published_error
 from dpexp.training.classifier import Classifier
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=2", "model=logistic")
@@ -80,7 +80,7 @@ def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
     dpexp_job(*QUICK)
     run = only_run(tmp_path)
     public = {"epsilon", "epsilon_planned", "delta", "rounds", "test_accuracy", "test_loss",
-              "noise_multiplier", "q", *FIGURES}  # fmt: skip
+              "noise_multiplier", "sampling_rate", *FIGURES}  # fmt: skip
     assert set(run.data.metrics) == public
 
 
@@ -156,7 +156,7 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     sampling, query = SamplingEvent("poisson", 0.1, 100), SumQueryEvent("all", 1.0, 4.0)
     early = Ledger("add_remove", {Round(sampling, (query,)): 3}, incomplete=True)
     write_ledger(tmp_path / "ledger.jsonl", early)
-    terminal.interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
+    terminal.print_interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
     printed = " ".join(capsys.readouterr().out.split())
     assert "after 3 of 9 rounds" in printed and "It has no closing line, so that it reads as one that ends" in printed
     assert not recwarn
@@ -184,7 +184,7 @@ def rounds_in(folder):
 def is_said_to_be_killed(folder, printed):
     (ledger,) = rounds_in(folder)
     found, run = ledger_so_far(ledger), only_run(folder)
-    assert len(found) >= 19 and not found.truncated and run.info.status == "KILLED"
+    assert len(found) >= 19 and not found.incomplete and run.info.status == "KILLED"
     assert {"ledger.jsonl", "epsilon.png"} <= artifacts(folder, run)
     assert f"Interrupted after {len(found)} of 1000000 rounds: ε =" in printed and "Traceback" not in printed
     assert "python -m dpexp resume" in printed and "Warning" not in printed and "ends early" not in printed
@@ -217,7 +217,7 @@ def test_of_sigkill_the_next_run_in_the_store_tells(forked, dpexp_job, tmp_path)
     job.send_signal(signal.SIGKILL)
     job.ended()
     (ledger,) = rounds_in(tmp_path)
-    assert job.exitcode == -signal.SIGKILL and ledger_so_far(ledger).truncated
+    assert job.exitcode == -signal.SIGKILL and ledger_so_far(ledger).incomplete
     assert only_run(tmp_path).info.status == "RUNNING"
     dpexp_job(*QUICK)
     assert sorted(run.info.status for run in client(tmp_path).search_runs(["1"])) == ["FINISHED", "KILLED"]
@@ -235,17 +235,17 @@ def test_error_texts_of_user_code_stay_on_this_machine(dpexp_job, tmp_path, monk
         dpexp_job(*QUICK)
     run = only_run(tmp_path)
     said = run.data.tags["dpexp.error"]
-    assert said.startswith(f"{kind.__name__} in test_tracking.py, line ") and "Target" not in str(run.to_dictionary())
+    assert said.startswith(f"{kind.__name__} in test_run.py, line ") and "Target" not in str(run.to_dictionary())
     assert "Target" in (Path(run.data.tags["dpexp.output"]) / "error.txt").read_text()
     assert "error.txt" not in artifacts(tmp_path, run)
 
 
 def test_mistakes_in_a_configuration_are_told_in_full(tmp_path):
-    assert keep_error(ConfigError("q=2 must lie in (0, 1]."), tmp_path) == "q=2 must lie in (0, 1]."
+    assert published_error(ConfigError("q=2 must lie in (0, 1]."), tmp_path) == "q=2 must lie in (0, 1]."
     try:
         try:
             float("Smith, John")
         except ValueError as error:
             raise ConfigError(f"data.module: it cannot be made: {error}.") from error
     except ConfigError as error:
-        assert keep_error(error, tmp_path).startswith("ValueError in test_tracking.py, line ")
+        assert published_error(error, tmp_path).startswith("ValueError in test_run.py, line ")

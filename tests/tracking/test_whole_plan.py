@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 from test_data_budget import EVENT, FORK, QUICK, held, job, killed_in_round, racing, rounds, run_on, store
 
 from dpexp.accounting.calibration import solve
-from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, joined, read_ledger
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, concatenate, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 from dpexp.tracking.data_budget import budget_used, reserved
-from dpexp.tracking.job_folder import PROMISED
+from dpexp.tracking.job_folder import RESERVED
 from dpexp.tracking.run_costs import costs_in
 
 __all__ = ["run_on", "store"]  # fixtures
@@ -78,7 +78,7 @@ def test_the_second_run_is_planned_from_the_first_ones_result(run_on, ask, capsy
     run_on(z=60.0, count=3, planned=3, **TAG)
     seen = 0.3  # what was released
     z = 40.0 if seen > 0.2 else 80.0
-    most = next(n for n in range(1, 10**4) if not kept.holds(rho(joined([first, rounds(z, n)]), kept.order))) - 1
+    most = next(n for n in range(1, 10**4) if not kept.holds(rho(concatenate([first, rounds(z, n)]), kept.order))) - 1
     renyi = rdp.RdpAccountant([kept.order])
     for noise, count in ((60.0, 3), (z, most)):
         renyi.compose(dp_accounting.PoissonSampledDpEvent(EVENT.q, dp_accounting.GaussianDpEvent(noise)), count)
@@ -96,7 +96,7 @@ def test_the_second_run_is_planned_from_the_first_ones_result(run_on, ask, capsy
 def test_a_whole_plan_gives_nothing_back(run_on, ask, done, status, capsys):
     run_on(z=Z, count=done, planned=PLANNED, status=status, **TAG)
     (charge,) = run_on.charges()
-    assert len(charge.ledger) == PLANNED and not charge.lost and "its whole plan was admitted" in charge.note
+    assert len(charge.ledger) == PLANNED and not charge.ledger_missing and "its whole plan was admitted" in charge.note
     for plan in (rounds(1e7, 1), rounds(Z, 1), rounds(Z, PLANNED)):
         with pytest.raises(ConfigError, match="the first run's whole plan takes it, with ε"):
             ask(plan)
@@ -139,16 +139,16 @@ def test_a_run_that_keeps_no_budget_ends_what_a_whole_plan_was_good_for(run_on, 
 
 def test_whoever_lost_the_plan_may_have_been_admitted_whole(run_on, ask):
     output = run_on(z=Z, count=2, planned=PLANNED, **TAG)
-    (output / PROMISED).unlink()
+    (output / RESERVED).unlink()
     (charge,) = run_on.charges()
-    assert charge.ledger is None and charge.lost
+    assert charge.ledger is None and charge.ledger_missing
     with pytest.raises(ConfigError, match="is unknown"):
         ask(rounds(1e6, 1))
 
 
 def test_a_whole_plan_of_which_only_the_store_knows(run_on, ask, store):
     output = run_on(z=Z, count=3, planned=PLANNED, status="KILLED", **TAG)
-    for name in ("ledger.jsonl", PROMISED):
+    for name in ("ledger.jsonl", RESERVED):
         store[1].log_artifact(output.name, str(output / name))
     output.rename(output.with_name("away"))
     (charge,) = run_on.charges()
@@ -164,7 +164,7 @@ def test_a_whole_plan_whose_run_is_found_not_to_be_private(run_on):
     writer.not_private("the bound may not have held since round 2")
     writer.close()
     (charge,) = run_on.charges()
-    assert charge.exposed is not None
+    assert charge.not_private_reason is not None
 
 
 def resumable(run_on, z, planned, done):
@@ -186,8 +186,8 @@ def test_what_a_kill_lost_is_done_again_where_the_budget_has_room(run_on, ask):
     z = plan_of(0.49)
     output = resumable(run_on, z, PLANNED, 7)
     ask(rounds(z, PLANNED + 1), output, resume=True)
-    assert len(read_ledger(output / PROMISED)) == PLANNED + 1
-    other = joined([rounds(z, PLANNED), rounds(2 * z, 1)])
+    assert len(read_ledger(output / RESERVED)) == PLANNED + 1
+    other = concatenate([rounds(z, PLANNED), rounds(2 * z, 1)])
     with pytest.raises(ConfigError, match="which its whole plan did not have"):
         ask(other, output, resume=True)
 
