@@ -568,7 +568,7 @@ def test_a_step_that_keeps_something_of_a_record_is_refused_before_it_sees_one(b
     module, (x, y) = (nn.Sequential(nn.Identity(), build()) if inside else build()).double(), rows()
     plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
     engine, before = PrivateRound(plan, module, GaussianNoise()), x.clone()
-    with pytest.raises(StateFound, match="keeps something of a record"):
+    with pytest.raises(StateFound, match="keeps state of a record"):
         sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), (x.double(), y))
     assert not any(total.any() for total in engine._sums.values()) and torch.equal(x, before)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from dpexp.privacy.gradients import derived_parameters
-from dpexp.privacy.gradients.derived_parameters import Derived, part_of
+from dpexp.privacy.gradients.derived_parameters import DerivedParameters, view_of_leaf
 from dpexp.privacy.gradients.layer_gradients import OuterProductGradient
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
@@ -178,12 +178,12 @@ def test_a_number_of_a_weight_is_asked_for_in_every_round():
         module.layer.parameters_[0].data = sign * torch.rand(4, 3).double()
         sums = sums_of(engine, module.loss, x, B, B)
         assert relative_error(sums, clipped_sums(plan, module, module.loss, x, B)) < 1e-9
-    assert engine.mode == "vmap" and "a weight's or a buffer's number" in engine.reason
+    assert engine.mode == "vmap" and "the value of a weight or buffer" in engine.reason
 
 
 @pytest.mark.parametrize("name", ["standardized convolution", "scaled", "twice"])
 def test_some_records_after_others(name, monkeypatch):
-    monkeypatch.setattr(derived_parameters, "_SLICE", 1)
+    monkeypatch.setattr(derived_parameters, "_ENTRIES_AT_ONCE", 1)
     assert_call_equals_reference(name)
 
 
@@ -280,7 +280,7 @@ def test_what_is_changed_after_data_has_met_it_is_computed_record_by_record():
     torch.manual_seed(0)
     layer, x = Of(call, (4, 3)), torch.randn(B, 3)
     assert_equals_reference(layer, x, torch.float64, fast=False)
-    with pytest.raises(UserWarning, match="changed in place after data has met it"):
+    with pytest.raises(UserWarning, match="changed in place after its use with data"):
         assert_equals_reference(layer, x, torch.float64)
 
 
@@ -336,7 +336,7 @@ def test_each_record_draws_its_own_weight(of):
 def test_views_are_uses_of_the_parameter_that_hold_no_gradient(monkeypatch):
     """A transpose and the thirds of a weight, too large to hold a gradient for each record."""
     monkeypatch.setattr(OuterProductGradient, "materialize", lambda use: pytest.fail("a gradient is held"))
-    monkeypatch.setattr(Derived, "_back", lambda *_: pytest.fail("gradients go through a graph"))
+    monkeypatch.setattr(DerivedParameters, "_through_graph", lambda *_: pytest.fail("gradients go through a graph"))
     torch.manual_seed(0)
     call = lambda x, w, v: sum(F.linear(F.linear(x, part), v.t()) for part in w.chunk(3))  # noqa: E731
     assert_equals_reference(Of(call, (60, 30), (20, 40)), torch.randn(B, 2, 30), torch.float64)
@@ -347,13 +347,13 @@ def test_which_tensors_are_parts():
     shown = [p.t(), p[1:, ::2], p.view(2, 12)[0], p.diagonal(), p.unflatten(1, (2, 3)).movedim(2, 0), p.expand(1, 4, 6),
              p.split(2)[1], next(iter(p)), p.view_as(p), p[None], p.unfold(1, 2, 2)]  # fmt: skip
     for view in shown:
-        whole, part = part_of(view)
+        whole, part = view_of_leaf(view)
         assert whole is p and torch.equal(part.of(p.detach()), view)
     hidden = [p * 1, p.expand(2, 4, 6), p.unfold(1, 2, 1), Tripled.apply(p), p.t().contiguous(), (p * 1).t(),
               p.detach(), torch.view_as_complex(p.view(4, 3, 2))]  # fmt: skip
-    assert [part_of(tensor) for tensor in hidden] == [None] * len(hidden)
+    assert [view_of_leaf(tensor) for tensor in hidden] == [None] * len(hidden)
     channels_last = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    assert part_of(channels_last[0]) is None
+    assert view_of_leaf(channels_last[0]) is None
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -21,10 +21,10 @@ from dpexp.privacy.gradients.layer_gradients import (
     DenseGradient,
     EmbeddingGradient,
     OuterProductGradient,
-    merged,
+    merge,
     outer_products,
 )
-from dpexp.privacy.gradients.norms import gram_norms
+from dpexp.privacy.gradients.norms import outer_product_norms
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.plan.groups import per_layer
@@ -114,7 +114,7 @@ def test_convolutions_by_each_method(dtype, d, p, k, side, monkeypatch):
     """Gram matrices; the gradients of a few records at a time; all gradients at once."""
     torch.manual_seed(0)
     taken = []
-    monkeypatch.setattr(layer_gradients, "_HELD", 1000)
+    monkeypatch.setattr(layer_gradients, "_MATERIALIZED_ENTRIES", 1000)
     for kind in (ConvolutionGradient, DenseGradient):
         make = kind.__init__
 
@@ -387,7 +387,7 @@ def test_outer_products_by_each_method(T, d, p):
     use = outer_products(x, g)
     assert torch.allclose(use.squared_norms(), gradients.square().sum((1, 2)), rtol=1e-9)
     assert isinstance(use, DenseGradient) == (T > 1 and 2 * T * (d + p) >= d * p)
-    assert torch.allclose(gram_norms(x, g)[0].square(), gradients.square().sum((1, 2)), rtol=1e-9)
+    assert torch.allclose(outer_product_norms(x, g)[0].square(), gradients.square().sum((1, 2)), rtol=1e-9)
     total, c = torch.ones(p, d, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
     use.add_weighted_sum(c, total)
     assert torch.allclose(total, 1 + torch.einsum("b,bpd->pd", c, gradients), rtol=1e-9)
@@ -402,7 +402,7 @@ def test_cancelling_terms_do_not_shrink_the_norm(T, d, p, closeness):
     x = torch.cat([x, x + closeness * torch.randn(x.shape, generator=generator)], 1)
     g = torch.cat([g, -g + closeness * torch.randn(g.shape, generator=generator)], 1)
     true = torch.bmm(g.double().transpose(1, 2), x.double()).square().sum((1, 2))
-    assert (gram_norms(x, g)[0].square() >= true).all()
+    assert (outer_product_norms(x, g)[0].square() >= true).all()
 
 
 def test_shared_parameters_keep_their_cross_terms():
@@ -417,7 +417,7 @@ def test_shared_parameters_keep_their_cross_terms():
         ([table, OuterProductGradient(x, g)], table.materialize() + gradients),
         ([DenseGradient(gradients), OuterProductGradient(x, g)], 2 * gradients),
     ):
-        use = merged(together)
+        use = merge(together)
         assert torch.allclose(use.squared_norms(), total.square().sum((1, 2)), rtol=1e-9)
         summed = torch.zeros(7, 4, dtype=torch.float64)
         use.add_weighted_sum(torch.ones(3, dtype=torch.float64), summed)

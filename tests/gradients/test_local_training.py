@@ -223,7 +223,7 @@ def test_a_step_that_keeps_something_of_a_user_is_refused_before_the_first_round
     x, y = rows(11)
     dataset = a_data_set(TensorDataset, x, y, [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
     record = User(8, "user_of", LocalTraining(lr=0.01, steps=2, batch_size=2))
-    with pytest.raises(StateFound, match="keeps something of a record"):
+    with pytest.raises(StateFound, match="keeps state of a record"):
         released(tmp_path, dataset, record, build(), users=4, precision="32-true")
     assert json.loads((tmp_path / "0.jsonl").read_text().splitlines()[1])["rounds"] == 0
 

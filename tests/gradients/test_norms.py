@@ -8,7 +8,7 @@ import torch
 from plans import plan_of
 from torch import nn
 
-from dpexp.privacy.gradients.derived_parameters import Part, ViewGradient
+from dpexp.privacy.gradients.derived_parameters import View, ViewGradient
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
     DenseGradient,
@@ -16,7 +16,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     OuterProductGradient,
     outer_products,
 )
-from dpexp.privacy.gradients.norms import gram_norms, norms
+from dpexp.privacy.gradients.norms import outer_product_norms, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
@@ -142,7 +142,7 @@ def test_norms_that_underflow(d):
         assert exact(engine._sums["weight"]) <= S
     x = torch.full((2, 3, 50), 1e-25)
     true = torch.bmm(torch.full((2, 60, 3), 1e20, dtype=torch.float64), x.double()).flatten(1).norm(dim=1)
-    assert (gram_norms(x, torch.full((2, 3, 60), 1e20))[0] >= true).all()
+    assert (outer_product_norms(x, torch.full((2, 3, 60), 1e20))[0] >= true).all()
 
 
 def test_norms_that_overflow_count_as_infinite():
@@ -167,7 +167,7 @@ def test_gram_norms_are_enlarged_by_what_float32_may_have_lost(T, d, p):
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(2, T, d, generator=generator), torch.randn(2, T, p, generator=generator)
     true = torch.bmm(g.double().transpose(1, 2), x.double()).flatten(1).norm(dim=1)
-    assert ((found := gram_norms(x, g)[0] / true) >= 1).all() and (found < 1.003).all(), found
+    assert ((found := outer_product_norms(x, g)[0] / true) >= 1).all() and (found < 1.003).all(), found
 
 
 def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
@@ -178,7 +178,7 @@ def test_parts_of_which_some_are_held_are_computed_in_float64_as_well():
     g[:, 1:] = 0
     x[:, 1], g[:, 1] = x[:, 0], -(1 - 1e-5) * g[:, 0]  # all but cancels
     held = torch.randn(B, 3, d) * 1e-6
-    top, bottom = Part((5, d), (d, 1), 0), Part((3, d), (d, 1), 5 * d)
+    top, bottom = View((5, d), (d, 1), 0), View((3, d), (d, 1), 5 * d)
     use = ViewGradient([(top, OuterProductGradient(x, g)), (bottom, DenseGradient(held))], torch.Size((8, d)))
     expected = torch.cat([torch.bmm(g.double().transpose(1, 2), x.double()), held.double()], 1)
     (group,) = plan_of(nn.Linear(d, 8, bias=False), n=20, q=0.3, steps=1, noise_multiplier=1.0).groups

@@ -40,16 +40,16 @@ def drawn(module, x):
 
 
 SAID = {
-    repeated: ("`return module(x.repeat_interleave(", "a shape depends on a record's data", "weigh with a mask"),
+    repeated: ("`return module(x.repeat_interleave(", "a shape depends on a record's data", "weight with a mask"),
     written: ("`y[0] = x[0]`: a tensor that is the same for all records is written to", "x.new_zeros(...)"),
     numbers: ("`return module(x).sum() * float(x.numpy().mean())`: a branch or a number", "(mean)"),
     asked: ("`return module(x).sum() * x.sum().item()`: a branch or a number", "a product instead of .item()"),
     counted: (
         "`return module(x).sum() * torch.arange(x.sum().abs() + 2)",
-        "a record's number",
+        "reads a record's value",
         "torch.where(condition, a, b)",
     ),
-    drawn: ("training_step draws random numbers by Python's or NumPy's generator", "Draw by torch"),
+    drawn: ("training_step draws random numbers by Python's or NumPy's generator", "Use torch's generator"),
 }
 
 

@@ -1,9 +1,8 @@
-"""What code asks of a record's tensor that is no tensor: its number, its text, what it was computed from.
+"""Python code that reads a record's data: branches, `.item()`, text, `grad_fn`.
 
-Under vmap a tensor stands for those of all records, which answer differently. A number may be passed on to a log, which
-drops it; whatever else is done with it is a question about data, and ends the pass.
-
-`why` says which line of code asked, and what to write instead.
+Under vmap one tensor stands for all records of a chunk, so that Python code cannot act on one record's values. A number
+may be passed to a logger, which drops it. Any other use of it raises `DataDependent`, and the records are then
+processed one at a time. `explain` names the line of code and what to write instead.
 """
 
 import re
@@ -17,31 +16,33 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import dpexp
-from dpexp._torch_compat import has_own_dispatch, level_of, tree_leaves
+from dpexp._torch_compat import level_of, tree_leaves
 from dpexp.errors import words_of
+
+_DEPENDS_ON_DATA = "a branch or a number depends on a record's data"
 
 
 class DataDependent(RuntimeError):
-    """Code depends on a record's numbers, so that several records cannot be processed together."""
+    """Python code depends on a record's values, so that several records cannot be processed together."""
 
 
-class Unreadable:
-    """A number of a record's, which may be logged and is not known to anybody.
+class HiddenNumber:
+    """Placeholder for a number that depends on a record: it may be logged; every other use raises `DataDependent`.
 
     Attributes:
-        tensor: it comes from; None: it was never computed, as that of a metric.
+        tensor: where the number comes from; None: it was never computed, as a metric's.
     """
 
     def __init__(self, tensor: Tensor | None = None) -> None:
         self.__dict__["tensor"] = tensor
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise DataDependent(f"a branch or a number in it depends on a record's data ({name})")
+        raise DataDependent(f"{_DEPENDS_ON_DATA} ({name})")
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Unreadable, *args: Any) -> NoReturn:
-        raise DataDependent(f"a branch or a number in it depends on a record's data ({name})")
+    def refuse(self: HiddenNumber, *args: Any) -> NoReturn:
+        raise DataDependent(f"{_DEPENDS_ON_DATA} ({name})")
 
     return refuse
 
@@ -52,62 +53,57 @@ lt le gt ge eq ne add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv
 neg pos abs matmul rmatmul and rand or ror xor rxor invert
 """
 for _name in _OPERATIONS.split():
-    setattr(Unreadable, f"__{_name}__", _refused(f"__{_name}__"))
+    setattr(HiddenNumber, f"__{_name}__", _refused(f"__{_name}__"))
 
 
-QUESTIONS = {
+DATA_READS = {
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy,
     Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero,
 }  # fmt: skip
-_PASSED_ON = {Tensor.item, Tensor.tolist, Tensor.numpy}
+_MAY_BE_LOGGED = {Tensor.item, Tensor.tolist, Tensor.numpy}
 
 
-def answer(question: Callable[..., Any], tensor: Tensor, anchor: Tensor) -> Any:
-    """What a tensor answers.
+def read_value(read: Callable[..., Any], tensor: Tensor, anchor: Tensor) -> Any:
+    """The result of one of `DATA_READS`, if it is the same for all records, or a `HiddenNumber`.
 
     Args:
-        tensor: batched by the same vmap as `anchor`, if by any.
+        anchor: a tensor that is batched by the vmap over records.
 
     Raises:
-        DataDependent: it may be another answer for each record.
+        DataDependent: the result may differ between records.
     """
     if level_of(tensor) != level_of(anchor):
-        return question(tensor)  # of a vmap inside the model; or the same for all records
-    if question in _PASSED_ON:
-        return Unreadable(tensor)
-    raise DataDependent(f"a branch or a number in it depends on a record's data ({question.__name__})")
+        return read(tensor)  # the same for all records, or batched by a vmap inside the model
+    if read in _MAY_BE_LOGGED:
+        return HiddenNumber(tensor)
+    raise DataDependent(f"{_DEPENDS_ON_DATA} ({read.__name__})")
 
 
-class Node:
-    """Stands for a tensor's grad_fn, which leads to the gradients and saved tensors of all records."""
+class HiddenGradFn:
+    """Placeholder for a tensor's grad_fn, which would give access to all records' gradients and saved tensors."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(f"grad_fn.{name} would show the tensors of all records.")
+        raise RuntimeError(f"grad_fn.{name} would give access to the tensors of all records.")
 
 
-def sees_behind(value: Any) -> bool:
-    """Whether a tensor is of a class that has code of its own for what operators do."""
-    return has_own_dispatch(value)
-
-
-def described(value: Any) -> str:
-    """Shapes and types of the tensors in it, or what else it is."""
-    told = (
+def describe(value: Any) -> str:
+    """Shapes and dtypes of the tensors in a nested value, and the types of its other leaves."""
+    leaves = (
         f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
         if isinstance(leaf, Tensor)
         else f"a {type(leaf).__name__}"
         for leaf in tree_leaves(value)[:4]
     )
-    return ", ".join(told) or "nothing"
+    return ", ".join(leaves) or "nothing"
 
 
 def failing_layer(module: nn.Module, run: Callable[[], Any]) -> str:
-    """The innermost layer that `run` raises an error in, and what it was given, as part of a sentence."""
+    """The innermost layer in which `run` raises an error, and that layer's input, as the end of a sentence."""
     names = {id(layer): name for name, layer in module.named_modules()}
     entered: list[str] = []
 
     def enter(layer: nn.Module, given: Any) -> None:
-        entered.append(f"; its layer {names.get(id(layer), '')} ({type(layer).__name__}) was given {described(given)}")
+        entered.append(f"; its layer {names.get(id(layer), '')} ({type(layer).__name__}) was given {describe(given)}")
 
     def leave(layer: nn.Module, given: Any, output: Any) -> None:
         entered.pop()
@@ -116,55 +112,55 @@ def failing_layer(module: nn.Module, run: Callable[[], Any]) -> str:
     try:
         run()
     except Exception:
-        pass  # which is known
+        pass  # reported by the caller
     finally:
         for hook in hooks:
             hook.remove()
     return entered[-1] if entered else ""
 
 
-def why(error: BaseException) -> str:
-    """The line of code, outside of PyTorch, in which an error arose, what it says, and what to write there."""
-    said = (words_of(error) or type(error).__name__).splitlines()[0]
-    said = f"there is no key {said}" if isinstance(error, KeyError) else said
+def explain(error: BaseException) -> str:
+    """The line of the user's code that raised an error, the error's message, and what to write instead."""
+    message = (words_of(error) or type(error).__name__).splitlines()[0]
+    message = f"there is no key {message}" if isinstance(error, KeyError) else message
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.endswith(_CHECKPOINT) for frame in frames):
-        said = f"checkpointing: {said}"
-    known = (words for pattern, words in _KNOWN if re.search(pattern, said))
-    said = next(known, "{}.").format(said.removesuffix("."))
-    frames = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]  # type: ignore[assignment]
+        message = f"checkpointing: {message}"
+    known = (advice for pattern, advice in _ADVICE if re.search(pattern, message))
+    message = next(known, "{}.").format(message.removesuffix("."))
+    frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]  # type: ignore[assignment]
     if not frames or not Path(frames[-1].filename).exists():
-        return said
-    return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}, line {frames[-1].lineno}, `{frames[-1].line}`: {said}"
+        return message
+    return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}, line {frames[-1].lineno}, `{frames[-1].line}`: {message}"
 
 
-_NOT_THEIRS = tuple(f"{Path(package.__file__).parent}/" for package in (torch, dpexp))  # type: ignore[arg-type]
+_LIBRARIES = tuple(f"{Path(package.__file__).parent}/" for package in (torch, dpexp))  # type: ignore[arg-type]
 _CHECKPOINT = str(Path("torch", "utils", "checkpoint.py"))
-_KNOWN = (
+_ADVICE = (  # pattern in the message, what to say; {} is the message itself
     (
         "checkpointing: .*setup_context",
-        "reentrant checkpointing has a backward pass of its own. Give use_reentrant=False.",
+        "reentrant checkpointing runs a backward pass of its own. Pass use_reentrant=False.",
     ),
     (
         "value out of a tracing tensor",
-        "a weight's or a buffer's number is asked for, which may be another one in each round. Keep it a tensor: "
+        "the value of a weight or buffer is read, which may differ in each round. Keep it a tensor: "
         "torch.where(condition, a, b), a product instead of .item().",
     ),
     (
         "dynamic shape|boolean mask|differently shaped|equal size",
-        "a shape depends on a record's data. Keep the shape and weigh with a mask: torch.where(mask, x, 0), x * mask.",
+        "a shape depends on a record's data. Keep the shape and weight with a mask: torch.where(mask, x, 0), x * mask.",
     ),
     (
         "vmap: inplace|doesn't match the broadcast shape",
-        "a tensor that is the same for all records is written to. Make it from a record's, as x.new_zeros(...) does, "
-        "or use torch.cat, torch.stack, torch.where.",
+        "a tensor that is the same for all records is written to. Create it from a record's tensor, as "
+        "x.new_zeros(...) does, or use torch.cat, torch.stack or torch.where.",
     ),
     (
         r"calling \.item\(\)|data-dependent",
-        "a record's number is asked for inside PyTorch. Keep it a tensor: torch.where(condition, a, b).",
+        "PyTorch itself reads a record's value. Keep it a tensor: torch.where(condition, a, b).",
     ),
     ("depends on a record's data", "{}. Keep it a tensor: torch.where(condition, a, b), a product instead of .item()."),
-    ("data pointer|numpy", "NumPy cannot tell records apart. Stay with functions of torch."),
-    ("Python's or NumPy's generator", "{}. Draw by torch, as torch.rand does."),
-    ("setup_context", "a torch.autograd.Function has no setup_context. Give it one, and generate_vmap_rule = True."),
+    ("data pointer|numpy", "NumPy cannot process records separately. Use functions of torch."),
+    ("Python's or NumPy's generator", "{}. Use torch's generator, as torch.rand does."),
+    ("setup_context", "a torch.autograd.Function has no setup_context. Add it, and generate_vmap_rule = True."),
 )

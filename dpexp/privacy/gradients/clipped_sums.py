@@ -64,7 +64,7 @@ class ClippedSums:
         """
         S, _ = self._split(clip_norms)
         for gradient in gradients.by_name.values():
-            gradient.change(computed_once)
+            gradient.map_factors(computed_once)
         found, outputs = self._norms(gradients, clip_norms)
         for name in ("finite", "doubtful"):  # in the same order in every process
             if name in outputs:

@@ -1,12 +1,12 @@
-"""Tensors that are computed from parameters alone: a standardized weight, a merged LoRA, a parameter's transpose.
+"""Derived parameters: tensors computed from parameters alone, such as a standardized weight or a merged LoRA.
 
-Such a tensor is the same for all records. It is computed once, by ordinary autograd, and is then used as a parameter
-would be, by rules or by copies. Where it only shows a parameter's numbers elsewhere (a transpose, a part), a use of it
-is a use of the parameter. Otherwise its per-record gradients go back through its graph: v^i = Jᵀ g^i for a Jacobian J
-that no record changes. These v^i are held: they are the very numbers that norms are of and that are summed.
+A derived parameter is the same for all records. It is computed once, by ordinary autograd, and then treated as a
+parameter, by layer rules or per-record copies. Its per-example gradients g^i are passed on to the parameters as
+v^i = Jᵀ g^i, where the Jacobian J is the same for all records. These v^i are materialized: the norms are those of the
+very numbers that are summed.
 
-A use of a part of a parameter (its transpose, its thirds, `weight[:n]`) is a use of the parameter at those places. It
-has the same norm, so that it need not be held either.
+A view of a parameter (its transpose, its thirds, `weight[:n]`) is simpler: its gradient is the parameter's gradient at
+some of its entries. It has the same norm, and need not be materialized.
 """
 
 import re
@@ -19,78 +19,81 @@ import torch
 from torch import Tensor
 
 from dpexp._torch_compat import base_of, is_batched, is_wrapped, unbatched, version_of
-from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, OuterProductGradient, merged
-from dpexp.privacy.gradients.torch_functions import is_torchs
+from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, OuterProductGradient, merge
+from dpexp.privacy.gradients.torch_functions import is_from_torch
 
 
-class Derived:
-    """The tensors that one chunk's records see the same, and that gradients flow through to parameters."""
+class DerivedParameters:
+    """Trainable parameters, and the tensors that the pass of one chunk computes from parameters alone."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._trainable = {id(parameter) for parameter in self._parameters}
         self._used: dict[int, tuple[Tensor, int]] = {}
 
-    def trains(self, tensor: Any) -> bool:
-        """Whether it is one of the parameters, which a step may exempt from gradients."""
+    def is_trainable(self, tensor: Any) -> bool:
+        """Whether it is one of the parameters, and the step has not exempted it from gradients."""
         return id(tensor) in self._trainable and tensor.requires_grad
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter, or computed from parameters alone."""
-        return self.trains(tensor) or (not is_wrapped(tensor) and tensor.requires_grad and not tensor.is_leaf)
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether it is a trainable parameter, or computed from parameters alone."""
+        return self.is_trainable(tensor) or (not is_wrapped(tensor) and tensor.requires_grad and not tensor.is_leaf)
 
-    def use(self, tensor: Tensor | None) -> None:
-        """Notes that records meet a tensor, which must stay as it is from now on."""
+    def mark_used(self, tensor: Tensor | None) -> None:
+        """Notes that a derived parameter was combined with data, so that it must not change from now on."""
         if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
             self._used.setdefault(id(tensor), (tensor, version_of(tensor)))
 
-    def once(self, run: Callable[..., Any], func: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any] | None:
-        """What a function of parameters alone returns, in a tuple; None where data enters it, or randomness does.
+    def compute(
+        self, run: Callable[..., Any], func: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> tuple[Any] | None:
+        """A function's result in a tuple, if its arguments are parameters alone; None if data or randomness enters.
 
         Args:
-            run: (function, args, kwargs) -> what it returns.
+            run: (function, args, kwargs) -> result.
         """
         tensors = list(_tensors((args, kwargs)))
-        if not torch.is_grad_enabled() or not any(map(self.holds, tensors)) or not is_torchs(func):
-            return None  # a backward pass of one's own may not be linear, or count
+        if not torch.is_grad_enabled() or not any(map(self.contains, tensors)) or not is_from_torch(func):
+            return None  # a user's own backward pass may not be linear, or may count its calls
         if any(map(is_wrapped, tensors)):
             return None
-        result = run(_PLAIN.get(func, func), args, kwargs)
-        return None if any(map(_of_records, _tensors(result))) else (result,)
+        result = run(_DECOMPOSED.get(func, func), args, kwargs)
+        return None if any(map(_differs_between_records, _tensors(result))) else (result,)
 
-    def passed_on(self, uses: dict[int, list[LayerGradient]]) -> Iterator[tuple[Tensor, LayerGradient]]:
-        """Turns uses of these tensors, which are removed, into uses of parameters.
+    def to_parameters(self, uses: dict[int, list[LayerGradient]]) -> Iterator[tuple[Tensor, LayerGradient]]:
+        """Removes the gradients of derived parameters from `uses`, and yields them as gradients of parameters.
 
         Raises:
-            RuntimeError: one of them was changed in place after records had met it.
+            RuntimeError: a derived parameter was changed in place after it was combined with data.
         """
-        parts: dict[int, dict[Part, list[LayerGradient]]] = {}
+        by_view: dict[int, dict[View, list[LayerGradient]]] = {}
         for tensor, version in self._used.values():
             if version_of(tensor) != version:
-                raise RuntimeError("what is computed from parameters is changed in place after data has met it.")
+                raise RuntimeError("a tensor computed from parameters is changed in place after its use with data.")
             if id(tensor) not in uses:
                 continue
-            found = uses.pop(id(tensor))
-            where = part_of(tensor)
-            if where is not None and self.trains(where[0]):
-                parts.setdefault(id(where[0]), {}).setdefault(where[1], []).extend(found)
+            gradients = uses.pop(id(tensor))
+            found = view_of_leaf(tensor)
+            if found is not None and self.is_trainable(found[0]):
+                parameter, view = found
+                by_view.setdefault(id(parameter), {}).setdefault(view, []).extend(gradients)
             else:
-                yield from self._back(tensor, merged(found).materialize().to(tensor.dtype))
+                yield from self._through_graph(tensor, merge(gradients).materialize().to(tensor.dtype))
         for parameter in self._parameters:
-            shown = [(part, merged(found)) for part, found in parts.get(id(parameter), {}).items()]
-            yield from ((parameter, use) for use in of_parameter(parameter, shown))
+            views = [(view, merge(gradients)) for view, gradients in by_view.get(id(parameter), {}).items()]
+            yield from ((parameter, gradient) for gradient in gradients_from_views(parameter, views))
 
-    def _back(self, tensor: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, LayerGradient]]:
-        """Jᵀ g^i for g [B, *tensor.shape]."""
-        reached: list[Tensor] = []
+    def _through_graph(self, tensor: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, LayerGradient]]:
+        """Jᵀ g^i for gradients [B, *tensor.shape]."""
+        behind: list[Tensor] = []
 
         def one(gradient: Tensor) -> list[Tensor]:
             found = torch.autograd.grad(tensor, self._parameters, gradient, retain_graph=True, allow_unused=True)
-            reached[:] = [p for p, g in zip(self._parameters, found, strict=True) if g is not None]
+            behind[:] = [p for p, g in zip(self._parameters, found, strict=True) if g is not None]
             return [g for g in found if g is not None]
 
-        found = torch.func.vmap(one, chunk_size=max(1, _SLICE // max(1, tensor.numel())))(gradients)
-        for parameter, gradient in zip(reached, found, strict=True):
+        found = torch.func.vmap(one, chunk_size=max(1, _ENTRIES_AT_ONCE // max(1, tensor.numel())))(gradients)
+        for parameter, gradient in zip(behind, found, strict=True):
             yield parameter, DenseGradient(gradient.to(torch.promote_types(torch.float32, parameter.dtype)))
 
 
@@ -98,10 +101,10 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-_SLICE = 2**20  # numbers of some records that go back together: up to a third faster than all at once (measured)
+_ENTRIES_AT_ONCE = 2**20  # of gradients under vmap; up to a third faster than all at once (measured)
 
-# In place of what PyTorch has in one piece, whose backward pass vmap would go through record by record.
-_PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {torch._weight_norm: _weight_norm}
+# Functions whose backward pass vmap would run record by record, composed of several.
+_DECOMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {torch._weight_norm: _weight_norm}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -115,113 +118,113 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _of_records(tensor: Tensor) -> bool:
-    """Whether it differs between records, and gradients flow through it."""
-    return is_batched(tensor) and inner(tensor).requires_grad
+def _differs_between_records(tensor: Tensor) -> bool:
+    """Whether it differs between records and gradients flow through it, as after dropout of a weight."""
+    return is_batched(tensor) and unbatched_fully(tensor).requires_grad
 
 
-def inner(tensor: Tensor) -> Tensor:
-    """The tensor of all records, of which vmap shows one."""
+def unbatched_fully(tensor: Tensor) -> Tensor:
+    """The tensor of all records behind one that is batched by vmap."""
     while is_batched(tensor):
         tensor = unbatched(tensor)
     return tensor
 
 
 @dataclass(frozen=True)
-class Part:
-    """Places in a contiguous parameter, each at most once, as torch.as_strided has them."""
+class View:
+    """Entries of a contiguous parameter, each at most once, as torch.as_strided addresses them."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These places of a contiguous tensor like the parameter."""
+        """The view of a contiguous tensor of the parameter's shape."""
         return tensor.as_strided(self.size, self.stride, int(tensor.storage_offset()) + self.offset)
 
     def of_each(self, tensors: Tensor) -> Tensor:
-        """These places of each of [B, *parameter.shape], a contiguous tensor of its own."""
+        """The view of each of [B, *parameter.shape], a contiguous tensor with a storage of its own."""
         return tensors.as_strided((len(tensors), *self.size), (tensors.stride(0), *self.stride), self.offset)
 
 
 class ViewGradient(LayerGradient):
-    """Uses of parts that have no place in common."""
+    """A parameter's gradients, of which only some disjoint views can be nonzero."""
 
-    def __init__(self, parts: list[tuple[Part, LayerGradient]], shape: torch.Size) -> None:
-        self._parts = parts
+    def __init__(self, views: list[tuple[View, LayerGradient]], shape: torch.Size) -> None:
+        self._views = views
         self._shape = shape
 
     def squared_norms(self) -> Tensor:
-        squares = torch.stack([use.squared_norms() for _, use in self._parts]).sum(0)
-        allowances = [use.rounding_allowance for _, use in self._parts if use.rounding_allowance is not None]
+        squares = torch.stack([gradient.squared_norms() for _, gradient in self._views]).sum(0)
+        allowances = [g.rounding_allowance for _, g in self._views if g.rounding_allowance is not None]
         self.rounding_allowance = torch.stack(allowances).sum(0) if allowances else None
         return squares
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
-        for part, use in self._parts:
-            here = total.new_zeros(part.size)
-            use.add_weighted_sum(c, here)
-            part.of(total).add_(here)
+        for view, gradient in self._views:
+            of_view = total.new_zeros(view.size)
+            gradient.add_weighted_sum(c, of_view)
+            view.of(total).add_(of_view)
 
     def materialize(self) -> Tensor:
-        each = [use.materialize() for _, use in self._parts]
+        each = [gradient.materialize() for _, gradient in self._views]
         gradients = each[0].new_zeros(len(each[0]), *self._shape)
-        for (part, _), gradient in zip(self._parts, each, strict=True):
-            part.of_each(gradients).copy_(gradient)
+        for (view, _), gradient in zip(self._views, each, strict=True):
+            view.of_each(gradients).copy_(gradient)
         return gradients
 
-    def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        for _, use in self._parts:
-            use.change(change)
+    def map_factors(self, change: Callable[[Tensor], Tensor]) -> None:
+        for _, gradient in self._views:
+            gradient.map_factors(change)
 
     def in_float64(self, rows: Tensor) -> "ViewGradient":
-        return ViewGradient([(part, use.in_float64(rows)) for part, use in self._parts], self._shape)
+        return ViewGradient([(view, gradient.in_float64(rows)) for view, gradient in self._views], self._shape)
 
 
-def part_of(tensor: Tensor) -> tuple[Tensor, Part] | None:
-    """The tensor and the places of it that another shows, if gradients flow from there to here as they are."""
-    whole, node = base_of(tensor), tensor.grad_fn
-    if whole is None or not (whole.is_leaf and whole.is_contiguous()) or whole.dtype != tensor.dtype:
+def view_of_leaf(tensor: Tensor) -> tuple[Tensor, View] | None:
+    """The contiguous leaf that a tensor is a view of, and the view; None if gradients change on the way."""
+    leaf, node = base_of(tensor), tensor.grad_fn
+    if leaf is None or not (leaf.is_leaf and leaf.is_contiguous()) or leaf.dtype != tensor.dtype:
         return None
-    while node is not None and _VIEW.fullmatch(node.name()):
+    while node is not None and _VIEW_NODE.fullmatch(node.name()):
         node = node.next_functions[0][0]
-    if id(getattr(node, "variable", None)) != id(whole):
+    if id(getattr(node, "variable", None)) != id(leaf):
         return None
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
-            if stride <= reach:
+            if stride <= reach:  # an entry may occur twice
                 return None
             reach += (size - 1) * stride
-    return whole, Part(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset() - whole.storage_offset()))
+    return leaf, View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset() - leaf.storage_offset()))
 
 
-def of_parameter(parameter: Tensor, parts: list[tuple[Part, LayerGradient]]) -> list[LayerGradient]:
-    """Uses of parts, no two of which are the same, as uses of the parameter."""
+def gradients_from_views(parameter: Tensor, views: list[tuple[View, LayerGradient]]) -> list[LayerGradient]:
+    """The gradients of distinct views as gradients of the parameter."""
     found: list[LayerGradient] = []
     others = []
-    taken, apart = np.zeros(parameter.numel(), dtype=bool), True  # no tensor, for a trace would be asked what it holds
-    for part, use in parts:
-        if part.size == parameter.shape and part.stride == parameter.stride():
-            found.append(use)
-        elif isinstance(use, OuterProductGradient) and _is_transpose(part, parameter):
-            found.append(OuterProductGradient(use.g, use.x))
+    taken, disjoint = np.zeros(parameter.numel(), dtype=bool), True  # in NumPy, since a trace must not read a tensor
+    for view, gradient in views:
+        if view.size == parameter.shape and view.stride == parameter.stride():
+            found.append(gradient)
+        elif isinstance(gradient, OuterProductGradient) and _is_transpose(view, parameter):
+            found.append(OuterProductGradient(gradient.g, gradient.x))
         else:
-            others.append((part, use))
-            here = np.lib.stride_tricks.as_strided(taken[part.offset :], part.size, part.stride)  # of a byte each
-            apart = apart and (len(parts) == 1 or not here.any())
-            here[...] = True
-    if apart and others:
+            others.append((view, gradient))
+            of_view = np.lib.stride_tricks.as_strided(taken[view.offset :], view.size, view.stride)  # a byte per entry
+            disjoint = disjoint and (len(views) == 1 or not of_view.any())
+            of_view[...] = True
+    if disjoint and others:
         return [*found, ViewGradient(others, parameter.shape)]
     return [*found, *(ViewGradient([other], parameter.shape) for other in others)]
 
 
-def _is_transpose(part: Part, parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and part.size == parameter.shape[::-1] and part.stride == parameter.stride()[::-1]
+def _is_transpose(view: View, parameter: Tensor) -> bool:
+    return parameter.dim() == 2 and view.size == parameter.shape[::-1] and view.stride == parameter.stride()[::-1]
 
 
-# Backward nodes of functions that only show numbers elsewhere. A function of the user's own never has such a name.
-_VIEW = re.compile(
+# Backward nodes of functions that return views. A user's own function never has such a name.
+_VIEW_NODE = re.compile(
     r"(Alias|Diagonal|Expand|Permute|ReshapeAlias|Select|Slice|Split|SplitWithSizes|Squeeze|T|Transpose|Unbind|Unfold|"
     r"Unsqueeze|View)Backward\d"
 )

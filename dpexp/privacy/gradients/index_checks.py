@@ -1,7 +1,7 @@
-"""Indices and labels out of range, which are found by value: under vmap one of them would raise for all records."""
+"""Finds indices and labels out of range by value: under vmap, one of them would raise an error for all records."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,107 +10,110 @@ from torch.nn import functional as F
 from dpexp._torch_compat import is_batched, unbatched
 
 
-def clamped(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] | None:
-    """A call whose indices are all in range, and whether they were (0-d, of each record under vmap); None: the function
-    takes no indices of a record's."""
-    found = _wrong(func, args, kwargs)
-    if found is None or not is_batched(found[2]):
+class IndexArgument(NamedTuple):
+    """The argument of a call that holds indices into a table, or class labels; valid if low <= index < high."""
+
+    position: int
+    name: str
+    indices: Any
+    low: int
+    high: int
+    ignored: int | None = None  # this value is always valid
+    used: Tensor | None = None  # mask of the entries that the function reads; None: all
+
+
+def clamp_indices(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor] | None:
+    """The call with invalid indices set to 0, and whether all were valid; None if it has no per-record indices."""
+    argument = _index_argument(func, args, kwargs)
+    invalid = None if argument is None else _invalid(argument, args, kwargs)
+    if argument is None or invalid is None or not is_batched(argument.indices):
         return None
-    key, name, index, wrong = found
-    safe = torch.where(wrong, 0, index)
-    if key < len(args):
-        args = (*args[:key], safe, *args[key + 1 :])
+    safe = torch.where(invalid, 0, argument.indices)
+    if argument.position < len(args):
+        args = (*args[: argument.position], safe, *args[argument.position + 1 :])
     else:
-        kwargs = {**kwargs, name: safe}
-    return args, kwargs, ~wrong.any()
+        kwargs = {**kwargs, argument.name: safe}
+    return args, kwargs, ~invalid.any()
 
 
-def refuse_wrong(func: Any, args: tuple, kwargs: dict) -> None:
-    """Raises IndexError: indices are out of range, of which some functions read what lies beside their tables."""
-    found = _wrong(func, args, kwargs) if func in INDEXED else None
-    wrong = found[3] if found is not None else None
-    while wrong is not None and is_batched(wrong):  # of a vmap inside the step
-        wrong = unbatched(wrong)
-    if wrong is not None and bool(wrong.any()):
-        raise IndexError(f"an index that {func.__name__} was given is out of range.")
+def refuse_out_of_range(func: Any, args: tuple, kwargs: dict) -> None:
+    """Raises IndexError for invalid indices; some functions would read memory outside of their table."""
+    argument = _index_argument(func, args, kwargs)
+    invalid = None if argument is None else _invalid(argument, args, kwargs)
+    while invalid is not None and is_batched(invalid):  # by a vmap inside training_step
+        invalid = unbatched(invalid)
+    if invalid is not None and bool(invalid.any()):
+        raise IndexError(f"{func.__name__} was called with an index out of range.")
 
 
-def _wrong(func: Any, args: tuple, kwargs: dict) -> tuple[int, str, Tensor, Tensor] | None:
-    """Place, name, and indices of a call, and which of them are out of range."""
-    place = _PLACES.get(func)
-    found = place(*args, **kwargs) if place is not None else None
-    if found is None or not isinstance(found[2], Tensor):
+def table_size(func: Any, args: tuple, kwargs: dict) -> int | None:
+    """The number of rows or classes that the indices of a call select from; None if it has no indices."""
+    argument = _index_argument(func, args, kwargs)
+    if argument is None or not isinstance(argument.indices, Tensor) or argument.indices.is_floating_point():
         return None
-    key, name, _, least, size, ignored, *used = found
-    index: Tensor = found[2]
-    given: Any = args[key] if key < len(args) else kwargs.get(name)
-    if given is not index or index.dtype not in (torch.int32, torch.int64):
+    return argument.high
+
+
+def _index_argument(func: Any, args: tuple, kwargs: dict) -> IndexArgument | None:
+    find = _INDEX_ARGUMENTS.get(func)
+    return None if find is None else find(*args, **kwargs)
+
+
+def _invalid(argument: IndexArgument, args: tuple, kwargs: dict) -> Tensor | None:
+    """A mask of the invalid indices; None if the argument holds no integer tensor."""
+    position, name, indices, low, high, ignored, used = argument
+    passed: Any = args[position] if position < len(args) else kwargs.get(name)
+    if not isinstance(indices, Tensor) or passed is not indices or indices.dtype not in (torch.int32, torch.int64):
         return None
-    wrong = (index < least) | (index >= size)
+    invalid = (indices < low) | (indices >= high)
     if ignored is not None:
-        wrong = wrong & (index != ignored)
-    if used:
-        wrong = wrong & used[0]
-    return key, name, index, wrong
+        invalid = invalid & (indices != ignored)
+    return invalid if used is None else invalid & used
 
 
-# place, name, indices, the least of them, one more than the largest, one that stands for none, and which are used
-Found = tuple[int, str, Any, int, int, int | None] | tuple[int, str, Any, int, int, None, Tensor] | None
+def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> IndexArgument:
+    return IndexArgument(0, "input", input, 0, len(weight))
 
 
-def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Found:
-    return 0, "input", input, 0, len(weight), None
+def _torch_embedding(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> IndexArgument:
+    return IndexArgument(1, "indices", indices, 0, len(weight))
 
 
-def _embedding_of_torch(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Found:
-    return 1, "indices", indices, 0, len(weight), None
+def _along_dim(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> IndexArgument | None:
+    return IndexArgument(2, "index", index, 0, input.shape[dim]) if input.dim() else None
 
 
-def _along(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Found:
-    if not input.dim():
-        return None
-    return 2, "index", index, 0, input.shape[dim], None
-
-
-def _item(input: Tensor, index: Any) -> Found:
+def _getitem(input: Tensor, index: Any) -> IndexArgument | None:
     if not isinstance(index, Tensor) or not input.dim():
         return None
-    return 1, "index", index, -input.shape[0], input.shape[0], None
+    return IndexArgument(1, "index", index, -input.shape[0], input.shape[0])
 
 
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Found:
-    return (0, "tensor", tensor, 0, num_classes, None) if num_classes > 0 else None
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> IndexArgument | None:
+    return IndexArgument(0, "tensor", tensor, 0, num_classes) if num_classes > 0 else None
 
 
-def _classes(input: Tensor, target: Tensor, *args: Any, ignore_index: int = -100, **kwargs: Any) -> Found:
+def _class_labels(input: Tensor, target: Tensor, *args: Any, ignore_index: int = -100, **kwargs: Any) -> IndexArgument:
     ignored = args[2] if len(args) > 2 else ignore_index
-    return 1, "target", target, 0, input.shape[1 if input.dim() > 1 else 0], ignored
+    return IndexArgument(1, "target", target, 0, input.shape[1 if input.dim() > 1 else 0], ignored)
 
 
 def _ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
-) -> Found:
-    """Of labels [N, S] those before the lengths are used; of labels one after the other all."""
+) -> IndexArgument:
+    """Padded targets [N, S] are read up to their lengths; concatenated ones up to the sum of the lengths."""
     lengths = torch.as_tensor(target_lengths, device=targets.device)
     lengths = lengths[:, None] if targets.dim() == 2 else lengths.sum()
     used = torch.arange(targets.shape[-1], device=targets.device) < lengths
-    return 1, "targets", targets, 0, log_probs.shape[-1], None, used
+    return IndexArgument(1, "targets", targets, 0, log_probs.shape[-1], None, used)
 
 
-_PLACES: dict[Any, Callable[..., Found]] = {
-    F.embedding: _embedding, F.embedding_bag: _embedding, torch.embedding: _embedding_of_torch,
-    torch.gather: _along, Tensor.gather: _along, torch.index_select: _along, Tensor.index_select: _along,
-    Tensor.__getitem__: _item, F.one_hot: _one_hot,
-    F.cross_entropy: _classes, F.nll_loss: _classes, F.ctc_loss: _ctc, torch.ctc_loss: _ctc,
+_INDEX_ARGUMENTS: dict[Any, Callable[..., IndexArgument | None]] = {
+    F.embedding: _embedding, F.embedding_bag: _embedding, torch.embedding: _torch_embedding,
+    torch.gather: _along_dim, Tensor.gather: _along_dim,
+    torch.index_select: _along_dim, Tensor.index_select: _along_dim,
+    Tensor.__getitem__: _getitem, F.one_hot: _one_hot,
+    F.cross_entropy: _class_labels, F.nll_loss: _class_labels, F.ctc_loss: _ctc, torch.ctc_loss: _ctc,
 }  # fmt: skip
 
-INDEXED = frozenset(_PLACES)
-
-
-def sizes_met(func: Any, args: tuple, kwargs: dict) -> int | None:
-    """The size of the table, or the number of classes, that indices of a call are in; None: it takes none."""
-    place = _PLACES.get(func)
-    found = place(*args, **kwargs) if place is not None else None
-    if found is None or not isinstance(found[2], Tensor) or found[2].is_floating_point():
-        return None
-    return found[4]
+INDEXED = frozenset(_INDEX_ARGUMENTS)

@@ -1,7 +1,7 @@
-"""How one use of a parameter answers the two operations that a mechanism needs, for a chunk of B records at once.
+"""Per-example gradients of one parameter: squared norms and weighted sums, mostly without storing B gradients.
 
-A parameter used several times (a layer called twice, tied weights, recurrence) has several uses; `merged` makes
-them one, whose norms include every cross term.
+A parameter that is used several times (a layer called twice, tied weights, recurrence) has several `LayerGradient`s.
+`merge` makes one of them, whose norms include every cross term.
 """
 
 import math
@@ -11,23 +11,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dpexp.privacy.gradients.norms import UNIT, gram_norms, norms, pieces, row_norms
-
-_SMALL = 3 * 2**16  # numbers of a record's gradient
+from dpexp.privacy.gradients.norms import UNIT, embedding_norms, norms, outer_product_norms, row_chunks
 
 
 class LayerGradient(ABC):
-    """The gradients v^i of B records with respect to one parameter, through one use of it.
+    """The gradients v^i of B records with respect to one parameter.
 
     Attributes:
-        allowance: [B] in float64, how much of the norms is allowed for rounding; known with them. None: nothing much.
+        rounding_allowance: [B] in float64, the part of the norms that allows for rounding; set by `squared_norms`.
+            None: a negligible part.
     """
 
     rounding_allowance: Tensor | None = None
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
-        """[B] in float64: ‖v^i‖², or a little more, so that no rounding makes it too small (see `rounding`)."""
+        """[B] in float64: ‖v^i‖², slightly enlarged where rounding could make it too small (see `norms`)."""
 
     @abstractmethod
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -39,27 +38,27 @@ class LayerGradient(ABC):
 
     @abstractmethod
     def in_float64(self, rows: Tensor) -> "LayerGradient":
-        """Those of some records, from factors of float64."""
+        """The gradients of some records, with factors in float64."""
 
-    def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Puts another tensor in the place of each factor of the gradients, of indices too."""
+    def map_factors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replaces each stored factor of the gradients, indices included, by `change(factor)`."""
         for name, factor in vars(self).items():
             if isinstance(factor, Tensor):
                 setattr(self, name, change(factor))
 
-    def mask_out(self, rows: Tensor) -> None:
+    def mask_out(self, records: Tensor) -> None:
         """Sets the gradients of the records in the mask [B] to exactly zero, infinities and NaN included."""
 
         def zeroed(factor: Tensor) -> Tensor:
             if not factor.is_floating_point():
                 return factor
-            return torch.where(rows.reshape(-1, *(1,) * (factor.dim() - 1)), 0, factor)
+            return torch.where(records.reshape(-1, *(1,) * (factor.dim() - 1)), 0, factor)
 
-        self.change(zeroed)
+        self.map_factors(zeroed)
 
 
 class DenseGradient(LayerGradient):
-    """Gradients held as they are, [B, *shape]."""
+    """Stored gradients, [B, *shape]."""
 
     def __init__(self, gradients: Tensor) -> None:
         self._gradients = gradients
@@ -84,7 +83,7 @@ class DenseGradient(LayerGradient):
 class OuterProductGradient(LayerGradient):
     """v^i = Σ_t g_t^i ⊗ x_t^i over T positions, the gradient of a matrix [p, d]. x is [B, T, d], g is [B, T, p].
 
-    Norms are ‖g‖²‖x‖² at T = 1, and Σ_ts (x_t·x_s)(g_t·g_s) otherwise, from Gram matrices.
+    The squared norm is ‖g‖²‖x‖² at T = 1, and Σ_ts (x_t·x_s)(g_t·g_s) otherwise, from Gram matrices ("ghost norm").
     """
 
     def __init__(self, x: Tensor, g: Tensor) -> None:
@@ -94,7 +93,7 @@ class OuterProductGradient(LayerGradient):
     def squared_norms(self) -> Tensor:
         if self.x.shape[1] == 1:
             return (norms(self.x) * norms(self.g)).square()
-        found, self.rounding_allowance = gram_norms(self.x, self.g)
+        found, self.rounding_allowance = outer_product_norms(self.x, self.g)
         return found.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -113,47 +112,55 @@ class OuterProductGradient(LayerGradient):
 
 
 class _HighPrecisionOuterProduct(OuterProductGradient):
-    """Of which a few at a time are held for their norms: squares of what all but cancels would be lost in rounding
-    a Gram matrix, in float64 too."""
+    """Materializes a few records at a time for their norms.
+
+    Where the outer products nearly cancel, even a Gram matrix in float64 would lose their squared norm in rounding.
+    """
 
     def squared_norms(self) -> Tensor:
         _, T, d = self.x.shape
-        records = max(1, _HELD // (d * self.g.shape[2]))
-        parts = zip(pieces(self.x, records), pieces(self.g, records), strict=True)
-        found = torch.cat([norms(torch.bmm(g.transpose(1, 2), x)) for x, g in parts])
-        return (found + 2 * T * UNIT[self.x.dtype] * norms(self.x) * norms(self.g)).square()  # as in Convolved
+        records = max(1, _MATERIALIZED_ENTRIES // (d * self.g.shape[2]))
+        chunks = zip(row_chunks(self.x, records), row_chunks(self.g, records), strict=True)
+        found = torch.cat([norms(torch.bmm(g.transpose(1, 2), x)) for x, g in chunks])
+        allowance = 2 * T * UNIT[self.x.dtype] * norms(self.x) * norms(self.g)  # as in ConvolutionGradient
+        return (found + allowance).square()
+
+
+_SMALL = 3 * 2**16  # entries of one record's gradient
 
 
 def outer_products(x: Tensor, g: Tensor) -> LayerGradient:
-    """Σ_t g_t^i ⊗ x_t^i for x [B, T, d] and g [B, T, p]: itself, which serves norms and weighted sum alike, while it is
-    smaller than x and g; else these (Bu et al. 2023, "Differentially private optimization on large model at small
-    cost"). A small one may be up to twice as large: to hold it is faster (measured)."""
+    """Σ_t g_t^i ⊗ x_t^i for x [B, T, d] and g [B, T, p]: materialized if that takes less memory than x and g.
+
+    Source: Bu et al. 2023, "Differentially private optimization on large model at small cost". Small gradients may take
+    up to twice as much memory, since they are faster materialized (measured).
+    """
     products = OuterProductGradient(x, g)
     _, T, d = x.shape
     p = g.shape[2]
-    most = T * (d + p) * (2 if d * p < _SMALL else 1)
-    return DenseGradient(products.materialize()) if T > 1 and d * p <= most else products
+    limit = T * (d + p) * (2 if d * p < _SMALL else 1)
+    return DenseGradient(products.materialize()) if T > 1 and d * p <= limit else products
 
 
 class EmbeddingGradient(LayerGradient):
     """An embedding table's gradients: row index_t^i receives g_t^i. index is [B, T], g is [B, T, d].
 
-    Norms come from a comparison of all positions, [T, T], unless the table itself is smaller.
+    Norms come from a comparison of all pairs of positions, [T, T], unless the table itself is smaller.
     """
 
-    def __init__(self, index: Tensor, g: Tensor, rows: int) -> None:
+    def __init__(self, index: Tensor, g: Tensor, num_rows: int) -> None:
         self.index = index
         self.g = g
-        self.rows = rows
+        self.num_rows = num_rows
         self._table: Tensor | None = None
         _, T, d = g.shape
-        if rows * d < 3 * T * T:  # measured
+        if num_rows * d < 3 * T * T:  # measured
             self._table = self.materialize()
 
     def squared_norms(self) -> Tensor:
         if self._table is not None:
             return DenseGradient(self._table).squared_norms()
-        found, self.rounding_allowance = row_norms(self.index[:, :, None] == self.index[:, None, :], self.g)
+        found, self.rounding_allowance = embedding_norms(self.index[:, :, None] == self.index[:, None, :], self.g)
         return found.square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -164,19 +171,19 @@ class EmbeddingGradient(LayerGradient):
     def materialize(self) -> Tensor:
         if self._table is not None:
             return self._table
-        table = self.g.new_zeros(len(self.g), self.rows, self.g.shape[2])
+        table = self.g.new_zeros(len(self.g), self.num_rows, self.g.shape[2])
         return table.scatter_add_(1, self.index[..., None].expand_as(self.g), self.g)
 
-    def as_products(self) -> OuterProductGradient:
-        chosen = self.index[..., None] == torch.arange(self.rows, device=self.index.device)
-        return OuterProductGradient(self.g, chosen.to(self.g.dtype))
+    def as_outer_products(self) -> OuterProductGradient:
+        one_hot = self.index[..., None] == torch.arange(self.num_rows, device=self.index.device)
+        return OuterProductGradient(self.g, one_hot.to(self.g.dtype))
 
     def in_float64(self, rows: Tensor) -> "EmbeddingGradient":
-        return _HighPrecisionEmbedding(self.index[rows], self.g[rows].double(), self.rows)
+        return _HighPrecisionEmbedding(self.index[rows], self.g[rows].double(), self.num_rows)
 
 
 class _HighPrecisionEmbedding(EmbeddingGradient):
-    """Of which the rows are held for their norms, each as often as it is written to."""
+    """Materializes the table's rows for their norms, each as often as it is written to."""
 
     def squared_norms(self) -> Tensor:
         same = (self.index[:, :, None] == self.index[:, None, :]).to(self.g.dtype)
@@ -185,16 +192,18 @@ class _HighPrecisionEmbedding(EmbeddingGradient):
 
 
 class ConvolutionGradient(LayerGradient):
-    """A convolution's weight gradients, never held for all records at once.
+    """A convolution's weight gradients, never stored for all records at once.
 
-    Norms come from Gram matrices of the unfolded input where that takes fewer multiplications, else from the
-    gradients themselves, a few records at a time. The weighted sum is the gradient of the weighted chunk.
+    Norms come from Gram matrices of the unfolded input where that takes fewer multiplications, else from the gradients
+    themselves, a few records at a time. The weighted sum is the gradient of the weighted chunk.
 
     Args:
-        images: [B, N, d, *space], with the N images that one record may hold; g: [B, N, p, *space].
+        images: [B, N, d, *space], with the N images that one record may have.
+        g: [B, N, p, *space].
         weight_gradient: images [N, …] and output gradients [N, …] -> the weight's gradient summed over them.
-        unfold: images -> [B, T, d·k], the inputs of each of the T output positions; None forbids Gram matrices.
-        weight: [p, d, *kernel]; positions: how many terms each number of its gradient is the sum of.
+        unfold: images -> [B, T, d·k], the inputs of each of the T output positions; None: no Gram matrices.
+        weight: shape [p, d, *kernel].
+        positions: number of terms that each entry of the weight's gradient sums.
     """
 
     def __init__(
@@ -216,15 +225,15 @@ class ConvolutionGradient(LayerGradient):
     def squared_norms(self) -> Tensor:
         if self._unfold is not None:
             x, g = self._unfold(self._images), self._g.flatten(3).transpose(2, 3).flatten(1, 2)
-            found, self.rounding_allowance = gram_norms(x, g)
+            found, self.rounding_allowance = outer_product_norms(x, g)
             return found.square()
-        records = max(1, _HELD // self._size)
-        parts = zip(pieces(self._images, records), pieces(self._g, records), strict=True)
-        found = torch.cat([norms(self._gradients(x, g)) for x, g in parts])
-        # These are not the gradients that are summed later, so that the rounding of both counts (`rounding`, 3 and 4):
-        # Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
-        most = norms(self._g) * norms(self._images) * self._kernel**0.5
-        self.rounding_allowance = 2 * self._positions * UNIT[self._g.dtype] * most
+        records = max(1, _MATERIALIZED_ENTRIES // self._size)
+        chunks = zip(row_chunks(self._images, records), row_chunks(self._g, records), strict=True)
+        found = torch.cat([norms(self._gradients(x, g)) for x, g in chunks])
+        # The gradients that are summed later are computed otherwise, so that the rounding of both counts (`norms`, 3
+        # and 4): Σ_t ‖g_t‖ ‖x_t‖ <= ‖g‖ ‖x‖ √k, since each input is part of at most k positions.
+        length = norms(self._g) * norms(self._images) * self._kernel**0.5
+        self.rounding_allowance = 2 * self._positions * UNIT[self._g.dtype] * length
         return (found + self.rounding_allowance).square()
 
     def add_weighted_sum(self, c: Tensor, total: Tensor) -> None:
@@ -242,28 +251,29 @@ class ConvolutionGradient(LayerGradient):
         return torch.func.vmap(self._weight_gradient)(images, g)
 
 
-def merged(uses: Sequence[LayerGradient]) -> LayerGradient:
-    """A parameter's uses as one: their per-record gradients add up."""
-    if len(uses) == 1:
-        return uses[0]
-    if all(isinstance(use, EmbeddingGradient) for use in uses):
-        rows: Sequence[EmbeddingGradient] = uses  # type: ignore[assignment]
-        return EmbeddingGradient(
-            torch.cat([use.index for use in rows], 1), torch.cat([use.g for use in rows], 1), rows[0].rows
-        )
-    if all(isinstance(use, EmbeddingGradient | OuterProductGradient) for use in uses):
-        products = [use.as_products() if isinstance(use, EmbeddingGradient) else use for use in uses]
+def merge(gradients: Sequence[LayerGradient]) -> LayerGradient:
+    """The sum of a parameter's gradients by several uses."""
+    if len(gradients) == 1:
+        return gradients[0]
+    if all(isinstance(gradient, EmbeddingGradient) for gradient in gradients):
+        tables: Sequence[EmbeddingGradient] = gradients  # type: ignore[assignment]
+        index, g = torch.cat([table.index for table in tables], 1), torch.cat([table.g for table in tables], 1)
+        return EmbeddingGradient(index, g, tables[0].num_rows)
+    if all(isinstance(gradient, EmbeddingGradient | OuterProductGradient) for gradient in gradients):
+        products = [g.as_outer_products() if isinstance(g, EmbeddingGradient) else g for g in gradients]
         return outer_products(
-            torch.cat([use.x for use in products], 1),  # type: ignore[attr-defined]
-            torch.cat([use.g for use in products], 1),  # type: ignore[attr-defined]
+            torch.cat([product.x for product in products], 1),  # type: ignore[attr-defined]
+            torch.cat([product.g for product in products], 1),  # type: ignore[attr-defined]
         )
-    return DenseGradient(sum(use.materialize() for use in uses))  # type: ignore[arg-type]
+    return DenseGradient(sum(gradient.materialize() for gradient in gradients))  # type: ignore[arg-type]
 
 
-_HELD = 2**19  # numbers
+_MATERIALIZED_ENTRIES = 2**19  # of all gradients that are stored at once for their norms
 
 
-def held(numbers: int) -> bool:
-    """Whether a record's gradient is so small that it is better held than computed twice, which also saves an allowance
-    for rounding. This is asked of one record: what becomes of it must not depend on how many others there are."""
-    return numbers <= _HELD // 512
+def worth_storing(entries: int) -> bool:
+    """Whether one record's gradient is so small that it is stored, not computed twice with an allowance for rounding.
+
+    This depends on one record alone: its contribution must not depend on how many others there are.
+    """
+    return entries <= _MATERIALIZED_ENTRIES // 512
