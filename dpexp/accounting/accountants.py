@@ -28,7 +28,7 @@ from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
 from dpexp.accounting.composition import BasicComposition, GaussianMechanism, StrongComposition, central_limit, composed
-from dpexp.accounting.coverage import check_delta, check_names, coverage
+from dpexp.accounting.coverage import check_delta, check_names
 from dpexp.accounting.dominating_pairs import (
     FixedSizePair,
     LaplacePair,
@@ -197,11 +197,8 @@ def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guar
     z = np.array([release.z for release, _ in counts])
     q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release, _ in counts])
     times = np.array([float(count) for _, count in counts])
-    laplace = _laplace(release for release, _ in counts)
-    if accountant in _BY_ARRAYS:
-        return _BY_ARRAYS[accountant](z, q, times, laplace)
-    own: Guarantee = named(accountant)(z, q, times, *([laplace] if "laplace" in coverage(accountant).noise else []))
-    return own
+    build = _BY_ARRAYS.get(accountant) or named(accountant)
+    return build(z, q, times, _laplace(release for release, _ in counts))
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
@@ -210,8 +207,7 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
     Args:
         accountant: one of `coverage.NAMES`, each an upper bound except `gdp`; or the dotted name of a class of your own
             with an attribute `coverage`. It is constructed with z [R] (σ̃ over the sensitivity), q [R] and counts [R]
-            of the distinct rounds, and, if it covers Laplace noise, with a mask [R] of the Laplace queries, which are
-            1/z-DP. It has a method `epsilon(delta)`.
+            of the distinct rounds, and a mask [R] of the Laplace queries, which are 1/z-DP; it has `epsilon(delta)`.
 
     Raises:
         ConfigError: δ lies outside (0, 1), the accountant is unknown, or it does not cover this ledger.

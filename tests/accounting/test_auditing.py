@@ -129,14 +129,6 @@ def test_mu_is_found():
     assert not found.exceeded and found.summary()["refuted"] == 0
 
 
-@pytest.mark.parametrize("m, strength", [(40, 9.0), (64, 3.0), (2000, 1.2), (300, 0.0)])
-def test_what_holds_without_an_assumption_holds_with_one(m, strength):
-    rng = np.random.default_rng(m)
-    included = rng.random(m) < 0.5
-    found = auditing.audit(strength * included + rng.normal(size=m), included, gaussian(9.0), (1e-5, 0.1))
-    assert all(bound.if_independent >= bound.found for bound in found.bounds)
-
-
 def test_rates_of_alarms_that_a_claim_does_not_allow_refute_it():
     """Noise 0.7 times what was planned: by true and false alarms, if canaries are independent (Clopper & Pearson)."""
     rng, m = np.random.default_rng(3), 20_000

@@ -12,7 +12,6 @@ from dpexp.accounting.ledger import (
     POLICIES,
     Ledger,
     OneTimeQueryEvent,
-    ParallelQueryEvent,
     Round,
     SamplingEvent,
     write_ledger,
@@ -68,13 +67,6 @@ def test_an_unknown_accountant_is_refused(name):
                 lambda: check_covered("poisson", "add_remove", name)):  # fmt: skip
         with pytest.raises(ConfigError, match=f"accountant={name} is unknown; known: pld, "):
             ask()
-
-
-def test_an_adjacency_that_nobody_knows_has_no_sensitivity():
-    query = OneTimeQueryEvent("x", "gaussian", 1.0, 2.0, 9.0)
-    for event in (query, ParallelQueryEvent("x", "class", (query, query))):
-        with pytest.raises(ConfigError, match="adjacency=substitute is unknown"):
-            event.ratio("substitute")
 
 
 @pytest.mark.parametrize("z, said", [(0.019, "in 9 rounds, whose z is as low as 0.019: below 0.02"), (0.021, None)])

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 
 import dp_accounting
 import mpmath
@@ -19,7 +18,7 @@ from test_pld import analytic_gaussian
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair, TruncatedPoissonPair
-from dpexp.accounting.ledger import Ledger, joined
+from dpexp.accounting.ledger import Ledger, concatenate
 
 SIZES = list(itertools.product((0.3, 1.0, 6.0), (0.01, 0.3, 0.95)))
 
@@ -179,14 +178,6 @@ def test_fixed_size_lies_between_what_is_known(z, q, rounds):
         assert epsilon(run, d) <= epsilon(run, d, "rdp") <= full * 1.2
 
 
-def test_what_sampling_without_replacement_gains():
-    """By dp-accounting's Rényi DP it would cost 18.41 here; without any sampling 9.23."""
-    run = of("fixed_size", "replace_one", z=8.0, q=0.9, rounds=50)
-    full = of("all", "replace_one", z=8.0, q=1.0, rounds=50)
-    assert epsilon(run, 1e-5) < epsilon(full, 1e-5)
-    assert epsilon(run, 1e-5, "rdp") <= epsilon(full, 1e-5, "rdp")
-
-
 # Truncated samples
 
 
@@ -201,11 +192,13 @@ def test_truncated_samples_against_dp_accounting(z, q, maximum, rounds, d):
     assert epsilon(of("poisson", "replace_null", z=z, q=q, rounds=rounds), d) <= epsilon(run, d) * (1 + 1e-4)
 
 
-MORE = [1, 2, 4, 5, 6, 7, 8, 10]  # standard deviations
-MAXIMA = [(z, q, n, T, k) for z, q, n, T in [(2.0, 0.01, 60_000, 1000), (0.8, 0.05, 5000, 100)] for k in MORE]
+MAXIMA = [  # `more` standard deviations above the mean
+    (2.0, 0.01, 60_000, 1000, 1), (2.0, 0.01, 60_000, 1000, 6), (0.8, 0.05, 5000, 100, 2), (0.8, 0.05, 5000, 100, 8),
+    (0.5, 3.2e-5, 432_666, 100, 7),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("z, q, n, rounds, more", [*MAXIMA, (0.5, 3.2e-5, 432_666, 100, 7)])
+@pytest.mark.parametrize("z, q, n, rounds, more", MAXIMA)
 def test_maxima_of_so_many_standard_deviations_more_than_the_mean(z, q, n, rounds, more):
     maximum, d = math.ceil(n * q + more * math.sqrt(n * q * (1 - q))), 2e-6
     event = from_truncated_subsampled_gaussian_mechanism(
@@ -240,14 +233,6 @@ def test_a_maximum_that_never_binds_costs_nothing():
     for maximum in (999, 1000, 5000):
         run = of("truncated_poisson", "replace_null", z=1.0, q=0.1, rounds=50, maximum=maximum)
         assert epsilon(run, 1e-6) == pytest.approx(plain, rel=1e-12)
-
-
-def test_truncated_rounds_of_very_different_noise_are_quick():
-    started = time.monotonic()
-    facts = {"q": 0.01, "n": 60_000, "rounds": 100, "maximum": 650}
-    stairs = [of("truncated_poisson", "replace_null", z=z, **facts) for z in (0.4, 30.0, *np.linspace(1, 2, 30))]
-    alone, together = (epsilon(joined(runs), 1e-5) for runs in (stairs[:2], stairs))
-    assert epsilon(stairs[0], 1e-5) <= alone * (1 + 1e-4) < together and time.monotonic() - started < 20
 
 
 # A record of a Poisson sample replaced
@@ -298,6 +283,6 @@ def test_replaced_records_compose_across_policies():
         of("fixed_size", "replace_one", rounds=30),
         of("all", "replace_one", q=1.0, z=40.0, rounds=3),
     ]
-    together = epsilon(joined(runs), 1e-5)
+    together = epsilon(concatenate(runs), 1e-5)
     assert max(epsilon(run, 1e-5) for run in runs) < together < sum(epsilon(run, 1e-5 / 3) for run in runs)
     assert epsilon(Ledger("replace_one", dict(runs[0].rounds)), 1e-5) == epsilon(runs[0], 1e-5)

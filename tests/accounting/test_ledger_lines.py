@@ -71,7 +71,7 @@ def test_wherever_a_file_is_cut_off_it_is_read_so_far_and_said(tmp_path):
         rounds = sum(end <= size for end in ends)
         with pytest.warns(UserWarning, match=f"ends early, after {rounds} rounds: the run was killed or"):
             ledger = read_ledger(path)
-        assert len(ledger) == rounds and ledger.truncated
+        assert len(ledger) == rounds and ledger.incomplete
     path.write_bytes(whole)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -90,13 +90,13 @@ def test_lines_lost_repeated_or_moved_are_said(tmp_path):
     lines = closed(path, 5)
     for k in range(1, len(lines) - 1):
         said = refused(path, lines[:k] + lines[k + 1 :])
-        assert f"line {k + 1} says that it is line {k + 2}" in said
+        assert f"line {k + 1} has the line number {k + 2}" in said
         said = refused(path, lines[: k + 1] + lines[k:])
-        assert f"line {k + 2} says that it is line {k + 1}" in said
+        assert f"line {k + 2} has the line number {k + 1}" in said
         said = refused(path, [*lines[:k], lines[k + 1], lines[k], *lines[k + 2 :]])
-        assert f"line {k + 1} says that it is line {k + 2}" in said
+        assert f"line {k + 1} has the line number {k + 2}" in said
     assert "not a dpexp ledger" in refused(path, lines[1:])
-    assert "line 4 says that it is line 6" in refused(path, lines[:3] + lines[5:])
+    assert "line 4 has the line number 6" in refused(path, lines[:3] + lines[5:])
 
 
 def test_every_edit_is_said(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_half_written_line_behind_a_closing_line_is_said(tmp_path):
     path = tmp_path / "l.jsonl"
     path.write_bytes(b"".join(closed(path)) + b"[7,")
     with pytest.warns(UserWarning, match="ends early, after 3 rounds"):
-        assert read_ledger(path).truncated
+        assert read_ledger(path).incomplete
 
 
 # Lines in order, with the right links, that make no sense
@@ -157,10 +157,10 @@ QUERY = {"group": "a", "S": 1.0, "sigma": 1.0}
         ("[1]\n", "no number and link"),
         ("17\n", "no number and link"),
         ('{"line": 4}\n', "no number and link"),
-        ('{"line": true, "link": "0000"}\n', "says that it is line True"),
-        (7, "no round of a spec before it"),
-        (-1, "no round of a spec before it"),
-        ({"round": 0}, "no round of a spec before it"),
+        ('{"line": true, "link": "0000"}\n', "has the line number True"),
+        (7, "no round of an earlier spec"),
+        (-1, "no round of an earlier spec"),
+        ({"round": 0}, "no round of an earlier spec"),
         ({"spec": 0, "sampling": SAMPLE, "queries": [QUERY]}, "out of turn; the next is 1"),
         ({"spec": [1], "sampling": SAMPLE, "queries": [QUERY]}, "out of turn"),
         ({"spec": True, "sampling": SAMPLE, "queries": [QUERY]}, "not by a whole number"),
