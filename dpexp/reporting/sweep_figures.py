@@ -1,7 +1,7 @@
-"""What a sweep tried, and what came of it.
+"""Figures of a sweep: accuracy, ε and calibrated parameters against its settings, and its plans.
 
-A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration, its mean over seeds
-with their standard deviation.
+A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is a configuration: the mean over its
+seeds, with their standard deviation.
 """
 
 import json
@@ -23,28 +23,30 @@ from dpexp.reporting.comparisons import (
     Best,
     Z,
     best,
-    ceilings,
+    best_baselines,
+    common_label,
     configurations,
     finished,
-    held,
+    fixed_settings,
     labels,
     number,
-    shared,
     short_names,
     trained,
 )
-from dpexp.reporting.panels import NotDrawn, arrange, caption, grid, legend, look, parts, percent, scale
+from dpexp.reporting.panels import NotDrawn, arrange, caption, grid, legend, parts, percent, scale, styles_of
 
-_MOST_ROWS = 60
-_LETTERS = 65  # that fit into a whole bar
-_ALIKE = 1.1  # plans whose numbers differ by less are drawn as one
+_MAX_ROWS = 60
+_BAR_CHARACTERS = 65  # that fit into a bar of full width
+_TOLERANCE = 1.1  # plans that differ by a smaller factor are drawn as one
 
 
 def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A plan's groups, from plan.json: group, share, and per coordinate of the released average: record = αS/(qn√d),
-    what one record can add at most; noise = ασ̃/(qn), or more if it is correlated; and average = αS/√d, what a sample of
-    expected size comes to at most. α is the largest scale of the group's vectors, for the noise the root mean square
-    over its coordinates."""
+    """The groups of a plan.json: name, share of the budget, and magnitudes per coordinate of the released average.
+
+    `record` = αS/(qn√d): the most that one record adds; `noise` = ασ̃/(qn), or more if it is correlated; `average` =
+    αS/√d: the most that a sample of expected size comes to. α is the largest scale of the group's vectors, for the
+    noise the root mean square over its coordinates.
+    """
     expected = plan["sampling"]["q"] * plan["n"]
     found = []
     for group in plan["groups"]:
@@ -57,16 +59,15 @@ def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame, told: str = "") -> Figure:
-    """For each group of each plan, per coordinate of the released average: what one record can add at most, the
-    noise, and what a whole sample comes to at most. Plans whose numbers lie within 10 % of one another are one block.
+def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame, fixed: str = "") -> Figure:
+    """The magnitudes of `groups_of` for each group of each plan. Plans within 10 % of one another are drawn as one.
 
     Args:
-        told: what the caption says is fixed.
+        fixed: caption with the fixed settings.
     """
     blocks: list[tuple[list[str], Sequence[dict]]] = []
     for run_id, groups in plans.items():
-        found = next((members for members, other in blocks if _alike(groups, other)), None)
+        found = next((members for members, other in blocks if _are_close(groups, other)), None)
         if found is None:
             blocks.append(([run_id], groups))
         else:
@@ -74,8 +75,8 @@ def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame, t
     rows: list[dict | str] = []
     drawn = 0
     for members, groups in blocks:
-        if not rows or len(rows) + 1 + len(groups) <= _MOST_ROWS:
-            rows += [shared(settings.loc[members], settings.loc[[*plans]]), *groups]
+        if not rows or len(rows) + 1 + len(groups) <= _MAX_ROWS:
+            rows += [common_label(settings.loc[members], settings.loc[[*plans]]), *groups]
             drawn += 1
     figure = Figure(figsize=(9, 1.6 + 0.24 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="per coordinate of the released average")
@@ -93,24 +94,24 @@ def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame, t
                       fontweight="bold")  # fmt: skip
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
-    caption(figure, told, f"{drawn} of {len(blocks)} plans that differ." if drawn < len(blocks) else "")
+    caption(figure, fixed, f"{drawn} of {len(blocks)} plans that differ." if drawn < len(blocks) else "")
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 
-def _alike(plan: Sequence[dict], other: Sequence[dict]) -> bool:
+def _are_close(plan: Sequence[dict], other: Sequence[dict]) -> bool:
     return [group["group"] for group in plan] == [group["group"] for group in other] and all(
-        math.isclose(one[key], two[key], rel_tol=1 - 1 / _ALIKE)
+        math.isclose(one[key], two[key], rel_tol=1 - 1 / _TOLERANCE)
         for one, two in zip(plan, other, strict=True)
         for key in ("record", "noise", "average")
     )
 
 
-def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame, told: str = "") -> Figure:
-    """How a budget is shared out among groups: w_g, stacked to 1, one bar for all plans with the same shares.
+def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame, fixed: str = "") -> Figure:
+    """The budget share w_g of each group, stacked to 1; one bar for all plans with the same shares.
 
     Args:
-        told: what the caption says is fixed.
+        fixed: caption with the fixed settings.
     """
     bars: dict[tuple, list[str]] = {}
     for run_id, plan in plans.items():
@@ -128,30 +129,31 @@ def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame, told
                       edgecolor="white", label=None if group in named else group)  # fmt: skip
             named.add(group)
             text = (
-                f"{group} {share:.0%}" if len(group) + 5 < _LETTERS * share else f"{share:.0%}" if share > 0.04 else ""
+                f"{group} {share:.0%}" if len(group) + 5 < _BAR_CHARACTERS * share else f"{share:.0%}" if share > 0.04 else ""
             )
             axes.text(left + share / 2, y, text, ha="center", va="center", fontsize="small")
             left += share
-    if any(len(group) + 5 >= _LETTERS * share for shares in bars for group, share in shares):
+    if any(len(group) + 5 >= _BAR_CHARACTERS * share for shares in bars for group, share in shares):
         figure.set_figheight(figure.get_figheight() + 0.4 + 0.22 * -(-len(groups) // 5))
         figure.legend(loc="outside lower center", ncols=5, fontsize="small")
     everywhere = settings.loc[[*plans]]
-    names = [textwrap.fill(shared(settings.loc[members], everywhere), 42) for members in bars.values()]
+    names = [textwrap.fill(common_label(settings.loc[members], everywhere), 42) for members in bars.values()]
     axes.set_yticks(range(len(bars)), names, fontsize="small")
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    caption(figure, told)
+    caption(figure, fixed)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 
 def frontier(trials: DataFrame) -> Figure:
-    """Test accuracy against ε. A line joins configurations that differ in their target ε alone (or in z, where no
-    target differs); panels are made of whatever else differs. Horizontal: the best non-private twin of the same data
-    and model.
+    """Test accuracy against ε, with the best non-private baseline of the same data and model as a horizontal line.
+
+    A line joins configurations that differ only in their target ε (or in z, if no target differs); other settings make
+    further lines and panels.
 
     Raises:
-        NotDrawn: nothing is private and trained, all have one ε, or there is more than can be told apart.
+        NotDrawn: there are no two values of ε, or too many settings.
     """
     runs = trained(trials)
     if runs["level"].nunique() < 2:
@@ -160,7 +162,7 @@ def frontier(trials: DataFrame) -> Figure:
     along = next((key for key in (EPSILON, Z) if key in by), None)
     panels, lines = arrange(points, [key for key in by if key != along])
     points = points.assign(line=labels(points, lines))
-    tops, styles = ceilings(trials), look(points["line"])
+    tops, styles = best_baselines(trials), styles_of(points["line"])
     count = len(points[panels].drop_duplicates()) if panels else 1
     figure, grid_ = grid(count)
     for axes, (title, panel) in zip(grid_, parts(points, panels), strict=True):
@@ -169,7 +171,7 @@ def frontier(trials: DataFrame) -> Figure:
                           elinewidth=1, markersize=5, **styles[str(name)])  # fmt: skip
         if top := tops.get((panel["data"].iloc[0], panel["model"].iloc[0])):
             accuracy, spread = top.row["accuracy"], top.row["spread"]
-            axes.axhline(accuracy, label=_without_privacy(top), color="black", linestyle=":")
+            axes.axhline(accuracy, label=_baseline_label(top), color="black", linestyle=":")
             if spread > 0:
                 axes.axhspan(accuracy - spread, accuracy + spread, color="black", alpha=0.08, lw=0)
         axes.set(xlabel="ε", ylabel="test accuracy")
@@ -178,22 +180,23 @@ def frontier(trials: DataFrame) -> Figure:
         axes.grid(alpha=0.3)
     scale(grid_[0], "x", points["epsilon"], digits=2)
     percent(grid_[0], "y")
-    caption(figure, held(runs))
+    caption(figure, fixed_settings(runs))
     legend(figure)
     return figure
 
 
-def _without_privacy(top: Best, of: str = "") -> str:
+def _baseline_label(top: Best, of: str = "") -> str:
     among = f" (the best of {top.others + 1})" if top.others else ""
     return f"{of} without privacy{among}".strip()
 
 
 def compared(trials: DataFrame) -> Figure:
-    """Test accuracy of each configuration, the best on top; filled are the best and those that chance may have put
-    below it. For trials of one data set and one ε.
+    """Test accuracy of each configuration, for trials of one data set and one ε.
+
+    The best is on top; filled points are the best and those that are not significantly lower.
 
     Raises:
-        NotDrawn: there is none that is private and trained, or they differ in data or ε.
+        NotDrawn: there is no trained private trial, or they differ in data set or ε.
     """
     runs = trained(trials)
     if runs["data"].nunique() != 1 or runs["level"].nunique() != 1:
@@ -201,7 +204,7 @@ def compared(trials: DataFrame) -> Figure:
     points, _ = configurations(runs)
     points = points.sort_values("accuracy", kind="stable")
     top = best(points)
-    everything, points = len(points), points.tail(_MOST_ROWS)
+    everything, points = len(points), points.tail(_MAX_ROWS)
     names = [f"{row['label'] or 'the only one'} ({_runs(row['runs'])})" for row in points.to_dict("records")]
     wide = max(9, 5 + 0.075 * max(map(len, names)))
     figure = Figure(figsize=(wide, 1.8 + 0.28 * max(4, len(points))), layout="constrained")
@@ -215,9 +218,9 @@ def compared(trials: DataFrame) -> Figure:
             axes.errorbar(rows["accuracy"], at, xerr=rows["spread"], fmt="o", capsize=2, color="C0", label=name,
                           markerfacecolor=fill)  # fmt: skip
     models = points["model"].unique()
-    for (data, model), ceiling in ceilings(trials).items():
+    for (data, model), ceiling in best_baselines(trials).items():
         if data == top.row["data"] and model in models:
-            label = _without_privacy(ceiling, model if len(models) > 1 else "")
+            label = _baseline_label(ceiling, model if len(models) > 1 else "")
             axes.axvline(
                 ceiling.row["accuracy"], color="black", linestyle=(0, (1, 1 + [*models].index(model))), label=label
             )
@@ -226,14 +229,14 @@ def compared(trials: DataFrame) -> Figure:
     axes.grid(alpha=0.3)
     percent(axes, "x")
     legend(figure, columns=4)
-    caption(figure, held(runs), f"The {len(points)} best of {everything}." if len(points) < everything else "")
+    caption(figure, fixed_settings(runs), f"The {len(points)} best of {everything}." if len(points) < everything else "")
     return figure
 
 
 _KINDS = {
     "the best": ("highest mean", "C0"),
-    "tied": ("not told apart from it", "lightskyblue"),
-    "lower": ("lower by more than chance", "white"),
+    "tied": ("not significantly lower", "lightskyblue"),
+    "lower": ("significantly lower", "white"),
 }
 
 
@@ -241,11 +244,11 @@ def _runs(count: int) -> str:
     return "1 run" if count == 1 else f"{count} runs"
 
 
-_ROWS = 4  # panels of two figures each
+_MAX_PANEL_ROWS = 4
 
 
-def numbers_swept(trials: DataFrame) -> list[str]:
-    """The numerical parameters, other than the target ε, of which a sweep tried more than two values."""
+def swept_numbers(trials: DataFrame) -> list[str]:
+    """The numerical parameters with more than two values in a sweep, without the target ε."""
     read = [json.loads(configuration) for configuration in finished(trials)["configuration"]]
     found = []
     for key in sorted({key for parameters in read for key in parameters}):
@@ -256,17 +259,18 @@ def numbers_swept(trials: DataFrame) -> list[str]:
 
 
 def against(trials: DataFrame, key: str) -> Figure:
-    """Left ε, right test accuracy (or where nothing was trained the solved knob) against a parameter. A line joins
-    configurations that differ in this parameter alone; rows are made of whatever else differs.
+    """ε (left) and test accuracy, or without training the calibrated parameter (right), against a parameter.
+
+    A line joins configurations that differ only in this parameter; other settings make further lines and rows.
 
     Raises:
-        NotDrawn: there is more than can be told apart.
+        NotDrawn: there are too many settings.
     """
     runs = finished(trials)
     points, by = configurations(runs, [key])
-    panels, lines = arrange(points, [name for name in by if name != key], _ROWS)
+    panels, lines = arrange(points, [name for name in by if name != key], _MAX_PANEL_ROWS)
     points = points.assign(x=to_numeric(points[key]), line=labels(points, lines))
-    styles = look(points["line"])
+    styles = styles_of(points["line"])
     second = "accuracy" if points["accuracy"].notna().any() else "knob_value"
     knob = " or ".join(sorted(points["knob"].unique()))
     rows = list(parts(points, panels))
@@ -284,7 +288,7 @@ def against(trials: DataFrame, key: str) -> Figure:
         percent(drawn[0, 1], "y")
     else:
         scale(drawn[0, 1], "y", points["knob_value"], digits=3)
-    caption(figure, held(runs, [key]))
+    caption(figure, fixed_settings(runs, [key]))
     legend(figure)
     return figure
 
@@ -297,27 +301,28 @@ def _lines(axes: Axes, points: DataFrame, column: str, styles: Mapping[str, dict
 
 
 def needed(trials: DataFrame) -> Figure:
-    """The solved knob against the target ε. A line joins configurations that differ in their target alone; panels are
-    made of whatever else differs.
+    """The calibrated parameter against the target ε.
+
+    A line joins configurations that differ only in their target; other settings make further lines and panels.
 
     Raises:
-        NotDrawn: no two targets were solved for, several knobs were, or there is more than can be told apart.
+        NotDrawn: there are no two targets, several parameters were calibrated, or there are too many settings.
     """
     runs = finished(trials)
     runs = runs[runs["knob_value"].notna()]
     points, by = configurations(runs, [EPSILON])
     if EPSILON not in by:
-        raise NotDrawn("No knob was solved for two values of ε.")
+        raise NotDrawn("No parameter was calibrated for two values of ε.")
     if points["knob"].nunique() > 1:
-        raise NotDrawn(f"Different knobs were solved for: {', '.join(sorted(points['knob'].unique()))}.")
-    idle: list[str] = []
+        raise NotDrawn(f"Different parameters were calibrated: {', '.join(sorted(points['knob'].unique()))}.")
+    irrelevant: list[str] = []
     for name in [name for name in by if name != EPSILON]:
-        rest = [key for key in by if key not in (name, *idle)]
-        if _one_value(points, rest):
-            idle, points = [*idle, name], points.drop_duplicates(rest)
-    panels, lines = arrange(points, [name for name in by if name not in (EPSILON, *idle)])
+        rest = [key for key in by if key not in (name, *irrelevant)]
+        if _depends_only_on(points, rest):
+            irrelevant, points = [*irrelevant, name], points.drop_duplicates(rest)
+    panels, lines = arrange(points, [name for name in by if name not in (EPSILON, *irrelevant)])
     points = points.assign(target=to_numeric(points[EPSILON]), line=labels(points, lines))
-    styles = look(points["line"])
+    styles = styles_of(points["line"])
     sorted_panels = list(parts(points, panels))
     figure, grid_ = grid(len(sorted_panels))
     for axes, (title, panel) in zip(grid_, sorted_panels, strict=True):
@@ -330,23 +335,24 @@ def needed(trials: DataFrame) -> Figure:
     scale(grid_[0], "x", points["target"], logarithmic=True)
     scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
     caption(
-        figure, held(runs, [EPSILON]), f"The same for every {', '.join(short_names(idle).values())}." if idle else ""
+        figure, fixed_settings(runs, [EPSILON]), f"The same for every {', '.join(short_names(irrelevant).values())}." if irrelevant else ""
     )
     legend(figure)
     return figure
 
 
-def _one_value(points: DataFrame, settings: Sequence[str]) -> bool:
-    """Whether the knob that was needed depends on these settings alone."""
+def _depends_only_on(points: DataFrame, settings: Sequence[str]) -> bool:
+    """Whether the calibrated parameter depends only on these settings."""
     found = points.groupby([*settings])["knob_value"]
     return bool((found.max() - found.min() <= 1e-4 * found.min()).all())
 
 
-def progress(histories: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *told: str) -> Figure:
-    """Test accuracy against the ε spent so far: a colour a configuration, a line each of its trainings.
+def progress(histories: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *notes: str) -> Figure:
+    """Test accuracy against the ε spent during training: one colour per configuration, one line per training.
 
     Args:
-        histories: by label of a configuration the points (ε, accuracy) of each training; told: what the caption says.
+        histories: by label of a configuration, the points (ε, accuracy) of each of its trainings.
+        notes: lines of the caption.
     """
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.add_subplot(xlabel="ε spent", ylabel="test accuracy")
@@ -357,6 +363,6 @@ def progress(histories: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *
             axes.plot(*zip(*points, strict=True), marker=".", color=f"C{k % 10}", linewidth=1, label=label)
     percent(axes, "y")
     axes.grid(alpha=0.3)
-    caption(figure, *told)
+    caption(figure, *notes)
     legend(figure, columns=1)
     return figure

@@ -332,7 +332,7 @@ def test_a_published_number_far_from_the_true_one_is_told(dpexp_job, recwarn):
     assert not [w for w in recwarn if "data.n" in str(w.message)]
     dpexp_job(*QUICK, "model=logistic", "data.n=14370")
     (told,) = [str(w.message) for w in recwarn if "data.n" in str(w.message)]
-    assert "data.n=14370, but the training set holds 1437 records" in told and "0.1 times as long as meant" in told
+    assert "data.n=14370, but the training set holds 1437 records" in told and "0.1 times as long as intended" in told
 
 
 def test_warnings_of_dpexp_are_sentences_in_the_terminal(tmp_path):

@@ -282,7 +282,7 @@ def test_records_that_cannot_be_stacked_are_said_to_be_slow(tmp_path):
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_epochs=-1,
         callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")], enable_model_summary=False,
     )  # fmt: skip
-    with pytest.warns(UserWarning, match="no two records of a batch look alike"):
+    with pytest.warns(UserWarning, match="no two records of a batch have the same structure"):
         run.fit(Named(), DataLoader(Items(items), batch_size=2))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.privacy.noise.continuous import PAIRS, BoxMuller, GaussianNoise, whole_blocks
+from dpexp.privacy.noise.continuous import PAIRS, BoxMuller, GaussianNoise, pairs_for
 from dpexp.privacy.noise.randomness import BLOCK, KeyStream
 from dpexp.privacy.round import PrivateRound
 
@@ -122,7 +122,7 @@ def test_small_tensors_and_large_ones_are_noised_alike():
     assert [total.shape[0] for total in totals] == sizes
     for some in (totals[:4], totals[4:]):
         assert kstest((torch.cat(some).double() - 7).numpy() / 0.5, "norm").pvalue > 1e-3
-    assert whole_blocks(1) == 8 and whole_blocks(16) == 8 and whole_blocks(17) == 16
+    assert pairs_for(1) == 8 and pairs_for(16) == 8 and pairs_for(17) == 16
 
 
 def test_the_tails_have_their_right_mass():
@@ -177,7 +177,7 @@ def released_sum(stream):
 
 def noise_of(keys):
     """The noise that each key gives in the first release [keys, CLASSES]."""
-    pairs, counter_and_nonce = whole_blocks(CLASSES), bytes(16)
+    pairs, counter_and_nonce = pairs_for(CLASSES), bytes(16)
     zeros = bytes(16 * pairs)
     blocks = [Cipher(ChaCha20(key, counter_and_nonce), None).encryptor().update(zeros) for key in keys]
     words = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.int64).view(-1, 2, pairs)

@@ -79,9 +79,9 @@ def test_the_lowest_bits_are_uniform_and_neighbours_independent():
 def test_quick_decisions_are_the_slow_ones(sigma):
     gaussian = sampler(sigma, key=1)
     words = gaussian._words(3000)
-    values, kept = gaussian.decided(words)
+    values, kept = gaussian.decide(words)
     for i in range(words.shape[1]):
-        slow = gaussian.settled((words[:, i] & (2**31 - 1)).tolist(), bool(words[1, i] < 0))
+        slow = gaussian.decide_one((words[:, i] & (2**31 - 1)).tolist(), bool(words[1, i] < 0))
         assert slow == (int(values[i]) if kept[i] else None)
 
 
@@ -91,12 +91,12 @@ def test_where_31_digits_do_not_tell_more_are_drawn():
     for following, larger in ((0, False), (2**63 - 1, True)):
         gaussian = DiscreteGaussian(SIGMA2, OneWord(following))
         border = torch.tensor([[gaussian._borders[1]], [0], [0], [0], [0], [0]], dtype=torch.int32)
-        values, kept = gaussian.decided(border)
+        values, kept = gaussian.decide(border)
         assert kept.item() and values.item() == (2 + larger - 1) * 2**24
         digit = 5  # y = 5 is m = 25 for x = 0
         word = int(gaussian._tables[0][digit**2])
         words = torch.tensor([[0], [digit], [word], [0], [0], [0]], dtype=torch.int32)
-        values, kept = gaussian.decided(words)
+        values, kept = gaussian.decide(words)
         assert kept.item() is not larger
 
 
@@ -105,7 +105,7 @@ def test_a_proposal_of_minus_zero_is_none():
     zero, minus = (
         torch.tensor([[0], [word], *[[0]] * len(gaussian._tables)], dtype=torch.int32) for word in (0, -(2**31))
     )
-    assert gaussian.decided(zero)[1].item() and not gaussian.decided(minus)[1].item()
+    assert gaussian.decide(zero)[1].item() and not gaussian.decide(minus)[1].item()
 
 
 class NoFloats(TorchDispatchMode):

@@ -22,7 +22,7 @@ import dpexp
 from dpexp.accounting.ledger import DiscreteSumQueryEvent, LedgerWriter, read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.noise.discrete_gaussian import SIGMA, SIGMA2, DiscreteGaussian, Lattice, lattice, squares
+from dpexp.privacy.noise.discrete_gaussian import SIGMA, SIGMA2, DiscreteGaussian, Lattice, lattice, squared_norms
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.round import PrivateRound
@@ -58,7 +58,7 @@ def test_no_vector_becomes_longer_than_the_bound(vector, S, z, error):
 @given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=1, max_size=300))
 def test_squares_are_exact(numbers):
     with NoFloats():
-        found = squares(torch.tensor([numbers, numbers], dtype=torch.int64))
+        found = squared_norms(torch.tensor([numbers, numbers], dtype=torch.int64))
     assert found == [exact_square(numbers)] * 2
 
 

@@ -302,7 +302,7 @@ def test_state_that_shows_late_stops_the_round_in_chunks_of_one_record_too(tmp_p
 
 def test_state_that_few_records_leave_is_found(tmp_path, monkeypatch):
     """One of 300, which is in every fourth sample: with this seed, not in the first."""
-    monkeypatch.setattr(fetching, "_DRY_RUN", 0)
+    monkeypatch.setattr(fetching, "_CHECKED_BEFORE", 0)
     module = Model()
     plan = plan_of(module, n=300, q=0.25, steps=50, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=3)
@@ -328,9 +328,9 @@ def test_checks_change_nothing_that_is_released(tmp_path, monkeypatch, workers):
         return torch.stack(trained(tmp_path, Model(), loader, steps=3, callback={"noise_seed": 1})[0])
 
     checked = released()
-    monkeypatch.setattr(fetching, "_ALWAYS", 0)
-    monkeypatch.setattr(fetching, "_SHARE", -1.0)
-    monkeypatch.setattr(fetching, "_DRY_RUN", 0)
+    monkeypatch.setattr(fetching, "_CHECKED_ROUNDS", 0)
+    monkeypatch.setattr(fetching, "_CHECK_TIME", -1.0)
+    monkeypatch.setattr(fetching, "_CHECKED_BEFORE", 0)
     assert torch.equal(checked, released()) and not torch.equal(checked[0], checked[1])
 
 

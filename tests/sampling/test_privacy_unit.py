@@ -304,17 +304,17 @@ def test_the_privacy_unit_is_in_the_ledger_and_the_plan(tmp_path, read_lines):
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"kind": "group"}, "record.kind=group is unknown; known: example, microbatch, user"),
+        ({"kind": "group"}, "privacy_unit.kind=group is unknown; known: example, microbatch, user"),
         ({"kind": "microbatch"}, "privacy_unit.size=None must be an integer"),
-        ({"kind": "microbatch", "k": 0}, "privacy_unit.size=0 must be an integer"),
-        ({"kind": "example", "k": 2}, "privacy_unit.size=2 is not for privacy_unit=example"),
-        ({"kind": "user", "most": 0}, "privacy_unit.max_examples=0 must be an integer"),
+        ({"kind": "microbatch", "size": 0}, "privacy_unit.size=0 must be an integer"),
+        ({"kind": "example", "size": 2}, "privacy_unit.size=2 is no option of privacy_unit=example"),
+        ({"kind": "user", "max_examples": 0}, "privacy_unit.max_examples=0 must be an integer"),
         (
-            {"kind": "user", "most": 1, "local": {"lr": 1}},
+            {"kind": "user", "max_examples": 1, "local_training": {"lr": 1}},
             "exactly one of privacy_unit.local_training.steps or privacy_unit.local_training.epochs",
         ),
-        ({"kind": "user", "most": 1, "local": {"steps": 1}}, "must give lr"),
-        ({"kind": "user", "most": 1, "local": {"steps": 1, "lr": -1}}, "privacy_unit.local_training.lr=-1 must be"),
+        ({"kind": "user", "max_examples": 1, "local_training": {"steps": 1}}, "must give lr"),
+        ({"kind": "user", "max_examples": 1, "local_training": {"steps": 1, "lr": -1}}, "privacy_unit.local_training.lr=-1 must be"),
     ],
 )
 def test_what_a_record_cannot_be_is_said(given, said):
@@ -355,6 +355,6 @@ def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
 def test_a_data_set_of_tensors_has_no_lists_of_examples():
     data = TensorDataset(torch.zeros(6, 2), torch.zeros(6))
     with pytest.raises(
-        ConfigError, match=r"privacy_unit\.user_attribute=null takes a data set .* a TensorDataset has tensors"
+        ConfigError, match=r"privacy_unit\.user_attribute=null needs a data set .* a TensorDataset has tensors"
     ):
         User(2, None).units(data)

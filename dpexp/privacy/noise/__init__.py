@@ -1,1 +1,1 @@
-"""The noise, and the secret random numbers that it is made from."""
+"""The noise, and the secret random numbers that it is drawn from."""

@@ -1,11 +1,11 @@
-"""The noise, from a key stream: Gaussian, correlated from round to round, or Laplace.
+"""Gaussian, correlated and Laplace noise from a key stream.
 
-Two uniform words of 63 bits give two normal numbers (Box & Muller 1958), computed in float64 and rounded once, to the
-type of what they are added to: too fine for float32 to show which values the method can take. The radius √(-2 log u)
-reaches 9.4 standard deviations, with P(|N| > 8) right to 1e-4 of itself.
+Two uniform words of 63 bits give two normal numbers (Box & Muller 1958). They are computed in float64 and rounded once,
+to the dtype of the sum, so finely that float32 does not show which values the method can produce. The radius
+√(-2 log u) reaches 9.4 standard deviations, and P(|N| > 8) has a relative error of 1e-4.
 
-Correlated noise is y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0, that is C y = Z. For it past noise is remembered, (b-1)·d
-numbers in float64, as secret as the key; they stay in the memory of the process, and a resumed job begins anew.
+Correlated noise is y_t = (Z_t - Σ_{j>=1} c_j y_{t-j})/c_0, that is C y = Z. It needs the past noise, (b-1)·d numbers in
+float64, which are as secret as the key: they stay in the memory of the process, and a resumed job starts without them.
 """
 
 import math
@@ -20,21 +20,21 @@ from torch import Tensor
 
 from dpexp.privacy.noise.randomness import BLOCK, KeyStream
 
-PAIRS = 2**17  # computed at once: of more, what they need leaves the cache; of fewer, threads wait for one another
-_WORTH_THREADS = 2**15  # numbers; for fewer, beside a busy processor, threads would wait for milliseconds (measured)
+PAIRS = 2**17  # computed at once; more do not fit into the cache, and with fewer threads wait for one another
+_MULTITHREADED = 2**15  # entries; with fewer, threads on a busy processor would wait for milliseconds (measured)
 _WORDS = BLOCK // 8
-SMALL = 2**14  # numbers; tensors below that are done together
+SMALL = 2**14  # entries; smaller tensors get their noise from one draw
 
 
 class GaussianNoise:
-    """Adds independent normal noise, no number of which is ever drawn twice, from a stream, by default a fresh one."""
+    """Adds independent normal noise from a key stream, by default one with a fresh key."""
 
     def __init__(self, stream: KeyStream | None = None) -> None:
         self.stream = stream or KeyStream()
         self._box_muller = BoxMuller(_WORDS)
 
     def add_to(self, sums: Iterable[tuple[Tensor, float]], divisor: float = 1.0) -> None:
-        """Adds N(0, σ²) to each coordinate of contiguous tensors and divides them, in place, for pairs (tensor, σ)."""
+        """Adds N(0, σ²) to each entry of contiguous tensors and divides them, in place, for pairs (tensor, σ)."""
         small: dict[torch.device, list[tuple[Tensor, float]]] = {}
         for total, sigma in sums:
             if total.numel() == 0:
@@ -64,20 +64,20 @@ class GaussianNoise:
 
     def _add_on_cpu(self, total: Tensor, sigma: float, divisor: float) -> None:
         nonce = self.stream.nonce()
-        most = min(PAIRS, whole_blocks(len(total)))
-        if most > self._box_muller.most:
-            self._box_muller = BoxMuller(most)
-        with threads(1 if len(total) < _WORTH_THREADS else torch.get_num_threads()):
+        pairs = min(PAIRS, pairs_for(len(total)))
+        if pairs > self._box_muller.max_pairs:
+            self._box_muller = BoxMuller(pairs)
+        with threads(1 if len(total) < _MULTITHREADED else torch.get_num_threads()):
             for k, part in enumerate(total.split(2 * PAIRS)):
-                words = self._box_muller.words(min(PAIRS, whole_blocks(len(part))))
+                words = self._box_muller.words(min(PAIRS, pairs_for(len(part))))
                 self.stream.fill(words, nonce, first=k * 2 * PAIRS // _WORDS)
-                noise, room = (t[: len(part)] for t in self._box_muller.normal(words, sigma / divisor))
-                part.copy_(torch.add(noise, room.copy_(part), alpha=1 / divisor, out=room))
+                noise, buffer = (t[: len(part)] for t in self._box_muller.normal(words, sigma / divisor))
+                part.copy_(torch.add(noise, buffer.copy_(part), alpha=1 / divisor, out=buffer))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Of PyTorch's."""
+    """Sets the number of PyTorch's threads meanwhile."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -86,25 +86,25 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def whole_blocks(numbers: int) -> int:
-    """Of how many pairs so many numbers are made: of as many as whole blocks of the stream give."""
+def pairs_for(numbers: int) -> int:
+    """The number of pairs that are computed for so many numbers: those of whole blocks of the stream."""
     return math.ceil(numbers / (2 * _WORDS)) * _WORDS
 
 
 class BoxMuller:
-    """Room for as many pairs of numbers."""
+    """Buffers for normal numbers, up to `max_pairs` pairs at once."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._words = torch.empty(2 * most, dtype=torch.int64)
-        self._uniform, self._normal = (torch.empty(2 * most, dtype=torch.float64) for _ in range(2))
+    def __init__(self, max_pairs: int) -> None:
+        self.max_pairs = max_pairs
+        self._words = torch.empty(2 * max_pairs, dtype=torch.int64)
+        self._uniform, self._normal = (torch.empty(2 * max_pairs, dtype=torch.float64) for _ in range(2))
 
     def words(self, pairs: int) -> Tensor:
-        """[2, pairs], to be filled."""
+        """The buffer [2, pairs] for uniform words."""
         return self._words[: 2 * pairs].view(2, pairs)
 
     def normal(self, words: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-        """N(0, σ²) [2·pairs] from uniform words of 64 bits, which are overwritten, and as much room besides."""
+        """N(0, σ²) [2·pairs] from uniform words of 64 bits, which are overwritten; and a free buffer of that size."""
         words[0].bitwise_and_(2**63 - 1)
         uniform, normal = (t[: words.numel()] for t in (self._uniform, self._normal))
         radius, angle = uniform.view_as(words).copy_(words)
@@ -120,7 +120,7 @@ Bands = tuple[float, ...]
 
 
 class Noisy(NamedTuple):
-    """A sum that σ y_t is to be added to; its name is the same in every round."""
+    """A sum that gets the noise σ y_t; its name is the same in every round."""
 
     name: str
     total: Tensor
@@ -129,14 +129,14 @@ class Noisy(NamedTuple):
 
 
 class CorrelatedNoise:
-    """Adds σ y_t to each coordinate of sums that have bands, and independent normal noise to those that have one."""
+    """Adds σ y_t to sums with several bands, and independent normal noise to sums with one."""
 
     def __init__(self, gaussian: GaussianNoise) -> None:
         self._gaussian = gaussian
         self._past: dict[str, deque[Tensor]] = {}  # y_{t-1}, y_{t-2}, …
 
     def add_to(self, sums: Sequence[Noisy], divisor: float = 1.0) -> None:
-        """Adds a round's noise to contiguous tensors and divides them, in place. To be called once a round."""
+        """Adds a round's noise to contiguous tensors and divides them, in place. Call it once a round."""
         self._gaussian.add_to([(one.total, one.sigma) for one in sums if len(one.bands) == 1], divisor)
         banded = [one for one in sums if len(one.bands) > 1]
         drawn = [torch.zeros(one.total.numel(), dtype=torch.float64, device=one.total.device) for one in banded]
@@ -146,7 +146,7 @@ class CorrelatedNoise:
             one.total.copy_((y * one.sigma).view_as(one.total).add_(one.total).div_(divisor))
 
     def _next(self, name: str, z: Tensor, c: Bands) -> Tensor:
-        """y_t, in the place of Z_t."""
+        """y_t from Z_t, in place."""
         past = self._past.setdefault(name, deque(maxlen=len(c) - 1))
         for c_j, y in zip(c[1:], past, strict=False):
             z.sub_(y, alpha=c_j)
@@ -154,12 +154,14 @@ class CorrelatedNoise:
         return z
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("past noise is secret, and neither copied nor saved.")
+        raise TypeError("past noise is secret; it must not be copied or saved.")
 
 
 def add_laplace(sums: Iterable[tuple[Tensor, float]], stream: KeyStream) -> None:
-    """Adds independent noise of density e^(-|x|/b)/2b to each coordinate of tensors [d] in float64, in place, for pairs
-    (tensor, b): -b log u with u of 62 random bits, which reaches 43 b, and the bit that is left for its sign."""
+    """Adds Laplace noise of density e^(-|x|/b)/2b to float64 tensors [d], in place, for pairs (tensor, b).
+
+    The size -b log u is from 62 random bits, which reaches 43 b; another bit is the sign.
+    """
     for total, b in sums:
         words = stream.words(len(total))
         size = (words >> 1).double().add_(0.5).mul_(2.0**-62).log_().neg_()

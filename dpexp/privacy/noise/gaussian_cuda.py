@@ -1,7 +1,7 @@
-"""The Gaussian noise on CUDA: ChaCha20 and Box & Muller in one Triton kernel.
+"""Gaussian noise on CUDA: ChaCha20 and Box & Muller in one Triton kernel.
 
-It takes the same words of the same stream for the same coordinates as `noise` does on a CPU, so that both give the same
-noise but for the last bits of log, sin and cos.
+It uses the same words of the stream for the same entries as `dpexp.privacy.noise.continuous` does on a CPU, so that
+both give the same noise but for the last bits of log, sin and cos.
 """
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dpexp.privacy.noise.randomness import KeyStream
 
-_TILE = 64  # times 16 numbers: what one program computes
+_TILE = 64  # a program computes 16 times as many numbers
 
 
 def add_normals(total: Tensor, sigma: float, divisor: float, stream: KeyStream, pairs: int) -> None:
-    """Adds N(0, σ²) to each coordinate of a contiguous tensor [n] on a CUDA device and divides it, in place.
+    """Adds N(0, σ²) to each entry of a contiguous tensor [n] on a CUDA device and divides it, in place.
 
     Args:
-        pairs: of `noise.PAIRS`.
+        pairs: `dpexp.privacy.noise.continuous.PAIRS`.
     """
     state = torch.frombuffer(bytearray(stream.key + stream.nonce()), dtype=torch.int32).to(total.device)
     # As plain arguments they would be float32.
@@ -49,7 +49,7 @@ def _quarter_round(a, b, c, d):
 
 @triton.jit
 def _word(state, k: tl.constexpr, counter):
-    """Word k of the key and nonce, one copy a counter."""
+    """Word k of the key and nonce, one copy for each counter."""
     return tl.load(state + k).to(tl.uint32, bitcast=True) + tl.zeros_like(counter)
 
 

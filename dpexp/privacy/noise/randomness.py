@@ -1,5 +1,4 @@
-"""The source of everything in a fit that must stay secret: ChaCha20 (RFC 8439) under a 256-bit key; and the states of
-the random number generators that training draws from, which it fills."""
+"""Secret random numbers: ChaCha20 (RFC 8439) under a 256-bit key, which also seeds the random number generators."""
 
 import hashlib
 import itertools
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of torch's generators that a step on the device draws from."""
+    """The states of torch's generators for a device."""
     cuda = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
     return torch.get_rng_state(), *cuda
 
@@ -28,7 +27,7 @@ def set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
 
 @contextmanager
 def own_state(device: torch.device) -> Iterator[None]:
-    """Meanwhile whatever is drawn leaves torch's generators as they were."""
+    """Restores the states of torch's generators afterwards."""
     state = random_state(device)
     try:
         yield
@@ -37,7 +36,7 @@ def own_state(device: torch.device) -> Iterator[None]:
 
 
 def all_random_states(device: torch.device) -> tuple[Any, ...]:
-    """Of torch, Python and NumPy."""
+    """The states of torch's, Python's and NumPy's generators."""
     return random_state(device), random.getstate(), np.random.get_state()
 
 
@@ -47,16 +46,15 @@ def set_all_random_states(device: torch.device, of_torch: tuple[Tensor, ...], of
     np.random.set_state(of_numpy)
 
 
-BLOCK = 64  # bytes that one value of the cipher's counter gives
+BLOCK = 64  # bytes of the cipher's stream for each value of its counter
 _ZEROS = memoryview(bytes(2**20))
 
 
 class KeyStream:
-    """Random words that nobody without the key can predict, reconstruct or rule out.
+    """Random words that cannot be predicted without the key.
 
-    Every use takes a number of its own as the cipher's nonce, whatever round, group or device it is for, so that no
-    part of the stream is ever used twice. The key, 32 bytes, by default from the operating system, is never written
-    anywhere: whoever resumes a training draws another.
+    Every use has a nonce of its own, so that no part of the stream is used twice. The key, 32 bytes, by default from
+    the operating system, is never saved: a resumed training has another one.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
@@ -65,16 +63,19 @@ class KeyStream:
 
     @classmethod
     def known(cls, seed: int, purpose: str, rounds: int) -> "KeyStream":
-        """A stream that whoever knows the seed can repeat, and its noise subtract: for tests. Another one for each
-        purpose and each number of rounds that the ledger holds when the fit begins."""
+        """A reproducible stream, for tests: whoever knows the seed can subtract the noise.
+
+        Args:
+            purpose, rounds: what the stream is for, and the rounds of the ledger when the fit begins; both change it.
+        """
         return cls(hashlib.sha256(f"{seed}/{purpose}/{rounds}".encode()).digest())
 
     def nonce(self) -> bytes:
-        """A nonce [12 bytes] that this stream has not given before."""
+        """A new nonce [12 bytes]."""
         return next(self._numbers).to_bytes(12, "little")
 
     def fill(self, out: Tensor, nonce: bytes, first: int = 0) -> None:
-        """Fills a contiguous CPU tensor from the block number `first` of a nonce on. Safe in several threads."""
+        """Fills a contiguous CPU tensor from block `first` of a nonce on. Thread-safe."""
         cipher = Cipher(algorithms.ChaCha20(self.key, first.to_bytes(4, "little") + nonce), None).encryptor()
         view = memoryview(out.numpy()).cast("B")  # type: ignore[arg-type]
         for start in range(0, len(view), len(_ZEROS)):
@@ -82,27 +83,27 @@ class KeyStream:
             cipher.update_into(_ZEROS[: len(part)], part)
 
     def words(self, count: int) -> Tensor:
-        """[count] independent uniform whole numbers in [0, 2^63)."""
+        """[count] independent uniform integers in [0, 2^63)."""
         out = torch.empty(count, dtype=torch.int64)
         if count:
             self.fill(out, self.nonce())
         return out.bitwise_and_(2**63 - 1)
 
     def permutation(self, size: int) -> Tensor:
-        """A uniform permutation of 0 … size-1, but for a probability of size²/2^64 that two words are equal."""
+        """A permutation of 0 … size-1, uniform unless two words are equal, which has probability size²/2^64."""
         return self.words(size).argsort()
 
 
 @contextmanager
 def own_randomness(device: torch.device, stream: KeyStream) -> Iterator[None]:
-    """Meanwhile the random number generators go on from secret states of full size; afterwards they are as before.
+    """Seeds the random number generators from the stream, and restores their states afterwards.
 
-    A record's loss may be random, as with dropout. That costs nothing as long as its random numbers are independent of
-    all else and nobody knows them: the release is then a mixture of releases of which each is private.
+    A record's loss may be random, as with dropout. That does not change the guarantee as long as the random numbers are
+    secret and independent of the data: the release is then a mixture of private releases.
     """
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        renew(device, stream)
+        reseed(device, stream)
         try:
             yield
         finally:
@@ -110,22 +111,22 @@ def own_randomness(device: torch.device, stream: KeyStream) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def renew(device: torch.device, stream: KeyStream) -> None:
-    """The generators go on from other states, that of a device too."""
+def reseed(device: torch.device, stream: KeyStream) -> None:
+    """Seeds the generators of this process and the device."""
     seed_everything(stream)
     if device.type == "cuda":
         torch.cuda.manual_seed(int(stream.words(1)))
 
 
 def seed_everything(stream: KeyStream) -> None:
-    """Fills the whole states of this process's generators: torch's own seed would be one of only 2^32."""
+    """Fills the states of this process's generators; torch's own seeds would have only 32 bits."""
     state = torch.Generator().get_state()
     words = stream.words(2 * _MERSENNE)
-    state[:8] = stream.words(1).view(torch.uint8)  # what the generator takes for its seed, so that to seed it shows
+    state[:8] = stream.words(1).view(torch.uint8)  # the seed that the generator reports
     state[_LEGACY : _LEGACY + 8 * _MERSENNE] = (words[:_MERSENNE] & 0xFFFFFFFF).view(torch.uint8)
     torch.set_rng_state(state)
     np.random.set_state(("MT19937", (words[_MERSENNE:] & 0xFFFFFFFF).numpy().astype(np.uint32), _MERSENNE, 0, 0.0))
     random.seed(stream.words(4).numpy().tobytes())
 
 
-_MERSENNE, _LEGACY = 624, 24  # numbers of a Mersenne twister; bytes before them in torch's state
+_MERSENNE, _LEGACY = 624, 24  # words of a Mersenne twister's state; bytes before them in torch's

@@ -1,6 +1,6 @@
-"""Records, each collated by itself, stacked with those that look alike.
+"""Records, each collated by itself, and stacked with records of the same structure, shapes and dtypes.
 
-Whatever goes wrong with a record is its own: it contributes nothing, and training goes on.
+A record that cannot be fetched or collated contributes nothing, and training goes on.
 """
 
 import pickle
@@ -27,22 +27,19 @@ class FailedRecord:
     """A record that cannot be fetched or collated.
 
     Attributes:
-        reason: made anew, since not every error can be sent from one process to another.
+        reason: the error's message as a new error, since not every error can be sent to another process.
     """
 
     reason: Exception
 
     @classmethod
     def because(cls, error: BaseException) -> "FailedRecord":
-        """
-        Raises:
-            KeyboardInterrupt: it is one, which is of nobody.
-        """
+        """The failure of an error; a KeyboardInterrupt is raised again."""
         if isinstance(error, KeyboardInterrupt):
             raise error
-        said = words_of(error)
+        message = words_of(error)
         own = type(error) is ConfigError and is_own(error)
-        return cls(ConfigError(said) if own else RuntimeError(f"{type(error).__name__}: {said}"))
+        return cls(ConfigError(message) if own else RuntimeError(f"{type(error).__name__}: {message}"))
 
     def to(self, device: torch.device) -> "FailedRecord":
         return self
@@ -53,12 +50,12 @@ class FailedRecord:
 
 @dataclass
 class RecordBatch:
-    """Records that look alike, to be processed together.
+    """Records of the same structure, shapes and dtypes, to be processed together.
 
     Attributes:
         size: B.
-        batch: what training_step is given of each, stacked: its tensors are [B, ...], and whatever else it holds is
-            equal for all of them.
+        batch: the records' batches for training_step, stacked: tensors are [B, ...], and all other values are equal
+            for all records.
     """
 
     size: int
@@ -73,16 +70,16 @@ class RecordBatch:
         )
 
 
-class _Tensor:
-    """Stands for a tensor in a batch."""
+class _Placeholder:
+    """Replaces a tensor in a pickled batch."""
 
 
 @dataclass
 class PackedBatch:
-    """Records on their way from a loader process, packed so that they arrive, whatever they hold.
+    """A RecordBatch for another process, packed so that a batch that cannot be pickled fails alone.
 
     Attributes:
-        tensors: those of the batch that any process can be sent.
+        tensors: the batch's plain tensors.
         rest: the batch without them, pickled.
     """
 
@@ -91,21 +88,21 @@ class PackedBatch:
     rest: bytes
 
     @classmethod
-    def of(cls, records: "RecordBatch | FailedRecord") -> "PackedBatch | FailedRecord":
+    def pack(cls, records: "RecordBatch | FailedRecord") -> "PackedBatch | FailedRecord":
         if isinstance(records, FailedRecord):
             return records
         try:
             leaves, structure = flattened(records.batch)
-            rest = tree_unflatten([_Tensor() if _is_bare(leaf) else leaf for leaf in leaves], structure)
-            return cls(records.size, [leaf for leaf in leaves if _is_bare(leaf)], pickle.dumps(rest))
+            rest = tree_unflatten([_Placeholder() if _is_plain(leaf) else leaf for leaf in leaves], structure)
+            return cls(records.size, [leaf for leaf in leaves if _is_plain(leaf)], pickle.dumps(rest))
         except BaseException as error:
             return FailedRecord.because(error)
 
-    def opened(self) -> "RecordBatch | FailedRecord":
+    def unpack(self) -> "RecordBatch | FailedRecord":
         try:
             leaves, structure = flattened(pickle.loads(self.rest))
             tensors = iter(self.tensors)
-            leaves = [next(tensors) if type(leaf) is _Tensor else leaf for leaf in leaves]
+            leaves = [next(tensors) if type(leaf) is _Placeholder else leaf for leaf in leaves]
             return RecordBatch(self.size, tree_unflatten(leaves, structure))
         except BaseException as error:
             return FailedRecord.because(error)
@@ -115,153 +112,150 @@ class PackedBatch:
 
 
 class SingleCollation:
-    """Collates each item by itself with the user's `collate_fn`: [items] -> records, by what they look like."""
+    """Collates each item by itself with the user's `collate_fn`, and stacks those with the same signature."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
     def __call__(self, items: list[Any]) -> list[RecordBatch | FailedRecord | PackedBatch]:
-        found = self._stacked(items)
-        return [*map(PackedBatch.of, found)] if get_worker_info() is not None else [*found]
+        records = self._collated(items)
+        return [*map(PackedBatch.pack, records)] if get_worker_info() is not None else [*records]
 
-    def _stacked(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
-        found: list[RecordBatch | FailedRecord] = [item for item in items if isinstance(item, FailedRecord)]
-        items = [item for item in items if not isinstance(item, FailedRecord)]
-        # What default_collate does with items of one kind is known: it stacks them.
-        kinds: dict[Hashable, list[Any]] = {}
+    def _collated(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
+        records: list[RecordBatch | FailedRecord] = [item for item in items if isinstance(item, FailedRecord)]
+        # default_collate stacks items with the same signature, so that they can be collated at once.
+        by_signature: dict[Hashable, list[Any]] = {}
         for item in items:
-            kinds.setdefault(self._kind(item), []).append(item)
-        others = kinds.pop(None, [])
-        for some in kinds.values():
+            if not isinstance(item, FailedRecord):
+                by_signature.setdefault(self._signature(item), []).append(item)
+        one_by_one = by_signature.pop(None, [])
+        for some in by_signature.values():
             try:
-                found.append(RecordBatch(len(some), tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))))
-            except Exception:  # of one of them
-                others += some
-        return found + self._each(others)
+                records.append(RecordBatch(len(some), tree_map(lambda leaf: leaf.unsqueeze(1), default_collate(some))))
+            except Exception:  # one of them cannot be collated
+                one_by_one += some
+        return records + self._one_by_one(one_by_one)
 
-    def _kind(self, item: Any) -> Hashable:
+    def _signature(self, item: Any) -> Hashable:
         try:
-            return _kind(item) if self._collate is default_collate else None
+            return _item_signature(item) if self._collate is default_collate else None
         except Exception:
             return None
 
-    def _each(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
+    def _one_by_one(self, items: list[Any]) -> list[RecordBatch | FailedRecord]:
         failed: list[RecordBatch | FailedRecord] = []
         batches = []
         for item in items:
             try:
                 leaves, structure = flattened(self._collate([item]))
-                # Copies, since a collate_fn may use the same memory for each.
-                leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                batches.append((tuple(map(_look, leaves)), leaves, structure))
+                # Copies, since a collate_fn may reuse its memory; without a graph, which cannot be sent to a process.
+                leaves = [
+                    leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+                    for leaf in leaves
+                ]
+                batches.append((tuple(map(_signature, leaves)), leaves, structure))
             except BaseException as error:
                 failed.append(FailedRecord.because(error))
         return failed + _stacked(batches)
 
 
-def _kind(item: Any) -> Hashable:
-    """Equal for items that default_collate stacks without one of them changing another; None for others."""
-    kind: Any = type(item)
+def _item_signature(item: Any) -> Hashable:
+    """Equal for items that default_collate stacks without one changing another; None: it may not."""
+    type_: Any = type(item)
     if isinstance(item, Tensor):
-        return _look(item) if _is_bare(item) and not item.requires_grad else None
-    if kind is np.ndarray:
-        return kind, item.dtype, item.shape, item.strides
-    if kind in (int, float, bool):
-        return kind
-    parts = item.items() if kind is dict else enumerate(item) if kind in (tuple, list) else None
+        return _signature(item) if _is_plain(item) and not item.requires_grad else None
+    if type_ is np.ndarray:
+        return type_, item.dtype, item.shape, item.strides
+    if type_ in (int, float, bool):
+        return type_
+    parts = item.items() if type_ is dict else enumerate(item) if type_ in (tuple, list) else None
     if parts is None:
         return None
-    kinds = [(_look(key), _kind(part)) for key, part in parts]
-    return None if any(part is None for _, part in kinds) else (kind, *kinds)
+    signatures = [(_signature(key), _item_signature(part)) for key, part in parts]
+    return None if any(part is None for _, part in signatures) else (type_, *signatures)
 
 
 def _stacked(batches: Sequence[tuple[Hashable, list[Any], TreeSpec]]) -> list[RecordBatch | FailedRecord]:
-    """Batches of one, stacked where all their tensors are of equal shapes and all else in them is equal."""
-    alike: dict[Hashable, list[tuple[TreeSpec, list[list[Any]]]]] = {}
-    for look, leaves, structure in batches:
-        kinds = alike.setdefault(look, [])
-        for known, some in kinds:
-            if _equal(known, structure):
+    """Stacks batches of one record, given as (signature, leaves, structure), where signature and structure agree."""
+    by_signature: dict[Hashable, list[tuple[TreeSpec, list[list[Any]]]]] = {}
+    for signature, leaves, structure in batches:
+        by_structure = by_signature.setdefault(signature, [])
+        for known, some in by_structure:
+            if _same_structure(known, structure):
                 some.append(leaves)
                 break
         else:
-            kinds.append((structure, [leaves]))
-    found: list[RecordBatch | FailedRecord] = []
-    for kinds in alike.values():
-        for structure, some in kinds:
-            try:
-                batch = tree_unflatten([_together(part) for part in zip(*some, strict=True)], structure)
-                found.append(RecordBatch(len(some), batch))
-            except BaseException as error:
-                found += [FailedRecord.because(error)] * len(some)
-    return found
+            by_structure.append((structure, [leaves]))
+    records: list[RecordBatch | FailedRecord] = []
+    for structure, some in (pair for pairs in by_signature.values() for pair in pairs):
+        try:
+            batch = tree_unflatten([_stack(part) for part in zip(*some, strict=True)], structure)
+            records.append(RecordBatch(len(some), batch))
+        except BaseException as error:
+            records += [FailedRecord.because(error)] * len(some)
+    return records
 
 
-def _equal(known: TreeSpec, structure: TreeSpec) -> bool:
+def _stack(leaves: tuple[Any, ...]) -> Any:
+    if not isinstance(leaves[0], Tensor):
+        return leaves[0]
+    with torch.no_grad():
+        return torch.stack(leaves).requires_grad_(leaves[0].requires_grad)
+
+
+def _same_structure(known: TreeSpec, structure: TreeSpec) -> bool:
     return (
         known.type is structure.type
-        and _is_same(known.context, structure.context)
+        and _same_context(known.context, structure.context)
         and len(tree_children(known)) == len(tree_children(structure))
-        and all(map(_equal, tree_children(known), tree_children(structure)))
+        and all(map(_same_structure, tree_children(known), tree_children(structure)))
     )
 
 
-def _is_same(some: Any, other: Any) -> bool:
-    """Keys that print alike, and say that they are equal, may be different ones all the same."""
+def _same_context(some: Any, other: Any) -> bool:
+    """Compares keys by signature, since keys that claim to be equal may differ."""
     if type(some) is type(other) and type(some) in (list, tuple):
-        return len(some) == len(other) and all(map(_is_same, some, other))
-    return some is other or _look(some) == _look(other)
+        return len(some) == len(other) and all(map(_same_context, some, other))
+    return some is other or _signature(some) == _signature(other)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Without what it was computed from, which cannot be sent to another process."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _together(part: tuple[Any, ...]) -> Any:
-    if not isinstance(part[0], Tensor):
-        return part[0]
-    with torch.no_grad():
-        return torch.stack(part).requires_grad_(part[0].requires_grad)
-
-
-def _is_plain(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def _is_bare(leaf: Any) -> bool:
-    """Whether it is a tensor that carries nothing besides numbers."""
-    return type(leaf) in (Tensor, nn.Parameter) and not leaf.__dict__ and _is_plain(leaf)
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is a dense tensor without attributes, not of a subclass."""
+    return type(leaf) in (Tensor, nn.Parameter) and not leaf.__dict__ and _is_dense(leaf)
 
 
-def _look(leaf: Any) -> Hashable:
-    """Equal for leaves, or keys, that are the same but for a tensor's numbers."""
+def _signature(leaf: Any) -> Hashable:
+    """Equal for leaves, or keys, that differ only in a tensor's entries."""
     if isinstance(leaf, Tensor):
-        if not _is_plain(leaf):
+        if not _is_dense(leaf):
             raise ConfigError(
                 "data: a training batch holds a sparse, nested or quantized tensor, which cannot be stacked; make it "
                 "dense, of whatever size: records of different shapes are processed apart."
             )
-        if not _is_bare(leaf):
+        if not _is_plain(leaf):
             return id(leaf)
-        return type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad  # all of which shows
+        return type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad
     if type(leaf) is float:
-        return float, struct.pack("d", leaf)  # 0.0 and -0.0 are equal, yet not the same, and NaN is one of many
+        return float, struct.pack("d", leaf)  # tells 0.0 from -0.0, and NaNs apart
     if type(leaf) in (str, int, bool, bytes, type(None)):
         return type(leaf), leaf
-    return id(leaf)  # like no other, whatever it says of itself
+    return id(leaf)
 
 
 def flattened(batch: Any) -> tuple[list[Any], TreeSpec]:
-    """Its leaves and structure. Dictionaries that torch does not know for such, as transformers' BatchEncoding, are."""
+    """The batch's leaves and structure; dictionaries such as transformers' BatchEncoding are flattened too."""
     leaves, structure = tree_flatten(batch)
     unknown = {type(leaf) for leaf in leaves if isinstance(leaf, UserDict)}
     if not unknown:
         return leaves, structure
-    for kind in unknown:
-        register_pytree_node(kind, lambda named: ([*named.values()], [*named]), partial(_named, kind))
+    for type_ in unknown:
+        register_pytree_node(type_, lambda items: ([*items.values()], [*items]), partial(_dictionary, type_))
     return flattened(batch)
 
 
-def _named(kind: type, values: Any, names: Any) -> Any:
-    return kind(dict(zip(names, values, strict=True)))
+def _dictionary(type_: type, values: Any, keys: Any) -> Any:
+    return type_(dict(zip(keys, values, strict=True)))

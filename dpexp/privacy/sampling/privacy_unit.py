@@ -1,14 +1,9 @@
-"""Whose data a record is: one example's, a unit's of k examples, or a user's (McMahan et al. 2018, section 1: "a record
-might be a single example, or all of a user's").
+"""The privacy unit: a record is an example, a microbatch of k examples, or the data of a user.
 
-Everything else is about records: they are sampled, a record's vector is clipped to S, n counts them, and neighbours
-differ in one of them. A record's examples are collated as one batch, which is what `training_step` sees, so that its
-mean loss gives the mean v = (1/m) Σ ∇ℓ of the record's m gradients, clipped once.
-
-What is claimed of units, and of one example of theirs, is in docs/records.md, as is local training, by which a user's
-vector may be found (`LocalTraining`).
-
-Imports nothing slow.
+Records are what is sampled, what n counts, what is clipped to S, and what neighbouring data sets differ in (McMahan et
+al. 2018, section 1). The examples of a record are collated as one batch for `training_step`, so that its mean loss
+gives the mean v = (1/m) Σ ∇ℓ of the record's m gradients, which is clipped once. See docs/records.md. Imports nothing
+slow.
 """
 
 import math
@@ -27,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """A record is what the data set gives for an index: an example."""
+    """A record is an example: what the data set gives for an index."""
 
     kind: str = field(default="example", init=False)
 
@@ -37,20 +32,20 @@ class Example:
 
     @property
     def max_examples_in_round(self) -> int:
-        """How many examples it may have."""
+        """The largest number of examples of a record in a round."""
         return 1
 
     @property
     def count_key(self) -> str:
-        """The key of the published number of records."""
+        """The configuration key of the published number of records."""
         return "data.n"
 
     def num_records(self, n: int, users: int | None = None) -> int:
-        """The published number of records, of n examples of so many users."""
+        """The published number of records, for n examples of so many users."""
         return n
 
     def units(self, dataset: Any) -> "Units | None":
-        """None: the data set gives records as they are."""
+        """The records of a data set; None: each index is one."""
         return None
 
     def to_header(self) -> dict[str, Any] | None:
@@ -68,7 +63,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Microbatch(Example):
-    """Record i is the examples [ik, (i+1)k), by position."""
+    """Record i is the k examples at positions ik to (i+1)k - 1; `size` is k."""
 
     size: int = 1
     kind: str = field(default="microbatch", init=False)
@@ -97,13 +92,12 @@ class Microbatch(Example):
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How a user's vector is found by training (see `dpexp.privacy.gradients.local_training`).
+    """A user's vector is the change of the weights by SGD (see `dpexp.privacy.gradients.local_training`).
 
     Attributes:
-        lr: of the user's SGD.
-        steps: how many it takes, or epochs: how often it goes through the user's examples.
-        batch_size: examples of a step, in the order in which the record has them, the last of an epoch fewer; None:
-            all.
+        lr: learning rate of the user's SGD.
+        steps: its number of steps; or epochs: its passes over the user's examples.
+        batch_size: examples of a step, in the record's order; the last step of an epoch may have fewer; None: all.
     """
 
     lr: float
@@ -119,7 +113,7 @@ class LocalTraining:
                 positive_integer(f"privacy_unit.local_training.{name}", getattr(self, name))
 
     def batches(self, m: int) -> list[range]:
-        """The rows of each step's batch, of m."""
+        """The rows of each step's batch, for m examples."""
         size = min(self.batch_size or m, m)
         epoch = [range(start, min(start + size, m)) for start in range(0, m, size)]
         steps = self.steps if self.steps is not None else (self.epochs or 0) * len(epoch)
@@ -128,13 +122,13 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class User(Example):
-    """A record is what one user has.
+    """A record is all examples of a user.
 
     Attributes:
-        max_examples: of a user in a round; of more, a random part takes part.
-        user_attribute: attribute of the training data set that has the user of each example; None: the data set gives
-            for an index a list of one user's examples.
-        local_training: how its vector is found by training; None: it is the mean gradient.
+        max_examples: of a user in a round; of more examples a random subset is used.
+        user_attribute: attribute of the training data set with the user of each example; None: each index of the data
+            set is a list of one user's examples.
+        local_training: the user's vector is found by training; None: it is the mean gradient.
     """
 
     max_examples: int = 1
@@ -161,20 +155,18 @@ class User(Example):
         if self.user_attribute is not None and users is None:
             raise ConfigError(
                 "privacy_unit=user counts users: give data.users, their published number, or "
-                "privacy_unit.user_attribute=null for a data set "
-                "of which each index is a user."
+                "privacy_unit.user_attribute=null for a data set in which each index is a user."
             )
         return n if users is None else positive_integer("data.users", users)
 
     def units(self, dataset: Any) -> "Units":
         if self.user_attribute is None:
-            from torch.utils.data import TensorDataset  # slow, and of no use before there are data
+            from torch.utils.data import TensorDataset  # slow to import
 
             if isinstance(dataset, TensorDataset):
                 raise ConfigError(
-                    f"{_OF_LISTS}; a TensorDataset has tensors. Name with privacy_unit.user_attribute its attribute "
-                    f"that has the user of "
-                    "each example."
+                    f"{_OF_LISTS}; a TensorDataset has tensors: set privacy_unit.user_attribute to the name of its "
+                    "attribute with the user of each example."
                 )
             return _Lists([()] * len(dataset), self.max_examples, self.local_training is not None)
         user_of: Any = getattr(dataset, self.user_attribute, None)
@@ -183,9 +175,7 @@ class User(Example):
             has = f"none on its {type(dataset).__name__}" if user_of is None else f"a {type(user_of).__name__}"
             raise ConfigError(
                 f"privacy_unit.user_attribute={self.user_attribute} must be an attribute of the training data set "
-                f"that has the user "
-                f"of each of its "
-                f"examples, a list of as many whole numbers; there is {has}."
+                f"with the user of each example, a list of as many integers; there is {has}."
             )
         examples: dict[int, list[int]] = defaultdict(list)
         for position, user in enumerate(user_of):
@@ -194,47 +184,52 @@ class User(Example):
 
 
 class Units:
-    """The records of a data set, by number, with what says which examples each has: their positions.
+    """The records of a data set.
 
     Args:
-        most: examples of a record that take part in a round, of more a random part; None: all.
-        in_random_order: for every round another.
+        positions: of the examples of each record.
+        max_examples: of a record in a round; of more a random subset is used; None: all.
+        shuffle: the examples are in a new random order in every round.
     """
 
-    def __init__(self, of: Sequence[Sequence[int]], most: int | None = None, in_random_order: bool = False) -> None:
-        self._of, self._most, self._shuffled = of, most, in_random_order
+    def __init__(
+        self, positions: Sequence[Sequence[int]], max_examples: int | None = None, shuffle: bool = False
+    ) -> None:
+        self._positions, self._max_examples, self._shuffle = positions, max_examples, shuffle
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._positions)
 
     def draw(self, i: int, stream: "KeyStream") -> Any:
-        """What record i contributes in a round: an index of `examples`."""
-        return [self._of[i][k] for k in self._chosen(len(self._of[i]), stream)]
+        """What record i contributes to a round, for `examples`."""
+        return [self._positions[i][k] for k in self._chosen(len(self._positions[i]), stream)]
 
     def _chosen(self, m: int, stream: "KeyStream") -> Sequence[int]:
-        """Which of m examples take part, in which order."""
-        if self._shuffled or (self._most is not None and m > self._most):
-            return stream.permutation(m)[: self._most].tolist()
+        """The indices among m examples that are used, in order."""
+        if self._shuffle or (self._max_examples is not None and m > self._max_examples):
+            return stream.permutation(m)[: self._max_examples].tolist()
         return range(m)
 
     def size(self, drawn: Any) -> int:
-        """How many examples that is, as far as is known."""
+        """The number of examples, or the largest it may be."""
         return len(drawn)
 
     def examples(self, dataset: Any, drawn: Any) -> list[Any]:
-        """The examples themselves, which a record's collation is given."""
+        """The examples of what was drawn of a record, to be collated."""
         return [dataset[position] for position in drawn]
 
 
 class _Lists(Units):
-    """Records that the data set gives as lists of examples: how many is known when a list is there, so that a key is
-    drawn of which the choice follows."""
+    """Records that the data set gives as lists of examples.
+
+    The length of a list is known only when it is fetched, so that a key is drawn, from which the examples are chosen.
+    """
 
     def draw(self, i: int, stream: "KeyStream") -> Any:
         return i, stream.words(8).numpy().tobytes()[:32]
 
     def size(self, drawn: Any) -> int:
-        return int(self._most or 1)
+        return int(self._max_examples or 1)
 
     def examples(self, dataset: Any, drawn: Any) -> list[Any]:
         from dpexp.privacy.noise.randomness import KeyStream
@@ -246,33 +241,37 @@ class _Lists(Units):
         return [examples[k] for k in self._chosen(len(examples), KeyStream(key))]
 
 
-_OF_LISTS = "privacy_unit.user_attribute=null takes a data set that has for each index a list of a user's examples"
+_OF_LISTS = "privacy_unit.user_attribute=null needs a data set in which each index is a list of a user's examples"
 
 
 def make_privacy_unit(kind: str = "example", **options: Any) -> Example:
-    """The privacy unit that a configuration's `privacy_unit` section asks for. Options that are null are left out."""
+    """The privacy unit of a configuration's `privacy_unit` section; options that are null are ignored.
+
+    Raises:
+        ConfigError: the kind is unknown, or an option is out of range or not one of this kind.
+    """
     takes = {"example": (), "microbatch": ("size",), "user": ("max_examples", "user_attribute", "local_training")}
     if kind not in takes:
         raise ConfigError(f"privacy_unit.kind={kind} is unknown; known: {', '.join(takes)}.")
     for key, value in options.items():
         if value is not None and key not in takes[kind]:
             raise ConfigError(
-                f"privacy_unit.{key}={value} is not for privacy_unit={kind}, which takes {takes[kind] or 'nothing'}."
+                f"privacy_unit.{key}={value} is no option of privacy_unit={kind}, which takes "
+                f"{', '.join(takes[kind]) or 'none'}."
             )
     if kind == "example":
         return Example()
     if kind == "microbatch":
-        return Microbatch(options["size"])
+        return Microbatch(options.get("size"))  # type: ignore[arg-type]
     local = options.get("local_training")
     try:
         training = None if local is None else LocalTraining(**local)
     except TypeError as error:
         raise ConfigError(
             f"privacy_unit.local_training={dict(local or {})} must give lr, and steps or epochs, and may give "
-            f"batch_size "
-            f"({error})."
+            f"batch_size ({error})."
         ) from error
-    return User(options["max_examples"], options["user_attribute"], training)
+    return User(options.get("max_examples"), options.get("user_attribute"), training)  # type: ignore[arg-type]
 
 
 def _is_number(user: Any) -> bool:
