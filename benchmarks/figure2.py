@@ -3,12 +3,13 @@
 python benchmarks/figure2.py        # writes docs/figure2.png and prints the figures at 100 epochs
 """
 
+import math
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.composition import as_printed
+from dpexp.accounting.composition import best_split
 from dpexp.accounting.coverage import NAMES, is_bound
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent
 
@@ -18,6 +19,20 @@ Q, SIGMA, DELTA, N = 0.01, 4.0, 1e-5, 60_000
 def ledger(rounds: int) -> Ledger:
     one = Round(SamplingEvent("poisson", Q, N), (SumQueryEvent("all", 1.0, SIGMA),))
     return Ledger("add_remove", {one: rounds})
+
+
+def as_printed(z: float, q: float, rounds: int, delta: float) -> float:
+    """The curve "strong composition" of Abadi et al. 2016, figure 2.
+
+    ε₀ = √(2 ln(1.25/δ₀))/z, amplified to (qε₀, qδ₀), composed after Dwork, Rothblum & Vadhan 2010. It is no bound: the
+    formula for ε₀ holds only for ε₀ < 1, and the amplification omits constant factors.
+    """
+
+    def at(share: float) -> float:
+        each = q * math.sqrt(2 * math.log(1.25 * q * rounds / (share * delta))) / z
+        return math.sqrt(2 * rounds * math.log(1 / ((1 - share) * delta))) * each + rounds * each * math.expm1(each)
+
+    return best_split(at)
 
 
 if __name__ == "__main__":

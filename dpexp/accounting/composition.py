@@ -107,17 +107,3 @@ def best_split(epsilon_at: Callable[[float], float]) -> float:
     """The smallest ε over the rounds' share of δ, in (0, 1)."""
     found = minimize_scalar(lambda t: epsilon_at(1 / (1 + math.exp(t))), bounds=(-12, 12), method="bounded")
     return float(found.fun)
-
-
-def as_printed(z: float, q: float, rounds: int, delta: float) -> float:
-    """The curve "strong composition" of Abadi et al. 2016, figure 2, for comparison with the paper.
-
-    ε₀ = √(2 ln(1.25/δ₀))/z, amplified to (qε₀, qδ₀), composed after Dwork, Rothblum & Vadhan 2010. It is no bound: the
-    formula for ε₀ holds only for ε₀ < 1, and the amplification omits constant factors.
-    """
-
-    def at(share: float) -> float:
-        each = q * math.sqrt(2 * math.log(1.25 * q * rounds / (share * delta))) / z
-        return math.sqrt(2 * rounds * math.log(1 / ((1 - share) * delta))) * each + rounds * each * math.expm1(each)
-
-    return best_split(at)

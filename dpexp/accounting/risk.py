@@ -9,7 +9,6 @@ its ε is. Calibrating to an attack risk needs less noise than calibrating to an
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from scipy.optimize import brentq
 from scipy.special import ndtri
@@ -95,36 +94,14 @@ def _ever_sampled(ledger: Ledger, accountant: str) -> float:
     return min(1.0, -math.expm1(never) * (1 + 1e-12))
 
 
-class PrivacyTarget(Protocol):
-    """A limit on the cost of a plan. Its text is its configuration.
-
-    Attributes:
-        name: of the cost.
-        limit: the largest cost.
-    """
-
-    name: str
-
-    @property
-    def limit(self) -> float: ...
-
-    def check(self, accountant: str) -> None:
-        """Refuses an invalid target, or an accountant that has no bound for it."""
-
-    def cost(self, ledger: Ledger, accountant: str) -> float:
-        """The cost of a ledger."""
-
-    def figures(self, cost: float) -> dict[str, float]:
-        """A cost as figures to show, by name."""
-
-    @property
-    def mu(self) -> float:
-        """The μ of Gaussian DP whose cost is the limit."""
-
-
 @dataclass(frozen=True)
 class Epsilon:
-    """ε at δ."""
+    """ε at δ.
+
+    Each target has a text, its configuration; the name and `limit` of its cost; `check`, which refuses an invalid
+    target or an accountant without a bound for it; the `cost` of a ledger, and a cost as `figures` to show; and the μ
+    of Gaussian DP whose cost is the limit.
+    """
 
     limit: float
     delta: float
@@ -205,3 +182,6 @@ class MaxTpr:
     @property
     def mu(self) -> float:
         return min(float(ndtri(tpr) - ndtri(fpr)) for fpr, tpr in self.rates.items())
+
+
+PrivacyTarget = Epsilon | MaxAdvantage | MaxTpr

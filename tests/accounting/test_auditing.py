@@ -52,7 +52,7 @@ def test_delta_is_charged_as_theorem_5_2_says():
 
 
 @pytest.mark.parametrize("e, d", [(0.5, 0.0), (1.0, 0.003)])
-def test_what_is_private_is_hardly_ever_refuted(e, d):
+def test_a_private_mechanism_is_hardly_ever_refuted(e, d):
     """Randomized response that shows a coin as it is with probability δ: the worst there is."""
     rng, m, runs = np.random.default_rng(0), 60, 20_000
     right = (rng.random((runs, m)) < d + (1 - d) * math.exp(e) / (1 + math.exp(e))).sum(1)
@@ -138,7 +138,7 @@ def test_rates_of_alarms_that_a_claim_does_not_allow_refute_it():
         assert found.mu_refuted == beyond and 0.8 < found.mu_bound_if_independent * noise < 1
 
 
-def test_checks_are_told_and_refute():
+def test_checks_refute():
     found = auditing.audit(
         np.arange(200.0), np.arange(200) % 2 == 0, gaussian(9.0), (1e-5,),
         checks=[noise_scale(np.full((4, 100), 0.5), 1e-4), noise_reuse(np.eye(3, 100), 1e-4)],
@@ -147,7 +147,7 @@ def test_checks_are_told_and_refute():
     assert found.summary()["noise"] == 0.5 and found.summary()["refuted"] == 1
 
 
-# What is measured: each at a large level, so that its errors of both kinds can be counted.
+# Checks of the plan, each at a large level, so that errors of both types can be counted.
 
 
 def counted(test, runs=2000):

@@ -1,4 +1,4 @@
-"""What rounds of correlated noise cost: blocks of cyclic samples (`dpexp.accounting.releases`)."""
+"""Rounds with correlated noise: blocks of cyclic samples (`dpexp.accounting.releases.CyclicBlocks`)."""
 
 import math
 
@@ -42,7 +42,7 @@ def poisson(z, q, rounds):
 
 
 @pytest.mark.parametrize("rounds", [1, 4, 5, 37, 40])
-def test_a_block_costs_as_many_poisson_rounds_as_its_longest_part_has(rounds):
+def test_a_block_costs_as_many_poisson_rounds_as_its_largest_partition(rounds):
     accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
     event = dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(1.3))
     accountant.compose(event, math.ceil(rounds / 4))
@@ -51,7 +51,7 @@ def test_a_block_costs_as_many_poisson_rounds_as_its_longest_part_has(rounds):
     assert found >= accountant.get_epsilon(1e-5) * 0.9995
 
 
-def test_whole_parts_are_gaussian_releases():
+def test_full_partitions_are_gaussian_mechanisms():
     """qb = 1: each record is in one round of four, for certain."""
     found = epsilon(Ledger("add_remove", {round_(2.0, q=0.25): 10}), 1e-5)
     assert found == pytest.approx(exact_gaussian(math.sqrt(3) / 2, 1e-5), rel=1e-9)
@@ -142,7 +142,7 @@ def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
             epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
 
 
-def test_a_block_of_different_parts_is_refused():
+def test_a_block_of_different_partitions_is_refused():
     for other in (round_(parts=5, c=(1.0,)), round_(q=0.06, c=(1.0,))):
         with pytest.raises(ConfigError, match="block 0 have different rates"):
             epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
@@ -158,12 +158,12 @@ def test_a_block_of_different_parts_is_refused():
         ({"policy": "poisson", "parts": 2, "block": None}, "only for cyclic_poisson"),
     ],
 )
-def test_samplings_that_make_no_sense_are_refused(facts, message):
+def test_invalid_sampling_is_refused(facts, message):
     with pytest.raises(ConfigError, match=message):
         SamplingEvent(**{"policy": "cyclic_poisson", "q": 0.1, "n": N, "block": 0} | facts)
 
 
 @pytest.mark.parametrize("c", [(), (0.0, 1.0), (1.0, math.inf), [1.0], ("1",), (1e9,), (1e-9,)])
-def test_bands_that_make_no_sense_are_refused(c):
+def test_invalid_bands_are_refused(c):
     with pytest.raises(ConfigError, match="bands="):
         SumQueryEvent("all", 1.0, 1.0, bands=c)

@@ -29,8 +29,8 @@ def test_every_accountant_states_what_it_covers():
 
 
 @dataclass(frozen=True)
-class Unheard:
-    """Something that a later version may come to know."""
+class Unknown:
+    """Sampling and noise that no accountant covers."""
 
     policy: str = "poisson"
     q: float = 0.1
@@ -47,15 +47,15 @@ class Unheard:
 @pytest.mark.parametrize(
     "run, message",
     [
-        (Ledger("add_one", {Round(Unheard(), (Unheard(),)): 3}), "adjacency=add_one is unknown; known: add_remove, "),
-        (Ledger("add_remove", {Round(Unheard("bernoulli"), (Unheard(),)): 3}), "sampling=bernoulli has no accountant"),
-        (Ledger("add_remove", {Round(Unheard(), (Unheard(noise="cauchy"),)): 3}), "of the query 'all' .cauchy"),
+        (Ledger("add_one", {Round(Unknown(), (Unknown(),)): 3}), "adjacency=add_one is unknown; known: add_remove, "),
+        (Ledger("add_remove", {Round(Unknown("bernoulli"), (Unknown(),)): 3}), "sampling=bernoulli has no accountant"),
+        (Ledger("add_remove", {Round(Unknown(), (Unknown(noise="cauchy"),)): 3}), "of the query 'all' .cauchy"),
         (Ledger("add_one", {Round(SamplingEvent("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0,
         9.0),)): 1}),
          "adjacency=add_one is unknown"),
     ],
 )  # fmt: skip
-def test_what_no_accountant_was_stated_for_is_refused(run, message, name):
+def test_anything_not_covered_is_refused(run, message, name):
     for ask in (epsilon, delta):
         with pytest.raises(ConfigError, match=message):
             ask(run, 0.1, name)
@@ -70,7 +70,7 @@ def test_an_unknown_accountant_is_refused(name):
 
 
 @pytest.mark.parametrize("z, said", [(0.019, "in 9 rounds, whose z is as low as 0.019: below 0.02"), (0.021, None)])
-def test_sampling_that_is_not_counted_on_is_said(z, said, tmp_path, capsys):
+def test_sampling_without_amplification_is_reported(z, said, tmp_path, capsys):
     run = ledger(z, 0.5, 9)
     assert (unamplified(run) is None) == (said is None)
     write_ledger(tmp_path / "ledger.jsonl", run)

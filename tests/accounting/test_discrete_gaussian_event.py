@@ -1,4 +1,4 @@
-"""What discrete Gaussian noise costs, against sums of its pmf; and how a ledger tells of it."""
+"""Discrete Gaussian noise: its accounting against sums of its pmf, and its lines in a ledger."""
 
 import math
 from decimal import Decimal, localcontext
@@ -123,7 +123,7 @@ def test_at_the_smoothing_used_no_double_tells_the_difference():
 
 
 @pytest.mark.parametrize("accountant", NAMES)
-def test_every_accountant_takes_it_for_a_gaussian_with_less_variance(accountant):
+def test_every_accountant_counts_it_as_a_gaussian_of_less_variance(accountant):
     query, twin = discrete(3600, 14400 + SMOOTHING), SumQueryEvent("all", 0.5, 1.0)
     assert query.squared_ratio == 0.25
     for q in (0.1, 1.0):
@@ -137,7 +137,7 @@ def test_groups_and_kinds_of_noise_compose():
     assert len(concatenate([Ledger("add_remove", {both: 3}), ledger_of(discrete(2**40))])) == 4
 
 
-def test_a_ledger_keeps_it_to_the_last_digit(tmp_path, read_lines):
+def test_a_ledger_has_all_its_digits(tmp_path, read_lines):
     S2 = 58051372654403
     sampling = SamplingEvent("poisson", 0.1, 100)
     writer = LedgerWriter(tmp_path / "l.jsonl", planned=[sampling])
@@ -161,6 +161,6 @@ def test_a_ledger_keeps_it_to_the_last_digit(tmp_path, read_lines):
         ({"grid": 0.0}, "grid"), ({"grid": math.inf}, "grid"), ({"group": 3}, "name"), ({"S2": 2**200}, "between"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(facts, wrong):
+def test_invalid_queries_are_refused(facts, wrong):
     with pytest.raises(ConfigError, match=wrong):
         DiscreteSumQueryEvent(**{"group": "all", "grid": 1.0, "S2": 1, "sigma2": 4096} | facts)

@@ -1,4 +1,4 @@
-"""The file beside a ledger that says how far it had come: lines that are gone show, and no others are missed."""
+"""ledger.end.json detects lines lost at the end of a ledger, and reports no others."""
 
 import json
 
@@ -66,7 +66,7 @@ def test_a_whole_ledger_that_lost_lines_counts_as_its_plan(tmp_path, resumed):
     assert charge.ledger_missing and len(charge.ledger) == 5 and "lost lines" in charge.note
 
 
-def test_what_no_file_shows_is_said(resumed, tmp_path, capsys):
+def test_what_the_end_file_cannot_show_is_reported(resumed, tmp_path, capsys):
     account([str(resumed), "delta=1e-5"])
     assert "if it and ledger.end.json were both restored to an earlier state, nothing would show it" in printed(capsys)
     end_of(resumed).unlink()
@@ -109,13 +109,13 @@ def test_a_kill_between_the_ledger_and_its_end_loses_nothing(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b'{"bytes": "x"}'])
-def test_a_damaged_end_tells_nothing(resumed, content):
+def test_a_damaged_end_file_is_ignored(resumed, content):
     end_of(resumed).write_bytes(content)
     ledger = read_ledger(resumed)
     assert not ledger.incomplete and "there is no ledger.end.json next to it" in ledger.unverified
 
 
-def test_an_end_of_another_ledger_is_not_taken_for_its_own(resumed, tmp_path):
+def test_an_end_file_of_another_ledger_is_not_used(resumed, tmp_path):
     kept = tmp_path / "kept.jsonl"
     resumed.rename(kept)
     writer = LedgerWriter(resumed)  # in the same place

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from test_ledger import ALL, SAMPLING, closed
 
-from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SumQueryEvent, ledger_so_far, read_ledger
+from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, ledger_so_far, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.errors import ConfigError
 
@@ -56,13 +56,13 @@ def test_the_file_is_plain_json_lines(tmp_path):
 # Damage
 
 
-def test_wherever_a_file_is_cut_off_it_is_read_so_far_and_said(tmp_path):
+def test_a_file_cut_off_anywhere_is_read_so_far_with_a_warning(tmp_path):
     path = tmp_path / "l.jsonl"
     header, spec, *rest = closed(path)
     end_of(path).unlink()  # as of a run that was killed before it came to write it
     whole = path.read_bytes()
     ends = [len(header + spec + b"".join(rest[: k + 1])) for k in range(3)]
-    for size in range(len(whole)):
+    for size in sorted({*range(0, len(whole), 3), *ends, *(end - 1 for end in ends)}):
         path.write_bytes(whole[:size])
         if size < len(header):
             with pytest.raises(ConfigError, match="not a dpexp ledger"):
@@ -85,7 +85,7 @@ def refused(path, lines):
     return str(said.value)
 
 
-def test_lines_lost_repeated_or_moved_are_said(tmp_path):
+def test_lines_lost_repeated_or_moved_are_refused(tmp_path):
     path = tmp_path / "l.jsonl"
     lines = closed(path, 5)
     for k in range(1, len(lines) - 1):
@@ -99,7 +99,7 @@ def test_lines_lost_repeated_or_moved_are_said(tmp_path):
     assert "line 4 has the line number 6" in refused(path, lines[:3] + lines[5:])
 
 
-def test_every_edit_is_said(tmp_path, monkeypatch):
+def test_every_edit_is_refused(tmp_path, monkeypatch):
     """Each byte of a closed ledger in turn: none is redundant, none goes unread. (Links have 16 bits: of an edit in a
     ledger with another run's number, the next line may be the first to tell.)"""
     monkeypatch.setattr("dpexp.accounting.ledger.writer.os.urandom", bytes)
@@ -114,27 +114,13 @@ def test_every_edit_is_said(tmp_path, monkeypatch):
         said = refused(path, [edited])
         assert f"line {number}" in said or "not a dpexp ledger" in said
         number += byte == ord("\n")
-    path.write_bytes(b"".join(lines).replace(b'"sigma": 4.0', b'"sigma": 9.0'))
-    with pytest.raises(ConfigError, match=r"line 2 has the link .* so this line or one before it was edited"):
-        read_ledger(path)
-
-
-def test_a_query_removed_from_a_spec_is_said(tmp_path):
-    path = tmp_path / "l.jsonl"
-    lines = closed(path, 2, (SumQueryEvent("conv", 1.0, 4.0), SumQueryEvent("fc", 2.0, 3.0)))
-    spec = lines[1].replace(b'{"group": "conv", "S": 1.0, "sigma": 4.0}, ', b"")
-    assert spec != lines[1]
-    assert "line 2" in refused(path, [lines[0], spec, *lines[2:]])
-
-
-def test_an_added_line_with_the_right_number_is_said(tmp_path):
-    path = tmp_path / "l.jsonl"
-    lines = closed(path, 2)
+    said = refused(path, [whole.replace(b'"sigma": 4.0', b'"sigma": 9.0')])
+    assert "line 2 has the link" in said and "so this line or one before it was edited" in said
     added = lines[3].replace(b"[4,", b"[5,")
     assert "line 5 has the link" in refused(path, [*lines[:4], added])
 
 
-def test_a_half_written_line_behind_a_closing_line_is_said(tmp_path):
+def test_a_half_written_line_after_a_closing_line_is_incomplete(tmp_path):
     path = tmp_path / "l.jsonl"
     path.write_bytes(b"".join(closed(path)) + b"[7,")
     with pytest.warns(UserWarning, match="ends early, after 3 rounds"):
@@ -155,20 +141,17 @@ QUERY = {"group": "a", "S": 1.0, "sigma": 1.0}
         ("[" * 100_000 + "\n", "not JSON"),
         ('{"line": 4, "line": 4}\n', "gives a key twice"),
         ("[1]\n", "no number and link"),
-        ("17\n", "no number and link"),
         ('{"line": 4}\n', "no number and link"),
         ('{"line": true, "link": "0000"}\n', "has the line number True"),
         (7, "no round of an earlier spec"),
         (-1, "no round of an earlier spec"),
         ({"round": 0}, "no round of an earlier spec"),
         ({"spec": 0, "sampling": SAMPLE, "queries": [QUERY]}, "out of turn; the next is 1"),
-        ({"spec": [1], "sampling": SAMPLE, "queries": [QUERY]}, "out of turn"),
         ({"spec": True, "sampling": SAMPLE, "queries": [QUERY]}, "not by a whole number"),
         ({"spec": 1, "sampling": {"policy": "poisson", "q": 0.1}, "queries": [QUERY]}, "not understood"),
         ({"spec": 1, "sampling": SAMPLE | {"policy": "shuffle"}, "queries": [QUERY]}, "shuffle"),
         ({"spec": 1, "sampling": SAMPLE, "queries": []}, "at least one"),
         ({"spec": 1, "sampling": SAMPLE | {"q": math.nan}, "queries": [QUERY]}, "q=nan"),
-        ({"spec": 1, "sampling": SAMPLE | {"q": "1"}, "queries": [QUERY]}, "q=1"),
         ({"spec": 1, "sampling": SAMPLE | {"n": True}, "queries": [QUERY]}, "n=True"),
         ({"spec": 1, "sampling": SAMPLE | {"x": 1}, "queries": [QUERY]}, "not understood"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": 1e-200}]}, "between 1e-8 and 1e8"),

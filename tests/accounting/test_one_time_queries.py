@@ -1,5 +1,5 @@
-"""Queries that are answered once: what Laplace, Gaussian and parallel composition cost beside rounds of training,
-against dp-accounting's composition of the same events; and how a ledger tells of them."""
+"""One-time queries: Laplace, Gaussian and parallel queries composed with training rounds, against dp-accounting's
+composition of the same events; and their lines in a ledger."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def composed(accountant):
     return accountant
 
 
-def test_laplace_gaussian_parts_and_training_cost_what_dp_accounting_says():
+def test_laplace_gaussian_parts_and_training_compose_as_in_dp_accounting():
     directly = composed(pld.PLDAccountant(value_discretization_interval=1e-4))
     for d in (1e-2, 1e-5, 1e-8):
         assert epsilon(EVERYTHING, d) == pytest.approx(directly.get_epsilon(d), rel=1e-3)
@@ -86,7 +86,7 @@ def test_rdp_of_them_is_dp_accountings():
     assert run_rdp(EVERYTHING)[ORDERS.index(16)] == pytest.approx(composed(rdp.RdpAccountant([16.0]))._rdp[0], rel=1e-9)
 
 
-def test_what_others_say_of_them():
+def test_moments_and_basic_and_strong_composition():
     """Abadi's moments by whole orders; sequential and strong composition with ε = 1/b, which takes nothing of δ."""
     directly = composed(rdp.RdpAccountant([float(order) for order in range(2, 34)]))._rdp
     by_hand = min(r - math.log(1e-5) / moment for moment, r in enumerate(directly, 1))
@@ -163,7 +163,7 @@ def test_coordinates_that_move_together_cost_no_more_than_one_that_moves_as_far(
         assert atoms + inner <= h(first + second, e) + 1e-10
 
 
-def test_what_is_pure_is_gaussian_dp():
+def test_pure_dp_is_gaussian_dp():
     """G_μ lies below the lines of ε-DP."""
     for pure in (0.01, 1.0, 10.0):
         mu = float(gaussian_above(np.array([pure]))[0])
@@ -199,14 +199,14 @@ def test_a_replaced_record_may_change_two_parts():
     assert ParallelQueryEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
 
 
-def test_of_hundreds_of_millions_of_rounds_none_is_lost():
+def test_laplace_queries_count_next_to_hundreds_of_millions_of_rounds():
     many = {Round(POISSON, (SumQueryEvent("all", 1.0, 500.0),)): 2**29}
     assert isinstance(guarantee(Ledger("add_remove", many | {once(laplace(4.0)): 1})), RenyiAccountant)
     without = epsilon(Ledger("add_remove", many), 1e-5)
     assert without < epsilon(Ledger("add_remove", many | {once(laplace(1.0)): 1}), 1e-5) <= without + 1
 
 
-def test_the_errors_of_a_test_and_an_audit_know_of_them():
+def test_the_trade_off_and_audits_include_them():
     without = Ledger("add_remove", {TRAINING: 1000})
     alpha = [0.01, 0.1, 0.5]
     assert (type_two_errors(EVERYTHING, alpha) < type_two_errors(without, alpha)).all()
@@ -231,7 +231,7 @@ def written(path, *events, rounds=2, **options):
     return writer.ledger
 
 
-def test_a_ledger_says_it_in_words_that_json_reads(tmp_path, read_lines):
+def test_lines_in_a_ledger(tmp_path, read_lines):
     ledger = written(tmp_path / "l.jsonl", gaussian(7.0), PARTS)
     assert read_ledger(tmp_path / "l.jsonl") == ledger
     assert (len(ledger), ledger.training_rounds) == (4, 2)
@@ -243,7 +243,7 @@ def test_a_ledger_says_it_in_words_that_json_reads(tmp_path, read_lines):
     assert parts["parts_by"] == "class" and [query["scale"] for query in parts["queries"]] == [20.0, 10.0, 15.0]
 
 
-def test_a_resumed_run_goes_on_behind_them_and_counts_one_that_is_done_again(tmp_path):
+def test_a_resumed_run_counts_a_query_that_is_repeated(tmp_path):
     path = tmp_path / "l.jsonl"
     written(path, gaussian(7.0))
     ledger = written(path, gaussian(7.0), resume=True)
@@ -258,7 +258,7 @@ def test_a_resumed_run_goes_on_behind_them_and_counts_one_that_is_done_again(tmp
         ({"scale": 1e-9}, "between 1e-8 and 1e8"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(facts, wrong):
+def test_invalid_queries_are_refused(facts, wrong):
     with pytest.raises(ConfigError, match=wrong):
         OneTimeQueryEvent(**{"query": "a", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 1.0} | facts)
 
@@ -286,7 +286,7 @@ def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
         ({"parts_by": "class", "queries": []}, "not understood"),
     ],
 )
-def test_a_ledger_that_says_it_badly_is_refused(tmp_path, query, wrong):
+def test_an_invalid_line_is_refused(tmp_path, query, wrong):
     spec = {"spec": 0, "sampling": {"policy": "all", "q": 1.0, "n": 10}, "queries": [query]}
     path = tmp_path / "l.jsonl"
     header = {"dpexp_ledger": 1, "adjacency": "add_remove"}

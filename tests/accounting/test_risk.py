@@ -1,4 +1,4 @@
-"""The guarantee in words people know: against riskcal, closed forms, dp-accounting, and the definitions themselves."""
+"""Attack risk and Gaussian DP of a ledger: against riskcal, closed forms, dp-accounting, and the definitions."""
 
 import itertools
 import json
@@ -31,27 +31,17 @@ from dpexp.reporting.wording import in_words, up
 # rounds) with h = 0.03 q √(e^(1/z²) - 1), but at most 2e-3.
 RISKCAL = [
     (0.8, 0.01, 500, 0.1628758, 0.00494604, 0.0322062),
-    (1.0, 0.01, 1000, 0.1610300, 0.00406538, 0.0291386),
     (1.0, 0.1, 30, 0.2479656, 0.01159357, 0.0589893),
-    (2.0, 0.05, 300, 0.1805331, 0.00448413, 0.0317983),
-    (4.0, 0.01, 10000, 0.1010012, 0.00228830, 0.0191429),
     (4.753, 0.3563, 113, 0.3102861, 0.01136045, 0.0644942),
     (5.0, 0.2, 1000, 0.4749022, 0.03504881, 0.1468885),
-    (1.5, 0.5, 10, 0.4011383, 0.02798925, 0.1180405),
     (20.0, 0.3, 3000, 0.3188501, 0.01167253, 0.0662835),
     (0.6, 0.02, 20, 0.0915869, 0.00673539, 0.0322954),
-    (3.0, 0.02, 5000, 0.1912083, 0.00462232, 0.0328914),
 ]
 # riskcal 1.5.1: find_noise_multiplier_for_advantage(advantage, q, rounds, grid_step=1e-4, advantage_tol=1e-5)
 NOISE_FOR_ADVANTAGE = [
     (0.01, 1000, 0.05, 2.61381),
-    (0.01, 1000, 0.2, 0.86937),
-    (0.1, 100, 0.1, 4.02260),
-    (0.1, 100, 0.4, 1.08669),
-    (0.5, 10, 0.1, 6.29132),
     (0.5, 10, 0.3, 2.04993),
     (0.3563, 113, 0.05, 30.20284),
-    (0.3563, 113, 0.3, 4.92387),
     (0.002, 5000, 0.02, 2.91078),
     (0.05, 300, 0.6, 0.72149),
 ]
@@ -124,7 +114,7 @@ def test_one_sampled_round_in_closed_form(z):
         ("shuffle", "replace_one", {"epoch": 0}, 1.0),
     ],
 )
-def test_without_noise_whoever_was_sampled_is_found(policy, adjacency, facts, most):
+def test_without_noise_every_sampled_record_is_found(policy, adjacency, facts, most):
     found = risk(of(policy, adjacency, z=1e-3, rounds=8, **facts))
     assert found.advantage == pytest.approx(most, rel=1e-9) and found.advantage >= most
     assert found.tpr[0.01] == pytest.approx(min(1, most + 0.01), rel=1e-9)
@@ -199,13 +189,13 @@ def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy, seed):
     """At any ε and any α; and with a μ that is 3 % smaller it is."""
     random = np.random.default_rng([seed, len(policy)])
     run = random_ledger(random, policy)
-    found, said = risk(run), guarantee(run)
-    told, less = GaussianMechanism(found.mu), GaussianMechanism(0.97 * found.mu)
-    ends = said.epsilon(TAIL)
+    found, exact = risk(run), guarantee(run)
+    bound, less = GaussianMechanism(found.mu), GaussianMechanism(0.97 * found.mu)
+    ends = exact.epsilon(TAIL)
     epsilons = np.concatenate([random.uniform(0.01, 1.1, 60), np.linspace(0.01, 1, 60)]) * ends
-    above = [said.delta(e) - told.delta(e) for e in epsilons]
-    assert max(above) <= 1e-9 and said.delta(0.0) <= told.delta(0.0) + 1e-9
-    assert max(said.delta(e) - less.delta(e) for e in [0.0, *epsilons]) > TAIL
+    above = [exact.delta(e) - bound.delta(e) for e in epsilons]
+    assert max(above) <= 1e-9 and exact.delta(0.0) <= bound.delta(0.0) + 1e-9
+    assert max(exact.delta(e) - less.delta(e) for e in [0.0, *epsilons]) > TAIL
     alpha = np.concatenate([np.geomspace(1e-15, 1, 300), random.uniform(0, 1, 100)])
     curve = type_two_errors(run, alpha.tolist())
     assert np.all(norm.cdf(norm.isf(alpha) - found.mu) <= curve + 1e-9)
@@ -225,14 +215,13 @@ def test_a_million_rounds_take_few_compositions(monkeypatch):
         assert tpr == pytest.approx(norm.sf(norm.isf(fpr) - mu), rel=3e-3)
 
 
-def test_the_order_of_questions_changes_nothing():
+def test_figures_do_not_depend_on_earlier_calls():
     run = ledger(1.3, 0.03, 700)
     first = risk(run)
     for d in (1e-9, 0.01, 1e-4):
         guarantee(run).epsilon(d)
-    assert (
-        risk(run) == first and largest_tpr(run, 0.01) == first.tpr[0.01] and largest_advantage(run) == first.advantage
-    )
+    assert risk(run) == first
+    assert (largest_tpr(run, 0.01), largest_advantage(run)) == (first.tpr[0.01], first.advantage)
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "moments", "strong", "basic"])
@@ -244,7 +233,7 @@ def test_looser_accountants_show_more_risk(accountant):
         assert all(loose.tpr[fpr] < 1 for fpr in tight.tpr) and loose.advantage < 1
 
 
-def test_what_is_hardly_private_or_hardly_a_release():
+def test_next_to_no_noise_and_next_to_no_release():
     nothing = risk(Ledger("add_remove", {}))
     assert (nothing.mu, nothing.advantage, nothing.tpr) == (0, 0, {0.001: 0.001, 0.01: 0.01})
     bare = risk(ledger(0.5, 0.5, 300))
@@ -275,12 +264,9 @@ def test_every_knob(knob, target):
         reached, most = [largest_tpr(at, fpr) for fpr in target.rates], [*target.rates.values()]
     assert all(found <= limit for found, limit in zip(reached, most, strict=True))
     assert [figure for _, figure in solved.figures] >= reached
-    one_more = (
-        solved.value + 1
-        if knob == "steps"
-        else solved.value * (0.985 if knob in ("sampling_rate", "noise_multiplier") else 1.015)
-    )
-    assert target.cost(CALIBRATABLE[knob](one_more), "pld") > target.limit, "the next better value would cost more"
+    factor = 0.985 if knob in ("sampling_rate", "noise_multiplier") else 1.015
+    better = solved.value + 1 if knob == "steps" else solved.value * factor
+    assert target.cost(CALIBRATABLE[knob](better), "pld") > target.limit, "the next better value would cost more"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +284,7 @@ def test_every_knob(knob, target):
         (Epsilon(0.0, 1e-5), "pld", r"privacy\.epsilon=0"),
     ],
 )
-def test_targets_that_cannot_be(target, accountant, message):
+def test_targets_out_of_range_are_refused(target, accountant, message):
     with pytest.raises(ConfigError, match=message):
         solve("noise_multiplier", lambda z: ledger(z, 0.1, 10), target, accountant, start=1.0)
 
@@ -306,29 +292,16 @@ def test_targets_that_cannot_be(target, accountant, message):
 @pytest.mark.parametrize(
     "given, calibrate, explicit, message",
     [
-        (
-            {"epsilon": 3.0, "max_advantage": 0.1},
-            "noise_multiplier",
-            False,
-            r"privacy\.epsilon=3\.0 and privacy\.max_advantage=0\.1 are 2 targets; give one",
-        ),
+        ({"epsilon": 3.0, "max_advantage": 0.1}, "noise_multiplier", False,
+         r"privacy\.epsilon=3\.0 and privacy\.max_advantage=0\.1 are 2 targets; give one"),
         ({"max_advantage": 0.1, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "are 2 targets"),
         ({"noise_multiplier": 2.0, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "exactly one of"),
-        (
-            {"max_tpr_at_fpr": 0.1},
-            "noise_multiplier",
-            False,
-            r"privacy\.max_tpr_at_fpr=0\.1 must be {FPR: largest TPR}",
-        ),
-        (
-            {"max_tpr_at_fpr": {0.01: 0.1}},
-            "sampling_rate",
-            False,
-            r"target privacy\.max_tpr_at_fpr={0\.01: 0\.1} from the noise .*give both",
-        ),
+        ({"max_tpr_at_fpr": 0.1}, "noise_multiplier", False, r"privacy\.max_tpr_at_fpr=0\.1 must be {FPR: largest"),
+        ({"max_tpr_at_fpr": {0.01: 0.1}}, "sampling_rate", False,
+         r"target privacy\.max_tpr_at_fpr={0\.01: 0\.1} from the noise .*give both"),
         ({"max_advantage": 0.1}, "noise_multiplier", True, "allocation=explicit fixes the noise"),
     ],
-)
+)  # fmt: skip
 def test_contradictory_targets(given, calibrate, explicit, message):
     with pytest.raises(ConfigError, match=message):
         Target(**{"delta": 1e-5} | given).check(calibrate, explicit)
