@@ -112,7 +112,7 @@ def test_what_is_released_has_the_law_that_the_ledger_tells(tmp_path, choices):
             sigmas.append(group.sigma * group.alphas[0] / (0.1 * 40))
 
     trainer(privacy, released, Sigmas()).fit(module, Nobody())
-    assert len(set(sigmas)) == (9 if "bound" in choices else 1)
+    assert len(set(sigmas)) == (9 if "clip_norm" in choices else 1)
     x = np.stack([torch.cat([g.flatten() for g in round_.values()]).numpy() for round_ in released.rounds])
     white = toeplitz(C, 9) @ (x / np.array(sigmas)[:, None])
     d = x.shape[1]
@@ -168,7 +168,7 @@ def test_the_noise_is_solved_for(target):
         assert 0.1998 <= largest_advantage(plan.ledger()) <= 0.2
 
 
-@pytest.mark.parametrize("knob", ["steps", "bound"])
+@pytest.mark.parametrize("knob", ["steps", "clip_norm"])
 def test_other_knobs_are_solved_for(knob):
     plan = plan_of(
         Model(), n=50_000, q=0.01, steps=100, noise_multiplier=1.0, epsilon=2.0, delta=1e-5, calibrate=knob, **CHOICES
@@ -345,7 +345,7 @@ def test_measured_shares_leave_z_as_it_is(tmp_path):
         ({"sampling": "poisson"}, "noise.bands=3 needs samples .* choose sampling=cyclic_poisson"),
         ({"sampling": "full_batch", "q": 1.0}, "sampling=full_batch does not"),
         ({"partitions": 2}, "noise.bands=3 must be at most sampling.partitions=2"),
-        ({"noise": Noise("banded", 9)}, "choose at most 6 parts"),
+        ({"noise": Noise("banded", 9)}, "choose at most 6 partitions"),
         ({"noise": Noise("banded")}, "noise.bands=auto compares the noise that a target needs"),
         ({"schedules": {"z": {"linear": [1, 2]}}}, "schedule.z=.* is not supported with sampling=cyclic_poisson"),
         ({"schedules": {"S": {"linear": [1, 2]}}}, "schedule.S=.* is not supported"),

@@ -13,11 +13,8 @@ from scipy.stats import binomtest, chi2, chisquare
 from dpexp.privacy.noise import correlated
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise, Noisy
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.options import Noise
 from dpexp.privacy.sampling.loader import RoundSampler
 from dpexp.privacy.sampling.policies import CyclicPoisson, make_policy
-
-CYCLIC = {"sampling": "cyclic_poisson"}
 
 
 def toeplitz(c, rounds):
@@ -35,7 +32,7 @@ def toeplitz(c, rounds):
 @pytest.mark.parametrize("b, rounds", [(1, 5), (4, 30), (8, 8)])
 def test_the_error_is_that_of_the_matrices(kind, b, rounds, momentum):
     """By numpy's inverse, of the workload as a matrix: momentum's recursion, summed."""
-    c = correlated.coefficients(Noise("banded", b, kind, momentum), b, rounds)
+    c = correlated.coefficients(kind, b, rounds, momentum)
     assert len(c) == b and 1 - 1e-12 < math.hypot(*c) <= 1
     C, momenta = toeplitz(c, rounds), toeplitz(momentum ** np.arange(rounds), rounds)
     A = np.tril(np.ones((rounds, rounds))) @ momenta
@@ -144,7 +141,7 @@ def test_one_part_samples_as_poisson_does():
     one, plain = drawn(sampler(1)), make_policy("poisson", 0.05, 240)
     stream = KeyStream.known(0, "sampling", 0)
     for row in one:
-        (rows,) = plain.samples(240, stream)
+        (rows,) = plain.draw(240, stream)
         assert row.nonzero().flatten().tolist() == rows
 
 

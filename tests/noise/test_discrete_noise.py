@@ -212,7 +212,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "choices, wrong",
     [
-        ({"noise": "laplace"}, "noise=laplace is unknown; choose gaussian, exact or banded"),
+        ({"noise": "laplace"}, "noise=laplace is unknown; choose gaussian, discrete_gaussian or banded"),
         ({"noise_multiplier": 1e-3}, "could not hold their sum"),
         ({"noise_multiplier": 1e6}, r"choose σ̃/S below 1.85e\+05"),
         ({"noise_multiplier": 100.0, "schedules": {"z": [1, 1e6]}, "steps": 2}, "shorten a record"),

@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow import MlflowClient
@@ -17,7 +16,6 @@ from reference import clipped_sums, factor
 from test_clipped_sums import KINDS, MECHANISMS, B, case, cross_entropy, relative_error, sums_of
 from torch import nn
 
-import dpexp
 from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, OuterProductGradient
@@ -274,7 +272,7 @@ def test_a_rule_changes_nothing_that_is_accounted(clip):
     module = nn.Linear(4, 3)
     plans = [own_plan(module, clip_rule=rule, group=groups.per_layer(), steps=5) for rule in (clip, None)]
     assert plans[0].ledger() == plans[1].ledger()
-    assert (plans[0].clip == "") is (clip == Abadi()) and plans[1].clip == ""
+    assert (plans[0].clip_rules == "") is (clip == Abadi()) and plans[1].clip_rules == ""
 
 
 def test_z_goes_with_s():
@@ -314,7 +312,7 @@ def test_what_is_no_rule_is_refused(clip):
 )
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "large", None, True, {"all": 1.0}])
 def test_bad_values_are_refused(make, value):
-    with pytest.raises(ConfigError, match=r"clip\.(gamma|r|Z)=.* must be a (finite )?number above 0"):
+    with pytest.raises(ConfigError, match=r"clip_rule\.(gamma|r|threshold)=.* must be a (finite )?number above 0"):
         make(value)
 
 
@@ -339,21 +337,13 @@ def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
         "trainer.num_evaluations=0",
         "sampling.steps=2",
     )
-    assert "clip global (Z = 8" in capsys.readouterr().out
+    assert "clip global (threshold = 8" in capsys.readouterr().out
     plan = json.loads((output / "plan.json").read_text())
-    assert [group["clip"] for group in plan["groups"]] == [{"Z": 8, "name": "global"}] * len(plan["groups"])
-    assert "clip global (Z = 8), noise multiplier" in (output / "card.md").read_text()
+    assert [group["clip_rule"] for group in plan["groups"]] == [{"threshold": 8, "name": "global"}] * len(plan["groups"])
+    assert "clip global (threshold = 8), noise multiplier" in (output / "card.md").read_text()
     client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
     result = json.loads((output / "result.json").read_text())
     assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.clip_rule"] == "global"
-
-
-def test_a_job_older_than_the_choice_is_loaded(dpexp_job):
-    output = dpexp_job("model=logistic", "tracking=none", "trainer.num_evaluations=0", "sampling.steps=2")
-    cfg = yaml.safe_load((output / "config.yaml").read_text())
-    del cfg["clip"], cfg["norms"]
-    (output / "config.yaml").write_text(yaml.safe_dump(cfg))
-    assert isinstance(dpexp.load(output), nn.Module)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def told(*overrides):
 )
 def test_it_is_said_where_bounds_and_noise_are_equal(overrides, differs):
     said, plan = told(*overrides)
-    assert said.startswith("mechanism=joint is mechanism=separate here") and differs in said
+    assert said.startswith("mechanism=joint equals mechanism=separate here") and differs in said
     separate = dpexp.plan(dpexp.compose("mechanism=separate", *QUICK, *[o for o in overrides if "mech" not in o]))
     for joint, other in zip(plan.groups, separate.groups, strict=True):
         for alpha in joint.alphas:

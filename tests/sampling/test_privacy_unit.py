@@ -247,7 +247,7 @@ HONEST = {
 def choices_of(kind, **more):
     users = {"users": 2000} if kind == "user" else {}
     return (
-        {"record": HONEST[kind], "data": lambda: data_of(kind), "n": 8000 if kind == "microbatch" else 2000}
+        {"privacy_unit": HONEST[kind], "data": lambda: data_of(kind), "n": 8000 if kind == "microbatch" else 2000}
         | users
         | more
     )
@@ -345,7 +345,7 @@ def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
     result = json.loads((output / "result.json").read_text())
     assert (result["unit"], result["n"]) == (unit, n)
     assert f"for adding or removing one {unit}" in (output / "card.md").read_text()
-    assert json.loads((output / "plan.json").read_text())["record"]["kind"] == arguments[0].split("=")[1]
+    assert json.loads((output / "plan.json").read_text())["privacy_unit"]["kind"] == arguments[0].split("=")[1]
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{output.parent.parent}/mlflow.db")

@@ -13,7 +13,7 @@ from dpexp.accounting.coverage import adjacencies, check_advantage, check_covere
 from dpexp.accounting.ledger import ADJACENCIES
 from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 from dpexp.privacy.plan.schedules import Schedule, schedule, segments
-from dpexp.privacy.sampling.policies import Policy, check_rate, make_policy, policy_class
+from dpexp.privacy.sampling.policies import POLICIES, Policy, check_rate, make_policy, policy_class
 
 NOISES = ("gaussian", "discrete_gaussian", "banded")
 COEFFICIENTS = ("optimal", "sqrt")
@@ -191,7 +191,7 @@ class Noise:
         if policy != "cyclic_poisson" and self.bands != 1:
             raise ConfigError(
                 f"noise=banded with noise.bands={self.bands} needs samples that keep the rounds of a record apart, and "
-                f"sampling={policy} does not; choose sampling=cyclic_poisson."
+                f"sampling={_option(policy)} does not; choose sampling=cyclic_poisson."
             )
         if self.bands == AUTO and (calibrate != "noise_multiplier" or not has_target):
             raise ConfigError(
@@ -239,7 +239,7 @@ class Schedules:
             raise ConfigError(f"{given[0]} is not supported with sampling=cyclic_poisson; choose sampling=poisson.")
         varies = policy in ("poisson", "truncated_poisson")
         if self.q is not None and not varies:
-            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {policy}'s q cannot vary.")
+            raise ConfigError(f"schedule.q={self.q} needs sampling=poisson; {_option(policy)}'s q cannot vary.")
         if calibrate.startswith("sampling_rate") and self.q is not None:
             raise ConfigError(f"calibrate={calibrate} solves for q itself; set schedule.q=null.")
         if calibrate == "steps" and any(isinstance(spec, list) for spec in self._specs.values()):
@@ -261,6 +261,11 @@ class Schedules:
                 "noise=discrete_gaussian needs constant clipping norms; choose noise=gaussian, or another clip_norm "
                 "than adaptive."
             )
+
+
+def _option(policy: str) -> str:
+    """The configuration's name of a policy, whose events may have another name."""
+    return next((name for name, class_ in POLICIES.items() if class_.name == policy), policy)
 
 
 def resolve_adjacency(policy: str, adjacency: str | None) -> str:

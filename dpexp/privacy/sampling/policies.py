@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from dpexp.accounting.ledger import SamplingEvent, rate_in_part
 from dpexp.errors import ConfigError, named, positive, positive_integer
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dpexp.privacy.noise.randomness import KeyStream
 
 
-def check_rate(q: Any) -> None:
+def check_rate(q: float) -> None:
     """Raises ConfigError unless q is a number in (0, 1]."""
     if not isinstance(q, Real) or not 0 < q <= 1:
         raise ConfigError(f"sampling.sampling_rate={q!r} must lie in (0, 1].")
