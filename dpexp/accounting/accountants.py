@@ -57,7 +57,7 @@ class Guarantee(Protocol):
     def __hash__(self) -> int: ...
 
 
-class RenyiAccountant:
+class RdpAccountant:
     """Rényi DP of Poisson-sampled Gaussian rounds, and of Laplace queries on all records (where `laplace`)."""
 
     def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
@@ -97,7 +97,7 @@ class FixedSizeRdpAccountant:
     def __init__(self, counts: Mapping[Release, int]) -> None:
         self._total = sum(count * fixed_size_rdp(release) for release, count in counts.items())
         z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
-        self._unsampled = RenyiAccountant(z, np.ones(len(z)), times, _laplace(counts))
+        self._unsampled = RdpAccountant(z, np.ones(len(z)), times, _laplace(counts))
 
     def epsilon(self, delta: float) -> float:
         sampled = max(0.0, float(rdp.compute_epsilon(INTEGER_ORDERS, self._total, delta)[0]))
@@ -148,7 +148,7 @@ def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
     if full.all():
         return unsampled
     if times.sum() > _MAX_PLD_ROUNDS and all(release.policy in ("poisson", "laplace") for release in counts):
-        return RenyiAccountant(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
+        return RdpAccountant(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
     pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
     times = times[~full]
     if full.any():
@@ -162,7 +162,7 @@ def _laplace(counts: Iterable[Release]) -> Mask:
 
 
 _BY_ARRAYS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
-    "rdp": RenyiAccountant,
+    "rdp": RdpAccountant,
     "moments": MomentsAccountant,
     "strong": StrongComposition,
     "basic": BasicComposition,

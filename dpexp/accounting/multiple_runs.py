@@ -1,7 +1,15 @@
 """The privacy of several runs: a Rényi filter over all runs on a data set, and private selection among trials.
 
-*Rényi filter* (Feldman & Zrnic 2021, arXiv 2008.11193): a budget of Rényi DP at one order, for runs whose plans may
-depend on the results of earlier runs.
+*Rényi filter.* Composing privacy losses assumes that the parameters of all runs are fixed in advance. If they depend on
+earlier results, fully adaptive composition of Rényi DP holds (Feldman & Zrnic 2021, arXiv 2008.11193, theorem 3.1): fix
+an order α and a limit B. If round t is (α, ρ_t)-Rényi DP, where ρ_t may depend on all earlier results, and Σ ρ_t ≤ B
+always, then all rounds together are (α, B)-Rényi DP. It is applied round by round, so that runs may overlap, end early
+or be abandoned because of their results. A budget (ε, δ) is converted at one order that is fixed with it:
+
+    ε = B + log(1 - 1/α) - log(δα)/(α - 1)
+
+(Canonne, Kamath & Steinke 2020, arXiv 2004.00010, proposition 12). Choosing the best order afterwards, as the
+accountant `rdp` does, is not covered, since it depends on the results.
 
 *Private selection* (Papernot & Steinke 2022, arXiv 2110.03620): releasing only the best of K trials. K is drawn from a
 truncated negative binomial distribution with a given mean and shape η (η = 1: geometric; η = 0: logarithmic), or from a

@@ -1,4 +1,9 @@
-"""Rényi DP of Poisson-sampled Gaussian rounds and of Laplace queries, by their moments."""
+"""Rényi DP of Poisson-sampled Gaussian rounds and of Laplace queries, by their moments A_α = E_Q[e^(αL)].
+
+For a Gaussian round P = (1-q) N(0, z²) + q N(1, z²), Q = N(0, z²), and the privacy loss is L = log P/Q. The Rényi
+divergence of order α > 1 is log A_α / (α - 1) (Mironov, Talwar & Zhang 2019, section 3, who show that P against Q is
+the worse direction).
+"""
 
 import math
 import warnings

@@ -60,8 +60,8 @@ def test_strong_composition_with_the_factors_that_the_paper_omits():
     assert epsilon(ledger(**ABADI), 1e-5, "strong") == pytest.approx(14.18, abs=0.01)
 
 
-@pytest.mark.parametrize("z, q", [(0.3, 0.2), (0.7, 0.01), (1.0, 0.5), (4.0, 0.01), (20.0, 0.3)])
-@pytest.mark.parametrize("alpha", [-3.5, 0.4, 1.1, 1.6, 2, 3.7, 17, 40.2])
+@pytest.mark.parametrize("z, q", [(0.3, 0.2), (0.7, 0.01), (4.0, 0.01), (20.0, 0.3)])
+@pytest.mark.parametrize("alpha", [-3.5, 0.4, 1.1, 2, 3.7, 40.2])
 def test_moments_are_the_integral(z, q, alpha):
     """A_α = E_Q[(P/Q)^α], by adaptive quadrature."""
 

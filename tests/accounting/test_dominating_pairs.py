@@ -20,7 +20,7 @@ from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair, TruncatedPoissonPair
 from dpexp.accounting.ledger import Ledger, concatenate
 
-SIZES = list(itertools.product((0.3, 1.0, 6.0), (0.01, 0.3, 0.95)))
+SIZES = list(itertools.product((0.3, 6.0), (0.01, 0.95)))
 
 
 def hockey_stick(z, p, q, alpha):
@@ -137,7 +137,7 @@ def test_a_sample_of_fixed_size_has_the_profile_of_balle_et_al(z, q):
         assert below - 1e-13 <= found(-e) <= below + 1e-5
 
 
-@pytest.mark.parametrize("z, q, rounds", [(4.0, 0.1, 4), (2.0, 0.3, 3), (4.0, 0.9, 6)])
+@pytest.mark.parametrize("z, q, rounds", [(4.0, 0.1, 4), (4.0, 0.9, 6)])
 def test_fixed_size_by_slow_convolution(z, q, rounds):
     """The losses of the profile's pair on x itself, rounded up and rounded down, convolved one by one."""
     h, sigma = 5e-3, z / 2  # z is relative to S, the sensitivity is 2S
@@ -163,7 +163,7 @@ def test_fixed_size_by_slow_convolution(z, q, rounds):
         assert lower(e) * (1 - 1e-4) <= delta(run, e) <= upper(e) * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("z, q, rounds", [(8.0, 0.9, 50), (4.0, 0.1, 20), (2.0, 0.01, 1000), (20.0, 0.5, 200)])
+@pytest.mark.parametrize("z, q, rounds", [(8.0, 0.9, 50), (2.0, 0.01, 1000)])
 def test_fixed_size_lies_between_what_is_known(z, q, rounds):
     """Below: replacing a record in data that are otherwise all alike is removing one at sensitivity 2S, or adding one.
     Above: dp-accounting's Rényi DP, and no sampling."""
@@ -238,9 +238,7 @@ def test_a_maximum_that_never_binds_costs_nothing():
 # A record of a Poisson sample replaced
 
 
-@pytest.mark.parametrize(
-    "z, q, rounds, h", [(4.0, 0.01, 3000, 1e-4), (1.0, 0.1, 30, 5e-4), (8.0, 0.5, 100, 1e-3), (0.6, 0.02, 5, 5e-4)]
-)
+@pytest.mark.parametrize("z, q, rounds, h", [(1.0, 0.1, 30, 5e-4), (8.0, 0.5, 100, 1e-3), (0.6, 0.02, 5, 5e-4)])
 def test_replacing_a_sampled_record_against_dp_accounting(z, q, rounds, h):
     for d in (1e-4, 1e-8):
         one = pld.privacy_loss_distribution.from_gaussian_mechanism(

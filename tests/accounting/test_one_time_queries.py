@@ -11,7 +11,7 @@ from dp_accounting import pld, rdp
 from scipy.integrate import quad
 
 from dpexp.accounting import composition
-from dpexp.accounting.accountants import RenyiAccountant, delta, epsilon, guarantee
+from dpexp.accounting.accountants import RdpAccountant, delta, epsilon, guarantee
 from dpexp.accounting.auditing import inverse_of
 from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.coverage import NAMES, accountants_for_noise
@@ -136,7 +136,7 @@ def test_a_laplace_loss_on_a_grid_has_all_of_its_mass(h, lowest):
 
 
 @pytest.mark.parametrize("pure", [1e-4, 0.3, 2.0, 40.0])
-@pytest.mark.parametrize("alpha", [1.01, 1.5, 2.0, 7.3, 64.0])
+@pytest.mark.parametrize("alpha", [1.01, 2.0, 7.3, 64.0])
 def test_laplace_moments_are_the_integral(pure, alpha):
     """With the loss of two densities at distance ε₀, outside of which it is constant."""
     shift = max(0.0, (alpha - 1) * pure)
@@ -201,7 +201,7 @@ def test_a_replaced_record_may_change_two_parts():
 
 def test_laplace_queries_count_next_to_hundreds_of_millions_of_rounds():
     many = {Round(POISSON, (SumQueryEvent("all", 1.0, 500.0),)): 2**29}
-    assert isinstance(guarantee(Ledger("add_remove", many | {once(laplace(4.0)): 1})), RenyiAccountant)
+    assert isinstance(guarantee(Ledger("add_remove", many | {once(laplace(4.0)): 1})), RdpAccountant)
     without = epsilon(Ledger("add_remove", many), 1e-5)
     assert without < epsilon(Ledger("add_remove", many | {once(laplace(1.0)): 1}), 1e-5) <= without + 1
 

@@ -57,7 +57,7 @@ def analytic_gaussian(mu, d):
     return brentq(excess, 1e-9 * mu, mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / d)), xtol=1e-13)
 
 
-@pytest.mark.parametrize("mu", [1e-3, 0.3, 1.0, 8.0, 60.0])
+@pytest.mark.parametrize("mu", [1e-3, 1.0, 60.0])
 @pytest.mark.parametrize("d", [0.3, 1e-3, 1e-12, 1e-60])
 def test_the_gaussian_mechanism_at_every_delta(mu, d):
     """As one round, and as a thousand."""

@@ -93,7 +93,7 @@ def test_the_gaussian_mechanism(mu):
         assert exact * (1 - 1e-9) <= true_positives(losses, fpr) <= min(exact * (1 + 2e-3), exact + 2e-3)
 
 
-@pytest.mark.parametrize("z", [1e-3, 0.01, 0.019, 0.021, 0.1, 0.5, 2.0])
+@pytest.mark.parametrize("z", [1e-3, 0.019, 0.021, 0.5, 2.0])
 def test_one_sampled_round_in_closed_form(z):
     """(1-q)N(0, 1) + qN(1/z, 1) against N(0, 1): δ(0) = q(2Φ(1/2z) - 1), and 1 is never said of it."""
     for q in (0.01, 0.5):
@@ -184,7 +184,7 @@ def random_ledger(random, policy):
 
 
 @pytest.mark.parametrize("policy", ["poisson", "fixed_size", "truncated_poisson", "shuffle"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy, seed):
     """At any ε and any α; and with a μ that is 3 % smaller it is."""
     random = np.random.default_rng([seed, len(policy)])
