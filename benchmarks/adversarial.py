@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "gradients")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gradients"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from adversarial import RULES, largest_error, largest_share
 

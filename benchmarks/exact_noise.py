@@ -34,7 +34,7 @@ from dpexp.training.models import mlp
 
 N, Q, ROUNDS, EPSILON, DELTA = 1437, 512 / 1437, 113, 3.0, 1e-4
 TURNS = 7
-KINDS = ("gaussian", "exact")
+KINDS = ("gaussian", "discrete_gaussian")
 
 
 def model_of(seed: int) -> nn.Module:

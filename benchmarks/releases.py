@@ -82,7 +82,7 @@ def best(make: Callable[[], nn.Module], rates: tuple[float, ...], seeds: int, **
     runs = {rate: [trained(make, seed, rate, **choices) for seed in range(seeds)] for rate in rates}
     means = {rate: statistics.mean(accuracy for accuracy, _, _ in found) for rate, found in runs.items()}
     rate = max(means, key=lambda one: means[one])
-    spread = statistics.stdev(accuracy for accuracy, _, _ in runs[rate])
+    spread = statistics.stdev(accuracy for accuracy, _, _ in runs[rate]) if seeds > 1 else 0.0
     seconds = statistics.median(seconds for found in runs.values() for _, seconds, _ in found)
     return f"{means[rate]:.1%} ± {spread:.1%} (lr {rate:g}) | {1000 * seconds:.0f} ms"
 
@@ -163,9 +163,9 @@ def batchnorm(seeds: int) -> None:
 
 
 def adaptive(seeds: int) -> None:
-    print("CNN, one group, ε = 3\n\n| bound | test accuracy | a round |\n|---|---|---|")
+    print("CNN, one group, ε = 3\n\n| clip_norm | test accuracy | a round |\n|---|---|---|")
     make, rates = small, (0.1, 0.2, 0.4)
-    for name, bound in (
+    for name, norm in (
         ("fixed 0.1", FixedClipNorm(0.1)), ("fixed 0.3", FixedClipNorm(0.3)), ("fixed 1", FixedClipNorm(1.0)),
         ("fixed 3", FixedClipNorm(3.0)),
         ("adaptive from 0.01", AdaptiveClipNorm(0.01)), ("adaptive from 100", AdaptiveClipNorm(100.0)),
@@ -175,33 +175,33 @@ def adaptive(seeds: int) -> None:
         ("adaptive from 100, rate 0.5, quantile 0.1", AdaptiveClipNorm(100.0, learning_rate=0.5, target_quantile=0.1)),
     ):  # fmt: skip
         tried = tuple(rate * f for rate in rates for f in ((1.0,) if "fixed" in name else (0.2, 1.0)))
-        print(f"| {name} | {best(make, tried, seeds, clipping=Clipping(clip_norm=bound))} |", flush=True)
+        print(f"| {name} | {best(make, tried, seeds, clipping=Clipping(clip_norm=norm))} |", flush=True)
     print(
-        "\nThe same with Adam, whose steps do not grow with the bound\n\n| bound | test accuracy | a round |\n"
-        "|---|---|---|"
+        "\nThe same with Adam, whose steps do not grow with the clipping norm\n\n"
+        "| clip_norm | test accuracy | a round |\n|---|---|---|"
     )
-    for name, bound in (("fixed 1", FixedClipNorm(1.0)), ("adaptive from 0.01", AdaptiveClipNorm(0.01)),
+    for name, norm in (("fixed 1", FixedClipNorm(1.0)), ("adaptive from 0.01", AdaptiveClipNorm(0.01)),
                         ("adaptive from 100", AdaptiveClipNorm(100.0)), ("adaptive from 1",
                         AdaptiveClipNorm())):  # fmt: skip
-        told = best(make, (0.003, 0.01, 0.03), seeds, clip_norm=bound, optimizer=torch.optim.Adam)
-        print(f"| {name} | {told} |", flush=True)
+        clipping = Clipping(clip_norm=norm)
+        found = best(make, (0.003, 0.01, 0.03), seeds, clipping=clipping, optimizer=torch.optim.Adam)
+        print(f"| {name} | {found} |", flush=True)
 
 
 def joint(seeds: int) -> None:
     print("ε = 2\n\n| model | groups | clipping | test accuracy | a round |\n|---|---|---|---|---|")
     for called, model in (("cnn", small), ("mlp", lambda: mlp((1, 8, 8), 10))):
         for groups, group in (("flat", {}), ("per layer", {"group": per_layer()})):
-            for name, mechanism, bound in (
+            for name, mechanism, norm in (
                 ("separate, S total 1", Separate(), UniformClipNorm(1.0)),
                 ("joint, by dimension", Joint(), DimensionClipNorm(1.0)),
                 ("joint, learnt", Joint(), AdaptiveClipNorm()),
                 ("joint, learnt, quantile 0.2", Joint(), AdaptiveClipNorm(target_quantile=0.2)),
                 ("separate, learnt", Separate(), AdaptiveClipNorm()),
             ):
-                told = best(
-                    model, (0.05, 0.1, 0.2, 0.4), seeds, epsilon=2.0, mechanism=mechanism, clip_norm=bound, **group
-                )
-                print(f"| {called} | {groups} | {name} | {told} |", flush=True)
+                clipping = Clipping(mechanism=mechanism, clip_norm=norm, **group)
+                found = best(model, (0.05, 0.1, 0.2, 0.4), seeds, epsilon=2.0, clipping=clipping)
+                print(f"| {called} | {groups} | {name} | {found} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -254,21 +254,20 @@ def compiling(results: Results) -> tuple[str, str, str]:
 
 HEAD = """# Step time and memory
 
-`python benchmarks/step.py --write`: time of a training round over that of a plain Lightning fit of the same module with
-the same SGD. A round is all of it: fetching the batch, the step, the optimizer, callbacks, the ledger. Means of
-{repeat} fits, which take turns with the other candidates', and the standard deviation of the turns' ratios. On a CPU,
+`python benchmarks/step.py --write`: the time of a training round divided by that of a plain Lightning fit of the same
+module with the same SGD. A round includes fetching the batch, the step, the optimizer, callbacks and the ledger. Each
+entry is the mean of {repeat} fits, alternating with the other candidates, and the standard deviation of the ratios. On a CPU,
 time is CPU time on one thread.
 
-Batches are of B records out of 50 B. dpexp's are Poisson samples of B expected records, with `physical_batch` 2 B; in
-brackets its ratio before, and its goal, of the compiled step. "Rows at once" is plain training that fetches a batch's
-rows by `index_select`, as dpexp does; "plain, compiled" has its model under `torch.compile`. The pass alone is the time
-of a round's forward and backward passes, norms and clipped sums, padding included, by the clock; compiling was
-not cached the first time, and has paid after so many rounds; `trainer.compile=auto` compiles where they come three
-times over. *Beginning* is the time from `fit` to the end of {warm_up} rounds, beyond that
-of as many later ones: dpexp traces the step twice, and proves the graph of each of about five sizes that samples
-have; a size that is first met later, in the rounds that are measured. Memory is the peak beyond imports and data.
-Opacus runs in a plain loop over batches of B without Lightning, which favours it; where it takes another model, or
-none, that is said.
+Batches have B of 50 B records. dpexp draws Poisson samples of B expected records, with `max_physical_batch_size` 2 B;
+in brackets are an earlier ratio and the target for the compiled step. "Rows at once" is plain training that fetches the
+rows of a batch by `index_select`, as dpexp does; "plain, compiled" compiles the model by `torch.compile`. The pass alone
+is the wall-clock time of a round's forward and backward passes, norms and clipped sums, padding included. Compiling
+was not cached the first time, and saves time after the given number of rounds; `trainer.compile=auto` compiles where
+three times as many rounds are planned. *Beginning* is the time from `fit` to the end of {warm_up} rounds, less that of as many
+later rounds: dpexp traces the step twice, and proves the graph for each of about five sample sizes; sizes that occur
+later are traced in the measured rounds. Memory is the peak, without imports and data. Opacus runs in a plain loop over
+batches of B without Lightning, which favours it; notes say where it needs another model, or cannot run.
 
 torch {torch}, opacus {opacus}, {device}
 """
