@@ -1,12 +1,13 @@
 """What each accountant is stated for, and that it refuses everything else; what ε does not count on is said."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
 from test_accountants import ledger
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.coverage import NAMES, check_covered, coverage
+from dpexp.accounting.coverage import NAMES, Coverage, check_covered, coverage, is_bound
 from dpexp.accounting.ledger import (
     ADJACENCIES,
     POLICIES,
@@ -14,6 +15,7 @@ from dpexp.accounting.ledger import (
     OneTimeQueryEvent,
     Round,
     SamplingEvent,
+    SumQueryEvent,
     write_ledger,
 )
 from dpexp.accounting.releases import releases, unamplified
@@ -79,3 +81,35 @@ def test_sampling_without_amplification_is_reported(z, said, tmp_path, capsys):
     assert unamplified(ledger(z, 1.0, 9)) is None
     if said:  # and it is so
         assert epsilon(run, 1e-5) == epsilon(ledger(z, 1.0, 9), 1e-5)
+
+
+class Concentrated:
+    """Zero-concentrated DP: ρ = Σ 1/(2z²), and ε = ρ + 2√(ρ log 1/δ)."""
+
+    coverage = Coverage({"all": ("add_remove",)}, ("gaussian",), is_bound=True)
+
+    def __init__(self, z, q, counts, laplace):
+        assert (q == 1).all() and not laplace.any()
+        self._rho = float(counts @ (1 / (2 * z**2)))
+
+    def epsilon(self, delta):
+        return self._rho + 2 * math.sqrt(self._rho * math.log(1 / delta))
+
+
+def test_an_accountant_of_ones_own_is_used_for_what_it_covers():
+    own = "test_coverage.Concentrated"
+    query = SumQueryEvent("all", 1.0, 3.0)
+    full = Round(SamplingEvent("all", 1.0, 9), (query,))
+    assert is_bound(own) and epsilon(Ledger("add_remove", {full: 7}), 1e-5, own) == pytest.approx(
+        7 / 18 + 2 * math.sqrt(7 / 18 * math.log(1e5))
+    )
+    laplace = Round(SamplingEvent("all", 1.0, 9), (OneTimeQueryEvent("x", "laplace", 1.0, 2.0, 9.0),))
+    for run, message in (
+        (ledger(3.0, 0.1, 7), "has no bound for sampling=poisson under adjacency=add_remove"),
+        (Ledger("replace_one", {full: 7}), "has no bound for sampling=full_batch under adjacency=replace_one"),
+        (Ledger("add_remove", {laplace: 1}), "is not stated for the noise of the query 'x'"),
+    ):
+        with pytest.raises(ConfigError, match=f"accountant={own} {message}"):
+            epsilon(run, 1e-5, own)
+    with pytest.raises(ConfigError, match="Round is unknown"):
+        coverage("test_coverage.Round")
