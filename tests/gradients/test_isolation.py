@@ -195,7 +195,7 @@ def test_items_that_only_a_kind_of_default_collation_fits(tmp_path):
 
     class Dicts(Model):
         def training_step(self, batch, batch_idx):
-            if len(batch["x"]) == 1:  # where the callback tries out whether company matters, there are two
+            if len(batch["x"]) == 1:  # the dry run also tries two at once
                 SEEN.append((batch["w"].dtype, batch["x"].shape, batch["name"]))
             return F.cross_entropy(self.net(batch["x"]), batch["y"]) * batch["w"].double().sum()
 
@@ -332,7 +332,7 @@ class FirstOnly(Model):
         return F.cross_entropy(scale * self.net(x), y)
 
 
-def test_what_only_the_first_record_is_told_reaches_none(tmp_path):
+def test_a_step_that_treats_the_first_record_differently_affects_none(tmp_path):
     """It was a synthetic one."""
     (released,), _ = trained(tmp_path, FirstOnly(), rows(5))
     assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
@@ -631,14 +631,14 @@ class OfWords(Model):
 
 
 @pytest.mark.parametrize("build", [Contrastive, OfWords])
-def test_losses_of_which_a_record_alone_has_no_gradient_are_refused(tmp_path, build):
+def test_a_loss_without_a_gradient_for_a_batch_of_one_is_refused(tmp_path, build):
     data = [torch.randint(7, (3,)) for _ in range(6)] if build is OfWords else rows(6)
     with pytest.raises(ConfigError, match="the loss of a single record has no gradient"):
         trained(tmp_path, build(), data)
     assert len(read_ledger(tmp_path / "0.jsonl")) == 0
 
 
-def test_losses_that_are_others_in_company_are_said(tmp_path, monkeypatch):
+def test_a_loss_that_depends_on_the_batch_is_warned_of(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(warnings, "warn", lambda message, *args, **kwargs: said.append(str(message)))
     mixing, usual = Mixup(), Model()
@@ -647,7 +647,7 @@ def test_losses_that_are_others_in_company_are_said(tmp_path, monkeypatch):
             next(model.parameters()).mul_(10)  # so that which labels are mixed in tells
     expected = sum_of_clipped(usual, rows(6))
     (released,), _ = trained(tmp_path, mixing, rows(6))
-    assert any("each record gets the loss of a batch of one" in one for one in said)
+    assert any("each record has the loss of a batch of one" in one for one in said)
     assert torch.allclose(released, expected, atol=1e-6), "alone, a record is mixed with itself"
 
 
@@ -678,7 +678,7 @@ class Counted(Model):
     ],
     ids=["drop path", "dropout", "weighted mean"],
 )
-def test_losses_of_records_on_their_own_are_not_mistaken_for_such(tmp_path, module):
+def test_per_record_losses_are_not_mistaken_for_losses_of_a_batch(tmp_path, module):
     for seed in range(2):
         torch.manual_seed(seed)
         (released,), _ = trained(tmp_path, module(), rows(6, seed))
@@ -686,7 +686,7 @@ def test_losses_of_records_on_their_own_are_not_mistaken_for_such(tmp_path, modu
 
 
 @pytest.mark.parametrize("kind, padded", [(torch.float32, True), (torch.int64, False)])
-def test_masks_are_not_mistaken_for_company(tmp_path, kind, padded):
+def test_masks_are_not_mistaken_for_losses_of_a_batch(tmp_path, kind, padded):
     """And no record decides whether they are."""
 
     class Masked(Model):
@@ -702,7 +702,7 @@ def test_masks_are_not_mistaken_for_company(tmp_path, kind, padded):
     assert released.norm() > 0
 
 
-def test_large_inputs_are_not_mistaken_for_company(tmp_path):
+def test_large_inputs_are_not_mistaken_for_losses_of_a_batch(tmp_path):
     net = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, CLASSES))
     module = Model(net).float()
     (released,), _ = trained(tmp_path, module, [(x.float() * 1e4, y) for x, y in rows(6)])
@@ -724,12 +724,12 @@ def test_hooks_that_would_not_be_called_are_refused_by_name(tmp_path, where):
 
 
 def test_more_steps_than_the_plan_has_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="min_steps=9 asks for more than the plan's 3 rounds"):
+    with pytest.raises(ConfigError, match="min_steps=9 is more than the plan's 3 rounds"):
         trained(tmp_path, Model(), rows(5), steps=3, min_steps=9)
 
 
 @pytest.mark.parametrize("collate", [default_collate, lambda items: items[0][None]])
-def test_how_a_record_lies_in_memory_does_not_depend_on_its_company(collate):
+def test_a_records_memory_layout_does_not_depend_on_the_batch(collate):
     """Nor whether it requires gradients: a step may look, and kernels round otherwise."""
     items = [torch.randn(2, 3, 4, 5), torch.randn(3, 4, 5, 2).permute(3, 0, 1, 2), torch.randn(2, 3, 4, 5)]
     items.append(torch.randn(2, 3, 4, 5, requires_grad=True))

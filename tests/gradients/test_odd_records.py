@@ -174,12 +174,12 @@ def test_data_of_which_no_record_can_be_fetched_ends_the_training(tmp_path):
         def __getitem__(self, index):
             raise FileNotFoundError("no such image")
 
-    with pytest.raises(ConfigError, match=r"none of the records .* can be had: FileNotFoundError: no such image"):
+    with pytest.raises(ConfigError, match=r"none of the records .* can be fetched: FileNotFoundError: no such image"):
         trained(tmp_path, Model(), DataLoader(Missing(rows(5)), batch_size=2))
     assert len(read_ledger(tmp_path / "0.jsonl")) == 0
 
 
-def test_no_loss_for_any_record_is_said(tmp_path):
+def test_a_step_that_returns_no_loss_is_refused(tmp_path):
     class Silent(Model):
         def training_step(self, batch, batch_idx):
             return None
@@ -204,7 +204,7 @@ class Alike:
         return hash(self.label)
 
 
-def test_records_that_only_claim_to_be_equal_are_not_taken_for_one_another(tmp_path):
+def test_records_that_compare_equal_are_kept_apart(tmp_path):
     class Unpacking(Model):
         def training_step(self, batch, batch_idx):
             return F.cross_entropy(self.net(batch["item"].x[None]), torch.tensor([batch["item"].label]))
@@ -269,7 +269,7 @@ def test_a_collation_may_use_the_same_memory_for_each(tmp_path):
     assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)
 
 
-def test_records_that_cannot_be_stacked_are_said_to_be_slow(tmp_path):
+def test_records_that_cannot_be_stacked_are_warned_of(tmp_path):
     items = [(x, y, f"file {k}") for k, (x, y) in enumerate(rows(12))]
 
     class Named(Model):
@@ -287,7 +287,7 @@ def test_records_that_cannot_be_stacked_are_said_to_be_slow(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_leaf_that_cannot_show_itself_ends_no_training(tmp_path):
+def test_a_leaf_whose_repr_fails_ends_no_training(tmp_path):
     class Shy:
         def __repr__(self):
             raise RuntimeError("secret of the record")
@@ -376,7 +376,7 @@ def test_keys_are_nowhere_after_the_fit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_during_a_step_is_heeded_after_it(tmp_path, number):
+def test_a_signal_during_a_step_is_handled_after_it(tmp_path, number):
     class Signalled(Model):
         def training_step(self, batch, batch_idx):
             x, _ = batch

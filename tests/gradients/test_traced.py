@@ -109,7 +109,7 @@ def cancelling(layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_what_all_but_cancels_is_clipped_as_if_it_were_held(layer):
+def test_gradients_that_almost_cancel_are_clipped_as_in_float64(layer):
     """Such rows go through a graph of exact norms."""
     module, loss_of, batch = cancelling(layer)
     found = []
@@ -231,7 +231,7 @@ _generator = torch.Generator()
 
 
 @pytest.mark.parametrize("odd", [Mixing.apply, counting, kept_in_a_view, kept_through_data, quantised, own_generator])
-def test_what_could_carry_one_record_to_another_is_not_traced(odd):
+def test_operations_that_could_mix_records_are_not_traced(odd):
     """It is refused, or runs as written, one record at a time, with the right sums."""
     module, _ = classifier()
     engine, batch = engine_of(module), rows()
@@ -252,7 +252,7 @@ def test_the_training_data_is_no_constant_of_a_graph():
     module, _ = classifier()
     x, y = rows()
     plan = plan_of(module, n=4 * N, q=0.25, steps=1, noise_multiplier=1.0)
-    engine = PrivateRound(plan, module, GaussianNoise(), data=Memory([x]))
+    engine = PrivateRound(plan, module, GaussianNoise(), data_memory=Memory([x]))
     with pytest.raises(ConfigError, match="reads the training data itself"):
         sums_of(engine, lambda one: F.cross_entropy(module(one[0] - x[3:].mean(0)), one[1]), (x, y))
 
@@ -596,7 +596,7 @@ def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch)
     assert relative_error({name: 2 * total for name, total in half.items()}, found) < 1e-6
 
 
-def test_a_doubtful_record_lets_no_other_follow_what_is_watched_no_more():
+def test_a_doubtful_record_does_not_change_the_step_of_others():
     """Its graph in float64 is not of the same step then: the job ends, as not private."""
     torch.manual_seed(0)
     module = nn.Linear(256, 256, bias=False)
@@ -625,7 +625,7 @@ def test_a_doubtful_record_lets_no_other_follow_what_is_watched_no_more():
     assert relative_error(alone, others) < 1e-6 and float((mixed["weight"] - others["weight"]).norm()) <= 1e-3 * 1.0001
 
 
-def test_what_hooks_change_and_the_step_does_not_follow_is_looked_at_three_times(monkeypatch):
+def test_changes_that_leave_the_step_as_it_is_are_compared_three_times(monkeypatch):
     module, _ = classifier()
     module.count = 0
 
@@ -700,8 +700,8 @@ def test_records_of_a_shape_that_cannot_be_traced_contribute_nothing():
     engine.end()
 
 
-def test_many_shapes_are_said_to_take_long(monkeypatch):
-    monkeypatch.setattr(graphs, "_SHAPES", 3)
+def test_many_shapes_are_warned_of(monkeypatch):
+    monkeypatch.setattr(graphs, "_MANY_SHAPES", 3)
     module = nn.Linear(2, 1)
     engine = engine_of(module)
     engine.begin()
@@ -831,7 +831,7 @@ def without_full_rank(x):
 def test_an_operator_that_vmap_gets_wrong_never_takes_records_together(odd, known, monkeypatch):
     """By its name; and were it not known, by the proof."""
     if not known:
-        monkeypatch.setattr(interception, "_MISTAKEN", set())
+        monkeypatch.setattr(interception, "_WRONG_UNDER_VMAP", set())
     module, loss_of = classifier()
     x, y = rows()
     x[0] *= 50
@@ -864,13 +864,13 @@ def test_what_is_hidden_by_weights_of_zero_is_found():
         return F.cross_entropy(module[1](one[0].float() + gate * module[0](kept.dequantize())), one[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interception, "_MISTAKEN", set())
+        patch.setattr(interception, "_WRONG_UNDER_VMAP", set())
         engine = engine_of(module)
         sums_of(engine, loss_of, (x, y))
     assert engine.mode == "one at a time" and "depends on another record" in engine.reason
 
 
-def test_labels_out_of_range_read_no_memory_beside_the_table():
+def test_labels_out_of_range_read_no_memory_outside_the_table():
     """A packed sequence runs as written, where PyTorch's own loss would read what lies there."""
     torch.manual_seed(0)
     lstm, head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 5)
@@ -914,7 +914,7 @@ def test_padded_labels_of_ctc_are_no_wrong_ones(padding):
 
 def test_a_pass_that_mixes_records_never_takes_them_together(monkeypatch):
     """As `index_fill` does below zero, were it not known: the proof finds it, and vmap of one record is left."""
-    monkeypatch.setattr(interception, "_MISTAKEN", interception._MISTAKEN - {torch.index_fill})
+    monkeypatch.setattr(interception, "_WRONG_UNDER_VMAP", interception._WRONG_UNDER_VMAP - {torch.index_fill})
     module, loss_of = classifier()
     x, y = rows()
     index = torch.full((N, 1, 1), 2)
