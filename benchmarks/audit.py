@@ -1,6 +1,6 @@
 """Audits of honest and of sabotaged trainings.
 
-    PYTHONPATH=.:tests python benchmarks/audit.py honest      # every sampling, mechanism, kind of vectors and allocation
+    PYTHONPATH=.:tests python benchmarks/audit.py honest      # every sampling, mechanism, vectors and allocation
     PYTHONPATH=.:tests python benchmarks/audit.py sabotaged   # each sabotage of tests/audited.py under every sampling
     PYTHONPATH=.:tests python benchmarks/audit.py power [N]   # N audits for each error of the noise and of the rate
 
