@@ -1,4 +1,4 @@
-"""The mechanisms the slow, obvious way: one record at a time, straight from the paper."""
+"""The mechanisms one record at a time, directly from the paper's algorithm."""
 
 import math
 
@@ -10,7 +10,7 @@ from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac
 
 
 def record(batch, i):
-    """The batch of record i alone."""
+    """A batch of record i only."""
     if isinstance(batch, dict):
         return {key: record(value, i) for key, value in batch.items()}
     if isinstance(batch, tuple):
@@ -19,12 +19,12 @@ def record(batch, i):
 
 
 def stacked(batch):
-    """What the engine is given of a batch: each record as a batch of one."""
+    """A batch as `PrivateRound.add_chunk` takes it: each record as a batch of one."""
     return tree_map(lambda t: t.unsqueeze(1), batch)
 
 
 def factor(clip, x, S):
-    """c for a norm x = sqrt(Σ_j ‖v_j‖²/α_j²), by the papers' formulas."""
+    """The clip factor c of the scaled norm x, by the papers' formulas."""
     match clip:
         case Abadi():
             return min(1.0, S / x) if x else 1.0
@@ -38,7 +38,7 @@ def factor(clip, x, S):
 
 
 def clipped_sums(plan, module, loss_of, batch, size):
-    """Σ_i c_i v^i for each parameter, with c_i of a record's norm in each group."""
+    """Σ_i c_i v^i of each parameter, by name."""
     parameters = dict(module.named_parameters())
     sums = {name: torch.zeros_like(p) for name, p in parameters.items() if p.requires_grad}
     for i in range(size):

@@ -599,7 +599,7 @@ def test_state_that_only_records_bring_about_stops_the_round():
         engine.end()
     engine.begin(2)
     engine.add_chunk(loss_of, stacked((1000 * x, y)), B)
-    with pytest.raises(StateFound, match="another one after other records") as found:
+    with pytest.raises(StateFound, match="differs after other records") as found:
         engine.end()
     assert found.value.last_clean_round == 2
 

@@ -1,10 +1,10 @@
-"""Other people's models, as they are: right against one record at a time, and processed as is said here.
+"""Models of other libraries: clipped sums against one record at a time, and the execution mode listed here.
 
-    python -m pytest tests/gradients/test_models.py          # some of them
+    python -m pytest tests/gradients/test_models.py          # some
     python -m pytest tests/gradients/test_models.py -m ''    # all
     python tests/gradients/test_models.py                    # writes docs/zoo.md
 
-The image models are tried where timm and torchvision are installed: extra [models].
+Image models need timm and torchvision: extra [models].
 """
 
 import zoo  # first: pytorch_lightning imports torchvision, where there is one
@@ -44,22 +44,22 @@ ALWAYS = {
     "Wav2Vec2, CTC", "LoRA on Llama", "prefix tuning on Llama", "timm ViT", "timm ResNet",
     "torchvision ResNet, GroupNorm",
 }  # fmt: skip
-# What is not traced (see the page).
+# All others are traced.
 EXPECTED = {
-    "checkpointed, reentrant": "singly",
-    "early exits": "singly",
+    "checkpointed, reentrant": "one at a time",
+    "early exits": "one at a time",
     "Fourier layer, complex": "refused",
-    "LSTM, packed": "singly",
-    "GRU, both ways, packed": "singly",
-    "experts, routed": "singly",
-    "ELECTRA, discriminator": "singly",
-    "DeBERTa": "singly",
-    "DeBERTa-v2": "singly",
-    "Bloom": "singly",
-    "Mixtral": "singly",
-    "Wav2Vec2, CTC": "singly",
-    "LoHa on Llama": "singly",
-    "LoKr on Llama": "singly",
+    "LSTM, packed": "one at a time",
+    "GRU, both ways, packed": "one at a time",
+    "experts, routed": "one at a time",
+    "ELECTRA, discriminator": "one at a time",
+    "DeBERTa": "one at a time",
+    "DeBERTa-v2": "one at a time",
+    "Bloom": "one at a time",
+    "Mixtral": "one at a time",
+    "Wav2Vec2, CTC": "one at a time",
+    "LoHa on Llama": "one at a time",
+    "LoKr on Llama": "one at a time",
     "timm ResNet": "refused",
     "torchvision ResNet": "refused",
 }
@@ -70,8 +70,8 @@ NAMES = [
 ]
 
 
-def tried(model, dropout, dtype):
-    """How its records are processed, why they are not traced, and the relative error of the clipped sums."""
+def run(model, dropout, dtype):
+    """The execution mode, the reason why it is not traced, and the relative error of the clipped sums."""
     torch.manual_seed(0)
     module = model.build(dropout)
     module = module.double() if dtype == torch.float64 else module
@@ -82,42 +82,33 @@ def tried(model, dropout, dtype):
         warnings.simplefilter("ignore")
         try:
             plan = plan_of(
-                module,
-                n=20,
-                q=0.3,
-                steps=1,
-                noise_multiplier=1.0,
-                group=groups.per_layer(),
+                module, n=20, q=0.3, steps=1, noise_multiplier=1.0, group=groups.per_layer(),
                 clip_norm=clipping.FixedClipNorm(0.01),
-            )
+            )  # fmt: skip
             engine = PrivateRound(plan, module, GaussianNoise())
             engine.begin()
             engine.add_chunk(lambda one: model.loss(module, one), stacked(batch), zoo.B)
             engine.end()
         except ConfigError as refusal:
             return "refused", str(refusal), 0.0
-    wrong = 0.0
-    if not dropout:
-        reference = clipped_sums(plan, module, lambda one: model.loss(module, one), batch, zoo.B)
-        wrong = relative_error(engine._sums, reference)
-    return SHORT[engine.mode], engine.reason, wrong
-
-
-SHORT = {"traced": "traced", "vmap": "together", "one at a time": "singly"}
+    if dropout:
+        return engine.mode, engine.reason, 0.0
+    reference = clipped_sums(plan, module, lambda one: model.loss(module, one), batch, zoo.B)
+    return engine.mode, engine.reason, relative_error(engine._sums, reference)
 
 
 @pytest.mark.parametrize("family, name", NAMES)
-def test_right_and_processed_as_said(family, name):
-    verdict, why, error = tried(MODELS[family][name], False, torch.float64)
+def test_clipped_sums_and_execution_mode(family, name):
+    mode, reason, error = run(MODELS[family][name], False, torch.float64)
     assert error < 1e-9
-    assert verdict == EXPECTED.get(name, "traced"), why
+    assert mode == EXPECTED.get(name, "traced"), reason
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family, name", NAMES)
-def test_with_dropout_as_it_is_used(family, name):
-    verdict, why, _ = tried(MODELS[family][name], True, torch.float32)
-    assert verdict == EXPECTED.get(name, "traced"), why
+def test_execution_mode_with_dropout(family, name):
+    mode, reason, _ = run(MODELS[family][name], True, torch.float32)
+    assert mode == EXPECTED.get(name, "traced"), reason
 
 
 def test_images_are_tried():
@@ -126,36 +117,37 @@ def test_images_are_tried():
 
 
 def test_the_page_says_what_is_expected():
-    told = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", PAGE.read_text(), re.M))
+    listed = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", PAGE.read_text(), re.M))
     for models in MODELS.values():
-        assert {name: told.get(name) for name in models} == {name: EXPECTED.get(name, "traced") for name in models}
+        assert {name: listed.get(name) for name in models} == {name: EXPECTED.get(name, "traced") for name in models}
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
-INTRODUCTION = """# Models that were tried
+INTRODUCTION = """# Supported models
 
-Tiny ones, as the libraries that have them make them, on records of several lengths where they are sequences: masks,
-labels of -100, the usual loss. For each, `tests/gradients/test_models.py` compares the clipped sums with those of one
-record at a time in float64, at 1e-9, and holds how its records are processed, with dropout and without:
+These models are tested: tiny ones, built by the libraries they come from, with their usual loss. Sequences have
+several lengths, masks, and labels of -100. For each model, `tests/gradients/test_models.py` compares the clipped sums
+with those of one record at a time in float64, at a relative error of 1e-9, and checks the execution mode, with dropout
+and without:
 
-- *traced*: by a graph of the step, all records together;
-- *together*: by the step as it is written, under vmap;
-- *singly*: one at a time by ordinary autograd, which is slow;
+- *traced*: all records together, by a graph of the training step;
+- *vmap*: all records together, by the training step as it is written;
+- *one at a time*: by ordinary autograd, which is slow;
 - *refused*.
 
-What a model is made of decides, and [speed](speed.md) says how. `python tests/gradients/test_models.py` writes this
-page; with `pip install -e '.[test,models]'`, `python -m pytest tests/gradients/test_models.py -m ''` tries all of them,
-and without `-m ''` some."""
+[Performance](speed.md) explains how the mode is chosen. `python tests/gradients/test_models.py` writes this page. With
+`pip install -e '.[test,models]'`, `python -m pytest tests/gradients/test_models.py -m ''` tests all models; without
+`-m ''`, some."""
 
 
 def page():
-    """docs/zoo.md, of which every row is found by trying."""
+    """docs/zoo.md, from a run of every model."""
     yield INTRODUCTION
     for family, models in MODELS.items():
-        yield f"\n## {FAMILIES[family]}\n\n| | | why |\n|---|---|---|"
+        yield f"\n## {FAMILIES[family]}\n\n| model | mode | reason |\n|---|---|---|"
         for name, model in models.items():
-            verdict, why, _ = tried(model, False, torch.float64)
-            yield f"| {name} | {verdict} | {why.replace('|', '∣')} |"
+            mode, reason, _ = run(model, False, torch.float64)
+            yield f"| {name} | {mode} | {reason.replace('|', '∣')} |"
 
 
 if __name__ == "__main__":

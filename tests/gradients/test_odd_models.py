@@ -364,7 +364,7 @@ def exported(name, decomposed=False):
 )
 def test_exported_models_train_as_by_hand(tmp_path, name, decomposed):
     net, records = exported(name, decomposed)
-    (released,), _ = trained(tmp_path, Model(copy.deepcopy(net)), records, callback={"physical_batch": 3})
+    (released,), _ = trained(tmp_path, Model(copy.deepcopy(net)), records, callback={"max_physical_batch_size": 3})
     assert torch.allclose(released, sum_of_clipped(Model(net), records), atol=1e-6)
 
 
@@ -435,7 +435,7 @@ def test_functions_of_torch_script_train_as_written_ones(tmp_path, make, physica
 
 
 def test_scripted_modules_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"module net\.0 is one of TorchScript"):
+    with pytest.raises(ConfigError, match=r"module net\.0 is a TorchScript module"):
         trained(tmp_path, Model(nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))), rows(4))
 
 

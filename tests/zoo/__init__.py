@@ -1,4 +1,4 @@
-"""Models as people use them, randomly initialised and tiny, each with a batch and a loss."""
+"""Tiny, randomly initialized models of common architectures, each with a batch and a loss."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ PAD = 0
 
 
 def own_loss(module: nn.Module, batch: dict) -> torch.Tensor:
-    """That of a model which is given its labels."""
+    """The loss that a model returns if its batch has labels."""
     return module(**batch).loss
 
 
@@ -42,8 +42,8 @@ class Model:
     """One architecture.
 
     Attributes:
-        build: makes it, with its usual dropout or with none.
-        batch: B records.
+        build: takes whether to use dropout, returns the module.
+        batch: returns a batch of B records.
     """
 
     build: Callable[[bool], nn.Module]
@@ -52,17 +52,17 @@ class Model:
 
 
 def lengths() -> torch.Tensor:
-    """[B]; two are equal."""
+    """[B] lengths of sequences, two of them equal."""
     return torch.tensor([T, T - 3, T - 3, T - 1, T - 2, T - 4])
 
 
 def mask() -> torch.Tensor:
-    """[B, T]: 1 where a record has a word."""
+    """[B, T]: 1 for words, 0 for padding."""
     return (torch.arange(T) < lengths()[:, None]).long()
 
 
 def words() -> torch.Tensor:
-    """[B, T], padded."""
+    """[B, T] word indices, padded."""
     return torch.randint(3, WORDS, (B, T)) * mask() + PAD * (1 - mask())
 
 
@@ -75,7 +75,7 @@ def images(side: int = 16) -> torch.Tensor:
 
 
 def of(make, *arguments, **options):
-    """make: a class whose `rate` is that of dropout, or one without."""
+    """A builder for a class, whose argument `rate` is the dropout rate if there is one."""
 
     def build(dropout: bool) -> nn.Module:
         rate = {"rate": 0.1 * dropout} if "rate" in make.__init__.__annotations__ else {}

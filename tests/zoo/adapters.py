@@ -1,4 +1,4 @@
-"""PEFT's ways to train a few parameters of a language model of transformers."""
+"""Parameter-efficient fine-tuning of language models, by PEFT."""
 
 import peft
 from torch import nn
@@ -11,7 +11,7 @@ LAYERS = ["q_proj", "v_proj", "up_proj"]
 
 
 def with_(base, config, task: str = "CAUSAL_LM", rate: str | None = None, **options):
-    """rate: the name of its rate of dropout."""
+    """rate: the name of its dropout rate."""
 
     def build(dropout: bool) -> nn.Module:
         rates = {rate: 0.1 * dropout} if rate else {}
@@ -23,7 +23,7 @@ def with_(base, config, task: str = "CAUSAL_LM", rate: str | None = None, **opti
 
 
 def with_noise(module: nn.Module) -> None:
-    """What is added begins at zero, where half of the gradients are zero too."""
+    """Adapters are initialized with zeros, where many gradients are zero."""
     for p in module.parameters():
         if p.requires_grad:
             nn.init.normal_(p, std=0.1) if p.dim() > 1 else p.data.add_(0.1)

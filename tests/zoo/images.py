@@ -1,4 +1,4 @@
-"""Image models of timm and torchvision. BatchNorm mixes records, so GroupNorm stands in its place but in two."""
+"""Image models of timm and torchvision, with GroupNorm in place of BatchNorm but in the last two."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from timm.models import efficientnet, metaformer, mlp_mixer, resnet, resnetv2
 from timm.models._efficientnet_builder import decode_arch_def
 from torch import nn
 
-from zoo import CLASSES, B, Model, classes, cross_entropy, images
+from zoo import CLASSES, Model, classes, cross_entropy, images
 
 
 def groups(channels: int, **_) -> nn.GroupNorm:
@@ -17,7 +17,7 @@ def groups(channels: int, **_) -> nn.GroupNorm:
 
 
 def of_timm(make, rates=("drop_rate", "drop_path_rate"), **options):
-    """make: a class of timm's, or the name of a model; rates: the names of its rates of dropout."""
+    """make: a class or model name of timm; rates: its arguments that are dropout rates."""
     maker = partial(timm.create_model, make) if isinstance(make, str) else make
 
     def build(dropout: bool) -> nn.Module:
@@ -32,7 +32,7 @@ def efficient(**options):
 
 
 def of_torchvision(make, dropping: bool = False, **options):
-    """dropping: it takes a rate of dropout."""
+    """dropping: whether `make` takes a dropout rate."""
 
     def build(dropout: bool) -> nn.Module:
         return make(num_classes=CLASSES, **options, **({"dropout": 0.1 * dropout} if dropping else {}))
@@ -59,22 +59,12 @@ def seen(build, side: int = 32) -> Model:
     return Model(build, pictures(side), cross_entropy)
 
 
-def clips():
-    x, y = images(16), classes()
-    return x[:, :, None].expand(B, 3, 4, 16, 16).clone(), y
-
-
-def last_of(module, batch):
-    """A segmentation's loss, of each pixel alike."""
-    return cross_entropy(lambda x: module(x)["out"].mean((2, 3)), batch)
-
-
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 TILES = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 2, "mlp_ratio": 2}
 MODELS = {
     "timm ViT": seen(of_timm("vit_tiny_patch16_224", **SMALL)),
     "timm ViT, registers and mean": seen(of_timm("vit_tiny_patch16_224", **SMALL, reg_tokens=2, global_pool="avg")),
-    "timm ViT, normalised queries": seen(of_timm("vit_tiny_patch16_224", **SMALL, qk_norm=True, init_values=0.1)),
+    "timm ViT, normalized queries": seen(of_timm("vit_tiny_patch16_224", **SMALL, qk_norm=True, init_values=0.1)),
     "timm DeiT, distilled": seen(of_timm("deit_tiny_distilled_patch16_224", **SMALL)),
     "timm BEiT": seen(of_timm("beit_base_patch16_224", **SMALL)),
     "timm EVA-02": seen(of_timm("eva02_tiny_patch14_224", **SMALL)),

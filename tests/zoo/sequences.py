@@ -1,4 +1,4 @@
-"""Models of sequences, as people write them by hand."""
+"""Sequence models written by hand."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The padding mask is of booleans; the average is over what is there."""
+    """A boolean padding mask; the mean over the words."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Queries of its own look at the record: a parameter beside data in one product."""
+    """Learned queries: an einsum of a parameter and data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Cells(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each word goes to the two experts that its router likes best."""
+    """A mixture of experts: two of four for each word."""
 
     def __init__(self, dense: bool) -> None:
         super().__init__()
@@ -108,10 +108,10 @@ class Experts(nn.Module):
 
     def forward(self, x):
         h = self.words(x)
-        chance, chosen = self.router(h).softmax(-1).topk(2)
+        weights, chosen = self.router(h).softmax(-1).topk(2)
         mixed = torch.zeros_like(h)
         for i, expert in enumerate(self.experts):
-            share = (chance * (chosen == i)).sum(-1, keepdim=True)
+            share = (weights * (chosen == i)).sum(-1, keepdim=True)
             if self.dense:
                 mixed = mixed + share * expert(h)
             else:
@@ -145,7 +145,7 @@ class Bags(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A diagonal state space, stepped through."""
+    """A diagonal state space model, step by step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ MODELS = {
     "GRU, both ways, packed": plain(of(Recurrent, nn.GRU, True, bidirectional=True), sized),
     "LSTMCell": plain(of(Cells, nn.LSTMCell), read),
     "GRUCell": plain(of(Cells, nn.GRUCell), read),
-    "experts, all asked": plain(of(Experts, True), read),
+    "experts, dense": plain(of(Experts, True), read),
     "experts, routed": plain(of(Experts, False), read),
     "tied language model": plain(of(Tied), continued),
     "bag of words": plain(of(Bags), read),

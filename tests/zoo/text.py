@@ -1,4 +1,4 @@
-"""Language models of transformers."""
+"""Models of the library transformers."""
 
 import torch
 import transformers as hf
@@ -13,7 +13,7 @@ SIZES = {
 
 
 def of(architecture: str, config: str | None = None, **options):
-    """architecture: the class's name without its "For…"; its configuration's unless another is named."""
+    """A builder for a class of transformers; config: the name of its configuration, if it has another one."""
     name = config or architecture.partition("For")[0].removesuffix("Model").removesuffix("LMHead")
 
     def build(dropout: bool) -> nn.Module:
@@ -87,7 +87,7 @@ def pictured():
 
 
 def likeness(module, batch):
-    """Of a record's own text and image."""
+    """A loss of each record's own text and image."""
     return -module(**batch).logits_per_image.mean()
 
 

@@ -1,4 +1,4 @@
-"""Models of images, rows and sets, as people write them by hand."""
+"""Models of images, rows and sets written by hand."""
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ def run_once(module, *shape):
 
 
 def frozen_spectral():
-    """In training mode power iteration would change its buffers by each step, so it is evaluated."""
+    """In evaluation mode: in training, power iteration would change its buffers in each step."""
     module = nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, CLASSES))
     return module.eval()
 
@@ -59,7 +59,7 @@ class Checkpointed(nn.Module):
 
 
 class EarlyExit(nn.Module):
-    """Leaves by the first exit that is sure."""
+    """Returns the first scores that are confident."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Autoencoder(nn.Module):
 
 
 class Variational(nn.Module):
-    """Its loss draws noise, unless that is held still."""
+    """Its loss draws noise if `rate` is positive."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class DeepSets(nn.Module):
         return self.all(torch.cat([h.sum(1), h.amax(1)], 1))
 
 
-class Factorised(nn.Module):
+class Factorized(nn.Module):
     """A recommender: a record is one user, one item and a rating."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Factorised(nn.Module):
 
 
 class Kolmogorov(nn.Module):
-    """A layer of learned splines: parameters meet data in an einsum."""
+    """Learned splines: an einsum of a parameter and data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def bounded(module, batch):
 
 
 def known(module, batch):
-    """Each of several losses of the same model."""
+    """The sum of two losses."""
     x, y = batch
     scores = module(x)
     return F.cross_entropy(scores, y, label_smoothing=0.1) + F.multi_margin_loss(scores, y)
@@ -227,8 +227,8 @@ MODELS = {
     "variational autoencoder": plain(of(Variational), pictures, loss=bounded),
     "graph convolutions": plain(of(Graph), lambda: ((torch.randn(B, 5, 6), torch.rand(B, 5, 5)), classes())),
     "deep sets": plain(of(DeepSets), lambda: (torch.randn(B, 5, 6), classes())),
-    "matrix factorisation, Bilinear": plain(
-        of(Factorised), lambda: ((torch.randint(20, (B,)), torch.randint(30, (B,))), classes())
+    "matrix factorization, Bilinear": plain(
+        of(Factorized), lambda: ((torch.randint(20, (B,)), torch.randint(30, (B,))), classes())
     ),
     "Kolmogorov-Arnold": plain(of(Kolmogorov), rows),
 }

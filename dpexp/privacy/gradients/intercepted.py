@@ -149,7 +149,8 @@ class _Attention(BatchedFunction):
             mask = mask[None] if in_dims[3] is None else mask.movedim(in_dims[3], 0)
             mask = mask.reshape(len(mask), *(1,) * (q.dim() - mask.dim()), *mask.shape[1:])
             mask = _join_batch(mask.expand(B, *lead, *mask.shape[1 + len(lead) :]) if lead else mask, heads)
-        mixed = F.scaled_dot_product_attention(*(_join_batch(t, heads) for t in (q, k, v)), mask, *args, **kw)
+        q, k, v = (_join_batch(t, heads) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, *args, **kw)
         return mixed.reshape(B, *lead, *heads, *mixed.shape[-2:]), 0
 
 
