@@ -1,0 +1,80 @@
+"""The objects of a plan, by the public interface."""
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+from torch import nn
+
+import dpexp
+from dpexp.privacy.sampling.policies import Shuffle
+
+SAMPLING = dpexp.Sampling("poisson", sampling_rate=0.1, steps=10)
+
+
+class InOrder(Shuffle):
+    """Batches in the order of the data, which cost what shuffled ones do."""
+
+    def draw(self, size, stream):
+        batch = round(self.q * size)
+        return [list(range(k * batch, (k + 1) * batch)) for k in range(self.rounds_per_epoch)]
+
+
+def test_a_plan_is_made_from_its_objects():
+    plan = dpexp.make_plan(
+        nn.Linear(3, 2), n=1000, sampling=dpexp.Sampling(expected_batch_size=100, epochs=1.5),
+        target=dpexp.Target(epsilon=2.0, delta=1e-5), clipping=dpexp.Clipping(vectors="parameter"),
+        noise=dpexp.Noise(), schedules=dpexp.Schedules(z={"step": {0: 1.0, 5: 2.0}}),
+    )  # fmt: skip
+    (group,) = plan.groups
+    assert (plan.sampling.q, plan.rounds, len(group.vectors), group.S) == (0.1, 15, 2, 1.0)
+    assert 1.99 < dpexp.epsilon(plan.ledger(), 1e-5) <= 2.0
+    assert plan.at_round(5).groups[0].sigma == 2 * group.sigma
+    with pytest.raises(FrozenInstanceError):
+        SAMPLING.steps = 1
+
+
+def test_a_policy_is_chosen_by_its_dotted_name():
+    sampling = dpexp.Sampling(f"{__name__}.InOrder", sampling_rate=0.25, epochs=2)
+    plan = dpexp.make_plan(nn.Linear(3, 2), n=8, sampling=sampling, target=dpexp.Target(noise_multiplier=1.0))
+    assert type(plan.sampling) is InOrder and plan.rounds == 8 and plan.adjacency == "replace_one"
+    assert plan.sampling.draw(8, None) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (dpexp.Sampling, {"steps": 1}, r"exactly one of sampling\.sampling_rate or sampling\.expected_batch_size"),
+        (dpexp.Sampling, {"sampling_rate": 0.1}, r"exactly one of sampling\.steps or sampling\.epochs"),
+        (dpexp.Sampling, {"policy": "torch.Tensor", "sampling_rate": 1, "steps": 1}, r"sampling\.policy=torch"),
+        (dpexp.Sampling, {"policy": "no.Such", "sampling_rate": 0.1, "steps": 1}, "no.Such cannot be imported"),
+        (dpexp.Sampling, {"sampling_rate": 1.5, "steps": 1}, r"sampling\.sampling_rate=1\.5 must lie in \(0, 1\]"),
+        (dpexp.Sampling, {"expected_batch_size": 0, "steps": 1}, r"sampling\.expected_batch_size=0 must be"),
+        (dpexp.Sampling, {"sampling_rate": 0.1, "epochs": math.inf}, r"sampling\.epochs=inf must be"),
+        (dpexp.Sampling, {"sampling_rate": 0.1, "steps": 1, "partitions": 0}, r"sampling\.partitions=0 must be"),
+        (dpexp.Target, {"epsilon": -1}, r"privacy\.epsilon=-1 must be"),
+        (dpexp.Target, {"noise_multiplier": 0}, r"privacy\.noise_multiplier=0 must be"),
+        (dpexp.Target, {"epsilon": 1, "delta": 2}, r"privacy\.delta=2"),
+        (dpexp.Target, {"max_advantage": 2}, r"privacy\.max_advantage=2"),
+        (dpexp.Target, {"max_tpr_at_fpr": {2: 0.5}}, r"privacy\.max_tpr_at_fpr"),
+        (dpexp.Target, {"epsilon": 1, "max_advantage": 0.1}, r"privacy\.epsilon=1 and .* are 2 targets"),
+        (dpexp.Noise, {"kind": "laplace"}, "noise=laplace is unknown; choose gaussian, discrete_gaussian or banded"),
+        (dpexp.Noise, {"bands": 2}, r"noise\.bands=2 is an option of noise=banded, but noise=gaussian is chosen"),
+        (dpexp.Noise, {"kind": "banded", "bands": 0}, r"noise\.bands=0 must be an integer .* or auto"),
+        (dpexp.Noise, {"kind": "banded", "coefficients": "cubic"}, r"noise\.coefficients=cubic .* optimal, sqrt"),
+        (dpexp.Noise, {"kind": "banded", "momentum": 1.0}, r"noise\.momentum=1\.0 must lie in \[0, 1\)"),
+        (dpexp.Schedules, {"S": {"cosine": 1}}, r"schedule\.S=.* is not understood"),
+        (dpexp.Schedules, {"z": [1.0, 0.0]}, r"schedule\.z=0\.0 must be"),
+        (dpexp.Clipping, {"vectors": "neuron"}, "vectors=neuron is unknown; choose one of layer, parameter"),
+        (dpexp.Clipping, {"clip_rule": max}, "clip_rule=.* is no clip rule"),
+    ],
+)  # fmt: skip
+def test_objects_refuse_their_own_values(make, options, message):
+    with pytest.raises(dpexp.ConfigError, match=message):
+        make(**options)
+
+
+def test_a_model_is_not_planned_for_more_than_its_target_says():
+    for target, calibrate in ((dpexp.Target(), "noise_multiplier"), (dpexp.Target(epsilon=1.0, delta=1e-5), "steps")):
+        with pytest.raises(dpexp.ConfigError, match=r"exactly one of privacy\.epsilon|give both"):
+            dpexp.make_plan(nn.Linear(2, 2), n=100, sampling=SAMPLING, target=target, calibrate=calibrate)
