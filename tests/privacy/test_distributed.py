@@ -111,8 +111,8 @@ def test_a_job_of_two_processes_leaves_one_folder(dpexp_job, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("trainer.strategy=fsdp", "trainer.devices=2"), "gives each process a part of every weight"),
-        (("trainer.strategy=deepspeed_stage_3",), "gives each process a part of every weight"),
+        (("trainer.strategy=fsdp", "trainer.devices=2"), "it shards weights"),
+        (("trainer.strategy=deepspeed_stage_3",), "it shards weights"),
         (("trainer.strategy=ddp_spawn", "trainer.devices=2"), "choose ddp"),
         (("trainer.devices=2",), "several processes need trainer.strategy=ddp"),
         (("trainer.devices=0",), "trainer.devices=0 must be at least 1"),
