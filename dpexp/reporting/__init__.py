@@ -1,1 +1,1 @@
-"""What a person looks at: the terminal, figures, pages."""
+"""Terminal output, figures, model cards and report pages."""

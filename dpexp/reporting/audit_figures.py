@@ -1,4 +1,4 @@
-"""What a membership attacker got beside what a claim allows, drawn."""
+"""Figures of audits: the attacker's errors and the claimed trade-off curve."""
 
 import math
 
@@ -13,13 +13,13 @@ from dpexp.accounting.membership_inference import Membership
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.reporting.wording import up
 
-_LEAST = 1e-3  # of the errors drawn on a logarithmic scale
+_MIN_RATE = 1e-3  # of logarithmic axes
 
 
-def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
-    """Left the claimed trade-off curve with the attacker's points; right, for each δ, the claimed ε and lower bounds.
+def audit_figure(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
+    """Left: the claimed trade-off curve and the attacker's errors; right: the claimed ε and its lower bounds by δ.
 
-    If the claim is true, the points lie above the curve, or by chance in the grey band.
+    If the claim is true, the points lie above the curve or, by sampling error, in the grey band.
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
@@ -36,7 +36,7 @@ def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
     right.set(xlabel="δ", ylabel=f"ε, bounds together at {100 * audit.confidence:g}%")
     right.legend(fontsize="small")
     figure.suptitle(
-        f"{audit.canaries} canaries, of which {audit.included} were included; "
+        f"{audit.canaries} canaries, {audit.included} of them included; "
         f"{audit.right / audit.canaries:.1%} guessed right. "
         f"μ claimed {audit.mu_claimed:.3g}, found {audit.mu_estimate:.3g} ± {audit.mu_error:.2g}"
         + (": the claim is refuted" if audit.exceeded else ""),
@@ -46,33 +46,34 @@ def attack(audit: Audit, ledger: Ledger, accountant: str = "pld") -> Figure:
 
 
 def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
-    alpha = np.concatenate([np.geomspace(_LEAST / 2, 0.02, 60), np.linspace(0.02, 1, 200)])
+    alpha = np.concatenate([np.geomspace(_MIN_RATE / 2, 0.02, 60), np.linspace(0.02, 1, 200)])
     curve = type_two_errors(ledger, alpha.tolist(), accountant)
     counts = audit.canaries / 2
     off = 2.6 * np.sqrt(np.maximum(curve * (1 - curve), 1 / counts) / counts)
-    axes.fill_between(alpha, curve - off, curve, color="lightgrey", label="chance")
+    axes.fill_between(alpha, curve - off, curve, color="lightgrey", label="sampling error")
     axes.plot(alpha, curve, color="C0", label=f"claimed: no attacker below (by {accountant})")
     if math.isfinite(audit.mu_estimate):
         axes.plot(alpha, ndtr(ndtri(1 - alpha) - audit.mu_estimate), color="C1", linestyle="--", linewidth=1,
-                  label=f"Gaussian with the μ found, {audit.mu_estimate:.3g}")  # fmt: skip
+                  label=f"Gaussian with the estimated μ, {audit.mu_estimate:.3g}")  # fmt: skip
     axes.plot(*audit.errors.T, ".", color="C3", markersize=4, label="the attacker, by threshold")
     axes.plot(alpha, 1 - alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
-    axes.set(xlabel="type I error: taken for included, and was not", ylabel="type II error: was included, and missed",
+    axes.set(xlabel="type I error: guessed included, was not", ylabel="type II error: was included, guessed not",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.legend(fontsize="small", loc="upper right")
     axes.grid(alpha=0.3)
 
 
 def membership_figure(found: Membership, ledger: Ledger | None, accountant: str = "pld") -> Figure:
-    """The attacker's true positive rate against its false positive rate, and above which curve none comes: left as it
-    is, right on logarithmic scales, which show who is found for sure. Chance may bring the attacker into the grey band.
+    """The attacker's ROC curve and the claimed bound: left on linear, right on logarithmic scales.
+
+    If the claim is true, the points lie below the bound or, by sampling error, in the grey band.
     """
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
         _rates(axes, found, ledger, accountant)
     left.set_ylim(-0.03, 1.03)
-    right.set(xscale="log", yscale="log", xlim=(_LEAST, 1), ylim=(_LEAST, 1.1))
+    right.set(xscale="log", yscale="log", xlim=(_MIN_RATE, 1), ylim=(_MIN_RATE, 1.1))
     left.legend(fontsize="small", loc="lower right")
     low, high = found.interval
     allowed = "" if ledger is None else f", {up(100 * found.share_allowed, 4)}% allowed"
@@ -85,15 +86,15 @@ def membership_figure(found: Membership, ledger: Ledger | None, accountant: str 
 
 
 def _rates(axes: Axes, found: Membership, ledger: Ledger | None, accountant: str) -> None:
-    alpha = np.concatenate([np.geomspace(_LEAST, 0.02, 40), np.linspace(0.02, 1, 150)])
+    alpha = np.concatenate([np.geomspace(_MIN_RATE, 0.02, 40), np.linspace(0.02, 1, 150)])
     if ledger is not None:
-        most = 1 - type_two_errors(ledger, alpha.tolist(), accountant)
+        limit = 1 - type_two_errors(ledger, alpha.tolist(), accountant)
         counts = found.coins / 2
-        off = 2.6 * np.sqrt(np.maximum(most * (1 - most), 1 / counts) / counts)
-        axes.fill_between(alpha, most, most + off, color="lightgrey", label="chance")
-        axes.plot(alpha, most, color="C0", label=f"claimed: no attacker above (by {accountant})")
+        off = 2.6 * np.sqrt(np.maximum(limit * (1 - limit), 1 / counts) / counts)
+        axes.fill_between(alpha, limit, limit + off, color="lightgrey", label="sampling error")
+        axes.plot(alpha, limit, color="C0", label=f"claimed: no attacker above (by {accountant})")
     axes.plot(found.errors[:, 0], 1 - found.errors[:, 1], ".", color="C3", markersize=4,
               label="the attacker, by threshold")  # fmt: skip
     axes.plot(alpha, alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
-    axes.set(xlabel="FPR: taken for included, and was not", ylabel="TPR: was included, and found")
+    axes.set(xlabel="FPR: guessed included, was not", ylabel="TPR: was included, guessed so")
     axes.grid(alpha=0.3)

@@ -1,27 +1,30 @@
-"""Which configuration is best, and which others chance may have put below it."""
+"""Configurations of a sweep: the settings that differ, labels, means over seeds, the best one and its ties."""
 
 import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pandas import DataFrame, Series
 
 CHOICES = ("data", "model", "group", "mechanism", "clip_norm", "clip_rule", "allocation", "sampling")
 EPSILON, Z = "privacy.epsilon", "privacy.noise_multiplier"
-DRAW = "draw"  # of private selection: tells repetitions apart, and comes last
+DRAW = "draw"  # number of a draw of private selection; the last column
 _NAMES = {EPSILON: "target ε", Z: "z", "privacy.delta": "δ"}
-_TOLD = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, "privacy.delta")
-_FOLLOW = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")  # a choice implies them
-_SECTIONS = ("optimizer.", "sampling.", "privacy.")  # whose keys speak for themselves
-_WORDS = 4  # values in a label
+_IN_CAPTIONS = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, "privacy.delta")
+# Keys that follow from a choice
+_IMPLIED = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")
+_SECTIONS = ("optimizer.", "sampling.", "privacy.")  # omitted from names
+_MAX_VALUES = 4  # of a key, in a label
 _UNSET = "not set"
+WITHOUT_PRIVACY = "no: trained without privacy"
+CONFIDENCE = 0.95
 
 
 def settings(trials: DataFrame) -> DataFrame:
-    """A row a trial; a column a choice, such as group, or a parameter, such as optimizer.lr; all as texts."""
+    """One row per trial; columns are choices, such as group, and parameters, such as optimizer.lr; all texts."""
     read = [json.loads(configuration) for configuration in trials["configuration"]]
     keys = sorted({key for parameters in read for key in parameters}, key=lambda key: (_rank(key), key))
     columns = {name: [_text(value) for value in trials[name]] for name in CHOICES}
@@ -37,11 +40,11 @@ def _text(value: object) -> str:
     if value is None or value != value or value == "None":
         return _UNSET
     found = number(value)
-    return str(value) if found is None else repr(found).removesuffix(".0")  # 1 and 1.0 are one setting
+    return str(value) if found is None else repr(found).removesuffix(".0")  # 1 and 1.0 are equal
 
 
 def number(value: object) -> float | None:
-    """The finite number that a text says, if it says one."""
+    """The finite number in a text, if it is one."""
     try:
         found = float(str(value))
     except ValueError:
@@ -49,29 +52,31 @@ def number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def apart(table: DataFrame, first: Sequence[str] = ()) -> list[str]:
-    """The columns of settings that tell configurations apart. Those that follow from the ones before them (as n does
-    from the data) are left out; `first` come before all others."""
-    kept: list[str] = []
-    told = 1
+def distinguishing(table: DataFrame, first: Sequence[str] = ()) -> list[str]:
+    """The columns of settings in which configurations differ, the columns in `first` before others.
+
+    A column that follows from those before it (as n follows from the data) is left out.
+    """
+    found: list[str] = []
+    count = 1
     for column in dict.fromkeys((*(name for name in first if name in table), *table)):
-        with_it = len(table[[*kept, column]].drop_duplicates())
-        if with_it > told:
-            kept, told = [*kept, column], with_it
-    return kept
+        with_column = len(table[[*found, column]].drop_duplicates())
+        if with_column > count:
+            found, count = [*found, column], with_column
+    return found
 
 
 def labels(table: DataFrame, by: Sequence[str]) -> list[str]:
-    """Each row's settings in words, such as `group=flat · lr=0.1`."""
+    """A label for each row, such as `group=flat · lr=0.1`."""
     names = short_names(by)
     return [" · ".join(f"{names[key]}={_value(key, row[key])}" for key in by) for _, row in table.iterrows()]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """`lr` for `optimizer.lr`, unless another of the keys would be called so too."""
-    plain = {key: _NAMES.get(key, key.removesuffix("._target_").removeprefix(_section(key))) for key in keys}
-    often = list(plain.values())
-    return {key: name if often.count(name) == 1 else key for key, name in plain.items()}
+    """Names without section, as `lr` for `optimizer.lr`, where they are unambiguous among the keys."""
+    short = {key: _NAMES.get(key, key.removesuffix("._target_").removeprefix(_section(key))) for key in keys}
+    names = list(short.values())
+    return {key: name if names.count(name) == 1 else key for key, name in short.items()}
 
 
 def _section(key: str) -> str:
@@ -82,73 +87,74 @@ def _value(key: str, value: str) -> str:
     return value.rpartition(".")[2] if key.endswith("._target_") else value
 
 
-def held(trials: DataFrame, first: Sequence[str] = (), width: int = 120) -> str:
-    """What is the same in all of these trials; and what differs but follows from what tells them apart
-    (see `apart`)."""
+def fixed_settings(trials: DataFrame, first: Sequence[str] = (), width: int = 120) -> str:
+    """A caption: the settings that all trials share, and those that follow from the settings that differ."""
     table = settings(trials)
-    telling = apart(table, first)
-    known = [key for key in table if not (key.partition(".")[0] in CHOICES and key.partition(".")[2] in _FOLLOW)]
+    varied = distinguishing(table, first)
+    known = [key for key in table if not (key.partition(".")[0] in CHOICES and key.partition(".")[2] in _IMPLIED)]
     same = [key for key in known if table[key].nunique() == 1 and table[key].iloc[0] != _UNSET]
-    same = [key for key in same if key in CHOICES or key.startswith(_TOLD)]
-    along = [key for key in known if table[key].nunique() > 1 and key not in telling]
-    names = short_names([*same, *along, *telling])
-    told = "Fixed: " + " · ".join(f"{names[key]}={_value(key, table[key].iloc[0])}" for key in same) + "."
-    if along:
-        told += f" Not fixed, but following: {', '.join(names[key] for key in along)}."
-    return textwrap.fill(told, width, break_long_words=False)
+    same = [key for key in same if key in CHOICES or key.startswith(_IN_CAPTIONS)]
+    following = [key for key in known if table[key].nunique() > 1 and key not in varied]
+    names = short_names([*same, *following, *varied])
+    text = "Fixed: " + " · ".join(f"{names[key]}={_value(key, table[key].iloc[0])}" for key in same) + "."
+    if following:
+        text += f" Not fixed, but following: {', '.join(names[key] for key in following)}."
+    return textwrap.fill(text, width, break_long_words=False)
 
 
-def shared(table: DataFrame, everywhere: DataFrame) -> str:
-    """A label for the rows of settings that are drawn as one, which no other rows of `everywhere` have: the values to
-    which they are confined, or where such words would take in others, the first row and how many are like it."""
+def common_label(table: DataFrame, everywhere: DataFrame) -> str:
+    """A label for rows of settings that are drawn as one, which fits no other row of `everywhere`.
+
+    It names the values that these rows have in common, or, where that would fit other rows too, the first row and the
+    number of rows like it.
+    """
     if len(table) == len(everywhere):
         return "the only configuration" if len(table) == 1 else f"all {len(table)} configurations"
-    confined = {key: [*dict.fromkeys(table[key])] for key in table if set(table[key]) != set(everywhere[key])}
-    order = [*confined]
-    for key in sorted(order, key=lambda key: (-len(confined[key]), -order.index(key))):
-        others = {name: values for name, values in confined.items() if name != key}
-        if _inside(everywhere, others) == len(table):
-            confined = others
-    if _inside(everywhere, confined) > len(table) or any(len(values) > _WORDS for values in confined.values()):
-        telling = [key for key in everywhere if everywhere[key].nunique() > 1]
-        return f"{labels(table.head(1), telling)[0]} and {len(table) - 1} alike"
-    names = short_names([*confined])
-    words = [f"{names[key]}={' or '.join(_value(key, value) for value in confined[key])}" for key in confined]
+    values = {key: [*dict.fromkeys(table[key])] for key in table if set(table[key]) != set(everywhere[key])}
+    order = [*values]
+    for key in sorted(order, key=lambda key: (-len(values[key]), -order.index(key))):
+        others = {name: some for name, some in values.items() if name != key}
+        if _count(everywhere, others) == len(table):
+            values = others
+    if _count(everywhere, values) > len(table) or any(len(some) > _MAX_VALUES for some in values.values()):
+        varied = [key for key in everywhere if everywhere[key].nunique() > 1]
+        return f"{labels(table.head(1), varied)[0]} and {len(table) - 1} alike"
+    names = short_names([*values])
+    words = [f"{names[key]}={' or '.join(_value(key, value) for value in values[key])}" for key in values]
     return " · ".join(words) + (f" ({len(table)} configurations)" if len(table) > 1 else "")
 
 
-def _inside(table: DataFrame, confined: Mapping[str, Sequence[str]]) -> int:
-    """How many rows have only such values."""
-    for key, values in confined.items():
+def _count(table: DataFrame, allowed: Mapping[str, Sequence[str]]) -> int:
+    """The number of rows whose values are all allowed."""
+    for key, values in allowed.items():
         table = table[table[key].isin(values)]
     return len(table)
 
 
-WITHOUT_PRIVACY = "no: trained without privacy"
-
-
 def finished(trials: DataFrame) -> DataFrame:
-    """The private trials that finished, each with an ε (that of its plan where it only made one), and one column more:
-    `level`, the target ε, or without one ε to two digits."""
+    """The finished private trials, with the planned ε where nothing was trained, and a column `level`.
+
+    The level is the target ε or, without one, ε to two digits.
+    """
     found = trials[trials["status"] == "FINISHED"]
     found = found.assign(epsilon=found["epsilon"].fillna(found["epsilon_planned"]))
     found = found[found["epsilon"].notna()]
     levels = [
-        f"{spent:.2g}" if math.isnan(aim) else f"{aim:g}"
-        for spent, aim in zip(found["epsilon"], targets(found), strict=True)
+        f"{spent:.2g}" if math.isnan(target) else f"{target:g}"
+        for spent, target in zip(found["epsilon"], targets(found), strict=True)
     ]
     return found.assign(level=levels)
 
 
 def trained(trials: DataFrame) -> DataFrame:
-    """Those of the finished trials that have a test accuracy."""
+    """The finished trials that have a test accuracy."""
     return finished(trials[trials["test_accuracy"].notna() & trials["epsilon"].notna()])
 
 
 def targets(trials: DataFrame) -> Series:
-    """The target ε of each trial; NaN where nothing was solved for it."""
-    given = [number(json.loads(configuration).get(EPSILON)) for configuration in trials["configuration"]]
-    return Series(given, index=trials.index, dtype=float).where(trials["knob_value"].notna())
+    """The target ε of each trial; NaN where nothing was calibrated."""
+    found = [number(json.loads(configuration).get(EPSILON)) for configuration in trials["configuration"]]
+    return Series(found, index=trials.index, dtype=float).where(trials["knob_value"].notna())
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,10 @@ class Best:
     """The configuration with the highest mean accuracy.
 
     Attributes:
-        row: of the frame of configurations; others: how many it was the highest of, less one.
-        margin: half the width of the mean's 95 % interval; NaN where no runs tell what chance does.
-        tied: labels of the others whose difference from it could be chance.
+        row: of the frame of configurations.
+        others: the number of other configurations.
+        margin: half the width of the mean's 95 % confidence interval; NaN without repeated runs.
+        tied: labels of the others that do not differ significantly from it.
     """
 
     row: dict[str, Any]
@@ -175,10 +182,10 @@ class Best:
 
     @property
     def certainty(self) -> str:
-        """How sure it is, in words: of how many runs a mean, and how it stands among the others."""
+        """The number of runs, the confidence interval, and the comparison with the others."""
         runs = "1 run" if self.row["runs"] == 1 else f"mean of {self.row['runs']} runs"
-        chance = "chance unknown" if math.isnan(self.margin) else f"95 % interval ± {self.margin:.2%}"
-        return "; ".join(filter(None, (f"{runs}, {chance}", self._standing)))
+        interval = "no interval" if math.isnan(self.margin) else f"95 % interval ± {self.margin:.2%}"
+        return "; ".join(filter(None, (f"{runs}, {interval}", self._standing)))
 
     @property
     def _standing(self) -> str:
@@ -186,26 +193,25 @@ class Best:
             return ""
         every = "the only other" if self.others == 1 else f"all {self.others} others"
         if not self.tied:
-            return f"above {every} by more than chance"
+            return f"significantly above {every}"
         if len(self.tied) < self.others:
-            return f"not told apart from {len(self.tied)} of {self.others} others"
-        return f"not told apart from {every.replace('all', 'any of')}"
+            return f"not significantly above {len(self.tied)} of {self.others} others"
+        return f"not significantly above {every.replace('all', 'any of')}"
 
 
 def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFrame, list[str]]:
-    """Trials that differ in their seed alone, as one row.
+    """One row for all trials that differ only in their seed.
 
     Args:
-        first: of what tells them apart, the columns that come first (see `settings.apart`).
+        first: the columns that come first among those that distinguish configurations.
 
     Returns:
-        A frame, in their order, and those of its columns that tell the rows apart. The others are label, which says
-        the same in words; run_id, name, data, model, level, delta and knob of the first run; run_ids, and `runs`,
-        their number; and over them the means of epsilon, accuracy and knob_value, and spread, the standard deviation
-        of accuracy (NaN for one).
+        A sorted frame, and those of its columns that distinguish the rows. The others are label; run_id, name, data,
+        model, level, delta and knob of the first run; run_ids and their number, runs; the means of epsilon, accuracy
+        and knob_value; and spread, the standard deviation of accuracy (NaN for one run).
     """
     table = settings(trials)
-    by = apart(table, first)
+    by = distinguishing(table, first)
     groups = trials.groupby([table[key] for key in by] or [0] * len(trials), sort=False)
     taken = {name: (name, "first") for name in ("run_id", "name", "data", "model", "level", "delta", "knob")}
     points = groups.agg(
@@ -217,38 +223,31 @@ def configurations(trials: DataFrame, first: Sequence[str] = ()) -> tuple[DataFr
         run_ids=("run_id", list),
         runs=("run_id", "size"),
     )
-    told = table.loc[groups.head(1).index, by].reset_index(drop=True)
-    points = points.reset_index(drop=True).drop(columns=by, errors="ignore").join(told)
-    order = sorted(points.index, key=lambda row: [_order(told.at[row, key]) for key in by])
-    return points.assign(label=labels(told, by)).loc[order].reset_index(drop=True), by
+    varied = table.loc[groups.head(1).index, by].reset_index(drop=True)
+    points = points.reset_index(drop=True).drop(columns=by, errors="ignore").join(varied)
+    order = sorted(points.index, key=lambda row: [_order(varied.at[row, key]) for key in by])
+    return points.assign(label=labels(varied, by)).loc[order].reset_index(drop=True), by
 
 
 def _order(value: str) -> tuple[bool, float, str]:
-    """Numbers by size, before words."""
+    """Sorts numbers by size, before words."""
     found = number(value)
     return found is None, found or 0.0, value
 
 
-def ceilings(trials: DataFrame) -> dict[tuple[str, str], Best]:
-    """The best of the non-private twins, by data set and model."""
-    twins = trials[(trials["status"] == "FINISHED") & trials["private"].str.startswith(WITHOUT_PRIVACY)]
-    points, _ = configurations(twins.dropna(subset=["test_accuracy"]))
+def best_baselines(trials: DataFrame) -> dict[tuple[str, str], Best]:
+    """The best non-private baseline, by data set and model."""
+    baselines = trials[(trials["status"] == "FINISHED") & trials["private"].str.startswith(WITHOUT_PRIVACY)]
+    points, _ = configurations(baselines.dropna(subset=["test_accuracy"]))
     return {(data, model): best(part) for (data, model), part in points.groupby(["data", "model"])}
 
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
+def best(points: DataFrame) -> Best:
+    """The best of at least one configuration (see `configurations`) by its mean accuracy over seeds.
 
-CONFIDENCE = 0.95
-
-
-def best(points: "DataFrame") -> Best:
-    """Of configurations (see there), at least one, the best by its mean over seeds.
-
-    Its interval is Student's, with one variance for all that are compared, pooled over their seeds. Others are tied
-    with it unless their means lie further apart than chance explains at 95 %, all pairs considered, since the best
-    was chosen among all: Tukey 1949 and Kramer 1956. Where no configuration has several runs that differ, nothing is
-    told apart.
+    Its confidence interval is Student's, with one variance pooled over the seeds of all configurations. Others are tied
+    with it unless they differ significantly at 95 % in a test of all pairs (Tukey 1949, Kramer 1956), since the best
+    was chosen among all. Without a configuration with several differing runs, all are tied.
     """
     ranked = points.sort_values("accuracy", ascending=False, kind="stable").to_dict("records")
     top, rest = ranked[0], ranked[1:]
@@ -269,18 +268,16 @@ def best(points: "DataFrame") -> Best:
     return Best(top, len(rest), float(margin), tied)
 
 
-def best_by_data(trials: "DataFrame") -> dict[str, Best]:
+def best_by_data(trials: DataFrame) -> dict[str, Best]:
     """The best configuration on each data set."""
-    from dpexp.reporting.comparisons import configurations
-
     return {data: best(configurations(runs)[0]) for data, runs in trials.groupby("data", sort=False)}
 
 
-def best_of_trials(trials: "DataFrame") -> dict[str, Any] | None:
-    """What a sweep says of its best configuration, private where any is: `name`, with how sure that is, and
-    `test_accuracy`, its mean. Of several data sets the name tells the bests on the others first."""
-    from dpexp.reporting.comparisons import trained
+def best_of_trials(trials: DataFrame) -> dict[str, Any] | None:
+    """The `name`, with its certainty, and mean `test_accuracy` of a sweep's best configuration.
 
+    Private configurations come first. With several data sets, the name lists the best on each.
+    """
     found = trained(trials)
     if found.empty:
         found = trials[(trials["status"] == "FINISHED") & trials["test_accuracy"].notna()]

@@ -1,4 +1,4 @@
-"""A model card: what a model was trained on, what it may cost those whose data that was, and how to use it."""
+"""The model card: accuracy, privacy guarantee and use of a trained model, in Markdown."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,17 +6,15 @@ from typing import Any
 from dpexp.accounting.risk import FALSE_POSITIVES
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.terminal import before_training, neighbours
-from dpexp.reporting.wording import found, gaussian, up
+from dpexp.reporting.wording import gaussian, max_tpr, up
 
 _NOT_COVERED = """\
 - choosing this model by looking at several private runs, each of which has its own ε;
 - the test set, which is taken as public, and `data.n` and normalisation constants, which must be published facts;
 - whatever the training code itself writes to files or to the network."""
-
-
-_BEGUN = (
-    "Its training began from weights of another on the same records, at {spent}: that is spent besides, and the sum "
-    "bounds both."
+_EARLIER = (
+    "Its training began from the weights of another training on the same records, which spent {spent}: the sum bounds "
+    "both."
 )
 
 
@@ -28,26 +26,27 @@ def card(
     lost: Sequence[str] = (),
     before: Sequence[str] = (),
 ) -> str:
-    """Markdown.
+    """The model card.
 
     Args:
-        names: which `data` and `model` were chosen; `schedule`: in words, if there is one.
+        names: the options of `data` and `model`, and the `schedule` in words, if there is one.
         result: as in `result.json`.
         plan: None for a model that was trained without privacy.
         load: the argument of `dpexp.load`.
-        lost: names of state that is not kept.
-        before: what trainings on the same records have spent from whose weights this one began.
+        lost: names of state that is not saved.
+        before: what earlier trainings on the same records spent, from whose weights this one began.
     """
     lines = [f"# {names.get('model', 'model')} on {names.get('data', 'data')}", ""]
     if "test_accuracy" in result.get("metrics", {}):  # the line that MLflow shows without a click
         lines += [f"**Test accuracy {_measured('accuracy', result['metrics']['test_accuracy'])}**  "]
     if plan is None:
-        lines += ["**Not private**: trained without noise, as the twin to compare private models with.", ""]
+        lines += ["**Not private**: trained without noise, as a baseline for private models.", ""]
     elif not result["private"]:
         lines += ["**Not private**: the noise seed is known, or private statistics were shown.", ""]
     elif "epsilon" in result:
-        adjacency, most = neighbours(plan.adjacency, str(plan.privacy_unit)), next(iter(result["epsilon"].values()))
-        lines += [f"**ε = {up(most, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.", ""]
+        adjacency = neighbours(plan.adjacency, str(plan.privacy_unit))
+        spent = next(iter(result["epsilon"].values()))
+        lines += [f"**ε = {up(spent, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.", ""]
     metrics = result.get("metrics", {})
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]
@@ -55,9 +54,9 @@ def card(
         lines.append("")
     if plan is not None and "epsilon" in result:
         lines += _guarantee(names, result, plan)
-        lines += [f"{_BEGUN.format(spent=one)}\n" for one in before]
+        lines += [f"{_EARLIER.format(spent=one)}\n" for one in before]
     if lost:
-        lines += [f"**Not kept**: {', '.join(lost)}, which are no tensors; a model made again begins anew there.", ""]
+        lines += [f"**Not saved**: {', '.join(lost)}, which are no tensors; a loaded model starts them anew.", ""]
     lines += [
         "## Use", "", "```python", "import dpexp", "", f'model = dpexp.load("{load}")', "```", "", "```sh",
         f"python -m dpexp evaluate {load}", f"python -m dpexp predict {load} data=inputs.npy", "```", "",
@@ -75,29 +74,29 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines += [f"No test for whether a {plan.privacy_unit} was among the data does better than this:", ""]
     lines += ["| a test for membership that is wrong about | finds at most |", "|---|---|"]
     lines += [
-        f"| 1 in {1 / fpr:.0f} of those who were not there | {found(risk, fpr)} of those who were |"
+        f"| 1 in {1 / fpr:.0f} of those who were not there | {max_tpr(risk, fpr)} of those who were |"
         for fpr in FALSE_POSITIVES
     ]
     lines += ["", f"Its advantage, TPR - FPR, is at most {up(risk['advantage'], 4)}, however often it is wrong."]
     if "mu" in risk:
         lines.append(f"As {gaussian(risk)}.")
     lines.append("")
-    happened = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
-    q = _range((now.sampling.q for now in happened), 5)
+    stages = [plan.at_round(start) for start, _ in plan.schedule.segments(max(1, result["rounds"]))]
+    q = _range((now.sampling.q for now in stages), 5)
     schedule = f", on the schedule {names['schedule']}" if names.get("schedule") else ""
     lines += [
         f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
         f"{plan.privacy_unit.plural}; "
-        + ("exact noise, " if plan.discrete else "")
+        + ("discrete Gaussian noise, " if plan.discrete else "")
         + _correlated(plan)
         + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
-        + f"noise multiplier z = {_range(now.noise_multiplier for now in happened)}"
+        + f"noise multiplier z = {_range(now.noise_multiplier for now in stages)}"
         f"{schedule}.", "",
         "| group | parameters | S_g | σ̃_g |", "|---|---|---|---|",
     ]  # fmt: skip
     for group in plan.groups:
-        named = [one for now in happened for one in now.groups if one.name == group.name]
-        S, sigma = _range(one.S for one in named or [group]), _range(one.sigma for one in named or [group])
+        same = [one for now in stages for one in now.groups if one.name == group.name] or [group]
+        S, sigma = _range(one.S for one in same), _range(one.sigma for one in same)
         lines.append(f"| {group.name} | {group.d:,} | {S} | {sigma} |")
     for event in plan.preprocessing:
         lines += ["", f"Before the first round: {before_training(event, plan, result['delta'])}."]
@@ -120,7 +119,7 @@ def _correlated(plan: PrivacyPlan) -> str:
 
 
 def _range(values: Iterable[float], digits: int = 4) -> str:
-    """From the least to the most of what a schedule may vary."""
+    """The range of what a schedule may vary."""
     ordered = sorted(values)
     low, high = (f"{value:.{digits}g}" for value in (ordered[0], ordered[-1]))
     return low if low == high else f"{low} – {high}"

@@ -1,4 +1,4 @@
-"""What the figures of trials have in common: panels, lines, ticks, and when not to draw."""
+"""Common parts of the figures of trials: panels, line styles, legends, axes."""
 
 import itertools
 import math
@@ -13,44 +13,45 @@ from pandas import DataFrame
 
 from dpexp.reporting.comparisons import labels, short_names
 
-LINES, PANELS = 6, 12  # that can be told apart in a panel, and in a figure
+LINES, PANELS = 6, 12  # at most: lines in a panel, panels in a figure
 _TICKS = 8
 _MARKERS = "osD^vP"
 
 
 class NotDrawn(Exception):
-    """A figure that would mislead, or that nobody could read; says why in a sentence."""
+    """A figure would mislead or be unreadable; the message says why."""
 
 
-def arrange(points: DataFrame, by: Sequence[str], most: int = PANELS) -> tuple[list[str], list[str]]:
-    """The settings that make panels and those that make lines: few panels, each of few lines. Data sets and models
-    never share a panel.
+def arrange(points: DataFrame, by: Sequence[str], max_panels: int = PANELS) -> tuple[list[str], list[str]]:
+    """Splits settings into those that make panels and those that make lines: as few panels as possible, of few lines.
+
+    Data sets and models never share a panel.
 
     Raises:
         NotDrawn: there are too many.
     """
-    apart = [key for key in by if key in ("data", "model")]
-    free = [key for key in by if key not in apart]
+    separate = [key for key in by if key in ("data", "model")]
+    free = [key for key in by if key not in separate]
     found = []
     for size in range(len(free) + 1 if len(free) <= _TICKS else 0):
         for chosen in itertools.combinations(free, size):
-            panels, lines = [*apart, *chosen], [key for key in free if key not in chosen]
+            panels, lines = [*separate, *chosen], [key for key in free if key not in chosen]
             count = len(points[panels].drop_duplicates()) if panels else 1
             fullest = max(len(part[lines].drop_duplicates()) if lines else 1 for _, part in parts(points, panels))
-            if count <= most and fullest <= LINES:
+            if count <= max_panels and fullest <= LINES:
                 found.append((count, panels, lines))
     if not found:
         names = ", ".join(short_names(by).values())
         raise NotDrawn(
-            f"{len(points[[*by]].drop_duplicates())} settings of {names} are more than can be told apart in "
-            f"{most} panels of {LINES} lines; draw fewer trials at a time."
+            f"{len(points[[*by]].drop_duplicates())} settings of {names} do not fit into {max_panels} "
+            f"panels of {LINES} lines; draw fewer trials at a time."
         )
     _, panels, lines = min(found, key=lambda option: option[0])
     return panels, lines
 
 
 def parts(points: DataFrame, keys: Sequence[str]) -> Iterator[tuple[str, DataFrame]]:
-    """The rows that share their settings of the keys, under a label of these; as one without keys."""
+    """(label, rows) for each combination of values of the keys; all rows together if there are no keys."""
     if not keys:
         yield "", points
         return
@@ -59,7 +60,7 @@ def parts(points: DataFrame, keys: Sequence[str]) -> Iterator[tuple[str, DataFra
 
 
 def grid(count: int, width: float = 4.0, height: float = 3.4, columns: int = 3) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, with common axes."""
+    """A figure of `count` panels with shared axes."""
     columns = min(count, columns)
     rows = -(-count // columns)
     size = (max(8.0, width * columns) if columns > 1 else 8.0, height * rows + 1.4)
@@ -72,7 +73,7 @@ def grid(count: int, width: float = 4.0, height: float = 3.4, columns: int = 3) 
     return figure, list(axes.flat[:count])
 
 
-def look(labels_: Sequence[str]) -> dict[str, dict[str, Any]]:
+def styles_of(labels_: Sequence[str]) -> dict[str, dict[str, Any]]:
     """A colour and a marker for each line."""
     return {
         label: {"color": f"C{k % 10}", "marker": _MARKERS[k % len(_MARKERS)], "linestyle": ("-", "--")[k // 10 % 2]}
@@ -81,7 +82,7 @@ def look(labels_: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def legend(figure: Figure, columns: int = 2) -> None:
-    """One for all panels, if there is anything to tell apart."""
+    """Adds one legend for all panels, if any line has a label."""
     found = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -90,16 +91,18 @@ def legend(figure: Figure, columns: int = 2) -> None:
 
 
 def caption(figure: Figure, *texts: str) -> None:
-    """Above the figure: what it holds fixed, and what is not drawn."""
+    """Writes notes above the figure, such as the fixed settings."""
     figure.suptitle("\n".join(filter(None, texts)), fontsize="x-small", color="dimgrey")
 
 
 def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, digits: int = 6) -> None:
-    """Ticks at the values themselves, to so many digits, where they are few, and never as an offset; logarithmic where
-    they lie far apart, unless told. Values that are nearly the same are drawn at one place, not magnified.
+    """Scales an axis: ticks at the values if they are few; nearly equal values are not magnified.
 
     Args:
-        which: x or y; values: all that are drawn along it; those that are not finite are left aside.
+        which: x or y.
+        values: all that are drawn along the axis; non-finite ones are ignored.
+        logarithmic: by default, if the values lie far apart.
+        digits: significant digits of the ticks.
     """
     axis: Axis = getattr(axes, f"{which}axis")
     finite = sorted(value for value in values if math.isfinite(value))
@@ -124,7 +127,7 @@ def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | N
 
 
 def _spaced(ticks: list[float], logarithmic: bool) -> list[float]:
-    """Those that leave room for the label of the one before."""
+    """Drops ticks whose label would overlap the one before."""
     places = [math.log(tick) for tick in ticks] if logarithmic else ticks
     room = 0.06 * (places[-1] - places[0])
     kept: list[int] = []
@@ -135,5 +138,6 @@ def _spaced(ticks: list[float], logarithmic: bool) -> list[float]:
 
 
 def percent(axes: Axes, which: str) -> None:
+    """Formats an axis in percent."""
     axis: Axis = getattr(axes, f"{which}axis")
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))

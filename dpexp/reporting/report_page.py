@@ -1,4 +1,4 @@
-"""The page of a report: which trials were best, what they cost, and why."""
+"""The HTML page of a report: trials, the best ones, their privacy costs, and figures."""
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,12 +11,21 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, isna
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.coverage import NAMES, is_bound
+from dpexp.accounting.coverage import NAMES
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants
-from dpexp.reporting.comparisons import best, best_by_data, ceilings, configurations, finished, held, shared, trained
+from dpexp.reporting.comparisons import (
+    best,
+    best_baselines,
+    best_by_data,
+    common_label,
+    configurations,
+    finished,
+    fixed_settings,
+    trained,
+)
 from dpexp.reporting.panels import NotDrawn
-from dpexp.reporting.run_figures import alike_in_cost, epsilon_by_accountant, epsilon_of_runs
+from dpexp.reporting.run_figures import accountant_label, epsilon_by_accountant, epsilon_of_runs, same_cost
 from dpexp.reporting.sweep_figures import budget_shares, compared, frontier, noise_and_signal
 from dpexp.reporting.wording import up
 
@@ -40,6 +49,7 @@ figcaption, .note { color: #555; font-size: 14px; }
 
 
 def page(title: str, body: Iterable[str]) -> str:
+    """An HTML document without external files."""
     return (
         '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -50,28 +60,30 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def heading(text: str, level: int = 2) -> str:
+    """An HTML heading."""
     return f"<h{level}>{escape(text)}</h{level}>"
 
 
-def paragraphs(texts: Iterable[str], kind: str = "") -> list[str]:
-    attribute = f' class="{kind}"' if kind else ""
+def paragraphs(texts: Iterable[str], style: str = "") -> list[str]:
+    """HTML paragraphs of a CSS class."""
+    attribute = f' class="{style}"' if style else ""
     return [f"<p{attribute}>{escape(text)}</p>" for text in texts]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[str] = ()) -> str:
-    """A table of plain texts; the columns in `numbers` are set flush right."""
+    """An HTML table of texts; the columns in `numbers` are right-aligned."""
     right = set(numbers)
-    kinds = [' class="number"' if name in right else "" for name in header]
+    classes = [' class="number"' if name in right else "" for name in header]
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}{k}>{escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True)) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}{k}>{escape(c)}</{tag}>" for k, c in zip(classes, cells, strict=True)) + "</tr>"
 
     body = "\n".join(line("td", row) for row in rows)
     return f'<div class="scroll"><table>\n<thead>{line("th", header)}</thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
 def picture(path: Path, figure: Figure, caption: str) -> str:
-    """Writes the figure, and returns it as HTML that needs no file."""
+    """Saves a figure, and returns it as HTML with the image inline."""
     figure.savefig(path, dpi=110)
     data = base64.b64encode(path.read_bytes()).decode()
     return (
@@ -84,7 +96,7 @@ def _claim(value: float) -> str:
     return up(value, 4)
 
 
-# What the table of trials shows: title, column and, of numbers, how they are written.
+# Columns of the table of trials: title -> (column of the frame, format)
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "run": ("name", str),
     "group": ("group", str),
@@ -109,7 +121,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "error": ("error", str),
 }
 _SELECTION = {
-    "single_run_epsilon": "one trial: may be claimed for the chosen one only if the choice used no private data",
+    "single_run_epsilon": "one trial: may be claimed only if the trial was chosen without private data",
     "all_runs_epsilon": "all trials composed: covers any choice among them",
     "private_selection_epsilon": "private selection: covers the best trial, if the others and their number stay secret",
 }
@@ -117,11 +129,12 @@ _SELECTION = {
 
 @dataclass(frozen=True)
 class Documents:
-    """What the runs left, by run id.
+    """Plans and ledgers of the runs, by run id.
 
     Attributes:
-        plans: the groups of each plan (see `plans.groups_of`); spent: ledger, δ and the accountant that the run
-            reports; notes: why a run's are missing or not whole.
+        plans: the groups of each plan (see `sweep_figures.groups_of`).
+        spent: ledger, δ and the reported accountant.
+        notes: why a run's documents are missing or incomplete.
     """
 
     plans: Mapping[str, Sequence[dict[str, Any]]]
@@ -130,20 +143,23 @@ class Documents:
 
 
 def documented(trials: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """The configurations that have released anything, the most accurate first; and what tells them apart, a row of
-    texts a run id (of one of their runs)."""
+    """The configurations that released anything, the most accurate first, and their distinguishing settings.
+
+    The settings have one row of texts per configuration, indexed by the id of one of its runs.
+    """
     points, by = configurations(finished(trials[trials["epsilon"].notna()]))
     points = points.sort_values("accuracy", ascending=False, kind="stable")
     return points, points.set_index("run_id")[by]
 
 
 def write_page(
-    title: str, trials: DataFrame, selections: Sequence[tuple[str, dict[str, float]]], left: Documents, out: Path
+    title: str, trials: DataFrame, selections: Sequence[tuple[str, dict[str, float]]], documents: Documents, out: Path
 ) -> Path:
     """Writes the page and its figures into a folder, and returns the page's path.
 
     Args:
-        trials: see `dpexp.tracking.read.TRIAL`; selections: by name what choosing among trials costs.
+        trials: with the columns of `dpexp.tracking.read.TRIAL`.
+        selections: (sweep, cost of choosing among its trials by type of claim).
     """
     out.mkdir(parents=True, exist_ok=True)
     points, settings = documented(trials)
@@ -153,10 +169,10 @@ def write_page(
         _trials_table(trials),
         *(part for name, costs in selections for part in _selection(name, costs)),
         *_accuracies(trials, out),
-        *_plans(trials, points, settings, left.plans, out),
-        *_rounds(trials, settings, left.spent, out),
-        *_accountants(trials, settings, left.spent, out),
-        *paragraphs(left.notes, "note"),
+        *_plans(trials, points, settings, documents.plans, out),
+        *_rounds(trials, settings, documents.spent, out),
+        *_accountants(trials, settings, documents.spent, out),
+        *paragraphs(documents.notes, "note"),
     ]
     path = out / "report.html"
     path.write_text(page(title, body), encoding="utf-8")
@@ -172,17 +188,17 @@ def _summary(trials: DataFrame) -> list[str]:
             f"Best on {data}: {top}, with test accuracy {top.row['accuracy']:.2%} at ε = {_claim(top.row['epsilon'])}, "
             f"δ = {_claim(top.row['delta'])}."
         )
-    for (data, model), top in ceilings(trials).items():
+    for (data, model), top in best_baselines(trials).items():
         lines.append(f"Without privacy on {data} ({model}): {top.row['accuracy']:.2%} ({top.certainty}).")
     lines.append(
-        "Each ε is that of one trial by itself. Choosing the best of many trials that used the same private data costs "
-        "more: an ε that covers the choice is that of all of them composed, or of a private selection."
+        "Each ε is that of one trial by itself. Choosing the best of several trials on the same private data costs "
+        "more: that choice is covered by the ε of all of them composed, or of a private selection."
     )
     if scored["delta"].nunique() > 1:
-        lines.append("The trials differ in δ, so that their ε cannot be compared as they stand.")
-    open_ = int((finished(trials)["private"] != "yes").sum())
-    if open_:
-        lines.append(f"{open_} of the trials show more than their (ε, δ) covers; the column “private” says why.")
+        lines.append("The trials differ in δ, so their ε are not comparable.")
+    exposing = int((finished(trials)["private"] != "yes").sum())
+    if exposing:
+        lines.append(f"{exposing} of the trials show more than their (ε, δ) covers; the column “private” says why.")
     return lines
 
 
@@ -199,7 +215,7 @@ def _shown(value: Any, form: Callable[[Any], str] = str) -> str:
 def _selection(name: str, costs: Mapping[str, float]) -> list[str]:
     keys = sorted(costs, key=[*_SELECTION, *costs].index)
     rows = [[_SELECTION.get(key, key), _claim(costs[key])] for key in keys]
-    return [heading(f"What choosing among the trials costs: {name}"), table(["claim", "ε"], rows, ["ε"])]
+    return [heading(f"Cost of choosing among the trials: {name}"), table(["claim", "ε"], rows, ["ε"])]
 
 
 def _accuracies(trials: DataFrame, out: Path) -> list[str]:
@@ -209,29 +225,29 @@ def _accuracies(trials: DataFrame, out: Path) -> list[str]:
     points, _ = configurations(runs)
     tops = [best(part) for _, part in points.groupby(["data", "level"])]
     tops.sort(key=lambda top: (top.row["data"], top.row["epsilon"]))
-    columns = ["data", "ε", "configuration", "test accuracy", "how sure"]
+    columns = ["data", "ε", "configuration", "test accuracy", "certainty"]
     rows = [
         [top.row["data"], _claim(top.row["epsilon"]), top.label, f"{top.row['accuracy']:.2%}", top.certainty]
         for top in tops
     ]
     spread = "Each point is a configuration: the mean over its runs, with their standard deviation. "
     if points["level"].nunique() > 1:
-        text = spread + "A line joins configurations that differ in ε alone. Dotted: the best without privacy, if any."
+        text = spread + "A line joins configurations that differ only in ε. Dotted: the best without privacy, if any."
         drawn = _drawn(out / "frontier.png", lambda: frontier(trials), text)
     else:
         text = (
-            spread + "Filled: the best, and those that chance may have put below it. Dotted: the best without privacy."
+            spread + "Filled: the best, and those that are not significantly lower. Dotted: the best without privacy."
         )
         drawn = _drawn(out / "accuracy.png", lambda: compared(trials), text)
-    told = (
-        "The best configuration at each ε, by its mean over runs. Others are told apart from it where their means "
-        "differ by more than the spread over seeds explains at 95 % (Tukey and Kramer’s test of all pairs)."
+    note = (
+        "The best configuration at each ε, by its mean over runs, compared with the others at 95 % by the "
+        "Tukey-Kramer test of all pairs."
     )
-    return [heading("Accuracy against ε"), drawn, *paragraphs([told]), table(columns, rows, ["ε", "test accuracy"])]
+    return [heading("Accuracy against ε"), drawn, *paragraphs([note]), table(columns, rows, ["ε", "test accuracy"])]
 
 
 def _drawn(path: Path, draw: Callable[[], Figure], text: str) -> str:
-    """The figure, or why there is none."""
+    """The figure, or the reason why it is not drawn."""
     try:
         return picture(path, draw(), text)
     except NotDrawn as why:
@@ -247,18 +263,18 @@ def _plans(
     known = points[points["run_id"].isin([*plans])]
     level = known.groupby("level", sort=False).size().idxmax()
     of_level = {run_id: plans[run_id] for run_id in known[known["level"] == level]["run_id"]}
-    fixed = _held(trials, of_level)
+    fixed = _fixed(trials, of_level)
     noise = (
-        f"All plans at ε = {level}, the ε that most configurations have, before any schedule; those whose numbers "
-        "differ by less than 10 % as one. The noise is there to hide what any one record adds, so that it lies to the "
-        "right of that; what stays visible is what many records have in common, up to the open circle. α is 1, but "
-        "under joint clipping the largest scale of the group’s vectors, and for the noise their root mean square."
+        f"All plans at ε = {level}, the ε of most configurations, before any schedule; plans that differ by less than "
+        "10 % as one. The noise hides the contribution of any one record, so it lies to the right of it; what many "
+        "records have in common remains visible, up to the open circle. α is 1 or, under joint clipping, the largest "
+        "scale of the group’s vectors, and for the noise their root mean square."
     )
-    shares = "w_g of each group: σ̃_g = z·S_g/√w_g, so that the larger its share, the less noise a group gets."
+    shares = "w_g of each group: σ̃_g = z·S_g/√w_g, so a larger share means less noise."
     return [
         heading("Noise against signal, by group"),
         picture(out / "noise.png", noise_and_signal(of_level, settings, fixed), noise),
-        heading("How each allocation spends the budget"),
+        heading("Budget share of each group"),
         picture(out / "shares.png", budget_shares(of_level, settings, fixed), shares),
     ]
 
@@ -268,10 +284,10 @@ def _rounds(
 ) -> list[str]:
     if not spent:
         return []
-    text = "From the ledgers: one line for all configurations whose releases cost the same."
+    text = "From the ledgers: one line for all configurations of equal cost."
     return [
         heading("ε over rounds"),
-        picture(out / "epsilon.png", epsilon_of_runs(spent, settings, _held(trials, spent)), text),
+        picture(out / "epsilon.png", epsilon_of_runs(spent, settings, _fixed(trials, spent)), text),
     ]
 
 
@@ -281,26 +297,26 @@ def _accountants(
     if not spent:
         return []
     everywhere = settings.loc[[*spent]]
-    told = {shared(settings.loc[members], everywhere): spent[members[0]] for members in alike_in_cost(spent)}
+    by_label = {common_label(settings.loc[members], everywhere): spent[members[0]] for members in same_cost(spent)}
     costs = DataFrame.from_dict(
-        {label: by_accountant(ledger, delta) for label, (ledger, delta, _) in told.items()}, orient="index"
+        {label: by_accountant(ledger, delta) for label, (ledger, delta, _) in by_label.items()}, orient="index"
     )
     costs = costs[[name for name in NAMES if name in costs]]
-    header = [f"{name} (approximation, no bound)" if not is_bound(name) else name for name in costs]
+    header = [accountant_label(name) for name in costs]
     rows = [
-        [label, _claim(told[label][1]), *(_shown(value, _claim) for value in row)]
+        [label, _claim(by_label[label][1]), *(_shown(value, _claim) for value in row)]
         for label, row in zip(costs.index, costs.to_numpy().tolist(), strict=True)
     ]
-    text = "One row for all that cost the same. A run reports the first accountant that has a bound, unless told."
+    text = "One row for all configurations of equal cost. A run reports the first that has a bound by default."
     return [
-        heading("What each accountant would have said"),
+        heading("ε by accountant"),
         table(["configuration", "δ", *header], rows, ["δ", *header]),
-        picture(out / "accountants.png", epsilon_by_accountant(costs, _held(trials, spent)), text),
+        picture(out / "accountants.png", epsilon_by_accountant(costs, _fixed(trials, spent)), text),
     ]
 
 
-def _held(trials: DataFrame, run_ids: Iterable[str]) -> str:
-    return held(trials[trials["run_id"].isin([*run_ids])])
+def _fixed(trials: DataFrame, run_ids: Iterable[str]) -> str:
+    return fixed_settings(trials[trials["run_id"].isin([*run_ids])])
 
 
 def by_accountant(ledger: Ledger, delta: float) -> dict[str, float]:

@@ -53,7 +53,7 @@ def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
         dims, alphas = [vector["d"] for vector in group["vectors"]], group["alphas"]
         average = max(alphas) * group["S"] / math.sqrt(sum(dims))
         scale = math.sqrt(sum(d * alpha**2 for d, alpha in zip(dims, alphas, strict=True)) / sum(dims))
-        noise = scale * max_noise_std(group["sigma"], group.get("bands", (1.0,)))  # which older plans have not
+        noise = scale * max_noise_std(group["sigma"], group["bands"])
         numbers = {"record": average / expected, "noise": noise / expected, "average": average}
         found.append({"group": group["name"], "share": group["share"]} | numbers)
     return found
@@ -128,9 +128,8 @@ def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame, fixe
             axes.barh(y, share, 0.7, left=left, color=colors(groups.index(group) % colors.N), alpha=0.75,
                       edgecolor="white", label=None if group in named else group)  # fmt: skip
             named.add(group)
-            text = (
-                f"{group} {share:.0%}" if len(group) + 5 < _BAR_CHARACTERS * share else f"{share:.0%}" if share > 0.04 else ""
-            )
+            named_in_bar = len(group) + 5 < _BAR_CHARACTERS * share
+            text = f"{group} {share:.0%}" if named_in_bar else f"{share:.0%}" if share > 0.04 else ""
             axes.text(left + share / 2, y, text, ha="center", va="center", fontsize="small")
             left += share
     if any(len(group) + 5 >= _BAR_CHARACTERS * share for shares in bars for group, share in shares):
@@ -229,7 +228,8 @@ def compared(trials: DataFrame) -> Figure:
     axes.grid(alpha=0.3)
     percent(axes, "x")
     legend(figure, columns=4)
-    caption(figure, fixed_settings(runs), f"The {len(points)} best of {everything}." if len(points) < everything else "")
+    omitted = f"The {len(points)} best of {everything}." if len(points) < everything else ""
+    caption(figure, fixed_settings(runs), omitted)
     return figure
 
 
@@ -334,9 +334,8 @@ def needed(trials: DataFrame) -> Figure:
         axes.grid(alpha=0.3)
     scale(grid_[0], "x", points["target"], logarithmic=True)
     scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
-    caption(
-        figure, fixed_settings(runs, [EPSILON]), f"The same for every {', '.join(short_names(irrelevant).values())}." if irrelevant else ""
-    )
+    note = f"The same for every {', '.join(short_names(irrelevant).values())}." if irrelevant else ""
+    caption(figure, fixed_settings(runs, [EPSILON]), note)
     legend(figure)
     return figure
 

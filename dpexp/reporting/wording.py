@@ -1,4 +1,4 @@
-"""What a guarantee means to whoever is in the data, in a sentence."""
+"""Privacy guarantees in words, and rounding of claims."""
 
 import math
 from collections.abc import Mapping
@@ -8,32 +8,32 @@ from dpexp.accounting.risk import FALSE_POSITIVES, tpr_at
 
 
 def up(value: float, digits: int) -> str:
-    """At most so many significant digits, rounded up: a claim of ε or δ that is shown shorter must still hold."""
+    """A value rounded up to `digits` significant digits: a shortened claim of ε or δ must still hold."""
     if not math.isfinite(value):
         return f"{value:g}"
-    # repr, not the binary fraction behind it: 1e-05 reads back as the same number.
+    # repr, not the binary fraction: 1e-05 stays 1e-05
     rounded = Decimal(repr(float(value))).normalize(Context(prec=digits, rounding=ROUND_CEILING))
     return f"{float(rounded):.{digits}g}"
 
 
 def in_words(risk: Mapping[str, float], unit: str = "record") -> str:
-    """One line.
+    """The limits of membership tests, in one line.
 
     Args:
-        risk: figures by name, as `Risk.figures` has them.
-        unit: whose data is tested for.
+        risk: as `Risk.figures` returns it.
+        unit: the privacy unit.
     """
-    rates = " and ".join(f"{found(risk, fpr)} at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
-    most = f"TPR - FPR above {up(risk['advantage'], 4)}, or finds more members than {rates}"
-    line = f"no test for one {unit} has {most}"
+    rates = " and ".join(f"{max_tpr(risk, fpr)} at FPR {100 * fpr:g} %" for fpr in FALSE_POSITIVES)
+    limit = f"TPR - FPR above {up(risk['advantage'], 4)}, or finds more members than {rates}"
+    line = f"no test for one {unit} has {limit}"
     return line + (f"; {gaussian(risk)}" if "mu" in risk else "")
 
 
-def found(risk: Mapping[str, float], fpr: float) -> str:
-    """The most members that a test finds."""
+def max_tpr(risk: Mapping[str, float], fpr: float) -> str:
+    """The highest true positive rate of a membership test at a false positive rate, in percent."""
     return f"{up(100 * risk[tpr_at(fpr)], 3)} %"
 
 
 def gaussian(risk: Mapping[str, float]) -> str:
-    """The Gaussian DP that allows for as much."""
+    """The μ of Gaussian DP, with its regret."""
     return f"Gaussian DP with μ = {up(risk['mu'], 4)} (regret {up(risk['regret'], 2)})"

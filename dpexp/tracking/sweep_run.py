@@ -18,9 +18,9 @@ from pandas import DataFrame
 
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
-from dpexp.reporting.comparisons import configurations, finished, held, targets, trained
+from dpexp.reporting.comparisons import configurations, finished, fixed_settings, targets, trained
 from dpexp.reporting.panels import NotDrawn
-from dpexp.reporting.sweep_figures import against, compared, frontier, needed, numbers_swept, progress
+from dpexp.reporting.sweep_figures import against, compared, frontier, needed, swept_numbers, progress
 from dpexp.tracking.client import OUTPUT, address, end_dead_runs, open_store, send_unsent, set_view
 from dpexp.tracking.provenance import HOST, PATCH, PATCH_RESUMED, provenance, provenance_of_resume, write_patch
 from dpexp.tracking.read import downloaded_run, trials
@@ -177,7 +177,7 @@ class SweepRun:
             draw["frontier.png"] = lambda: frontier(frame)
         elif len(runs):
             draw["accuracy.png"] = lambda: compared(frame)
-        swept = numbers_swept(frame)
+        swept = swept_numbers(frame)
         ends = [key.rpartition(".")[2] for key in swept]
         for key, end in zip(swept, ends, strict=True):
             draw[f"{end if ends.count(end) == 1 else key}.png"] = partial(against, frame, key)
@@ -199,7 +199,7 @@ class SweepRun:
         if not any(len(history) > 2 for trainings in histories.values() for history in trainings):
             return {}
         some = f"The {len(best)} best of {len(points)} configurations." if len(best) < len(points) else ""
-        return {"progress.png": progress(histories, held(runs), some)}
+        return {"progress.png": progress(histories, fixed_settings(runs), some)}
 
     def _history(self, run_id: str) -> list[tuple[float, float]]:
         """(ε, test accuracy) at each evaluation during training."""

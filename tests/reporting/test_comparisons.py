@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpexp.commands import sweep
 from dpexp.reporting.comparisons import (
-    apart,
     best,
-    ceilings,
+    best_baselines,
+    best_of_trials,
+    common_label,
     configurations,
+    distinguishing,
     finished,
-    held,
+    fixed_settings,
     labels,
     settings,
-    shared,
     trained,
 )
 from dpexp.reporting.report_page import Documents, write_page
-from dpexp.reporting.sweep_figures import numbers_swept
+from dpexp.reporting.sweep_figures import swept_numbers
 from tests.trials import TWIN, trials
 
 
@@ -63,34 +63,33 @@ def test_no_two_configurations_have_the_same_label():
     assert by == ["group", "privacy.epsilon", "optimizer.lr", "sampling.epochs"], "group._target_ follows from group"
     assert points["label"].nunique() == len(points) == 16
     assert "group=flat · target ε=3 · lr=0.1 · epochs=5" in set(points["label"])
-    assert held(frame).startswith("Fixed: data=digits · model=cnn · mechanism=separate")
-    assert (
-        "expected_batch_size=64" in held(frame) and "lr" not in held(frame).replace("\n", " ").split("FixedClipNorm")[1]
-    )
+    assert fixed_settings(frame).startswith("Fixed: data=digits · model=cnn · mechanism=separate")
+    caption = fixed_settings(frame).replace("\n", " ")
+    assert "expected_batch_size=64" in caption and "lr" not in caption and "epochs" not in caption
 
 
 def test_what_follows_from_the_rest_is_not_said_to_be_fixed():
     frame = trials({"optimizer.lr": 1, "sampling.epochs": 5}, {"optimizer.lr": 2, "sampling.epochs": 10})
-    assert apart(settings(frame)) == ["optimizer.lr"]
-    assert apart(settings(frame), ["sampling.epochs"]) == ["sampling.epochs"]
-    assert "Not fixed, but following: epochs." in held(frame).replace("\n", " ")
+    assert distinguishing(settings(frame)) == ["optimizer.lr"]
+    assert distinguishing(settings(frame), ["sampling.epochs"]) == ["sampling.epochs"]
+    assert "Not fixed, but following: epochs." in fixed_settings(frame).replace("\n", " ")
 
 
 def test_names_that_would_be_the_same_are_whole():
-    frame = trials(*({"optimizer.q": a, "sampling.sampling_rate": b} for a in (1, 2) for b in (1, 2)))
+    frame = trials(*({"optimizer.size": a, "sampling.size": b} for a in (1, 2) for b in (1, 2)))
     table = settings(frame)
-    assert labels(table, apart(table))[0] == "optimizer.q=1 · sampling.sampling_rate=1"
+    assert labels(table, distinguishing(table))[0] == "optimizer.size=1 · sampling.size=1"
 
 
 def test_several_drawn_as_one_are_named_by_what_no_others_are():
     rows = [{"group": g, "optimizer.lr": lr} for g in ("flat", "conv_fc", "per_layer") for lr in (1, 2)]
     table = settings(trials(*rows))[["group", "optimizer.lr"]]
-    assert shared(table, table) == "all 6 configurations"
-    assert shared(table[:2], table) == "group=flat (2 configurations)"
-    assert shared(table[:4], table) == "group=flat or conv_fc (4 configurations)"
-    assert shared(table[:1], table) == "group=flat · lr=1"
-    assert shared(table.iloc[[0, 3]], table) == "group=flat · lr=1 and 1 alike"
-    assert shared(table[:1], table[:1]) == "the only configuration"
+    assert common_label(table, table) == "all 6 configurations"
+    assert common_label(table[:2], table) == "group=flat (2 configurations)"
+    assert common_label(table[:4], table) == "group=flat or conv_fc (4 configurations)"
+    assert common_label(table[:1], table) == "group=flat · lr=1"
+    assert common_label(table.iloc[[0, 3]], table) == "group=flat · lr=1 and 1 alike"
+    assert common_label(table[:1], table[:1]) == "the only configuration"
 
 
 RANDOM = np.random.default_rng(1)
@@ -120,26 +119,26 @@ def test_ties_are_those_of_tukeys_test(samples):
     assert np.mean(samples[top]) - found.margin == pytest.approx(low)
     assert found.certainty == (
         f"mean of {len(samples[top])} runs, 95 % interval ± {found.margin:.2%}; "
-        f"not told apart from {len(found.tied)} of {found.others} others"
+        f"not significantly above {len(found.tied)} of {found.others} others"
     )
 
 
 def test_the_luckiest_of_equal_configurations_is_not_the_best():
     """Seed 2 of the second is the most accurate trial, though its mean is lower."""
     frame = scored([[0.83, 0.84, 0.85], [0.80, 0.81, 0.90], [0.82, 0.82, 0.83]])
-    found = sweep._best(frame)
+    found = best_of_trials(frame)
     assert found["test_accuracy"] == pytest.approx(0.84)
     assert found["name"].startswith("lr=1 (mean of 3 runs, 95 % interval ± ")
-    assert found["name"].endswith("not told apart from any of 2 others)")
+    assert found["name"].endswith("not significantly above any of 2 others)")
 
 
 def test_a_single_run_tells_nothing_of_chance():
     found = best(configurations(trained(scored([[0.9], [0.2]])))[0])
-    assert found.certainty == "1 run, chance unknown; not told apart from the only other" and math.isnan(found.margin)
+    assert found.certainty == "1 run, no interval; not significantly above the only other" and math.isnan(found.margin)
     alike = best(configurations(trained(scored([[0.9, 0.9], [0.2, 0.2]])))[0])
-    assert alike.tied == ["lr=2"] and "chance unknown" in alike.certainty
+    assert alike.tied == ["lr=2"] and "no interval" in alike.certainty
     apart_ = best(configurations(trained(scored([[0.9, 0.91], [0.2]])))[0])
-    assert apart_.certainty.endswith("above the only other by more than chance"), "the spread of the others is its own"
+    assert apart_.certainty.endswith("significantly above the only other"), "the spread of the others is its own"
 
 
 def test_draws_of_private_selection_are_not_averaged():
@@ -149,14 +148,14 @@ def test_draws_of_private_selection_are_not_averaged():
     accuracies = {(0.1, 0): 0.6, (0.4, 1): 0.9, (0.4, 2): 0.1}
     read = [_configuration({"optimizer.lr": str(lr), "seed": "0", "draw": str(k)}) for lr, k in accuracies]
     frame = trials(*({"test_accuracy": a} for a in accuracies.values())).assign(configuration=read)
-    found = sweep._best(frame)
+    found = best_of_trials(frame)
     assert found["name"].startswith("lr=0.4 · draw=1 (1 run") and found["test_accuracy"] == 0.9
-    assert numbers_swept(frame) == []
+    assert swept_numbers(frame) == []
 
 
 def test_terminal_and_report_have_one_best(tmp_path):
     frame = scored([[0.83, 0.84, 0.85], [0.80, 0.81, 0.90], [0.4, 0.41, 0.42]], **{"privacy.epsilon": 3.0})
-    said = sweep._best(frame)
+    said = best_of_trials(frame)
     page = write_page("a", frame, [], Documents({}, {}, []), tmp_path).read_text()
     assert f"Best on digits: {said['name']}, with test accuracy {said['test_accuracy']:.2%} at ε = 2.997" in page
     assert f"<td>{said['name'].partition(' (')[0]}</td>" in page and (tmp_path / "accuracy.png").exists()
@@ -165,8 +164,8 @@ def test_terminal_and_report_have_one_best(tmp_path):
 def test_each_data_set_has_its_best(tmp_path):
     rows = [{"data": d, "data.n": n, "optimizer.lr": lr, "test_accuracy": n / 10 + lr / 100}
             for d, n in (("a", 5), ("b", 8)) for lr in (1, 2)]  # fmt: skip
-    said = sweep._best(trials(*rows))
-    sure = "(1 run, chance unknown; not told apart from the only other)"
+    said = best_of_trials(trials(*rows))
+    sure = "(1 run, no interval; not significantly above the only other)"
     assert said["name"] == f"on a: lr=2 {sure}, test accuracy 52.00%; on b: lr=2 {sure}"
     assert said["test_accuracy"] == pytest.approx(0.82)
     page = write_page("a", trials(*rows), [], Documents({}, {}, []), tmp_path).read_text()
@@ -177,8 +176,8 @@ def test_each_data_set_has_its_best(tmp_path):
 def test_the_best_is_private_unless_nothing_is():
     twins = [TWIN | {"test_accuracy": 0.95 + k / 100, "optimizer.lr": 1 + k // 2} for k in range(4)]
     frame = trials({"test_accuracy": 0.7, "privacy.epsilon": 1.0}, *twins)
-    assert sweep._best(frame)["test_accuracy"] == 0.7
-    assert sweep._best(trials(*twins))["test_accuracy"] == pytest.approx(0.975)
-    assert sweep._best(trials({"status": "FAILED"})) is None
-    (top,) = ceilings(frame).values()
+    assert best_of_trials(frame)["test_accuracy"] == 0.7
+    assert best_of_trials(trials(*twins))["test_accuracy"] == pytest.approx(0.975)
+    assert best_of_trials(trials({"status": "FAILED"})) is None
+    (top,) = best_baselines(frame).values()
     assert top.row["accuracy"] == pytest.approx(0.975) and top.row["label"] == "lr=2" and top.others == 1

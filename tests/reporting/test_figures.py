@@ -15,14 +15,14 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import concatenate
 from dpexp.privacy.plan.clipping import DimensionClipNorm, Joint
 from dpexp.privacy.plan.groups import conv_fc
-from dpexp.reporting.comparisons import apart, settings
+from dpexp.reporting.comparisons import distinguishing, settings
 from dpexp.reporting.panels import NotDrawn, arrange, scale
 from dpexp.reporting.report_page import Documents, by_accountant, write_page
 from dpexp.reporting.run_figures import (
-    alike_in_cost,
     epsilon_by_accountant,
     epsilon_of_runs,
     epsilon_over_rounds,
+    same_cost,
     trade_off,
 )
 from dpexp.reporting.sweep_figures import (
@@ -33,8 +33,8 @@ from dpexp.reporting.sweep_figures import (
     groups_of,
     needed,
     noise_and_signal,
-    numbers_swept,
     progress,
+    swept_numbers,
 )
 from dpexp.reporting.terminal import plan_json
 from dpexp.training.models import cnn
@@ -52,10 +52,10 @@ def grid_of(seeds=(0,), **values):
     return rows
 
 
-def told_apart(frame, by=None):
-    """The settings that tell runs apart, by run id."""
+def varied_settings(frame, by=None):
+    """The settings in which runs differ, by run id."""
     table = settings(frame).set_axis(frame["run_id"])
-    return table[by or apart(settings(frame))]
+    return table[by or distinguishing(settings(frame))]
 
 
 def lines(axes):
@@ -144,7 +144,7 @@ def test_data_sets_have_panels_and_ceilings_of_their_own():
 def test_too_many_settings_are_refused_in_a_sentence(tmp_path):
     frame = trials(*grid_of(**{"privacy.epsilon": [1, 8], "optimizer.lr": [*range(1, 10)],
                                "sampling.epochs": [*range(1, 10)]}))  # fmt: skip
-    with pytest.raises(NotDrawn, match=r"^81 settings of lr, epochs are more than can be told apart in 12 panels"):
+    with pytest.raises(NotDrawn, match=r"^81 settings of lr, epochs do not fit into 12 panels"):
         frontier(frame)
     page = write_page("a", frame, [], Documents({}, {}, []), tmp_path).read_text()
     assert "frontier.png is not drawn. 81 settings of lr, epochs" in page and "<td>lr=9 · epochs=9</td>" not in page
@@ -155,7 +155,7 @@ def test_few_panels_are_chosen():
     frame = trials(*grid_of(group=["a", "b", "c"], mechanism=["x", "y"], allocation=["p", "q", "r"],
                             **{"optimizer.lr": [1, 2, 4]}))  # fmt: skip
     table = settings(frame)
-    by = apart(table)
+    by = distinguishing(table)
     panels, rest = arrange(table[by], by)
     assert set(panels + rest) == set(by) and not set(panels) & set(rest)
     count = len(table[panels].drop_duplicates())
@@ -190,7 +190,7 @@ def test_equal_configurations_are_shown_as_tied():
     figure = compared(frame)
     drawn = lines(figure.axes[0])
     assert {name: len(points) for name, points in drawn.items()} == {
-        "highest mean": 1, "not told apart from it": 1, "lower by more than chance": 1,
+        "highest mean": 1, "not significantly lower": 1, "significantly lower": 1,
     }  # fmt: skip
     assert drawn["highest mean"][0][0] == pytest.approx(0.85) and set(legend(figure)) == set(drawn)
 
@@ -210,7 +210,7 @@ def test_against_a_parameter_nothing_is_averaged_but_seeds():
     """ε and accuracy used to be means over the other parameters, and their spread that over learning rates."""
     frame = trials(*grid_of((0, 1), **{"sampling.epochs": [2, 4, 8], "optimizer.lr": [0.1, 0.4],
                                        "privacy.epsilon": [1, 3]}))  # fmt: skip
-    assert numbers_swept(frame) == ["sampling.epochs"]
+    assert swept_numbers(frame) == ["sampling.epochs"]
     figure = against(frame, "sampling.epochs")
     left, right = figure.axes
     assert {round(y, 6) for points in lines(left).values() for _, y in points} == {0.999, 2.997}
@@ -230,7 +230,7 @@ def test_what_moves_along_with_the_parameter_is_told():
         figure = against(frame, key)
         assert f"following: {other}." in figure.get_suptitle().replace("\n", " ")
         assert [axes.get_xlabel() for axes in figure.axes] == [key, key]
-    with pytest.raises(NotDrawn, match="in 4 panels"):
+    with pytest.raises(NotDrawn, match="into 4 panels"):
         against(trials(*grid_of(**{"optimizer.lr": [1, 2, 3], "sampling.epochs": [*range(1, 31)]})), "optimizer.lr")
 
 
@@ -241,7 +241,7 @@ def test_every_z_that_is_drawn_was_needed_by_a_run():
                      for (e, t), z in zs.items()))  # fmt: skip
     figure = needed(frame)
     assert lines(figure.axes[0]) == {"steps=20": [(1, 2.9), (4, 1.1)], "steps=100": [(1, 5.8), (4, 1.9)]}
-    assert figure.axes[0].get_ylabel() == "noise needed" and legend(figure) == ["steps=20", "steps=100"]
+    assert figure.axes[0].get_ylabel() == "noise_multiplier needed" and legend(figure) == ["steps=20", "steps=100"]
     assert ticks(figure) == (["1", "4"], "") and ticks(figure, "y") == (["1.1", "1.9", "2.9", "5.8"], "")
 
 
@@ -257,7 +257,10 @@ def test_what_the_knob_does_not_depend_on_is_one_line():
     [
         ([{"privacy.epsilon": 1.0}], "two values"),
         ([{"privacy.noise_multiplier": 1.0}, {"privacy.noise_multiplier": 2.0}], "two values"),
-        ([{"privacy.epsilon": 1.0}, {"privacy.epsilon": 2.0, "knob": "q"}], "Different knobs.*noise, q"),
+        (
+            [{"privacy.epsilon": 1.0}, {"privacy.epsilon": 2.0, "knob": "sampling_rate"}],
+            "Different parameters.*noise_multiplier, sampling_rate",
+        ),
     ],
 )
 def test_what_was_not_needed_is_not_drawn(rows, why):
@@ -314,7 +317,7 @@ def test_plans_that_are_nearly_the_same_are_one_block():
         return [row | {"noise": factor * row["noise"]} for row in rows]
 
     plans = {f"run{k}": noisier(1 + 0.01 * (k % 8) if k < 16 else 2) for k in range(17)}
-    figure = noise_and_signal(plans, told_apart(frame), "Fixed: data=digits.")
+    figure = noise_and_signal(plans, varied_settings(frame), "Fixed: data=digits.")
     assert blocks(figure) == ["group=flat or conv_fc (16 configurations)", "group=far"]
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [row["group"] for row in rows] * 2
@@ -327,7 +330,7 @@ def test_plans_that_are_nearly_the_same_are_one_block():
 def test_the_rest_of_many_plans_is_counted():
     frame = trials(*grid_of(**{"optimizer.lr": [*range(1, 91)]}))
     plans = {f"run{k}": [{"group": "all", "record": 1.0, "noise": 1.2**k, "average": 5.0}] for k in range(90)}
-    figure = noise_and_signal(plans, told_apart(frame))
+    figure = noise_and_signal(plans, varied_settings(frame))
     assert (
         len(blocks(figure)) == 30 == len(set(blocks(figure))) and figure.get_suptitle() == "30 of 90 plans that differ."
     )
@@ -338,7 +341,7 @@ def test_shares_are_one_bar_for_plans_that_share_alike():
     shares = [(0.5, 0.5), (0.5, 0.5), (0.7, 0.3), (0.6, 0.4)]
     plans = {f"run{k}": [{"group": g, "share": s} for g, s in zip(("conv", "fc"), pair, strict=True)]
              for k, pair in enumerate(shares)}  # fmt: skip
-    (axes,) = budget_shares(plans, told_apart(frame)).axes
+    (axes,) = budget_shares(plans, varied_settings(frame)).axes
     names = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
     assert names == ["allocation=proportional (2 configurations)", "allocation=min_variance · lr=2",
                      "allocation=min_variance · lr=1"]  # fmt: skip
@@ -360,8 +363,8 @@ def test_epsilon_over_rounds_draws_runs_that_cost_the_same_once():
         "run1": (second, 1e-5, "rdp"),
         "run2": (ledger(2 + 1e-12, 0.05, 300), 1e-5, "pld"),
     }
-    assert alike_in_cost(runs) == [["run0", "run2"], ["run1"]]
-    figure = epsilon_of_runs(runs, told_apart(frame), "Fixed: a.")
+    assert same_cost(runs) == [["run0", "run2"], ["run1"]]
+    figure = epsilon_of_runs(runs, varied_settings(frame), "Fixed: a.")
     drawn = {line.get_label(): line.get_data() for line in figure.axes[0].lines if line.get_marker() != "o"}
     assert list(drawn) == ["steps=300 (2 configurations)", "steps=40"] == legend(figure)
     x, y = drawn["steps=40"]
@@ -369,13 +372,13 @@ def test_epsilon_over_rounds_draws_runs_that_cost_the_same_once():
     assert y[1] == epsilon(ledger(3.0, 0.05, 1), 1e-5, "rdp")
     assert figure.axes[0].get_ylabel() == "ε at δ = 1e-05" and figure.get_suptitle() == "Fixed: a."
     many = {f"run{k}": (ledger(2.0 + k, 1.0, 1), 1e-5, "pld") for k in range(15)}
-    figure = epsilon_of_runs(many, told_apart(trials(*grid_of(**{"optimizer.lr": [*range(1, 16)]}))))
+    figure = epsilon_of_runs(many, varied_settings(trials(*grid_of(**{"optimizer.lr": [*range(1, 16)]}))))
     assert len(set(legend(figure))) == 12 and figure.get_suptitle() == "12 of 15 that differ in cost."
 
 
 def test_rounds_whose_order_a_ledger_does_not_keep_are_not_said_to_have_one():
     mixed = concatenate([ledger(2.0, 0.05, 30), ledger(3.0, 0.05, 40)])
-    assert epsilon_over_rounds(mixed, 1e-5, ["pld"]).axes[0].get_xlabel() == "round, those of a kind together"
+    assert epsilon_over_rounds(mixed, 1e-5, ["pld"]).axes[0].get_xlabel() == "round, equal rounds together"
     figure = epsilon_over_rounds(ledger(2.0, 0.05, 30), 1e-5, ["pld", "gdp"])
     assert figure.axes[0].get_xlabel() == "round"
     assert "gdp (approximation, no bound)" in [line.get_label() for line in figure.axes[0].lines]

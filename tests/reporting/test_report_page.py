@@ -100,8 +100,10 @@ def test_the_page_shows_the_runs_and_stands_alone(dpexp_job, client, tmp_path):
     }
     winner = max(means, key=means.get)
     assert best[0]["configuration"] == f"mechanism={winner}"
-    assert best[0]["test accuracy"] == f"{means[winner]:.2%}" and "the only other" in best[0]["how sure"]
-    assert f"Best on digits: mechanism={winner} ({best[0]['how sure']}), with test accuracy {means[winner]:.2%}" in page
+    assert best[0]["test accuracy"] == f"{means[winner]:.2%}" and "the only other" in best[0]["certainty"]
+    assert (
+        f"Best on digits: mechanism={winner} ({best[0]['certainty']}), with test accuracy {means[winner]:.2%}" in page
+    )
     spent = read_ledger(jobs["joint", 0] / "ledger.jsonl")
     assert [row["configuration"] for row in accountants] == ["all 2 configurations"]
     assert accountants[0]["rdp"] == up(epsilon(spent, 1e-4, "rdp"), 4)
