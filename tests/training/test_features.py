@@ -109,7 +109,7 @@ def test_records_of_whole_numbers_are_tried_on_numbers_that_they_hold(tmp_path):
     assert asked.dtype == torch.int64 and asked.min() >= 5 and asked.max() <= 9
 
 
-def test_a_file_that_holds_something_else_is_made_again(tmp_path):
+def test_a_file_that_is_damaged_or_holds_something_else_is_made_again(tmp_path):
     features = Features(data(), Squares(), str(tmp_path))
     for content in (
         {"other": torch.zeros(2)}, {"features": torch.zeros(2, 4)}, {"features": torch.zeros(10, 4)},
@@ -119,18 +119,13 @@ def test_a_file_that_holds_something_else_is_made_again(tmp_path):
             save_file(content, path)
         again = Features(data(), Squares(), str(tmp_path))
         assert torch.equal(again.train.tensors[0], features.train.tensors[0])
-
-
-def test_a_file_that_was_cut_short_is_made_again(tmp_path):
-    by = Squares()
-    Features(data(), by, str(tmp_path))
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[:50])
-    again = Features(data(), by, str(tmp_path))
-    assert torch.equal(again.train.tensors[0], data().train.tensors[0] ** 2)
+    again = Features(data(), Squares(), str(tmp_path))
+    assert torch.equal(again.train.tensors[0], features.train.tensors[0])
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 16])
+@pytest.mark.parametrize("at_once", [1, 7])
 def test_scattering_is_of_each_image_by_itself_to_the_bit(at_once):
     scattering = Scattering([3, 32, 32])
     x = torch.rand(16, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -141,7 +136,7 @@ def test_scattering_is_of_each_image_by_itself_to_the_bit(at_once):
     assert torch.equal(scattering(x[9:10])[0], features[9])
 
 
-@pytest.mark.parametrize("at_once", [7, 16])
+@pytest.mark.parametrize("at_once", [7])
 def test_joined_are_features_of_several_maps_of_each_image_by_itself(at_once):
     scales = [Scattering([1, 28, 28], groups=27), Scattering([1, 28, 28], J=3, groups=31)]
     x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -177,7 +172,7 @@ def test_scattering_features_are_normalized_if_asked():
             Scattering([1, 28, 28], groups=groups)
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 16])
+@pytest.mark.parametrize("at_once", [7])
 def test_random_features_are_of_each_record_by_itself_to_the_bit(at_once):
     lift = RandomFeatures(Scattering([1, 28, 28], groups=27), channels=81, count=18, groups=9)
     x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0)) * 2 - 1

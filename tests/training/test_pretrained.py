@@ -113,7 +113,7 @@ def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
     given, found = load_file(first), load_file(second / "weights.safetensors")
     assert torch.equal(found["1.weight"], given["1.weight"]) and torch.equal(found["1.bias"], given["1.bias"])
     assert json.loads((second / "result.json").read_text())["groups"].keys() == {"all"}
-    assert "Trained: 1,290 of 9,610 numbers: model.3.weight, model.3.bias" in capsys.readouterr().out
+    assert "Trained: 1,290 of 9,610 weights: model.3.weight, model.3.bias" in capsys.readouterr().out
     first.unlink()
     assert torch.equal(dpexp.load(second)[1].weight, given["1.weight"])  # the first job's file is not needed
 
@@ -148,15 +148,16 @@ def test_so_are_those_that_came_from_them(dpexp_job):
         dpexp_job(*FAST, *BACKBONE, f"+data.module.by.weights={renamed}")
 
 
-def test_what_private_trainings_on_the_same_records_spent_is_said(dpexp_job):
+def test_the_cost_of_earlier_private_trainings_on_the_same_records_is_stated(dpexp_job):
+    sentence = "another training on the same records, which spent"
     first = dpexp_job(*FAST)
-    with pytest.warns(UserWarning, match=r"on the same records, at ε = [\d.]+, δ = 0.0001, besides"):
+    with pytest.warns(UserWarning, match=r"on the same records, which costs ε = [\d.]+, δ = 0.0001 in addition"):
         second = dpexp_job(*FAST, f"model.weights={first / 'weights.safetensors'}")
-    spent = f"at ε = {read_metadata(first / 'weights.safetensors')['epsilon']}, δ = 0.0001: that is spent besides"
-    assert spent in (second / "card.md").read_text() and "spent besides" not in (first / "card.md").read_text()
-    with pytest.warns(UserWarning, match="besides"):
+    spent = f"{sentence} ε = {read_metadata(first / 'weights.safetensors')['epsilon']}, δ = 0.0001"
+    assert spent in (second / "card.md").read_text() and sentence not in (first / "card.md").read_text()
+    with pytest.warns(UserWarning, match="in addition"):
         third = dpexp_job(*FAST, f"model.weights={second / 'weights.safetensors'}")
-    assert (third / "card.md").read_text().count("that is spent besides") == 2
+    assert (third / "card.md").read_text().count(sentence) == 2
 
 
 def test_features_of_a_public_network(dpexp_job, tmp_path):
