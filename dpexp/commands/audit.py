@@ -27,8 +27,7 @@ from dpexp.privacy.mislabelled_canaries import Canary, mislabelled, one_by_one, 
 from dpexp.privacy.muted_logging import mute
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.plan import PrivacyPlan
-from dpexp.reporting.audit_figures import attack as attack_figure
-from dpexp.reporting.audit_figures import membership_figure
+from dpexp.reporting.audit_figures import audit_figure, membership_figure
 from dpexp.reporting.terminal import RoundBar
 from dpexp.tracking.job_folder import training_marker
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, Watch
@@ -63,7 +62,7 @@ def audit_plan(cfg: DictConfig, plan: PrivacyPlan, output: Path) -> tuple[Audit,
         attack.scores(canaries.count), canaries.included, ledger, deltas, accountant, cfg.audit.confidence,
         canaries.middle, [*attack.checks(level), *contributions.checks(level)],
     )  # fmt: skip
-    return found, attack_figure(found, ledger, accountant)
+    return found, audit_figure(found, ledger, accountant)
 
 
 def _train_with_canaries(

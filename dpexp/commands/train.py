@@ -54,7 +54,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import preprocessing_of
 from dpexp.privacy.private_metrics import MetricEstimates
 from dpexp.reporting import terminal
-from dpexp.reporting.run_figures import counts, signal_and_noise, values_over_rounds
+from dpexp.reporting.run_figures import class_counts, signal_and_noise, values_over_rounds
 from dpexp.tracking.job_folder import training_marker
 from dpexp.tracking.provenance import without_passwords
 from dpexp.training.callbacks import LastWeights, Stop
@@ -367,7 +367,7 @@ def _preprocessing(module: pl.LightningModule, plan: PrivacyPlan | None, output:
     counted = [event for event in plan.preprocessing if isinstance(event, ParallelQueryEvent)] if plan else []
     for name, values in released.items():
         event = next((event for event in counted if event.query == name), None)
-        _save(counts(values, event, name), output / f"{name}.png")
+        _save(class_counts(values, event, name), output / f"{name}.png")
     return {"preprocessing": released} if released else {}
 
 

@@ -4,12 +4,9 @@ import json
 
 import pytest
 from mlflow import MlflowClient
-from omegaconf import OmegaConf
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.releases import releases
-from dpexp.commands.validate import noise_of
-from dpexp.privacy.plan.options import Noise
 
 SMALL = ("model=logistic", "trainer.num_evaluations=0", "sampling.expected_batch_size=64")
 
@@ -43,7 +40,7 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
     [
         (["noise=banded", "sampling=poisson"], "choose sampling=cyclic_poisson"),
         (["noise=banded", "noise.bands=0"], "noise.bands=0 must be an integer of at least 1, or auto"),
-        (["noise=banded", "noise.bands=99"], "at most 22 parts"),
+        (["noise=banded", "noise.bands=99"], "at most 22 partitions"),
         (["noise=banded", "sampling.partitions=2", "noise.bands=3"], "must be at most sampling.partitions=2"),
         (["noise=banded", "schedule.z=[1,2]"], "is not supported with sampling=cyclic_poisson"),
         (["noise=banded", "privacy.noise_multiplier=1"], "noise.bands=auto compares the noise that a target needs"),
@@ -64,8 +61,3 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
 def test_mistakes_are_a_sentence(dpexp_job, arguments, sentence):
     with pytest.raises(SystemExit, match=sentence):
         dpexp_job(*SMALL, *arguments)
-
-
-def test_older_configurations_say_nothing_of_bands():
-    assert noise_of(OmegaConf.create({"noise": {"kind": "gaussian"}})) == "gaussian"
-    assert noise_of(OmegaConf.create({"noise": {"kind": "banded", "bands": 4}})) == Noise("banded", 4)

@@ -33,7 +33,7 @@ def test_one_composes_again_and_with_options_of_ones_own(tmp_path):
     [
         (["group=per_layr"], "did you mean 'per_layer'"),
         (["privacy.epsilom=1"], "privacy has no key 'epsilom'"),
-        (["rounds=40"], "give sampling.steps=40"),
+        (["rounds=40"], "give sampling.steps"),
         (["privacy.epsilon=-1"], "privacy.epsilon=-1"),
         (["privacy.enabled=false"], "has no privacy plan"),
     ],

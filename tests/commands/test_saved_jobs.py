@@ -179,7 +179,7 @@ def spec_lines(output):
         (["evaluate"], "needs one job's folder"),
         (["evaluate", "a", "b"], "needs one job's folder"),
         (["evaluate", "{job}", "size=3"], "size is unknown; known: uri"),
-        (["evaluate", "{empty}"], "only a job that trained to its end"),
+        (["evaluate", "{empty}"], "only a job that has finished its training"),
         (["evaluate", "nosuchrun"], "nosuchrun"),
         (["predict", "{job}"], "needs data=FILE"),
         (["predict", "{job}", "data=x.txt"], "must be a file that ends in .npy"),
@@ -280,7 +280,7 @@ def test_a_bank_of_records_that_forward_does_not_use_is_not_kept(dpexp_job, tmp_
         output = dpexp_job(
             *QUICK[:-1], "model=logistic", "~model.shape", "~model.classes", "model._target_=keeping.Keeping"
         )
-    assert "**Not kept**: _extra_state" in (output / "card.md").read_text()
+    assert "**Not saved**: _extra_state" in (output / "card.md").read_text()
     train = Digits().train.tensors[0]
     parts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     graph = (output / "mlflow_model" / "data" / "model.pt2").read_bytes()
@@ -305,7 +305,7 @@ def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precis
 
 def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job):
     names = ("standardize", "whiten", "pca")
-    noise = [f"preprocessing.{name}.{key}" for name in names for key in ("share=null", "noise_multiplier=1")]
+    noise = [f"preprocessing.{name}.{key}" for name in names for key in ("budget_share=null", "noise_multiplier=1")]
     output = dpexp_job(*QUICK, f"preprocessing=[{','.join(names)}]", *noise, "model.shape=[60]")
     kept, own = mlflow.pyfunc.load_model(str(output / "mlflow_model")), dpexp.load(output)
     for size in (1, 2, 5):
