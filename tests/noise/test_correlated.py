@@ -63,8 +63,7 @@ def test_the_square_roots_norms_are_landaus_constants():
         assert correlated.square_root(b)[0] == pytest.approx(landau**-0.5, rel=1e-12)
 
 
-@pytest.mark.parametrize("rounds", [50, 977, 20_000])
-@pytest.mark.parametrize("b", [2, 4, 32])
+@pytest.mark.parametrize("b, rounds", [(2, 50), (4, 977), (32, 20_000)])
 def test_the_optimum_is_one(b, rounds):
     """Its gradient is next to 0, however many rounds there are, for which steps may overflow on the way."""
     c = np.array(correlated.optimal(b, rounds, 0.9))

@@ -239,7 +239,7 @@ def test_other_knobs_are_solved_from_the_noise_given(knob):
     def sigmas(p):
         return [group.sigma for group in p.groups]
 
-    held = {"sampling_rate": averages, "sampling_rate_at_fixed_noise": sigmas, "steps": sigmas, "clip_norm": sigmas}[knob]
+    held = averages if knob == "sampling_rate" else sigmas
     assert held(made) == pytest.approx(held(asked), rel=1e-12), "the paper's §4 holds the averages' noise"
     assert (made.rounds != asked.rounds) == (knob == "steps")
     assert (made.sampling.q != asked.sampling.q) == knob.startswith("sampling_rate")
@@ -270,7 +270,6 @@ def test_rounds_from_epochs_lose_no_step():
 @pytest.mark.parametrize(
     "choices, message",
     [
-        ({"q": 1.5}, r"sampling\.sampling_rate=1\.5"),
         ({"q": 0.0}, r"sampling\.sampling_rate=0"),
         ({"q": "0.2"}, r"sampling\.sampling_rate='0.2' must lie in"),
         ({"clip_norm": FixedClipNorm({1: 2.0})}, "clip_norm.value names the groups 1; the model has all"),
@@ -284,17 +283,11 @@ def test_rounds_from_epochs_lose_no_step():
         ({"group": Groups({"a": 3})}, r"group.groups.a=3 must be {parameters:"),
         ({"group": Groups({"a": {"parameter": "*"}})}, r"group.groups.a={'parameter': '\*'} must be {parameters:"),
         ({"q": None, "expected_batch_size": 2000}, "exceeds data.n=1000"),
-        ({"q": None}, "exactly one of"),
         ({"expected_batch_size": 10}, "exactly one of"),
         ({"steps": 0}, r"sampling\.steps=0"),
-        ({"steps": None, "epochs": -1.0}, r"sampling\.epochs=-1"),
         ({"epsilon": 1.0}, "exactly one of privacy.epsilon or privacy.noise_multiplier"),
-        ({"noise_multiplier": -1.0}, r"privacy\.noise_multiplier=-1"),
-        ({"noise_multiplier": None, "epsilon": 0.0, "delta": 1e-5}, r"privacy\.epsilon=0"),
-        ({"noise_multiplier": None, "epsilon": 1.0, "delta": 1.0}, r"privacy\.delta=1"),
         ({"noise_multiplier": None, "epsilon": 1.0}, "privacy.delta must be given"),
         ({"n": 0}, r"data\.n=0"),
-        ({"vectors": "neuron"}, "vectors=neuron"),
         ({"clip_norm": FixedClipNorm(math.inf)}, "clip_norm.value=inf"),
         ({"clip_norm": FixedClipNorm(-1.0)}, "clip_norm.value=-1"),
         ({"mechanism": Joint(alpha=0.0)}, r"mechanism\.alpha=0"),
