@@ -159,7 +159,7 @@ def test_a_small_case_in_closed_form():
 C_CUT = correlated.square_root(2)[0] ** 2
 
 
-@pytest.mark.parametrize("target", [{"epsilon": 3.0, "delta": 1e-5}, {"advantage": 0.2}])
+@pytest.mark.parametrize("target", [{"epsilon": 3.0, "delta": 1e-5}, {"max_advantage": 0.2}])
 def test_the_noise_is_solved_for(target):
     plan = plan_of(Model(), n=50_000, q=0.01, steps=100, **CHOICES, **target)
     if "epsilon" in target:
