@@ -451,7 +451,7 @@ def test_another_job_in_a_folder_that_was_half_cleared_is_another_job(dpexp_job,
     output = dpexp_job(*QUICK, KEPT, "privacy.epsilon=2.5")
     for name in ("config.yaml", "ledger.jsonl", "result.json"):
         (output / name).unlink()
-    with pytest.raises(SystemExit, match="already holds a run, of which it has mlflow_run_id"):
+    with pytest.raises(SystemExit, match="already holds a run, with its mlflow_run_id"):
         job(monkeypatch, KEPT, "privacy.epsilon=2.5", f"hydra.run.dir={output}")
     monkeypatch.setattr("dpexp.commands.validate.OF_A_RUN", ())
     with pytest.raises(SystemExit, match=r"8[0-9]* % is spent or reserved by 1 run"):
@@ -509,7 +509,7 @@ def test_the_trials_of_a_sweep_are_counted_and_held_to_the_budget(dpexp_job, tmp
         (["data.id=", KEPT], "data.id='' must be a name"),
         (["data.id=' a'"], "without blanks at its ends"),
         ([KEPT], "privacy.budget needs data.id"),
-        (["data.id=d", KEPT, "tracking=none"], "privacy.budget with tracking.uri=null: no later job would learn"),
+        (["data.id=d", KEPT, "tracking=none"], "privacy.budget with tracking.uri=null: no later job could know"),
         (["data.id=d", KEPT, "debug=true"], "privacy.budget with debug=true"),
         (["data.id=d", KEPT, "privacy.enabled=false"], "not private .trained without privacy."),
         (["data.id=d", KEPT, "privacy.noise_seed=1"], "not private .the noise seed is known."),

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from dpexp import config
 from dpexp.commands import train
 from dpexp.tracking import provenance as module
-from dpexp.tracking import run
+from dpexp.tracking import run_labels
 from dpexp.tracking.client import address
 from dpexp.tracking.provenance import provenance, write_patch
 
@@ -75,7 +75,7 @@ def test_changed_code_goes_with_the_run_but_no_data(dpexp_job, repository, tmp_p
 
 def test_a_patch_is_cut_off(repository, tmp_path, monkeypatch):
     Path("model.py").write_text("width = 2\n" * 1000)
-    monkeypatch.setattr(module, "_MOST", 500)
+    monkeypatch.setattr(module, "_MAX_PATCH", 500)
     text = write_patch(tmp_path).read_text()
     assert len(text) < 600 and text.endswith("# cut off after 500 bytes\n")
 
@@ -106,7 +106,7 @@ def test_nor_is_any_that_a_configuration_holds(dpexp_job, tmp_path, monkeypatch)
 
 def test_a_configuration_is_shown_without_the_servers_password():
     cfg = OmegaConf.create({"tracking": {"uri": "postgresql://me:hunter2@db/x", "artifacts": None}})
-    assert train._shown(cfg).tracking.uri == "postgresql://me:…@db/x" and "hunter2" in cfg.tracking.uri
+    assert train._without_passwords(cfg).tracking.uri == "postgresql://me:…@db/x" and "hunter2" in cfg.tracking.uri
 
 
 def test_names_differ_where_runs_differ(dpexp_job, tmp_path):
@@ -114,7 +114,7 @@ def test_names_differ_where_runs_differ(dpexp_job, tmp_path):
         dpexp_job("train=false", *QUICK, *more)
     dpexp_job("-m", "model=logistic", "train=false", *QUICK[:2], "seed=1,2", "privacy.delta=1e-5,1e-6")
     names = [one.info.run_name for one in reversed(runs(tmp_path))]
-    asked = "train=false, steps=4, noise_multiplier=1.0, evaluations=0, model=logistic"
+    asked = "train=false, steps=4, noise_multiplier=1.0, num_evaluations=0, model=logistic"
     assert names[:3] == [asked, f"{asked}, lr=0.3", f"{asked}, lr=0.4"]
     parent, trials = names[3], names[4:]
     assert parent.startswith("privacy.delta=1e-5,1e-6, seed=1,2, ")
@@ -124,9 +124,9 @@ def test_names_differ_where_runs_differ(dpexp_job, tmp_path):
 
 def test_a_job_without_overrides_is_named_after_its_groups(monkeypatch):
     hydra = {"overrides": {"task": ["tracking.resume=false"]}, "runtime": {"choices": dict.fromkeys(GROUPS, "x")}}
-    monkeypatch.setattr(run.HydraConfig, "get", lambda: OmegaConf.create(hydra))
-    monkeypatch.setattr(run, "parent_id", lambda: None)
-    assert run._run_name(OmegaConf.create({"tracking": {"run_name": None}})) == "x x x x"
+    monkeypatch.setattr(run_labels.HydraConfig, "get", lambda: OmegaConf.create(hydra))
+    monkeypatch.setattr(run_labels, "parent_id", lambda: None)
+    assert run_labels.run_name(OmegaConf.create({"tracking": {"run_name": None}})) == "x x x x"
 
 
 def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):

@@ -51,9 +51,7 @@ def test_a_finished_run(dpexp_job, tmp_path):
     run = only_run(tmp_path)
     assert run.info.status == "FINISHED"
     params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
-    assert (
-        params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.privacy.plan.groups.conv_fc"
-    )
+    assert params["privacy.noise_multiplier"] == "1.0" and params["group._target_"] == "dpexp.conv_fc"
     assert {"epsilon", "test_accuracy", "test_loss", "noise_multiplier"} <= set(metrics)
     assert {"plan.S.conv", "plan.sigma.conv", "plan.share.fc"} <= set(params)
     result = json.loads((output / "result.json").read_text())
@@ -158,7 +156,7 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     write_ledger(tmp_path / "ledger.jsonl", early)
     terminal.print_interrupted(SimpleNamespace(rounds=9), tmp_path, 1e-5, "pld")
     printed = " ".join(capsys.readouterr().out.split())
-    assert "after 3 of 9 rounds" in printed and "It has no closing line, so that it reads as one that ends" in printed
+    assert "after 3 of 9 rounds" in printed and "It has no closing line, so it reads as one that ends" in printed
     assert not recwarn
 
 
