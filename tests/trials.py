@@ -9,7 +9,8 @@ from dpexp.tracking.read import TRIAL
 
 FIRST = {
     "data": "digits", "model": "cnn", "group": "flat", "mechanism": "separate", "clip_norm": "uniform",
-    "clip_rule": "abadi", "allocation": "proportional", "sampling": "poisson", "status": "FINISHED", "private": "yes", "error": "",
+    "clip_rule": "abadi",
+    "allocation": "proportional", "sampling": "poisson", "status": "FINISHED", "private": "yes", "error": "",
     "epsilon": math.nan, "epsilon_planned": math.nan, "test_accuracy": 0.5, "delta": 1e-5, "knob": "noise_multiplier",
     "knob_value": math.nan, "noise_multiplier": math.nan, "sampling_rate": 0.1, "accountant": "pld",
 }  # fmt: skip

@@ -20,7 +20,7 @@ from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import configurations, finished, fixed_settings, targets, trained
 from dpexp.reporting.panels import NotDrawn
-from dpexp.reporting.sweep_figures import against, compared, frontier, needed, swept_numbers, progress
+from dpexp.reporting.sweep_figures import against, compared, frontier, needed, progress, swept_numbers
 from dpexp.tracking.client import OUTPUT, address, end_dead_runs, open_store, send_unsent, set_view
 from dpexp.tracking.provenance import HOST, PATCH, PATCH_RESUMED, provenance, provenance_of_resume, write_patch
 from dpexp.tracking.read import downloaded_run, trials
