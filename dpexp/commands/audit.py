@@ -199,7 +199,8 @@ def earlier_summary(cfg: DictConfig, plan: PrivacyPlan | None, output: Path) -> 
 def _training_only(cfg: DictConfig) -> DictConfig:
     """The configuration of an audit's trainings: without callbacks, checkpoints and validation."""
     cfg = copy.deepcopy(cfg)
-    cfg.callbacks, cfg.checkpoint = {}, {"every_n_rounds": None, "resume": False}
+    cfg.callbacks = {}
+    cfg.checkpoint.every_n_rounds, cfg.checkpoint.resume = None, False
     cfg.trainer.num_evaluations = 0
     return cfg
 

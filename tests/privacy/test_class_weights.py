@@ -61,10 +61,10 @@ def sums(folder, batch, mode, model=None, loss_of=None, **options):
         engine.step.mode = mode
     path = folder / str(len([*folder.iterdir()]))
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None)
-    ledger.sample(plan.at(0).sampling.event(N, 0))
-    engine.start(0)
-    engine.accumulate(loss_of or step(model), batch, len(batch[0]))
-    engine.finish()
+    ledger.sample(plan.at_round(0).sampling.event(N, 0))
+    engine.begin(0)
+    engine.add_chunk(loss_of or step(model), batch, len(batch[0]))
+    engine.end()
     assert engine.mode == mode
     return {name: 0.1 * N * average for name, average in engine.release(ledger).items()}
 
@@ -125,7 +125,7 @@ def test_exact_noise_takes_weights(tmp_path, recwarn):
         of = {name: DenseGradient(torch.ones(1, *p.shape, dtype=torch.float64)) for name, p in net().named_parameters()}
         of |= {WEIGHT: DenseGradient(torch.full((1, 1), 0.25))} if weighed else {}
         given = ChunkGradients(of, torch.zeros(1), torch.ones(1, dtype=torch.bool))
-        clip.add(given, clip.numbers(plan.groups, torch.device("cpu")), total)
+        clip.add(given, clip.clip_norms(plan.groups, torch.device("cpu")), total)
         found[weighed] = torch.cat([t.flatten() for t in total.values()]).double()
     torch.testing.assert_close(found[True], found[False] / 4, rtol=0, atol=1)
 
@@ -137,7 +137,7 @@ def test_a_weight_of_several_numbers_or_given_twice_is_an_error(tmp_path, recwar
         dpexp.weigh(0.5)
         return step(model)(batch)
 
-    with pytest.raises(ValueError, match="takes one number for a record, once"):
+    with pytest.raises(ValueError, match="takes one number per record, once"):
         sums(tmp_path, records(), LOOP, model, twice)
 
 
@@ -174,10 +174,10 @@ LOSSES = {
         "passes class weights to cross_entropy.*Set data.class_weights, or call dpexp.weigh",
     ),
     "weighted by hand": (by_hand_weighted, "depends on all of their labels.*Set data.class_weights"),
-    "dice": (dice, "no sum or mean of theirs, as with mixup, Dice"),
+    "dice": (dice, "no sum or mean of their losses, as with mixup, Dice"),
     "smoothed by the batch": (
         lambda net, x, y: F.cross_entropy(net(x), 0.9 * hot(y) + 0.1 * hot(y).mean(0)),
-        "depends on all of their labels.*how frequent",
+        "depends on all of their labels.*class frequencies",
     ),
     "balanced by the batch": (
         lambda net, x, y: F.cross_entropy(net(x), y, 1 / (1 + hot(y).sum(0)), reduction="sum") / len(x),
@@ -260,7 +260,7 @@ def test_a_collation_that_mixes_records_is_told_and_no_other(collate, mixes, tmp
 
 def test_counts_are_floored_at_two_deviations_of_their_noise():
     counts = ClassCounts(4, budget_share=0.1)
-    counts.use(torch.tensor([1000.0, 50.0, 3.0, -20.0]), 1050)
+    counts.fit(torch.tensor([1000.0, 50.0, 3.0, -20.0]), 1050)
     assert counts.weights().tolist() == pytest.approx([1e-3, 0.02, 1 / 3, 1.0]), "without noise, at 1"
     counts.sd = 10.0
     assert counts.weights().tolist() == pytest.approx([1e-3, 0.02, 0.05, 0.05])
@@ -291,8 +291,8 @@ def test_a_job_takes_class_weights(weights, dpexp_job, recwarn):
     "overrides, sentence",
     [
         (("data.class_weights=[1,2]",), "must be a list of 5 public numbers"),
-        (("data.class_weights=[1,2,3,4,-5]",), "none below 0"),
-        (("data.class_weights=[0,0,0,0,0]",), "one above"),
+        (("data.class_weights=[1,2,3,4,-5]",), "none negative"),
+        (("data.class_weights=[0,0,0,0,0]",), "not all 0"),
         (("data.class_weights=rare",), "or counts"),
         (("data.class_weights=counts",), "add preprocessing=\\[class_counts\\]"),
         (("data.class_weights=[1]", "data.classes=null", "model.classes=5", "data.module.classes=5"), "needs data"),

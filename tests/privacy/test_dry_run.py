@@ -148,7 +148,7 @@ def test_a_list_of_losses_that_a_hook_may_read_is_refused(tmp_path, kept, hook):
         self.log("mean", sum(self.losses) / len(self.losses))
 
     module = type("Read", (Listing,), {"kept": (KEPT | AS_WRITTEN)[kept], hook: look})()
-    assert_refused(tmp_path, module, rows(5), f"numbers of records in self.losses, and {hook} may read them")
+    assert_refused(tmp_path, module, rows(5), f"values of records in self.losses, and {hook} may read them")
 
 
 # What changes from round to round
@@ -475,7 +475,7 @@ class Mistaken(Model):
         (lambda net, x, y: F.cross_entropy(net(x).view(32, 3), y), "invalid for input of size"),
         (lambda net, x, y: {"los": net(x).sum()}, "must return a loss for every record"),
         (lambda net, x, y: F.cross_entropy(net(x), y, reduction="none"), "must return one number"),
-        (lambda net, x, y: F.cross_entropy(net(x).detach(), y), "depends on none of the parameters"),
+        (lambda net, x, y: F.cross_entropy(net(x).detach(), y), "depends on none of the trainable parameters"),
         (lambda net, x, y: net(x).sum() * float("nan"), "NaN or infinite"),
     ],
 )

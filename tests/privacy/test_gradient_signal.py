@@ -72,7 +72,7 @@ def test_each_vector_counts_in_units_of_its_scale():
         model, n=100, q=0.1, steps=4, noise_multiplier=1.0, mechanism=Joint(alpha=(1.0, 10.0)),
         private_metrics={"loss": {"clip_norm": 1, "budget_share": 0.1}},
     )  # fmt: skip
-    (group,) = [group for group in plan.groups if not group.is_of_values]
+    (group,) = [group for group in plan.groups if not group.is_metric]
     released = {name: torch.randn(p.shape, generator=torch.manual_seed(2)) for name, p in model.named_parameters()}
     signals = GradientSignal()
     signals.add(plan, 1, {**released, ".value loss": torch.ones(1)})

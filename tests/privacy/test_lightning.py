@@ -273,7 +273,7 @@ def test_a_copied_folder_has_a_run_of_its_own(stopped_before_it_kept_its_model, 
 
 def test_a_second_resume_leaves_the_run_of_the_first_alone(stopped_before_it_kept_its_model, dpexp_job, tmp_path):
     folder = stopped_before_it_kept_its_model()
-    with FileLock(folder / "mlflow_run_id.lock"), pytest.raises(SystemExit, match="under way in another process"):
+    with FileLock(folder / "mlflow_run_id.lock"), pytest.raises(SystemExit, match="running in another process"):
         dpexp_job("resume", str(folder))
     (run,) = client(tmp_path).search_runs(["1"])
     assert run.info.status == "KILLED" and run.data.tags["dpexp.error"] == "interrupted by the keyboard"

@@ -308,7 +308,7 @@ def test_a_job_that_is_resumed_after_its_audit_shows_no_other(dpexp_job, tmp_pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit, match="130"):
-        patched.setattr(terminal, "attacked", interrupted)
+        patched.setattr(terminal, "print_membership_audit", interrupted)
         dpexp_job(*QUICK, "data.id=digits")
     (output,) = (path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt"))
     ledgers = sorted((output / "audit").glob("ledger*.jsonl"))

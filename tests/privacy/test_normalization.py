@@ -45,8 +45,8 @@ def released(engine, path, model, batch):
     plan = engine.plan
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     ledger.sample(plan.sampling.event(N, 0))
-    engine.start()
-    engine.accumulate(loss_of(model), batch, len(batch[0]))
+    engine.begin()
+    engine.add_chunk(loss_of(model), batch, len(batch[0]))
     averages = engine.release(ledger)
     ledger.close()
     return {name: average * Q * N for name, average in averages.items()}

@@ -1,4 +1,4 @@
-"""Values that training_step gives for release: clipped, summed, noised and accounted like gradients."""
+"""Private metrics: clipped, summed, noised and accounted like gradients."""
 
 import json
 import math
@@ -22,20 +22,24 @@ from dpexp.privacy.round import PrivateRound
 B, Q, N = 7, 0.1, 100
 RELEASE = {
     "loss": {"clip_norm": 0.6, "budget_share": 0.01},
-    "histogram": {"clip_norm": 0.5, "budget_share": 0.1, "dim": 3, "every": 2},
-    "both": {"budget_share": 0.1, "S": 1.2, "values": {"correct": {"alpha": 1}, "inputs": {"alpha": 2, "d": 3}}},
+    "histogram": {"clip_norm": 0.5, "budget_share": 0.1, "dim": 3, "every_n_rounds": 2},
+    "both": {
+        "budget_share": 0.1,
+        "clip_norm": 1.2,
+        "values": {"correct": {"alpha": 1}, "inputs": {"alpha": 2, "dim": 3}},
+    },
 }
 
 
 class Branching(nn.Module):
-    """It asks for a number."""
+    """Branches on a value of the record."""
 
     def forward(self, x):
         return x * (1 + int(x.sum() * 1e6) % 1000 / 1e6)
 
 
 MODELS = {
-    "together": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
+    "traced": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
     "one at a time": lambda: nn.Sequential(nn.Linear(3, 4), Branching(), nn.Linear(4, 2)),
 }
 
@@ -53,7 +57,8 @@ def step(model, batch, give=dpexp.release):
 
 
 def own_plan(model, release=RELEASE, **options):
-    return plan_of(model, n=N, q=Q, steps=4, noise_multiplier=1e-8, private_metrics=release, **options)
+    defaults = {"n": N, "q": Q, "steps": 4, "noise_multiplier": 1e-8, "private_metrics": release}
+    return plan_of(model, **defaults | options)
 
 
 def released(engine, path, batch, loss_of, rounds=1):
@@ -61,10 +66,10 @@ def released(engine, path, batch, loss_of, rounds=1):
     plan = engine.plan
     ledger = LedgerWriter(path, plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(rounds):
-        ledger.sample(plan.at(t).sampling.event(plan.n, 0))
-        engine.start(t)
-        engine.accumulate(loss_of, batch, len(batch[0]))
-        engine.finish()
+        ledger.sample(plan.at_round(t).sampling.event(plan.n, 0))
+        engine.begin(t)
+        engine.add_chunk(loss_of, batch, len(batch[0]))
+        engine.end()
         averages = engine.release(ledger)
     ledger.close()
     return {name: average * Q * N for name, average in averages.items()}
@@ -83,7 +88,7 @@ def by_hand(model, batch):
         step(model, (x, y), given.__setitem__)
         for name in ("loss", "histogram"):
             v = given[name].detach().reshape(-1)
-            sums[name] = sums[name] + v * min(1.0, RELEASE[name]["S"] / float(v.norm()))
+            sums[name] = sums[name] + v * min(1.0, RELEASE[name]["clip_norm"] / float(v.norm()))
         correct, inputs = (given[name].detach().double().reshape(-1) for name in ("correct", "inputs"))
         norm = math.sqrt(float(correct.norm()) ** 2 + float(inputs.norm()) ** 2 / 4)
         c = min(1.0, 1.2 / norm)
@@ -99,11 +104,11 @@ def test_float64_equals_one_record_at_a_time(name, tmp_path, recwarn):
     for value, expected in by_hand(model, batch).items():
         expected = torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
         torch.testing.assert_close(found[f".value {value}"], expected, rtol=1e-6, atol=1e-6)
-    assert engine.mode == ("traced" if name == "together" else name)
+    assert engine.mode == name
 
 
-def test_a_value_given_for_one_record_after_another_is_of_each_alone(tmp_path, recwarn):
-    """In a step that asks NumPy about the data."""
+def test_records_processed_one_at_a_time_have_their_own_values(tmp_path, recwarn):
+    """In a step that converts to NumPy."""
 
     class Gives(nn.Module):
         def forward(self, x):
@@ -119,8 +124,7 @@ def test_a_value_given_for_one_record_after_another_is_of_each_alone(tmp_path, r
     assert float(found[".value loss"]) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_a_value_given_inside_a_transform_is_refused(tmp_path, recwarn):
-    """There it could be of another depth than the records."""
+def test_a_value_inside_a_transform_is_refused(tmp_path, recwarn):
 
     class Gives(nn.Module):
         def forward(self, x):
@@ -134,13 +138,13 @@ def test_a_value_given_inside_a_transform_is_refused(tmp_path, recwarn):
     plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
     x, y = data()
     loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
-    with pytest.raises(ConfigError, match="given for release where"):
+    with pytest.raises(ConfigError, match="must be called with a value"):
         released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, -1e30])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, 3e38])
 def test_a_record_moves_a_sum_by_no_more_than_S(bad, tmp_path):
-    model, (x, y) = MODELS["together"](), data()
+    model, (x, y) = MODELS["traced"](), data()
     x = x.float()
 
     def loss_of(batch):
@@ -149,19 +153,19 @@ def test_a_record_moves_a_sum_by_no_more_than_S(bad, tmp_path):
         dpexp.release("histogram", torch.where(one[0] > 50, bad * one, one))
         return F.cross_entropy(model(one[None] / 100), label[None])
 
-    release = {name: RELEASE[name] | {"every": 1} for name in ("loss", "histogram")}
+    release = {name: RELEASE[name] | {"every_n_rounds": 1} for name in ("loss", "histogram")}
     without = released(PrivateRound(own_plan(model, release), model, GaussianNoise()), tmp_path / "1", (x, y), loss_of)
     more = torch.cat([x, torch.full((1, 3), 99.0)]), torch.cat([y, y[:1]])
     with_it = released(PrivateRound(own_plan(model, release), model, GaussianNoise()), tmp_path / "2", more, loss_of)
     for name in release:
         moved = (with_it[f".value {name}"] - without[f".value {name}"]).norm()
-        assert moved <= release[name]["S"] + 1e-5
+        assert moved <= release[name]["clip_norm"] + 1e-5
         if not math.isfinite(bad):
             assert moved < 1e-5, "it contributes nothing"
 
 
-def test_a_record_that_gives_no_value_contributes_zero_and_one_that_gives_two_their_mean(tmp_path):
-    model, (x, y) = MODELS["together"]().double(), data()
+def test_no_value_counts_as_zero_and_two_values_as_their_mean(tmp_path):
+    model, (x, y) = MODELS["traced"]().double(), data()
 
     def loss_of(batch):
         if batch[0][0] > 0:
@@ -174,39 +178,20 @@ def test_a_record_that_gives_no_value_contributes_zero_and_one_that_gives_two_th
     assert float(found[".value loss"]) == pytest.approx(0.5 * float((x[:, 0] > 0).sum()), abs=1e-6)
 
 
-def test_a_value_may_be_given_in_a_functional_call(tmp_path):
-    class Gives(nn.Module):
-        def forward(self, x):
-            dpexp.release("loss", x.sum())
-            return x
-
-    model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
-    x, y = data()
-
-    def loss_of(batch):
-        scores = torch.func.functional_call(model, dict(model.named_parameters()), (batch[0][None],))
-        return F.cross_entropy(scores, batch[1][None])
-
-    found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
-    expected = sum(model[0](one).sum().clamp(-1, 1) for one in x)
-    assert float(found[".value loss"]) == pytest.approx(float(expected), abs=1e-6)
-
-
-def test_values_of_another_size_than_planned_are_said(tmp_path):
-    model, batch = MODELS["together"]().double(), data()
+def test_values_of_another_dimension_are_refused(tmp_path):
+    model, batch = MODELS["traced"]().double(), data()
 
     def loss_of(one):
         dpexp.release("loss", one[0])
         return F.cross_entropy(model(one[0][None]), one[1][None])
 
     engine = PrivateRound(own_plan(model), model, GaussianNoise())
-    with pytest.raises(ConfigError, match=r"3 numbers.*d=1"):
+    with pytest.raises(ConfigError, match=r"3 entries.*dim=1"):
         released(engine, tmp_path / "ledger", batch, loss_of)
 
 
-def test_what_is_not_due_is_not_released(tmp_path):
-    model, batch = MODELS["together"]().double(), data()
+def test_a_metric_is_released_every_n_rounds(tmp_path):
+    model, batch = MODELS["traced"]().double(), data()
     engine = PrivateRound(own_plan(model), model, GaussianNoise())
     first = released(engine, tmp_path / "1", batch, lambda b: step(model, b), rounds=1)
     assert ".value histogram" not in first and ".value loss" in first
@@ -220,7 +205,7 @@ ASKED = (
 )
 
 
-def test_one_round_holds_gradients_metrics_and_their_cost(dpexp_job, read_lines):
+def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job, read_lines):
     """Read with json alone; ε is dp-accounting's of the same rounds."""
     output = dpexp_job("group=per_layer", "model=mlp", ASKED, *SMALL[1:], "privacy.noise_multiplier=1.0")
     lines = read_lines(output / "ledger.jsonl")
@@ -242,7 +227,6 @@ def test_one_round_holds_gradients_metrics_and_their_cost(dpexp_job, read_lines)
 
 
 def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
-    """Read with json alone: one sampling event, all queries, and the cost of each round that of the planned z."""
     output = dpexp_job(
         "group=per_layer", "model=mlp", "clip_norm=adaptive", "allocation=adaptive_min_variance",
         "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.1}}", *SMALL[1:],
@@ -253,7 +237,12 @@ def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
     assert [line[1] for line in lines if isinstance(line, list)] == [0, 1, 2, 3] and len(specs) == 4
     for spec in specs:
         assert spec["sampling"]["policy"] == "poisson"
-        assert [query["group"] for query in spec["queries"]] == ["model.1", "model.3", "train_loss", "unclipped"]
+        assert [query["group"] for query in spec["queries"]] == [
+            "model.1",
+            "model.3",
+            "train_loss",
+            "fraction_within_clip_norm",
+        ]
         ratios = [(query["S"] / query["sigma"]) ** 2 for query in spec["queries"]]
         assert sum(ratios) == pytest.approx(1.0) and ratios[2:] == pytest.approx([0.1, 0.01])
     accountant = PLDAccountant()
@@ -273,37 +262,36 @@ def test_a_run_shows_what_it_released(dpexp_job, tmp_path):
     history = client.get_metric_history(run.info.run_id, "private/train_accuracy")
     assert [point.step for point in history] == [2, 4]
     sd = result["groups"]["train_accuracy"]["sigma"] / (result["q"] * result["n"])
-    assert run.data.metrics["private/train_accuracy_sd"] == pytest.approx(sd)
+    assert run.data.metrics["private/train_accuracy_noise_std"] == pytest.approx(sd)
     assert "released.png" in {item.path for item in client.list_artifacts(run.info.run_id)}
 
 
-def test_the_noise_of_an_estimate_is_what_is_said(tmp_path):
-    """400 rounds of no record at all show the noise alone."""
+def test_the_standard_deviation_of_an_estimate(tmp_path):
+    """400 rounds without records show the noise alone."""
     model = nn.Linear(3, 2)
-    release = {"both": {"budget_share": 0.1, "values": {"a": {"alpha": 1, "d": 2}, "b": {"alpha": 3}}}}
+    release = {"both": {"budget_share": 0.1, "values": {"a": {"alpha": 1, "dim": 2}, "b": {"alpha": 3}}}}
     plan = own_plan(model, n=N, q=Q, steps=400, noise_multiplier=1.0, private_metrics=release)
     engine, estimates = PrivateRound(plan, model, GaussianNoise()), MetricEstimates()
     ledger = LedgerWriter(tmp_path / "ledger", plan.adjacency, plan.sampling_events(), False, None, None)
     for t in range(400):
         ledger.sample(plan.sampling.event(N, 0))
-        engine.start(t)
-        engine.finish()
+        engine.begin(t)
+        engine.end()
         metrics = estimates.add(engine.current_plan, t + 1, engine.release(ledger))
     ledger.close()
     assert set(estimates.history) == {"a/0", "a/1", "b"}
     for name, factor in (("a/0", 1), ("a/1", 1), ("b", 3)):
         values = torch.tensor([value for _, value, _ in estimates.history[name]])
-        said = estimates.history[name][0][2]
-        assert said == pytest.approx(factor * math.sqrt(2) / math.sqrt(0.1) / (Q * N))
-        assert float((values**2).mean()) == pytest.approx(said**2, rel=0.3)  # 4 sd of a chi-square of 400
-        smooth, sd = estimates.smoothed(name)
-        assert smooth == pytest.approx(float(values[-80:].mean()), abs=1e-6) and sd == pytest.approx(
-            said / math.sqrt(80)
-        )
-        assert metrics[f"private/{name}_moving_average"] == smooth
+        sd = estimates.history[name][0][2]
+        assert sd == pytest.approx(factor * math.sqrt(2) / math.sqrt(0.1) / (Q * N))
+        assert float((values**2).mean()) == pytest.approx(sd**2, rel=0.3)  # 4 sd of a chi-square of 400
+        average, average_sd = estimates.moving_average(name)
+        assert average == pytest.approx(float(values[-80:].mean()), abs=1e-6)
+        assert average_sd == pytest.approx(sd / math.sqrt(80))
+        assert metrics[f"private/{name}_moving_average"] == average
 
 
-def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
+def test_a_resumed_run_keeps_earlier_releases(tmp_path):
     import pytorch_lightning as pl
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -337,27 +325,30 @@ def test_a_resumed_run_goes_on_with_what_was_released(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "release, said",
+    "release, message",
     [
-        ({"a": {"S": 1}}, "must give S and share"),
-        ({"a": {"budget_share": 0.1}}, "must give S, the bound"),
+        ({"a": {"clip_norm": 1}}, "must set clip_norm and budget_share"),
+        ({"a": {"budget_share": 0.1}}, "must set clip_norm, the bound"),
         ({"a": {"clip_norm": 1, "budget_share": 1.0}}, "add up to 1"),
-        ({"a": {"clip_norm": -1, "budget_share": 0.1}}, "private_metrics.release.a.S=-1"),
-        ({"a": {"clip_norm": 1, "budget_share": 0.1, "every_n_rounds": 0}}, "private_metrics.release.a.every=0"),
-        ({"a": {"clip_norm": 1, "budget_share": 0.1, "dim": 1.5}}, "private_metrics.release.a.d=1.5"),
+        ({"a": {"clip_norm": -1, "budget_share": 0.1}}, "private_metrics.release.a.clip_norm=-1"),
+        (
+            {"a": {"clip_norm": 1, "budget_share": 0.1, "every_n_rounds": 0}},
+            "private_metrics.release.a.every_n_rounds=0",
+        ),
+        ({"a": {"clip_norm": 1, "budget_share": 0.1, "dim": 1.5}}, "private_metrics.release.a.dim=1.5"),
         ({"a": {"clip_norm": 1, "budget_share": 0.1, "k": 2}}, "known: "),
         ({"all": {"clip_norm": 1, "budget_share": 0.1}}, "name of a group of gradients too"),
-        ({"a": {"budget_share": 0.1, "values": {"b": {"alpha": 1}}, "S": 1.1}}, "at most 1"),
-        ({"a": {"budget_share": 0.1, "values": {"b": {}}}}, "must give alpha"),
-        ({"a": {"budget_share": 0.1, "values": []}}, "must name values"),
+        ({"a": {"budget_share": 0.1, "values": {"b": {"alpha": 1}}, "clip_norm": 1.1}}, "at most 1"),
+        ({"a": {"budget_share": 0.1, "values": {"b": {}}}}, "must set alpha"),
+        ({"a": {"budget_share": 0.1, "values": []}}, "must map names"),
         (
-            {"a": {"budget_share": 0.1, "S": 1}, "c": {"budget_share": 0.1, "values": {"a": {"alpha": 1}}}},
-            "released by two groups",
+            {"a": {"budget_share": 0.1, "clip_norm": 1}, "c": {"budget_share": 0.1, "values": {"a": {"alpha": 1}}}},
+            "is in two groups",
         ),
     ],
 )
-def test_mistakes_are_sentences(release, said):
-    with pytest.raises(dpexp.ConfigError, match=said):
+def test_mistakes_are_refused(release, message):
+    with pytest.raises(dpexp.ConfigError, match=message):
         own_plan(nn.Linear(3, 2), release)
 
 
@@ -370,9 +361,7 @@ def test_shares_leave_the_rest_to_gradients():
     shares = {group.name: group.share for group in plan.groups}
     assert sum(shares.values()) == pytest.approx(1) and shares["0"] == pytest.approx(0.79 * 16 / 26)
     assert plan.noise_multiplier == pytest.approx(1e-8)
-    explicit = own_plan(
-        model, n=N, q=Q, steps=4, private_metrics=RELEASE, group=per_layer(), allocation=Explicit({"0": 2.0, "1": 4.0})
-    )
+    explicit = own_plan(model, noise_multiplier=None, group=per_layer(), allocation=Explicit({"0": 2.0, "1": 4.0}))
     sigmas = {group.name: group.sigma for group in explicit.groups}
     assert sigmas["0"] == pytest.approx(2.0) and sigmas["1"] == pytest.approx(4.0)
     assert explicit.noise_multiplier == pytest.approx((0.3125 / 0.79) ** -0.5)
@@ -380,6 +369,6 @@ def test_shares_leave_the_rest_to_gradients():
 
 def test_schedules_of_S_leave_metrics_alone():
     plan = own_plan(nn.Linear(3, 2), schedules={"S": {"step": {0: 1.0, 2: 0.5}}})
-    groups = {group.name: group for group in plan.at(3).groups}
+    groups = {group.name: group for group in plan.at_round(3).groups}
     assert groups["all"].S == 0.5 and groups["loss"].S == 0.6 and groups["loss"].sigma == plan.groups[1].sigma
     assert sum(plan.ledger().rounds.values()) == 4
