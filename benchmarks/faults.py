@@ -147,7 +147,8 @@ FAULTS = [
     # The plan and adaptive bounds
     fault("noise is divided by its share", "privacy/plan/make.py", "z * S / math.sqrt(w)", "z * S * math.sqrt(w)",
           "plan -k allocation"),
-    fault("gradients take all of the budget", "privacy/plan/make.py", "own, remaining * shares[name])", "own, shares[name])",
+    fault("gradients take all of the budget", "privacy/plan/make.py", "own, remaining * shares[name])",
+        "own, shares[name])",
           "private_metrics -k shares_leave"),
     fault("a schedule moves S and not the noise", PLAN, "sigma=group.sigma * scale * by.z", "sigma=group.sigma * by.z",
           "callback -k schedule"),
@@ -179,7 +180,8 @@ FAULTS = [
           "ledger_file -k lost"),
     fault("a resume loses a round", CALLBACK, 'state_dict["completed"], state_dict.get("ledger")',
           'state_dict["completed"] + 1, state_dict.get("ledger")', "callback -k resuming"),
-    fault("edited lines are read", "accounting/ledger/reader.py", "if own_link != link.decode() or line[-7:-3] != link:",
+    fault("edited lines are read", "accounting/ledger/reader.py",
+        "if own_link != link.decode() or line[-7:-3] != link:",
           "if False:", "ledger_lines"),
     # Accounting
     fault("sensitivity 1 where a record is replaced", "accounting/coverage.py", '"replace_one": 2}',

@@ -208,8 +208,10 @@ class Values:
             )
         for value in found:
             if len(value) != self.sizes.get(key, 1):
-                found = f"training_step releases {key[1:]} with {len(value)} entries"
-                raise ValueError(f"{found}, but private_metrics.release has dim={self.sizes[key]}.")
+                raise ValueError(
+                    f"training_step releases {key[1:]} with {len(value)} entries, but private_metrics.release has "
+                    f"dim={self.sizes[key]}."
+                )
         return sum(found[1:], start=found[0]) / len(found)
 
     def _flat(self, key: str, value: Any) -> Tensor:

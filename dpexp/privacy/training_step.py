@@ -66,7 +66,8 @@ class PrivateTrainingStep:
                 return loss_of_step(lambda: training_step(convert(record), *current_args, **kwargs))
 
             if self._search_batch_size:
-                self._rounds.sampler.max_physical_batch_size = largest_fitting_batch(self._plan, module, loss_of, trainer)
+                largest = largest_fitting_batch(self._plan, module, loss_of, trainer)
+                self._rounds.sampler.max_physical_batch_size = largest
                 self._search_batch_size = False
             if engine.step.mode is None:
                 self._dry_run(loss_of, current_args)
@@ -94,7 +95,8 @@ class PrivateTrainingStep:
         trainer, module, step = self._module.trainer, self._module, self._engine.step
         attributes, step.public = unsupported.kept_numbers(module), public_record(trainer)
         unsupported.refuse_hooks(module)
-        last_round = muted_logging.as_in_round(trainer, self._plan.rounds - 1, self._rounds.sampler.last_position(), args)
+        last_position = self._rounds.sampler.last_position()
+        last_round = muted_logging.as_in_round(trainer, self._plan.rounds - 1, last_position, args)
         with muted_logging.signals_deferred(trainer):
             dry_run(step, self._rounds, loss_of, module, last_round)
         unsupported.refuse_kept_losses(module, attributes, step.mode != TRACED)

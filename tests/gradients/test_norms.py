@@ -16,7 +16,7 @@ from dpexp.privacy.gradients.layer_gradients import (
     OuterProductGradient,
     outer_products,
 )
-from dpexp.privacy.gradients.norms import outer_product_norms, norms
+from dpexp.privacy.gradients.norms import norms, outer_product_norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
