@@ -18,7 +18,7 @@ from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
-from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, clip_rule_factors
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, unbounded_clip_factors
 from dpexp.privacy.plan.options import Noise
 from dpexp.privacy.private_metrics import UNCLIPPED
 from dpexp.privacy.sampling import policies
@@ -231,7 +231,7 @@ class Unbounded:
 
 def a_rule_that_is_trusted(patch):
     def by_rule_alone(rule, norms, S, dtype, weights=None):
-        return clip_rule_factors(rule, norms, S).to(dtype)
+        return unbounded_clip_factors(rule, norms, S).to(dtype)
 
     patch.setattr(mechanism, "clip_factors", by_rule_alone)
 

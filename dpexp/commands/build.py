@@ -30,7 +30,7 @@ from dpexp.privacy.plan.options import AUTO, Noise, Target
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, preprocessing_of
 from dpexp.privacy.private_metrics import BATCHNORM
-from dpexp.privacy.unsupported import refuse_mixing_layers
+from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.training.classifier import Classifier
 from dpexp.training.pretrained import head_parameters, load_initial_weights
 

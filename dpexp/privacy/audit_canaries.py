@@ -44,7 +44,7 @@ from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.mislabelled_canaries import replace_records
 from dpexp.privacy.noise.continuous import SMALL
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.clipping import clip_rule_factors
+from dpexp.privacy.plan.clipping import unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.plan.schedules import CONSTANT
 from dpexp.privacy.sampling.loader import RoundSampler
@@ -241,9 +241,9 @@ def _length(group: Group) -> float:
     """LENGTH, if the group's clip rule lets such a canary contribute all but the most, or else the length that
     contributes the most. Norms count as 0.1 % longer, since they are never taken for too small."""
     lengths = _LENGTHS * group.S
-    contributed = (clip_rule_factors(group.clip_rule, 1.001 * lengths, torch.tensor(group.S).double()) * lengths).clamp(
-        max=group.S
-    )
+    contributed = (
+        unbounded_clip_factors(group.clip_rule, 1.001 * lengths, torch.tensor(group.S).double()) * lengths
+    ).clamp(max=group.S)
     return float(lengths[0 if contributed[0] >= 0.98 * contributed.max() else contributed.argmax()])
 
 

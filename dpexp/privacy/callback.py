@@ -15,7 +15,7 @@ from dpexp._lightning_compat import replace_training_loader, training_loader
 from dpexp.accounting.coverage import check_covered, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, positive_integer
-from dpexp.privacy import muted_logging, unsupported
+from dpexp.privacy import muted_logging, refusals
 from dpexp.privacy.distributed import (
     Processes,
     SharedLedger,
@@ -121,7 +121,7 @@ class PrivacyCallback(pl.Callback):
     def current_plan(self) -> PrivacyPlan:
         """The plan of the current round, or of the next one between rounds."""
         plan = self.plan.at_round(self.rounds_done)
-        return self.adaptive_state.apply(plan) if self.adaptive_state else plan
+        return self.adaptive_state.plan_of_round(plan) if self.adaptive_state else plan
 
     @property
     def ledger_opened(self) -> bool:
@@ -130,8 +130,8 @@ class PrivacyCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            unsupported.refuse_callbacks(trainer)
-            steps = unsupported.check_length(trainer, self.plan)
+            refusals.refuse_callbacks(trainer)
+            steps = refusals.check_length(trainer, self.plan)
             self._until_closed.enter_context(patch.object(type(trainer), "estimated_stepping_batches", steps))
             disable_gradient_averaging(trainer, pl_module)
             self._replace_step(trainer, pl_module)
@@ -142,11 +142,11 @@ class PrivacyCallback(pl.Callback):
         resume = trainer.ckpt_path is not None
         max_records = self.max_physical_batch_size or first_batch(pl_module.device)
         with processes.fail_together():
-            unsupported.refuse_settings(trainer, pl_module, self.plan.rounds)
+            refusals.refuse_settings(trainer, pl_module, self.plan.rounds)
             if self.unsafe_diagnostics:
                 processes.refuse_several_processes("diagnostics=unsafe shows one process's records")
             refuse_unreleased(pl_module, self.plan)
-            unsupported.refuse_other_sizes(pl_module, self.plan)
+            refusals.refuse_other_sizes(pl_module, self.plan)
             self._norm_layers, self._spectral = [*private_norm_layers(pl_module)], spectral_norms(pl_module)
             loader = training_loader(trainer)
             rounds = RoundLoader(loader, self.plan, max_records, sampling, randomness, processes, dealing)
@@ -156,7 +156,7 @@ class PrivacyCallback(pl.Callback):
                 self.compile if self.compile is not None or processes.is_single else False,
             )  # fmt: skip
             if resume and self._position is None:
-                raise ConfigError(unsupported.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
+                raise ConfigError(refusals.NO_POSITION.format(checkpoint=trainer.ckpt_path, ledger=self.ledger_path))
         processes.assert_equal(plan=digest_of_plan(self.plan), records=rounds.digest)
         header = (
             self.plan.adjacency, self.plan.sampling_events(), resume, self._position, self._not_private_reason(),
@@ -195,7 +195,7 @@ class PrivacyCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with self._processes.fail_together():
-            unsupported.refuse_optimizers(trainer, pl_module)
+            refusals.refuse_optimizers(trainer, pl_module)
         for _ in self._preprocessing:
             self._preprocessed += 1
         muted_logging.mute(pl_module, self._logged)
@@ -242,7 +242,7 @@ class PrivacyCallback(pl.Callback):
             )
         if self.adaptive_state:
             history = self.estimates.history
-            self._metrics |= self.adaptive_state.move(
+            self._metrics |= self.adaptive_state.record_and_update(
                 self._engine.current_plan, self._indicators, self.rounds_done + 1, history
             )
         self.rounds_done = self._rounds.sampler.completed = self.rounds_done + 1

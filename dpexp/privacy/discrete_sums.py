@@ -12,7 +12,7 @@ from dpexp.privacy.gradients.per_example import ChunkGradients
 from dpexp.privacy.mechanism import by_parameter
 from dpexp.privacy.noise.discrete_gaussian import SIGMA2, DiscreteGaussian
 from dpexp.privacy.noise.randomness import KeyStream
-from dpexp.privacy.plan.clipping import clip_rule_factors
+from dpexp.privacy.plan.clipping import unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 
 
@@ -38,7 +38,7 @@ class IntegerSums(ClippedSums):
                 1,
             )
             found = outputs[f"norm:{group.name}"] = norms(vectors)
-            c = clip_rule_factors(group.clip_rule, found, torch.tensor(group.S).double())
+            c = unbounded_clip_factors(group.clip_rule, found, torch.tensor(group.S).double())
             c = c if weights is None or group.is_metric else c * weights.cpu()
             integers = group.lattice.rounded(vectors, found, c)
             sizes = [sums[name].numel() for _, name, _ in members]
@@ -53,7 +53,7 @@ class IntegerNoise:
     def __init__(self, stream: KeyStream) -> None:
         self._gaussian = DiscreteGaussian(SIGMA2, stream)
 
-    def released(self, plan: PrivacyPlan, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def add_noise_and_average(self, plan: PrivacyPlan, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """v̂ = α γ (Σ_i u^i + N) / qn by parameter, in float64, with integer vectors u and quantization step γ."""
         drawn = self._gaussian.draw(sum(total.numel() for total in sums.values()))
         noise = dict(zip(sums, drawn.split([total.numel() for total in sums.values()]), strict=True))

@@ -29,9 +29,9 @@ from dpexp._torch_compat import tree_leaves
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
 from dpexp.errors import ConfigError, is_own
-from dpexp.privacy.checks import bits_of, digest_as_integer
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.state_checks import bits_of, digest_as_integer
 
 _MAX_PARCEL = 2**22  # entries that are sent together
 _COMPARED_RECORDS = 32

@@ -19,9 +19,9 @@ float32 (proof: `dpexp.privacy.gradients.norms`), and S is reduced by the roundi
 (`MARGIN`). Not bounded: each addition of a record rounds the sum itself by up to one unit in its last place.
 
 *Assumptions.* A record's vectors depend only on that record, the weights and fresh randomness. Tracing proves this
-(`dpexp.privacy.gradients.traced`); `dpexp.privacy.checks` tests it for a job that is not traced. The noise is Gaussian
-in float64 from a secret key stream, and is added once a round, after the sum query event is in the ledger. Sampling is
-the one that the accountant assumes.
+(`dpexp.privacy.gradients.traced`); `dpexp.privacy.state_checks` tests it for a job that is not traced. The noise is
+Gaussian in float64 from a secret key stream, and is added once a round, after the sum query event is in the ledger.
+Sampling is the one that the accountant assumes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from dpexp.accounting.coverage import SENSITIVITY
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.norms import LARGEST, LOOSE, UNIT
 from dpexp.privacy.noise.continuous import CorrelatedNoise, Noisy
-from dpexp.privacy.plan.clipping import ClipRule, clip_rule_factors
+from dpexp.privacy.plan.clipping import ClipRule, unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group
 
 MARGIN = {dtype: 3.001 * unit + 2.001 * 2.0**-53 for dtype, unit in UNIT.items()}  # rounding of S, c, c·g and c·g·x
@@ -147,7 +147,7 @@ class GroupMechanism:
         index = torch.tensor([*allowances_by_part], device=norms.device)
         lower = squares.index_copy(0, index, (squares[index].sqrt() - allowances).clamp(min=0).square()).sum(0).sqrt()
         rule = self.group.clip_rule
-        change = (clip_rule_factors(rule, norms, S) - clip_rule_factors(rule, lower, S)).abs()
+        change = (unbounded_clip_factors(rule, norms, S) - unbounded_clip_factors(rule, lower, S)).abs()
         share = share * _ramp(change * norms / S).nan_to_num(1)
         return torch.zeros_like(squares).index_copy(0, index, share)
 
@@ -160,7 +160,7 @@ def clip_factors(rule: ClipRule, norms: Tensor, S: Tensor, dtype: torch.dtype, w
     1, is clamped such that neither c·g nor c·x, for g and x up to LARGEST, nor a sum of many records overflows.
     """
     bound = S.clamp(max=LARGEST[dtype]) * (1 - MARGIN[dtype])
-    c = torch.minimum(clip_rule_factors(rule, norms, S), bound / norms).clamp(max=_MAX_FACTOR[dtype])
+    c = torch.minimum(unbounded_clip_factors(rule, norms, S), bound / norms).clamp(max=_MAX_FACTOR[dtype])
     c = c if weights is None else c * weights
     return torch.where(c > _MIN_FACTOR[dtype], c, 0).to(dtype)
 

@@ -16,11 +16,11 @@ from torchmetrics import Metric, MetricCollection
 from dpexp._lightning_compat import results_dropped
 from dpexp._torch_compat import without_process_group
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import KEEPS_STATE, StateFound
 from dpexp.privacy.gradients.branches import HiddenNumber
 from dpexp.privacy.gradients.torch_functions import EXCHANGES
 from dpexp.privacy.private_metrics import release
 from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.state_checks import KEEPS_STATE, StateFound
 
 
 @contextmanager

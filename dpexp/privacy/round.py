@@ -15,7 +15,7 @@ from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import CompileDecision
-from dpexp.privacy.gradients.graphs import Graphs
+from dpexp.privacy.gradients.graph_cache import Graphs
 from dpexp.privacy.gradients.local_training import LocalTrainer
 from dpexp.privacy.gradients.per_example import VmapPass
 from dpexp.privacy.gradients.step import TRACED, Step
@@ -136,7 +136,9 @@ class PrivateRound:
                 f"model: {', '.join(hooked)} has gradient hooks, and no gradient of a batch is ever computed; change "
                 "the private gradient in on_before_optimizer_step instead."
             )
-        self.current_plan = self._adaptive.apply(self.plan.at_round(t)) if self._adaptive else self.plan.at_round(t)
+        self.current_plan = (
+            self._adaptive.plan_of_round(self.plan.at_round(t)) if self._adaptive else self.plan.at_round(t)
+        )
         self._sums = {} if self.step.mode == TRACED else {name: self._zeros(name) for name in self._names}
         self.observations = []
         self._round = t
@@ -222,7 +224,7 @@ class PrivateRound:
 
     def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._integer_noise:
-            noisy = self._integer_noise.released(self.current_plan, sums)
+            noisy = self._integer_noise.add_noise_and_average(self.current_plan, sums)
             return {name: mean.to(*self._device_and_dtype(name)) for name, mean in noisy.items()}
         add_noise(self.current_plan.groups, sums, self._correlated, self.current_plan.sampling.q * self.current_plan.n)
         return sums

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dpexp.accounting.ledger import LedgerWriter
-from dpexp.privacy import muted_logging, unsupported
-from dpexp.privacy.checks import StateFound, digest_of_weights
+from dpexp.privacy import muted_logging, refusals
 from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan
 from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.gradients.chunk import LossOf
@@ -22,6 +21,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.batches import FailedRecord
 from dpexp.privacy.sampling.loader import RoundLoader
+from dpexp.privacy.state_checks import StateFound, digest_of_weights
 
 
 class PrivateTrainingStep:
@@ -93,14 +93,14 @@ class PrivateTrainingStep:
 
     def _dry_run(self, loss_of: LossOf, args: list[Any]) -> None:
         trainer, module, step = self._module.trainer, self._module, self._engine.step
-        attributes, step.public = unsupported.kept_numbers(module), public_record(trainer)
-        unsupported.refuse_hooks(module)
+        attributes, step.public = refusals.kept_numbers(module), public_record(trainer)
+        refusals.refuse_hooks(module)
         last_position = self._rounds.sampler.last_position()
         last_round = muted_logging.as_in_round(trainer, self._plan.rounds - 1, last_position, args)
         with muted_logging.signals_deferred(trainer):
             dry_run(step, self._rounds, loss_of, module, last_round)
-        unsupported.refuse_kept_losses(module, attributes, step.mode != TRACED)
-        unsupported.refuse_monitors(trainer, module, self._logged, self._validated)
+        refusals.refuse_kept_losses(module, attributes, step.mode != TRACED)
+        refusals.refuse_monitors(trainer, module, self._logged, self._validated)
 
     @contextmanager
     def _state_recorded(self) -> Iterator[None]:

@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 import dpexp
+from dpexp.config import CONF
 from dpexp.errors import ConfigError
 
 
@@ -50,3 +52,16 @@ def test_composing_needs_no_torch_and_no_job(tmp_path):
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert shown.stdout == "[]\n", shown.stderr
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("experiment/*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_composes(path):
+    assert dpexp.compose(f"experiment={path.stem}", "data.root=.").data.n > 0
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("sweep/*.yaml")), ids=lambda path: path.stem)
+def test_every_sweep_composes_with_each_value_that_it_varies(path):
+    params = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
+    values = {key: str(given).split(", ") for key, given in params.items() if "(" not in str(given)}
+    for k in range(max(map(len, values.values()), default=1)):
+        assert dpexp.compose(f"sweep={path.stem}", *(f"{key}={each[k % len(each)]}" for key, each in values.items()))

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.state_checks import StateFound
 
 B = 6
 

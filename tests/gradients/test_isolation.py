@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.sampling.batches import SingleCollation
+from dpexp.privacy.state_checks import StateFound
 
 S, CLASSES = 0.5, 3
 SILENT = 1e-8  # a noise multiplier of next to no noise

@@ -27,11 +27,11 @@ from torch.utils.data import TensorDataset
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, clipping, groups
 from dpexp.privacy.plan.clipping import Automatic
 from dpexp.privacy.sampling.privacy_unit import LocalTraining, User
+from dpexp.privacy.state_checks import StateFound
 from tests.audited import attacked
 
 __all__ = ["quiet"]

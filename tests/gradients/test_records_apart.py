@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound
 from dpexp.privacy.gradients.chunk import Chunk, NoLoss
 from dpexp.privacy.gradients.step import LOOP
+from dpexp.privacy.state_checks import StateFound
 
 N = 12
 

@@ -23,14 +23,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound
-from dpexp.privacy.gradients import graphs, interception, tracer
+from dpexp.privacy.gradients import graph_cache, interception, tracer
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.training_data import Memory
+from dpexp.privacy.state_checks import StateFound
 
 N, S = 12, 0.1
 
@@ -590,7 +590,7 @@ def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch)
     found = sums_of(engine, loss_of, longer(), 2)
     module.scale = 0.5
     with monkeypatch.context() as patch:
-        patch.setattr(graphs.Graphs, "changed", lambda *_: pytest.fail("traced anew"))
+        patch.setattr(graph_cache.Graphs, "changed", lambda *_: pytest.fail("traced anew"))
         engine.step.trace_again(loss_of, 2)
     half = sums_of(engine, loss_of, longer(), 2)
     assert relative_error({name: 2 * total for name, total in half.items()}, found) < 1e-6
@@ -701,7 +701,7 @@ def test_records_of_a_shape_that_cannot_be_traced_contribute_nothing():
 
 
 def test_many_shapes_are_warned_of(monkeypatch):
-    monkeypatch.setattr(graphs, "_MANY_SHAPES", 3)
+    monkeypatch.setattr(graph_cache, "_MANY_SHAPES", 3)
     module = nn.Linear(2, 1)
     engine = engine_of(module)
     engine.begin()

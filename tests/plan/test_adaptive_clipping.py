@@ -120,7 +120,7 @@ def test_vectors_of_one_name_in_two_groups_have_scales_of_their_own():
     )
     bounds = AdaptiveState(plan.adaptive)
     bounds.multipliers = [1.0, 2.0, 3.0, 4.0]
-    now = bounds.apply(plan)
+    now = bounds.plan_of_round(plan)
     assert [group.alphas for group in now.groups[:2]] == [(1.0, 2.0), (3.0, 4.0)]
     assert [name for name, _ in bounds.clip_norms(now)] == [
         "joint_scale/weights/0", "joint_scale/weights/2", "joint_scale/biases/0", "joint_scale/biases/2"

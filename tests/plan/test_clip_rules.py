@@ -24,7 +24,7 @@ from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.discrete_gaussian import lattice
 from dpexp.privacy.plan import clipping, groups
-from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, check_clip_rule, clip_rule_factors
+from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, check_clip_rule, unbounded_clip_factors
 from dpexp.privacy.round import PrivateRound
 
 
@@ -75,15 +75,15 @@ def test_the_papers_formulas():
         Global(1.5): [2 / 3, 2 / 3, 2 / 3, 0, 0],
         Global(0.25): [4, 4, 0, 0, 0],
     }.items():
-        assert clip_rule_factors(clip, x, number(2.0)).tolist() == pytest.approx(found), clip
+        assert unbounded_clip_factors(clip, x, number(2.0)).tolist() == pytest.approx(found), clip
         assert [factor(clip, float(norm), 2.0) for norm in x[:-1]] == pytest.approx(found[:-1]), clip
 
 
 @given(st.floats(1e-3, 0.99))
 def test_psac_is_largest_inside_where_automatic_is_at_zero(r):
     x = torch.linspace(0, 1, 10_001, dtype=torch.float64)
-    assert abs(x[clip_rule_factors(Psac(r), x, number(1.0)).argmax()] - (math.sqrt(r) - r)) < 2e-4
-    assert clip_rule_factors(Automatic(r), x, number(1.0)).argmax() == 0
+    assert abs(x[unbounded_clip_factors(Psac(r), x, number(1.0)).argmax()] - (math.sqrt(r) - r)) < 2e-4
+    assert unbounded_clip_factors(Automatic(r), x, number(1.0)).argmax() == 0
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
 
 def test_a_rule_sees_one_norm_at_a_time():
     x = torch.tensor([1.0, 2.0, 1e6], dtype=torch.float64)
-    assert clip_rule_factors(Middling(), x, number(1.0)).tolist() == pytest.approx([1.0, 0.5, 1e-6])
+    assert unbounded_clip_factors(Middling(), x, number(1.0)).tolist() == pytest.approx([1.0, 0.5, 1e-6])
 
 
 # Exact noise
@@ -239,7 +239,7 @@ def test_a_rule_sees_one_norm_at_a_time():
 def test_exact_noise_takes_every_rule(clip, vector, S, z):
     at, row = lattice(S, z * S), torch.tensor([vector], dtype=torch.float64)
     found = norms(row)
-    whole = at.rounded(row, found, clip_rule_factors(clip, found, number(S)))
+    whole = at.rounded(row, found, unbounded_clip_factors(clip, found, number(S)))
     assert sum(int(number) ** 2 for number in whole[0].tolist()) <= at.S2
     norm = float(found)
     if clip in RULES and 1e-100 < norm < 1e100 and at.S2 > 1e4:
@@ -389,8 +389,8 @@ class Remembering:
 
 def test_a_rule_remembers_nothing():
     rule, norms = Remembering(), torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert clip_rule_factors(rule, 1e6 * norms, number(1.0)).tolist() == [1e-6, 5e-7]
-    assert clip_rule_factors(rule, norms, number(1.0)).tolist() == [1.0, 0.5] and not rule.seen
+    assert unbounded_clip_factors(rule, 1e6 * norms, number(1.0)).tolist() == [1e-6, 5e-7]
+    assert unbounded_clip_factors(rule, norms, number(1.0)).tolist() == [1.0, 0.5] and not rule.seen
 
 
 def add_all(mechanism, gradients, S, total):
@@ -427,7 +427,9 @@ def test_how_many_are_processed_together_decides_over_little(far):
 def test_the_last_digits_of_a_norm_decide_over_little(rule):
     """They vary with how many records are processed together, for all of them at once."""
     x = torch.cat([torch.logspace(-3, 3, 20001, dtype=torch.float64), torch.linspace(0.4, 0.6, 20001).double()])
-    moved = (clip_rule_factors(rule, x * (1 + 1e-7), number(0.5)) - clip_rule_factors(rule, x, number(0.5))).abs() * x
+    moved = (
+        unbounded_clip_factors(rule, x * (1 + 1e-7), number(0.5)) - unbounded_clip_factors(rule, x, number(0.5))
+    ).abs() * x
     assert float(moved.max()) < 1e-4 * 0.5
 
 

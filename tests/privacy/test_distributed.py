@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import digest_of_weights
 from dpexp.privacy.distributed import Processes, digest_of_plan, digest_of_records
 from dpexp.privacy.muted_logging import collectives_refused
 from dpexp.privacy.noise.randomness import KeyStream
@@ -25,6 +24,7 @@ from dpexp.privacy.plan.clipping import Global
 from dpexp.privacy.sampling.loader import RoundSampler
 from dpexp.privacy.sampling.policies import FullBatch
 from dpexp.privacy.sampling.privacy_unit import User
+from dpexp.privacy.state_checks import digest_of_weights
 
 KINDS = ("plain", "adaptive", "metrics", "exact", "banded", "shuffled", "batchnorm", "prepared")
 

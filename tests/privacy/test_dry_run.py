@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound
-from dpexp.privacy.gradients import graphs
+from dpexp.privacy.gradients import graph_cache
 from dpexp.privacy.gradients.step import LOOP, TRACED, VMAP
+from dpexp.privacy.state_checks import StateFound
 
 
 class Modes(pl.Callback):
@@ -352,8 +352,8 @@ def test_whatever_changes_the_step_between_rounds_changes_what_is_released(tmp_p
 
 def test_a_counter_that_only_hooks_read_costs_no_trace(tmp_path, monkeypatch):
     traces = []
-    own = graphs.Graphs.changed
-    monkeypatch.setattr(graphs.Graphs, "changed", lambda *arguments: traces.append(1) or own(*arguments))
+    own = graph_cache.Graphs.changed
+    monkeypatch.setattr(graph_cache.Graphs, "changed", lambda *arguments: traces.append(1) or own(*arguments))
     released(tmp_path, Changing(lambda m, i: 1.0), rows(5), steps=20)
     assert len(traces) <= 5, "in rounds 2, 4, 8, 16 at most"
 

@@ -661,7 +661,7 @@ def test_a_lightning_module_holds_its_own(tmp_path):
 
 
 def test_a_custom_step(tmp_path):
-    """As in docs/preparations.md."""
+    """As in docs/preprocessing.md."""
 
     class Records(Preprocessing):
         d = 1

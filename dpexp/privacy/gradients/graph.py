@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from dpexp._torch_compat import operator_function, tree_flatten, tree_unflatten
-from dpexp.privacy.checks import digest
 from dpexp.privacy.gradients.compiled import MARK, Compiled
 from dpexp.privacy.gradients.norms import full_precision
+from dpexp.privacy.state_checks import digest
 
 _MAX_LITERAL = 64  # entries of a constant that counts as a literal in the code
 

@@ -16,16 +16,16 @@ from dpexp._torch_compat import (
     no_torch_functions,
     version_of,
 )
-from dpexp.privacy.gradients.branches import DATA_READS, HiddenGradFn, read_value
-from dpexp.privacy.gradients.derived_parameters import DerivedParameters, unbatched_fully
-from dpexp.privacy.gradients.index_checks import INDEXED, clamp_indices
-from dpexp.privacy.gradients.intercepted import (
+from dpexp.privacy.gradients.batched_functions import (
     BatchedLayerCall,
     BatchedRecurrence,
     PerRecordCopy,
     RecordGradient,
     attention,
 )
+from dpexp.privacy.gradients.branches import DATA_READS, HiddenGradFn, read_value
+from dpexp.privacy.gradients.derived_parameters import DerivedParameters, unbatched_fully
+from dpexp.privacy.gradients.index_checks import INDEXED, clamp_indices
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
 from dpexp.privacy.gradients.layer_rules import RULES, LayerCall
 from dpexp.privacy.gradients.recurrent import CELLS, recurrent_layer

@@ -11,15 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import ConfigError, RecordError
-from dpexp.privacy.checks import (
-    KEEPS_STATE,
-    ROUNDS_ALWAYS_CHECKED,
-    StateCheck,
-    StateFound,
-    digest,
-    digest_as_integer,
-    digests_of_training,
-)
 from dpexp.privacy.gradients.branches import describe, explain, failing_layer
 from dpexp.privacy.gradients.chunk import (
     NO_LOSS,
@@ -32,7 +23,7 @@ from dpexp.privacy.gradients.chunk import (
     synthetic_options,
 )
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
-from dpexp.privacy.gradients.graphs import Graphs
+from dpexp.privacy.gradients.graph_cache import Graphs
 from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.local_training import LocalTrainer
 from dpexp.privacy.gradients.norms import full_precision
@@ -41,6 +32,15 @@ from dpexp.privacy.gradients.traced import MixesRecords
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
+from dpexp.privacy.state_checks import (
+    KEEPS_STATE,
+    ROUNDS_ALWAYS_CHECKED,
+    StateCheck,
+    StateFound,
+    digest,
+    digest_as_integer,
+    digests_of_training,
+)
 
 TRACED, VMAP, LOOP = "traced", "vmap", "one at a time"
 _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)

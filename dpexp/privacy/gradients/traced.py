@@ -25,10 +25,10 @@ from dpexp._torch_compat import (
     storage_of,
     tree_leaves,
 )
-from dpexp.privacy.checks import digest
 from dpexp.privacy.gradients.chunk import Chunk
 from dpexp.privacy.gradients.graph import Graph
 from dpexp.privacy.sampling.policies import Policy
+from dpexp.privacy.state_checks import digest
 
 _ALLOWED = ("aten", "prims", "dpexp")  # namespaces of operators
 _OVERWRITING = {

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dpexp._torch_compat import quick_tracing
-from dpexp.privacy.checks import digest
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
 from dpexp.privacy.gradients.compiled import flops_of, seconds
@@ -22,6 +21,7 @@ from dpexp.privacy.gradients.reads import Reads, is_library_class, is_user_objec
 from dpexp.privacy.gradients.traced import Inputs, NotTraceable, prove, trace
 from dpexp.privacy.noise.randomness import all_random_states, random_state, set_all_random_states, set_random_state
 from dpexp.privacy.sampling.training_data import Memory
+from dpexp.privacy.state_checks import digest
 
 _MAX_DEPTH, _MAX_ENTRIES = 8, 1000  # of containers whose entries are restored
 _SEQUENCES = (list, set, deque)

@@ -118,7 +118,7 @@ class AdaptiveState:
             )
         self.multipliers = [*multipliers]
 
-    def apply(self, plan: "PrivacyPlan") -> "PrivacyPlan":
+    def plan_of_round(self, plan: "PrivacyPlan") -> "PrivacyPlan":
         """A round's plan with the current clipping norms."""
         by = dict(zip(self._targets.members, self.multipliers, strict=True))
         groups = [group if group.is_metric else self._scaled(group, by) for group in plan.groups]
@@ -131,7 +131,7 @@ class AdaptiveState:
         factor = by[group.name, group.name]
         return replace(group, S=group.S * factor, sigma=group.sigma * factor)
 
-    def move(
+    def record_and_update(
         self, now: "PrivacyPlan", counts: Tensor, completed: int, history: dict[str, list[tuple[int, float, float]]]
     ) -> dict[str, float]:
         """Updates the clipping norms by the counts of a round.

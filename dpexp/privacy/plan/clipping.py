@@ -256,7 +256,7 @@ class Global:
         return ((1 - x / (self.threshold * S)) / RAMP).clamp(0, 1) / self.threshold
 
 
-def clip_rule_factors(rule: ClipRule, norms: Tensor, S: Tensor) -> Tensor:
+def unbounded_clip_factors(rule: ClipRule, norms: Tensor, S: Tensor) -> Tensor:
     """c [B] for norms [B] in float64, one at a time. A copy of the rule is called, so that it can keep none of them."""
     rule = copy.deepcopy(rule)
     return torch.func.vmap(lambda x: rule(x, S))(norms.clone())
@@ -275,7 +275,7 @@ def check_clip_rule(rule: Any) -> None:
         )
     norms = torch.tensor([0.0, 1.0, 1e30], dtype=torch.float64)
     try:
-        factors = clip_rule_factors(rule, norms, torch.ones((), dtype=torch.float64))
+        factors = unbounded_clip_factors(rule, norms, torch.ones((), dtype=torch.float64))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -28,9 +28,9 @@ from dpexp.privacy.plan.options import AUTO, Noise, Sampling, Schedules, Target,
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.preprocessing_methods import parts_of, queries
 from dpexp.privacy.private_metrics import UNCLIPPED, MetricRelease, metric_releases
+from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.sampling.policies import CyclicPoisson
 from dpexp.privacy.sampling.privacy_unit import Example
-from dpexp.privacy.unsupported import refuse_mixing_layers
 
 
 @dataclass(frozen=True)

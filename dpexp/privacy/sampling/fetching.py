@@ -29,10 +29,10 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound, bits_of
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, seed_everything
 from dpexp.privacy.sampling.batches import FailedRecord, PackedBatch, RecordBatch, SingleCollation, flattened
 from dpexp.privacy.sampling.privacy_unit import Units
+from dpexp.privacy.state_checks import StateFound, bits_of
 
 _CHECKED_BEFORE = 8  # records that are checked before the first round
 _CHECKED_ROUNDS = 8  # first rounds, in each of which a record is checked after every chunk

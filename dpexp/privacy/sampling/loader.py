@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.checks import StateFound
 from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, reseed
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -38,6 +37,7 @@ from dpexp.privacy.sampling.fetching import (
 from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Units
 from dpexp.privacy.sampling.training_data import TrainingData
+from dpexp.privacy.state_checks import StateFound
 
 _EXAMPLES = 64  # records to try, until one can be fetched and has a loss
 _MANY_SINGLE = 8  # records of a chunk that are all processed one by one, for a warning

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dpexp._torch_compat import version_of
-from dpexp.privacy.checks import STEP_CHANGED, StateFound
 from dpexp.privacy.gradients.branches import describe, explain
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.compiled import CompileDecision
@@ -20,6 +19,7 @@ from dpexp.privacy.gradients.reads import Reads, counters_advanced
 from dpexp.privacy.gradients.traced import Inputs, NotTraceable, rows_of_graph
 from dpexp.privacy.gradients.tracer import EXACT, EXACT_ROWS, PLAIN, Tracer
 from dpexp.privacy.noise.randomness import own_state, random_state, set_random_state
+from dpexp.privacy.state_checks import STEP_CHANGED, StateFound
 
 _MANY_SHAPES = 17  # from which on a warning is given
 
