@@ -31,7 +31,7 @@ EXTRAS = {
     "ray_aws": ("ray", "hydra-ray-launcher"),
     "optuna": ("optuna", "hydra-optuna-sweeper"),
 }
-# Keys and options of other libraries and of earlier drafts -> keys and options that may mean the same here
+# Short names, and names of other libraries, -> the keys and options that mean the same here
 SYNONYMS = {
     "bound": ("clip_norm",), "max_grad_norm": ("clip_norm",), "S": ("clip_norm",), "clip": ("clip_rule",),
     "prepare": ("preprocessing",), "record": ("privacy_unit",), "unit": ("privacy_unit",),
@@ -83,6 +83,9 @@ def check(arguments: Sequence[str]) -> None:
             continue
         if head not in keys:
             raise ConfigError(f"{argument}: there is no {head!r}{nearest(head, keys)}")
+        chosen = any(other.startswith((f"{head}=", "experiment=", "sweep=")) for other in namespace.overrides)
+        if head == "audit" and "." in key and not chosen:  # which is null by default
+            raise ConfigError(f"{argument}: no audit is chosen; add audit=dirac or audit=mislabelled.")
         if key in groups:
             options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
             for option in value.split(","):
