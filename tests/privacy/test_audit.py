@@ -221,7 +221,7 @@ def test_an_audit_shows_nothing_that_all_records_had_a_part_in(dpexp_job, monkey
     dpexp_job("audit", "audit=dirac", *SMALL, *released)
     assert {*shown} == {""}
     dpexp_job(*SMALL[:3], *released)
-    assert "S/all" in shown[-1]
+    assert "clip_norm/all" in shown[-1]
 
 
 def test_a_job_is_trained_and_then_audited(dpexp_job, capsys):

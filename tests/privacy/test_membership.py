@@ -292,10 +292,10 @@ def test_its_trainings_are_accounted_with_the_jobs(dpexp_job, tmp_path):
         assert epsilon == pytest.approx(plain.get_epsilon(1e-4), rel=2e-3)
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
     (charge,) = costs_in(uri, "digits")
-    assert len(charge.ledger) == 12 == len(cost_of_job(output).ledger) and not charge.lost
+    assert len(charge.ledger) == 12 == len(cost_of_job(output).ledger) and not charge.ledger_missing
     output.rename(output.with_name("away"))
     (charge,) = costs_in(uri, "digits")
-    assert len(charge.ledger) == 12 and not charge.lost, "from what the store was sent"
+    assert len(charge.ledger) == 12 and not charge.ledger_missing, "from what the store was sent"
     run = MlflowClient(uri).get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/share_right"] == result["audit"]["share_right"]
     assert run.data.metrics["epsilon"] == result["epsilon"]["pld"]
@@ -341,7 +341,7 @@ def test_an_audit_that_began_no_training_spends_nothing(dpexp_job, tmp_path):
     with pytest.raises(RuntimeError):
         dpexp_job("audit", *QUICK, "data.id=digits", "data.module._target_=test_membership.Broken")
     (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
-    assert len(charge.ledger) == 0 and not charge.lost
+    assert len(charge.ledger) == 0 and not charge.ledger_missing
 
 
 class Own(pl.LightningModule):
