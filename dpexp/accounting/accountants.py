@@ -214,7 +214,10 @@ def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:
     """
     check_delta(delta)
     check_names([accountant])
-    return guarantee(ledger, accountant).epsilon(delta) if ledger.rounds else 0.0
+    found = guarantee(ledger, accountant).epsilon(delta) if ledger.rounds else 0.0
+    if not (isinstance(found, int | float) and found >= 0):
+        raise ConfigError(f"accountant={accountant} gives ε = {found}, which is not a number of at least 0.")
+    return found
 
 
 def estimate(ledger: Ledger, delta: float) -> float:

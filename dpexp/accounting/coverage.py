@@ -84,7 +84,15 @@ def is_bound(accountant: str) -> bool:
 
 
 def adjacencies(policy: str) -> tuple[str, ...]:
-    """The adjacencies for which the sampling policy can be accounted, the default one first."""
+    """The adjacencies for which the sampling policy can be accounted, the default one first.
+
+    Raises:
+        ConfigError: no accountant knows the policy.
+    """
+    if policy not in CLAIMS:
+        raise ConfigError(
+            f"sampling policy {policy!r} has no accountant; a policy of your own names one of {', '.join(CLAIMS)}."
+        )
     return tuple(CLAIMS[policy])
 
 

@@ -225,7 +225,8 @@ def selection_epsilon(curve: Array, delta: float, mean: float, shape: float) -> 
 
     Args:
         curve: Rényi ε at ORDERS of the repeated mechanism, which draws a configuration from the grid and runs it.
-        mean, shape: of the distribution of K.
+        mean: of the distribution of K.
+        shape: of the distribution of K.
     """
     check_repetitions(mean, shape)
     repeated = repeated_and_selected(ORDERS, curve, mean, shape)

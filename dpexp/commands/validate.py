@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unicodedata import is_normalized
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
-from dpexp.config import not_private_reason
+from dpexp.config import Config, Trainer, not_private_reason
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
@@ -44,6 +45,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"{missing[0]} must be given.")
     for key in _nan_keys(values):
         raise ConfigError(f"{key}=nan is not a number.")
+    _check_keys(cfg)
     _check_objects(cfg)
     if cfg.diagnostics not in DIAGNOSTICS:
         raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
@@ -119,6 +121,18 @@ def _nan_keys(node: Any, key: str = "") -> Iterator[str]:
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:
         yield from _nan_keys(child, f"{key}.{name}" if key else str(name))
+
+
+def _check_keys(cfg: DictConfig) -> None:
+    """Refuses keys that a plus has added to a section of which every key is known."""
+    for name, declared in get_type_hints(Config).items():
+        section = next((kind for kind in (declared, *get_args(declared)) if is_dataclass(kind)), None)
+        if section is None or section is Trainer or not cfg.get(name):
+            continue
+        known = [field.name for field in fields(section)]
+        for key in cfg[name]:
+            if key not in known:
+                raise ConfigError(f"{name}.{key}: {name} has no key {key!r}; known: {', '.join(known)}.")
 
 
 def _check_objects(cfg: DictConfig) -> None:

@@ -7,7 +7,7 @@ import pytest
 from test_accountants import ledger
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.coverage import NAMES, Coverage, check_covered, coverage, is_bound
+from dpexp.accounting.coverage import NAMES, Coverage, adjacencies, check_covered, coverage, is_bound
 from dpexp.accounting.ledger import (
     ADJACENCIES,
     POLICIES,
@@ -113,3 +113,19 @@ def test_an_accountant_of_ones_own_is_used_for_what_it_covers():
             epsilon(run, 1e-5, own)
     with pytest.raises(ConfigError, match="Round is unknown"):
         coverage("test_coverage.Round")
+
+
+class NotANumber(Concentrated):
+    def epsilon(self, delta):
+        return math.nan
+
+
+def test_an_accountant_without_a_number_is_refused():
+    run = Ledger("add_remove", {Round(SamplingEvent("all", 1.0, 9), (SumQueryEvent("g", 1.0, 4.0),)): 3})
+    with pytest.raises(ConfigError, match="NotANumber gives ε = nan, which is not a number of at least 0"):
+        epsilon(run, 1e-5, f"{__name__}.NotANumber")
+
+
+def test_a_policy_that_no_accountant_knows_is_refused():
+    with pytest.raises(ConfigError, match="sampling policy 'mine' has no accountant"):
+        adjacencies("mine")

@@ -130,6 +130,7 @@ BAD = {
     "trainer.num_worker=3": "trainer has no key 'num_worker'; did you mean 'num_workers'",
     "clip_norm.totl=1": "clip_norm has no key 'totl'; did you mean 'total'",
     "sampling.q=0.1": "sampling.q: sampling has no key 'q'; did you mean 'sampling_rate'",
+    "+privacy.max_loss=1": "privacy.max_loss: privacy has no key 'max_loss'; known: enabled, epsilon",
     "audit.num_canaries=200": "no audit is chosen; add audit=dirac or audit=mislabelled",
     "trainer.compile=maybe": "trainer.compile=maybe must be true, false or auto",
     "trainer.max_physical_batch_size=many": "trainer.max_physical_batch_size=many must be an integer of at "

@@ -216,3 +216,14 @@ def test_a_long_ramp_is_a_staircase():
 def test_schedules_that_make_no_sense_are_refused(spec, message):
     with pytest.raises(ConfigError, match=message):
         schedule(6, S=spec)
+
+
+@pytest.mark.parametrize("sample", [[3, 4, 3], [-1, 2], [100]])
+def test_a_sample_with_a_record_twice_or_an_index_out_of_range_is_refused(sample):
+    class Mine(Poisson):
+        def draw(self, size, stream):
+            return [sample]
+
+    run = RoundSampler(lambda t: Mine(0.1), 100, 50, 7, KeyStream.known(0, "sampling", 0))
+    with pytest.raises(ConfigError, match=r"sampling\.policy: Mine\.draw gave a sample .*; give distinct indices"):
+        next(iter(run))

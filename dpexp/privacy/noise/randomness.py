@@ -66,7 +66,8 @@ class KeyStream:
         """A reproducible stream, for tests: whoever knows the seed can subtract the noise.
 
         Args:
-            purpose, rounds: what the stream is for, and the rounds of the ledger when the fit begins; both change it.
+            purpose: what the stream is for.
+            rounds: in the ledger when the fit begins.
         """
         return cls(hashlib.sha256(f"{seed}/{purpose}/{rounds}".encode()).digest())
 

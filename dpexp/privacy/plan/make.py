@@ -81,7 +81,7 @@ def make_plan(
     Args:
         n: published number of training examples; users: of users, if `privacy_unit` is a `User`.
         target: the privacy target, for which z is calibrated; or z itself.
-        clipping, allocation, noise, schedules: by default `Clipping()`, `Proportional()`, `Noise()`, `Schedules()`.
+        clipping: by default `Clipping()`; allocation: `Proportional()`; noise: `Noise()`; schedules: `Schedules()`.
         private_metrics: values that are released in addition to gradients, by name (see
             `dpexp.privacy.private_metrics.releases`).
         privacy_unit: by default `Example()`.

@@ -210,7 +210,9 @@ class Schedules:
     """How z, q and S vary over the rounds: multipliers of the plan's values (see `dpexp.privacy.plan.schedules`).
 
     Args:
-        z, q, S: null, a number, a list of T numbers, `{linear: [first, last]}` or `{step: {0: 1.0, 500: 0.5}}`.
+        z: null, a number, a list of T numbers, `{linear: [first, last]}` or `{step: {0: 1.0, 500: 0.5}}`.
+        q: as z.
+        S: as z.
 
     Raises:
         ConfigError: anything else, or a multiplier that is not a finite number above 0.

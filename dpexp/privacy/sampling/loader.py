@@ -85,6 +85,17 @@ class ChunkPosition:
     digest: int = 0
 
 
+def _checked(samples: list[list[int]], policy: Policy, size: int) -> list[list[int]]:
+    """The samples of a policy, each of distinct records, as every accountant assumes."""
+    for sample in samples:
+        if len({*sample}) < len(sample) or (sample and not 0 <= min(sample) <= max(sample) < size):
+            raise ConfigError(
+                f"sampling.policy: {type(policy).__name__}.draw gave a sample with a record twice, or an index outside "
+                f"0 to {size - 1}; give distinct indices."
+            )
+    return samples
+
+
 class RoundSampler(Sampler[list[Any]]):
     """A batch sampler that draws one sample a round and yields this process's records in chunks.
 
@@ -137,7 +148,7 @@ class RoundSampler(Sampler[list[Any]]):
         for t in range(self.completed, self.epoch_end()):
             policy, partition = self.policy_at(t), self.partitions[t % len(self.partitions)]
             if not samples:
-                samples.extend(policy.draw(len(partition), self.stream))
+                samples.extend(_checked(policy.draw(len(partition), self.stream), policy, len(partition)))
                 began = self._first if policy.is_cyclic else t
             rows, self.sampled_from[t] = [partition[k] for k in samples.popleft()], partition
             digest = 0 if self.processes.is_single else digest_of_rows(rows)
