@@ -167,7 +167,7 @@ FAULTS = [
             "        self._processes.broadcast(released)\n        ledger.commit()\n        return released\n")),
           "callback -k before_its_noise"),
     Fault("a preparation is in the ledger after its noise", PREPARING,
-          (("        ledger.commit()\n        parts", "parts"),
+          (("        ledger.commit()\n        parts", "        parts"),
            ("        processes.broadcast({name: total})\n",
             "        processes.broadcast({name: total})\n        ledger.commit()\n")),
           "preprocessing -k ledger"),
