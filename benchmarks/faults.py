@@ -218,7 +218,7 @@ FAULTS = [
     fault("a filter at the wrong order", "accounting/multiple_runs.py", "np.maximum(moments, 0))) / (order - 1)",
           "np.maximum(moments, 0))) / order", "privacy_filter -k rho"),
     fault("selection costs what the cheapest trial does", "accounting/multiple_runs.py", "return np.max([run_rdp",
-          "return np.min([run_rdp", "sweep -k dearest"),
+          "return np.min([run_rdp", "sweep -k worst_case"),
     fault("calibration stops above the target", "accounting/calibration.py", "<= cost <= self._target:",
           "<= cost <= self._target * 1.01:", "calibration -k knob"),
 ]  # fmt: skip
