@@ -41,7 +41,8 @@ _EXPORTS = {
     "dpexp.training.classifier": ["Classifier", "views"],
     "dpexp.accounting.ledger": ["Ledger", "read_ledger"],
     "dpexp.accounting.accountants": ["delta", "epsilon"],
-    "dpexp.commands.notebook": ["compose", "plan"],
+    "dpexp.commands.command_line": ["compose"],
+    "dpexp.commands.build": ["plan"],
     "dpexp.commands.saved_jobs": ["load"],
     "dpexp.errors": ["ConfigError"],
 }

@@ -22,13 +22,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dpexp import config
-from dpexp.commands import sweep, sweepers, trial, validate
-from dpexp.commands.arguments import COMMANDS
-from dpexp.commands.overrides import as_audit, check, sentence
+from dpexp.commands import sweep, validate
+from dpexp.commands.command_line import COMMANDS, as_audit, check, help, sentence
 from dpexp.errors import ConfigError, RecordError
 
 config.register()
-sweepers.register()
+sweep.register_sweepers()
 # Imported when they are called: most need torch.
 FUNCTIONS = {
     "account": "dpexp.commands.account",
@@ -76,8 +75,6 @@ def _dispatch(arguments: list[str]) -> None:
     if command == "version" or "--version" in arguments:
         print(f"dpexp {version('dpexp')}")
     elif command == "help" or HELP & {*arguments}:
-        from dpexp.commands.help import help
-
         about = [command] if command not in (None, "help") else [a for a in arguments if a not in ("help", *HELP)]
         print(help(about), flush=True)
     elif command in FUNCTIONS:
@@ -131,7 +128,7 @@ def job(cfg: DictConfig) -> float | None:
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
-        current = trial.current(cfg)
+        current = sweep.current_trial(cfg)
         if current is not None:
             message = " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("ConfigError: ")
             print_failed_trial(current.label, message)

@@ -114,12 +114,7 @@ class Checkpoint:
 
 @dataclass
 class Audit:
-    """`target_models`, `shadow_models`: trainings whose mislabelled canaries the attacker guesses, and knows."""
-
-    canary_type: str = "dirac"
     num_canaries: int = 4000
-    target_models: int | None = None
-    shadow_models: int | None = None
     deltas: list[float] = MISSING
     confidence: float = 0.95
 
@@ -194,12 +189,6 @@ def not_private_reason(cfg: Any) -> str | None:
     if cfg.privacy.noise_seed is not None:
         return "the noise seed is known"
     return "unsafe diagnostics" if cfg.diagnostics == "unsafe" else None
-
-
-def audit_trainings(cfg: Any) -> int:
-    """The number of trainings on the data, in addition to the job's own, whose results its audit shows."""
-    audit = cfg.audit
-    return audit.target_models + audit.shadow_models if audit is not None and audit.canary_type == "mislabelled" else 0
 
 
 def tracking_uri() -> str:

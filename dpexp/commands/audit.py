@@ -19,8 +19,8 @@ from dpexp.accounting.auditing import audit as judged
 from dpexp.accounting.ledger import Ledger, concatenate, read_ledger
 from dpexp.accounting.membership_inference import Membership, likelihood_ratios, log_odds, membership
 from dpexp.accounting.rdp import Array
-from dpexp.commands.build import accountants, add_scheduler, callback_for, make, module_of, rounds_of, set_batch_size
-from dpexp.commands.trainer import trainer_for
+from dpexp.commands.build import accountants, add_scheduler, make, module_of, rounds_of, set_batch_size
+from dpexp.commands.trainer import callback_for, trainer_for
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.mislabelled_canaries import Canary, mislabelled, one_by_one, put_into

@@ -1,8 +1,12 @@
-"""Makes the objects of a composed configuration: module, privacy plan, callback."""
+"""Makes the objects of a composed configuration: module and privacy plan."""
 
+import hashlib
+import json
 import re
+import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.commands.initial_weights import MODEL_ARGUMENT, refuse_non_private_weights, weights_of
 from dpexp.commands.validate import check, noise_of, privacy_unit_of, sampling_of, schedules_of, target_of
-from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError
-from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.allocation import Explicit
 from dpexp.privacy.plan.clipping import Joint, same_as_separate
@@ -32,26 +33,23 @@ from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, 
 from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.training.classifier import Classifier
-from dpexp.training.pretrained import head_parameters, load_initial_weights
+from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
 
 
-def planned(cfg: DictConfig) -> PrivacyPlan:
-    """The plan of a private job, without training.
+def plan(cfg: DictConfig) -> PrivacyPlan:
+    """The privacy plan of a configuration's job; nothing is trained.
 
     Raises:
-        ConfigError: a choice that cannot be honoured, or a job that is not private.
+        ConfigError: for any choice that cannot be honoured, or a job without privacy.
     """
     check(cfg)
-    if not is_private(cfg):
-        raise ConfigError(
-            f"it is not private with privacy.enabled={cfg.privacy.enabled}, "
-            f"privacy.noise_seed={cfg.privacy.noise_seed} and diagnostics={cfg.diagnostics}."
-        )
+    if not cfg.privacy.enabled:
+        raise ConfigError("privacy.enabled=false has no privacy plan.")
     return plan_for(cfg, module_of(cfg))
 
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
-    """The privacy plan of a configuration."""
+    """The privacy plan of a configuration that is known to be sound."""
     return _plan(cfg, module, cfg.calibrate, noise_of(cfg), target_of(cfg))
 
 
@@ -91,9 +89,7 @@ def joint_note(cfg: DictConfig, plan: PrivacyPlan | None) -> str:
     """A sentence that `mechanism=joint` makes no difference here, and which options would; "" if it makes one."""
     if plan is None:
         return ""
-    mechanism, clip_norm, allocation = (
-        make(section, cfg[section]) for section in ("mechanism", "clip_norm", "allocation")
-    )
+    mechanism, clip_norm, allocation = (make(name, cfg[name]) for name in ("mechanism", "clip_norm", "allocation"))
     if not isinstance(mechanism, Joint) or not same_as_separate(plan, clip_norm, isinstance(allocation, Explicit)):
         return ""
     same = "mechanism=joint equals mechanism=separate here"
@@ -113,7 +109,8 @@ def _batchnorm(cfg: DictConfig) -> Any:
 
 def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
     """The values that are released in addition to gradients."""
-    metrics = _plain(cfg.private_metrics.release) or {}
+    release = cfg.private_metrics.release
+    metrics = OmegaConf.to_container(release, resolve=True) if OmegaConf.is_config(release) else release or {}
     normalise = _batchnorm(cfg)
     if not isinstance(normalise, PrivateBatchNorm):
         return metrics
@@ -122,10 +119,6 @@ def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, A
             f"private_metrics.release: batchnorm=private releases under the name {BATCHNORM}; choose another."
         )
     return metrics | normalise.release(module)
-
-
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
@@ -141,11 +134,6 @@ def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
         return list(cfg.accountant.names)
     composing = applicable_accountants(before)
     return [name for name in CLAIMS[plan.sampling.name][plan.adjacency] if name in composing or not before.rounds]
-
-
-def is_private(cfg: DictConfig) -> bool:
-    """Whether the (ε, δ) of the run covers all of its outputs."""
-    return not_private_reason(cfg) is None
 
 
 def make(section: str, node: Any, **arguments: Any) -> Any:
@@ -166,14 +154,48 @@ def make(section: str, node: Any, **arguments: Any) -> Any:
         raise ConfigError(f"{section}: {target} cannot be made: {' '.join(str(cause).split())}.") from error
 
 
+def rounds_of(cfg: DictConfig) -> int:
+    return sampling_of(cfg).resolve(cfg.data.n)[1]
+
+
+def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
+    """Sets the batch size of a data module for a training without privacy, whose loader draws the samples."""
+    if hasattr(data, "batch_size"):
+        policy, _ = sampling_of(cfg).resolve(cfg.data.n)
+        data.batch_size = max(1, round(policy.q * cfg.data.n))
+
+
+def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> None:
+    """Adds the configured learning rate schedule to a classifier, once the number of rounds is known.
+
+    Raises:
+        ConfigError: optimizer or scheduler cannot be made, or are chosen for a module that has its own.
+    """
+    cfg.rounds = rounds
+    if not isinstance(module, Classifier):
+        chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
+        if chosen:
+            raise ConfigError(f"{chosen[0]} would be ignored: {type(module).__name__} configures its own.")
+        return
+    if cfg.scheduler:
+        module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
+    try:
+        module.configure_optimizers()
+    except (TypeError, ValueError) as error:
+        sections = {section: {**cfg[section]} for section in ("optimizer", "scheduler") if cfg[section]}
+        values = [f"{section}.{key}={value}" for section, node in sections.items() for key, value in node.items()]
+        raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(values)}: {error}.") from error
+
+
 def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     """The LightningModule of a configuration.
 
     Args:
         load_weights: load the configured initial weights; False where others are loaded anyway.
     """
-    weights = weights_of(cfg)
-    model = make("model", cfg.model if weights is MODEL_ARGUMENT else _without(cfg, "model", "weights"))
+    weights = cfg.model.get("weights")
+    is_file = isinstance(weights, str) and weights.endswith(".safetensors")  # else it is an argument of the model's own
+    model = make("model", _without(cfg, "model", "weights") if weights is None or is_file else cfg.model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
             f"model: {cfg.model._target_} gives an object of type {type(model).__name__}, not a torch.nn.Module."
@@ -182,49 +204,50 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, PrivateBatchNorm)):
         model = normalise(model)
     tuning = make("fine_tuning", cfg.fine_tuning)
-    if load_weights and isinstance(weights, Path):
-        load_initial_weights(model, weights, head_parameters(model, getattr(tuning, "head", None)))
+    if load_weights and is_file:
+        head = head_parameters(model, getattr(tuning, "head", None))
+        load_initial_weights(model, Path(weights).expanduser(), head)
     if load_weights and cfg.privacy.enabled:
-        refuse_non_private_weights(cfg)
+        _refuse_non_private_weights(cfg)
     model = tuning(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"fine_tuning={type(tuning).__name__}: no parameter of the model is trainable.")
     if cfg.privacy.enabled:
         refuse_mixing_layers(model)
-    preprocessing = cfg.preprocessing
     if isinstance(model, pl.LightningModule):
-        if preprocessing:
-            raise ConfigError(
-                f"preprocessing={list(preprocessing)} changes the inputs of a plain model, and "
-                f"model={cfg.model._target_} is a LightningModule; use PreprocessedModel of "
-                "dpexp.privacy.preprocessing_methods within it, and leave preprocessing out."
-            )
-        if _augment(cfg) is not None:
-            raise ConfigError(
-                f"augment={cfg.augment._target_} augments the records of a plain model, and model={cfg.model._target_} "
-                "is a LightningModule; let its training_step begin with batch = dpexp.views(batch, augment, K), and "
-                "leave augment out."
-            )
-        if OmegaConf.select(cfg, "data.class_weights") is not None:
-            raise ConfigError(
-                f"data.class_weights weighs the records of a plain model, and model={cfg.model._target_} is a "
-                "LightningModule; let its training_step call dpexp.weigh(w[y].mean() / w.max()), and leave it out."
-            )
+        _refuse_for_own_module(cfg)
         return model
     optimizer = make("optimizer", cfg.optimizer, _partial_=True)
     augment = _augment(cfg)
-    model = _preprocessed(cfg, model) if preprocessing else model
+    model = _preprocessed(cfg, model) if cfg.preprocessing else model
+    multiplicity = cfg.augment.multiplicity if augment else 1
     return Classifier(
-        model, optimizer, augment=augment, multiplicity=cfg.augment.multiplicity if augment else 1,
-        class_weights=_class_weights(cfg, model),
-    )  # fmt: skip
+        model, optimizer, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model)
+    )
+
+
+def _refuse_for_own_module(cfg: DictConfig) -> None:
+    """Refuses what dpexp's classifier does to a plain model, for a LightningModule of the user's."""
+    for key, is_chosen, instead in (
+        ("preprocessing", bool(cfg.preprocessing),
+         "use PreprocessedModel of dpexp.privacy.preprocessing_methods within it"),
+        ("augment", bool(cfg.augment) and cfg.augment._target_ is not None,
+         "let its training_step begin with batch = dpexp.views(batch, augment, K)"),
+        ("data.class_weights", OmegaConf.select(cfg, "data.class_weights") is not None,
+         "let its training_step call dpexp.weigh(w[y].mean() / w.max())"),
+    ):  # fmt: skip
+        if is_chosen:
+            raise ConfigError(
+                f"{key}={OmegaConf.select(cfg, key)} is for a plain model, and model={cfg.model._target_} is a "
+                f"LightningModule; {instead}, and leave {key} out."
+            )
 
 
 def _class_weights(cfg: DictConfig, model: torch.nn.Module) -> torch.Tensor | Callable[[], torch.Tensor] | None:
     """The weight of each class, or a function that returns them once counts are released; None: unweighted."""
-    weights = _plain(cfg.data.class_weights)
+    weights = cfg.data.class_weights
     if weights != "counts":
-        return None if weights is None else torch.tensor(weights, dtype=torch.float32)
+        return None if weights is None else torch.tensor(list(weights), dtype=torch.float32)
     (counts,) = (one for one in preprocessing_of(model).values() if isinstance(one, ClassCounts))
     if counts.d != cfg.data.classes:
         raise ConfigError(f"data.class_weights=counts needs data.classes={cfg.data.classes} counts, not {counts.d}.")
@@ -250,118 +273,101 @@ def _augment(cfg: DictConfig) -> Any:
 
 
 def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
-    """The model after its private preprocessing, which must accept one another's output shapes."""
+    """The model after its private preprocessing, whose steps must accept one another's output shapes."""
     preprocessed = PreprocessedModel(
         {name: make(f"preprocessing.{name}", node) for name, node in cfg.preprocessing.items()}, model
     )
-    if cfg.data.shape is not None:
-        x = torch.zeros(1, *cfg.data.shape)
-        modes = {layer: layer.training for layer in model.modules()}
+    if cfg.data.shape is None:
+        return preprocessed
+    x = torch.zeros(1, *cfg.data.shape)
+    steps = {f"preprocessing.{name}": step for name, step in preprocessed.preprocessing.items()}
+    modes = {layer: layer.training for layer in model.modules()}
+    for key, step in (steps | {"model": model.eval()}).items():
         try:
             with torch.no_grad():
-                for name, step in preprocessed.preprocessing.items():
-                    x = _apply(name, step, x)
-                model.eval()(x)
+                x = step(x)
         except ConfigError:
             raise
         except Exception as error:
+            shape = list(x.shape[1:])
             raise ConfigError(
-                f"model={cfg.model._target_} does not accept inputs of shape {list(x.shape[1:])}, which "
-                f"preprocessing={list(cfg.preprocessing)} makes of {list(cfg.data.shape)}; try "
-                f"model.shape={list(x.shape[1:])} ({' '.join(str(error).split())[:200]})."
+                f"{key} does not accept inputs of shape {shape}, as it gets them from data.shape="
+                f"{list(cfg.data.shape)} with preprocessing={list(cfg.preprocessing)}; try {key}.shape={shape} "
+                f"({' '.join(str(error).split())[:200]})."
             ) from error
-        finally:
-            for layer, training in modes.items():
-                layer.training = training
+    for layer, training in modes.items():
+        layer.training = training
     return preprocessed
 
 
-def _apply(name: str, step: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    try:
-        return step(x)
-    except Exception as error:
-        shape = list(x.shape[1:])
-        raise ConfigError(
-            f"preprocessing.{name} does not accept inputs of shape {shape}, as it gets them here; try "
-            f"preprocessing.{name}.shape={shape} ({' '.join(str(error).split())[:200]})."
-        ) from error
+# What initial weights were trained on
 
 
-def make_small(cfg: DictConfig) -> None:
-    """debug=true: shortens a job to three rounds without MLflow."""
-    cfg.sampling.steps, cfg.sampling.epochs, cfg.tracking.uri = 3, None, None
-    OmegaConf.update(cfg, "trainer.detect_anomaly", True, force_add=True)
+_NOT_OF_RECORDS = {"batch_size", "workers", "num_workers", "users"}  # options of data modules that change no record
 
 
-def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> None:
-    """Adds the configured learning rate schedule to a classifier, once the number of rounds is known.
-
-    Raises:
-        ConfigError: optimizer or scheduler cannot be made, or are chosen for a module that has its own.
-    """
-    cfg.rounds = rounds
-    if not isinstance(module, Classifier):
-        chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]
-        if chosen:
-            raise ConfigError(f"{chosen[0]} would be ignored: {type(module).__name__} configures its own.")
-        return
-    if cfg.scheduler:
-        module.scheduler = make("scheduler", cfg.scheduler, _partial_=True)
-    try:
-        module.configure_optimizers()
-    except (TypeError, ValueError) as error:
-        sections = {section: {**cfg[section]} for section in ("optimizer", "scheduler") if cfg[section]}
-        values = [f"{section}.{key}={value}" for section, node in sections.items() for key, value in node.items()]
-        raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(values)}: {error}.") from error
+def _refuse_non_private_weights(cfg: DictConfig) -> None:
+    """Refuses weights that come, perhaps through other files, from a training on this job's records without privacy."""
+    for metadata in _initial_weights(cfg):
+        if _data_fingerprint(cfg) in _exposed_data(metadata):
+            raise ConfigError(
+                f"the weights {metadata['path']} come from a training without privacy on the records of this job's "
+                "data.module; use weights trained on public data, or by a private job (whose ε is then spent as well)."
+            )
+    for spent in spent_before(weights_metadata(cfg)):
+        warnings.warn(f"the initial weights were trained on the same records, which costs {spent} in addition")
 
 
-def check_device(cfg: DictConfig) -> None:
-    """Refuses a device or precision that Lightning does not support here."""
-    options = cfg.trainer
-    try:
-        pl.Trainer(
-            accelerator=options.accelerator, devices=1, precision=options.precision, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-    except Exception as error:  # Lightning raises many types for a wrong value
-        raise ConfigError(
-            f"trainer.accelerator={options.accelerator} with trainer.precision={options.precision} is not available "
-            f"here: {' '.join(str(error).split())}"
-        ) from error
+def spent_before(origin: Mapping[str, str]) -> list[str]:
+    """(ε, δ) of the earlier private trainings on the same records that a job's initial weights come from."""
+    before = (one.split("/") for one in origin["spent"].split())
+    return [f"ε = {epsilon}, δ = {delta}" for data, epsilon, delta, _ in before if data == origin["data"]]
 
 
-def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
-    return PrivacyCallback(
-        plan,
-        ledger,
-        delta=cfg.privacy.delta,
-        accountant=accountants(cfg, plan)[0],
-        max_physical_batch_size=(
-            None if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
-        ),
-        compile=None if cfg.trainer.compile == "auto" else cfg.trainer.compile,
-        noise_seed=cfg.privacy.noise_seed,
-        unsafe_diagnostics=cfg.diagnostics == "unsafe",
-    )
+def weights_metadata(cfg: DictConfig) -> dict[str, str]:
+    """The metadata about records for a job's own weights file.
+
+    To be called when the job starts: the files with its initial weights may be others when it ends."""
+    before = [*_initial_weights(cfg)]
+    tells_of = sorted({one for metadata in before for one in _exposed_data(metadata)})
+    spent = sorted({one for metadata in before for one in _spent(metadata) if one.count("/") == 3})
+    own = {"data": _data_fingerprint(cfg), "job": secrets.token_hex(8)}
+    return own | {"tells_of": " ".join(tells_of), "spent": " ".join(spent)}
 
 
-def rounds_of(cfg: DictConfig) -> int:
-    return sampling_of(cfg).resolve(cfg.data.n)[1]
+def _data_fingerprint(cfg: DictConfig) -> str:
+    """Equal for jobs on the same records, as far as their configurations show."""
+    module: Any = OmegaConf.to_container(cfg.data.module, resolve=True)
+    while isinstance(module.get("of"), dict):  # features of those records
+        module = module["of"]
+    module = {key: value for key, value in module.items() if key not in _NOT_OF_RECORDS}
+    return hashlib.sha256(json.dumps(module, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
-    """Sets the batch size of a data module for a training without privacy, whose loader draws the samples."""
-    if hasattr(data, "batch_size"):
-        policy, _ = sampling_of(cfg).resolve(cfg.data.n)
-        data.batch_size = max(1, round(policy.q * cfg.data.n))
+def _initial_weights(cfg: DictConfig) -> Iterator[dict[str, str]]:
+    """The metadata of all weights files that the configuration of model and data names anywhere."""
+    for text in {*_texts([OmegaConf.to_container(part, resolve=True) for part in (cfg.model, cfg.data.module)])}:
+        with suppress(ConfigError, OSError, ValueError, RuntimeError):  # a text that names no weights file
+            if (path := Path(text).expanduser()).is_file():
+                yield {"path": text} | read_metadata(path)
 
 
-def silence_lightning() -> None:
-    """Silences Lightning's advice, which is about the training loop."""
-    import logging
+def _texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict | list):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _texts(child)
 
-    for name in ("pytorch_lightning", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    advice = "many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"
-    for message in (f".*{words}.*" for words in advice):
-        warnings.filterwarnings("ignore", message)
+
+def _exposed_data(metadata: Mapping[str, str]) -> set[str]:
+    """Fingerprints of the data that a file's weights were trained on without privacy."""
+    own = {metadata["data"]} if metadata.get("private") == "False" and "data" in metadata else set()
+    return own | set(metadata.get("tells_of", "").split())
+
+
+def _spent(metadata: Mapping[str, str]) -> set[str]:
+    """The cost of the private trainings that a file's weights come from, each as fingerprint/ε/δ/job."""
+    keys = ("data", "epsilon", "delta", "job")
+    own = {"/".join(metadata[key] for key in keys)} if {*keys} <= {*metadata} else set()
+    return own | set(metadata.get("spent", "").split())

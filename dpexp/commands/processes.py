@@ -55,31 +55,20 @@ def number_of(cfg: DictConfig) -> int:
             f"{started} processes were started, but trainer.devices={devices} and trainer.num_nodes={nodes} require "
             f"{count}; let devices times nodes be {started}, with trainer.strategy=ddp."
         )
-    if count == 1:
-        return 1
-    _check(cfg, strategy, devices, nodes, started)
-    return count
-
-
-def _check(cfg: DictConfig, strategy: str, devices: int, nodes: int, started: int) -> None:
-    if strategy != "ddp":
-        raise ConfigError(
-            f"trainer.devices={devices} with trainer.num_nodes={nodes} and trainer.strategy={strategy}: several "
-            "processes need trainer.strategy=ddp."
-        )
-    if nodes > 1 and started == 1:
-        raise ConfigError(
-            f"trainer.num_nodes={nodes}: a job starts processes on its own machine only; start it on every node, with "
-            "torchrun, srun or hydra/launcher=submitit_slurm."
-        )
     for key, wrong, why in (
-        ("privacy.enabled", not cfg.privacy.enabled, "only a private job trains in several processes"),
-        ("audit", cfg.audit is not None, "an audit's canaries are in one process"),
-        ("diagnostics", cfg.diagnostics != "none", "it would show one process's records"),
-    ):
-        if wrong:
+        ("trainer.strategy", strategy != "ddp", "several processes need trainer.strategy=ddp"),
+        ("trainer.num_nodes", nodes > 1 and started == 1,
+         "a job starts processes on its own machine only; start it on every node, with torchrun, srun or "
+         "hydra/launcher=submitit_slurm"),
+        ("privacy.enabled", not cfg.privacy.enabled,
+         "only a private job trains in several processes; choose trainer.devices=1"),
+        ("audit", cfg.audit is not None, "an audit's canaries are in one process; choose trainer.devices=1"),
+        ("diagnostics", cfg.diagnostics != "none", "it would show one process's records; choose trainer.devices=1"),
+    ):  # fmt: skip
+        if count > 1 and wrong:
             value = "…" if key == "audit" else OmegaConf.select(cfg, key)
-            raise ConfigError(f"{key}={value} with trainer.devices={devices}: {why}; choose trainer.devices=1.")
+            raise ConfigError(f"{key}={value} with trainer.devices={devices}: {why}.")
+    return count
 
 
 def _read_cluster_environment() -> None:
@@ -105,7 +94,6 @@ def _read_cluster_environment() -> None:
 
 
 def rank() -> int:
-    """The rank of this process; 0 if it is the only one."""
     return int(os.environ.get("RANK", 0)) if is_started() else 0
 
 

@@ -12,7 +12,7 @@ from pandas import DataFrame
 from dpexp.accounting.coverage import check_delta
 from dpexp.accounting.ledger import ledger_so_far
 from dpexp.accounting.releases import applicable_accountants
-from dpexp.commands.overrides import sentence
+from dpexp.commands.command_line import sentence
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.reporting.report_page import Documents, documented, write_page

@@ -3,7 +3,7 @@
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from dpexp.commands.arguments import run_and_options
-from dpexp.commands.build import module_of
-from dpexp.commands.initial_weights import spent_before
+from dpexp.commands.build import module_of, spent_before
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
@@ -49,6 +47,18 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
     with located(run, uri) as folder:
         cfg = configuration(folder)
         return bare(restored(cfg, folder, trainer_of(cfg))).eval()
+
+
+def run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
+    """The run and the options of a command line `RUN key=value …`; `known`: the keys of the options."""
+    options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    runs = [argument for argument in arguments if "=" not in argument]
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"{command}: {key} is unknown; known: {', '.join(known)}.")
+    if len(runs) != 1:
+        raise ConfigError(f"{command} needs one job's folder or MLflow run id; see {command} --help.")
+    return runs[0], options
 
 
 def configuration(folder: Path) -> DictConfig:
@@ -127,7 +137,7 @@ def save_model(
     """Writes weights, card and, for an MLflow run, MLflow's form of the model into the job's folder.
 
     Args:
-        metadata: about the records, of `initial_weights.metadata_of`.
+        metadata: about the records, of `build.weights_metadata`.
 
     Returns:
         Tags of the model for MLflow's registry.

@@ -1,25 +1,197 @@
-"""Sweeps: one MLflow parent run above the trials.
+"""Sweeps: a trial's place among the others, Hydra's sweepers, and one MLflow parent run above the trials.
 
-Imports nothing slow, since every press of Tab runs it.
+All trials are checked before the first starts. Imports nothing slow, since every press of Tab runs it.
 """
 
 import hashlib
 import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dpexp.commands import trial
+from dpexp._hydra_compat import BasicSweeper
 from dpexp.commands.validate import refuse_taken
+from dpexp.config import not_private_reason
 from dpexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpexp.accounting.ledger import Ledger
+
+_SWEEP = "DPEXP_SWEEP"  # environment variable, which reaches the processes of every launcher
+
+
+# A trial's place in its sweep
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`label`: number, number of trials, and distinguishing overrides. `is_serial`: no other trial runs meanwhile."""
+
+    label: str
+    is_serial: bool
+
+
+def current_trial(cfg: DictConfig) -> Trial | None:
+    """The trial that this process runs; None for a single job, or a trial with `verbose=true`."""
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN or cfg.verbose:
+        return None
+    of = _stored().get("of")
+    number = f"[{_number()}/{of}]" if of else f"[{_number()}]"
+    is_serial = hydra.runtime.choices.get("hydra/launcher", "basic") == "basic"
+    return Trial(f"{number} {_name_of(list(map(str, hydra.overrides.task)))}", is_serial)
+
+
+def seconds_left() -> float | None:
+    """Estimated seconds until the sweep ends, when a trial has ended; None if unknown."""
+    stored = _stored()
+    if "of" not in stored:
+        return None
+    return (time.time() - stored["since"]) / max(1, _number() - stored["done"]) * (stored["of"] - _number())
+
+
+def skip_trial() -> None:
+    """Excludes this trial, which had finished before, from the estimate of the time left."""
+    if stored := _stored():
+        os.environ[_SWEEP] = json.dumps(stored | {"since": time.time(), "done": _number()})
+
+
+def _begin(members: Sequence[Sequence[str]]) -> None:
+    """Stores the trials of a sweep, each given by its overrides."""
+    values: dict[str, set[str]] = {}
+    for overrides in members:
+        for override in overrides:
+            values.setdefault(override.partition("=")[0], set()).add(override)
+    varied = [key for key, found in values.items() if len(found) > 1]
+    os.environ[_SWEEP] = json.dumps({"of": len(members), "varied": varied, "since": time.time(), "done": 0})
+
+
+def _name_of(overrides: Sequence[str]) -> str:
+    """The overrides that differ among the trials; all, if that is unknown."""
+    varied = _stored().get("varied", [one.partition("=")[0] for one in overrides])
+    return " ".join([one for one in overrides if one.partition("=")[0] in varied] or overrides)
+
+
+def _stored() -> dict[str, Any]:
+    return json.loads(os.environ.get(_SWEEP, "{}"))
+
+
+def _number() -> int:
+    """The trial's number, from 1."""
+    return int(HydraConfig.get().job.num) + 1
+
+
+# Sweepers
+
+
+class Grid(BasicSweeper):
+    """`hydra/sweeper=grid`: Hydra's `basic`, which checks every trial before the first starts."""
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Checks the trials of all batches when the first batch is about to start."""
+        if self.batch_index > 1:
+            return
+        assert self.overrides is not None
+        members = [list(overrides) for batch in self.overrides for overrides in batch]
+        _begin(members)
+        from dpexp.commands.train import check_trial
+
+        refused = []
+        for number, overrides in enumerate(members):
+            try:
+                check_trial(self._compose(overrides, number))
+            except ConfigError as error:
+                refused.append(f"trial {number + 1} of {len(members)} ({_name_of(overrides)}): {error}")
+        if refused:
+            more = f" (Nor can {len(refused) - 1} more.)" if len(refused) > 1 else ""
+            raise ConfigError(f"no trial was started, since one cannot run: {refused[0]}{more}")
+
+    def _compose(self, overrides: list[str], number: int = 0) -> DictConfig:
+        """The configuration of a trial, as its launcher will compose it."""
+        assert self.hydra_context is not None and self.config is not None
+        cfg = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(cfg):
+            cfg.hydra.job.id = cfg.hydra.job.num = number
+        HydraConfig.instance().set_config(cfg)
+        return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+
+
+class PrivateSelection(Grid):
+    """`hydra/sweeper=private_selection`: a random number of trials, each drawn at random from the grid.
+
+    The best trial then costs a known ε (Papernot & Steinke 2022), that of the grid's worst case: all members of the
+    grid are planned before any is drawn.
+
+    Args:
+        mean: of the number of trials.
+        shape: η; 1 for geometric, 0 for logarithmic, inf for Poisson (see accounting.multiple_runs).
+    """
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None, mean: float, shape: float) -> None:
+        from dpexp.accounting.multiple_runs import check_repetitions
+
+        super().__init__(max_batch_size, params)
+        check_repetitions(mean, shape)
+        self._mean, self._shape = mean, shape
+
+    def split_arguments(  # type: ignore[override]
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        batch = _sweep.draws if _sweep is not None else None
+        if batch is None:
+            from numpy.random import default_rng
+
+            from dpexp.accounting.multiple_runs import draw_repetitions, worst_case_rdp
+
+            (grid,) = BasicSweeper.split_arguments(overrides, None)
+            rdp = worst_case_rdp([self._ledger(member) for member in grid])
+            random = default_rng()  # the operating system's entropy: the draws must be secret
+            count = draw_repetitions(self._mean, self._shape, random)
+            chosen = [grid[random.integers(len(grid))] for _ in range(count)]
+            batch = [[*map(str, overrides), f"draw={k}"] for k, overrides in enumerate(chosen)]
+            if _sweep is not None:  # a later start must neither draw nor account anew
+                _sweep.parent.remember({"draws": batch, "worst_case_rdp": rdp.tolist()})
+        return [batch] if batch else []
+
+    def _ledger(self, member: list[str]) -> "Ledger":
+        """The ledger that a member of the grid would write."""
+        from dpexp.commands.build import plan
+
+        try:
+            cfg = self._compose(member)
+            if (reason := not_private_reason(cfg)) is not None:
+                raise ConfigError(f"it is not private ({reason}).")
+            return plan(cfg).ledger()
+        except ConfigError as error:
+            raise ConfigError(
+                f"hydra/sweeper=private_selection also draws from {', '.join(member)}: {error}"
+            ) from error
+
+
+def register_sweepers() -> None:
+    """Registers the sweepers with Hydra, which only accepts plugins whose name begins with `hydra_plugins`."""
+    for sweeper in (Grid, PrivateSelection):
+        Plugins.instance().class_name_to_class[f"hydra_plugins.dpexp.{sweeper.__name__}"] = sweeper
+
+
+# The parent run
 
 
 class SweepCallback(Callback):
     """Begins the parent run, and refuses a folder that holds another run before Hydra writes into it.
 
-    `conclude` ends the parent run, since Hydra calls no hook after a failed or interrupted sweep."""
+    `conclude` ends the parent run, since Hydra calls no hook after a failed or interrupted sweep. Hydra would continue
+    after an error in a hook; it lets SystemExit through."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         if not OmegaConf.select(config, "checkpoint.resume"):
@@ -27,36 +199,29 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         global _sweep
-        _refuse_other_sweep(config)
+        before = Path(config.hydra.sweep.dir) / "multirun.yaml"
+        if before.exists():  # a sweep's folder may only be used again by the same sweep, which continues in it
+            overrides = OmegaConf.select(OmegaConf.load(before), "hydra.overrides.task")
+            if overrides != config.hydra.overrides.task:
+                _refuse_taken(before.parent)
         if config.tracking.uri is not None:
             try:
                 _sweep = Sweep(config)
-            except Exception as error:  # Hydra would continue without a parent; it lets SystemExit through
+            except Exception as error:
                 raise SystemExit(f"dpexp: {' '.join(str(error).split())}") from error
 
 
 def _refuse_taken(folder: Path) -> None:
     try:
         refuse_taken(folder)
-    except ConfigError as error:  # Hydra would continue; it lets SystemExit through
+    except ConfigError as error:
         raise SystemExit(f"dpexp: {error}") from error
 
 
-def _refuse_other_sweep(config: DictConfig) -> None:
-    """A sweep's folder may only be used again by the same sweep, which continues in it."""
-    before = Path(config.hydra.sweep.dir) / "multirun.yaml"
-    if before.exists():
-        overrides = OmegaConf.select(OmegaConf.load(before), "hydra.overrides.task")
-        if overrides != config.hydra.overrides.task:
-            _refuse_taken(before.parent)
-
-
-_sweep: "Sweep | None" = None
+_sweep: "Sweep | None" = None  # the tracked sweep that runs in this process
 
 
 class Sweep:
-    """The sweep that runs in this process."""
-
     def __init__(self, config: DictConfig) -> None:
         from dpexp.tracking.provenance import without_passwords
         from dpexp.tracking.run_labels import swept_keys
@@ -103,22 +268,15 @@ class Sweep:
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
         costs, sentence = cost(frame, self.parent.ledgers(), self.parent.facts)
         best = None if frame.empty else best_of_trials(frame)
-        note = _note(frame, failed, best, costs, sentence)
+        lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
+        if best is not None:
+            lines.append(f"Best: **{best['name']}**, test accuracy {best['test_accuracy']:.2%}.")
+        lines += [sentence, ""]
+        lines += [f"- {r['name']}: {r['status']}: {r['error'] or 'unknown reason'}" for _, r in failed.iterrows()]
         status = "KILLED" if interrupted else "FAILED" if len(failed) or has_failed else "FINISHED"
         metrics = {f"selection/{key}": value for key, value in costs.items()}
-        self.parent.conclude(frame, metrics, note, status, self._output)
+        self.parent.conclude(frame, metrics, "\n".join(lines), status, self._output)
         terminal.print_sweep(frame, failed, best, costs, sentence, self.parent.address)
-
-
-def earlier_draws() -> list[list[str]] | None:
-    """The trials that private selection has drawn in an earlier start of the sweep in this process."""
-    return _sweep.draws if _sweep is not None else None
-
-
-def remember_draws(draws: list[list[str]], worst_case_rdp: list[float]) -> None:
-    """Stores the draws and their cost for a later start, which must neither draw nor account anew."""
-    if _sweep is not None:
-        _sweep.parent.remember({"draws": draws, "worst_case_rdp": worst_case_rdp})
 
 
 def under_way() -> bool:
@@ -137,7 +295,7 @@ def conclude(interrupted: bool, failed: bool) -> None:
     """
     global _sweep
     ended, _sweep = _sweep, None
-    trial.end()
+    os.environ.pop(_SWEEP, None)
     if ended is None:
         return
     try:
@@ -147,12 +305,3 @@ def conclude(interrupted: bool, failed: bool) -> None:
         raise ConfigError(
             f"the sweep's parent run could not be ended; start the same command again. {words}"
         ) from error
-
-
-def _note(frame: Any, failed: Any, best: Any, costs: dict[str, float], sentence: str) -> str:
-    lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
-    if best is not None:
-        lines.append(f"Best: **{best['name']}**, test accuracy {best['test_accuracy']:.2%}.")
-    lines += [sentence, ""]
-    lines += [f"- {row['name']}: {row['status']}: {row['error'] or 'unknown reason'}" for _, row in failed.iterrows()]
-    return "\n".join(lines)

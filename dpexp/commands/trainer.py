@@ -1,6 +1,8 @@
 """The Lightning Trainer of a job, which of its options are honoured, and which another setting replaces."""
 
 import inspect
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
-from dpexp.commands import processes, trial
-from dpexp.commands.build import make, rounds_of
+from dpexp.commands import processes, sweep
+from dpexp.commands.build import accountants, make, rounds_of
 from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.validate import sampling_of
 from dpexp.errors import ConfigError
@@ -54,6 +56,45 @@ REFUSED = {
 }
 
 
+def silence_lightning() -> None:
+    """Silences Lightning's advice, which is about the training loop."""
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"):
+        warnings.filterwarnings("ignore", f".*{words}.*")
+
+
+def check_device(cfg: DictConfig) -> None:
+    """Refuses a device or precision that Lightning does not support here."""
+    options = cfg.trainer
+    try:
+        pl.Trainer(
+            accelerator=options.accelerator, devices=1, precision=options.precision, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+    except Exception as error:  # Lightning raises many types for a wrong value
+        raise ConfigError(
+            f"trainer.accelerator={options.accelerator} with trainer.precision={options.precision} is not available "
+            f"here: {' '.join(str(error).split())}"
+        ) from error
+
+
+def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
+    def chosen(value: Any) -> Any:
+        return None if value == "auto" else value
+
+    return PrivacyCallback(
+        plan,
+        ledger,
+        delta=cfg.privacy.delta,
+        accountant=accountants(cfg, plan)[0],
+        max_physical_batch_size=chosen(cfg.trainer.max_physical_batch_size),
+        compile=chosen(cfg.trainer.compile),
+        noise_seed=cfg.privacy.noise_seed,
+        unsafe_diagnostics=cfg.diagnostics == "unsafe",
+    )
+
+
 def trainer_for(
     cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path
 ) -> pl.Trainer:  # fmt: skip
@@ -73,7 +114,7 @@ def trainer_for(
     if any(isinstance(callback, AVERAGING) for callback in configured):
         callbacks.append(LastWeights())
     callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
-    current = trial.current(cfg)
+    current = sweep.current_trial(cfg)
     shown = (current is None or current.is_serial) and processes.rank() == 0
     bar = options.pop("enable_progress_bar", True) and shown
     if bar:

@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 from pandas import DataFrame, read_csv
 from torch import Tensor
 
-from dpexp.commands.arguments import run_and_options
-from dpexp.commands.build import make, silence_lightning
-from dpexp.commands.saved_jobs import bare, configuration, located, restored, trainer_of
+from dpexp.commands.build import make
+from dpexp.commands.saved_jobs import bare, configuration, located, restored, run_and_options, trainer_of
+from dpexp.commands.trainer import silence_lightning
 from dpexp.errors import ConfigError
 from dpexp.reporting.terminal import console, print_metrics
 from dpexp.training.classifier import Classifier, scores_of

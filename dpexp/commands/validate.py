@@ -18,13 +18,9 @@ from dpexp.privacy.sampling.policies import policy_class
 from dpexp.privacy.sampling.privacy_unit import Example, make_privacy_unit
 from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN
 
-CANARIES = ("dirac", "mislabelled")
-MIN_TRAININGS = {"target_models": 1, "shadow_models": 4}  # of an audit with mislabelled canaries
-DIAGNOSTICS = ("none", "unsafe")
 OBJECTS = (
     "data.module", "model", "optimizer", "scheduler", "group", "clip_norm", "mechanism", "clip_rule", "allocation",
 )  # fmt: skip
-MAX_ID_LENGTH = 250
 OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, RESERVED, BEGUN)
 
 
@@ -34,40 +30,17 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: names the first value that is missing, out of range or contradicts another.
     """
-    try:
-        values = OmegaConf.to_container(cfg, resolve=True)
-        missing = sorted(OmegaConf.missing_keys(cfg))
-    except InterpolationToMissingValueError as error:
-        raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
-    if missing:
-        raise ConfigError(f"{missing[0]} must be given.")
-    for key in _nan_keys(values):
-        raise ConfigError(f"{key}=nan is not a number.")
+    _check_complete(cfg)
     _check_keys(cfg)
     _check_objects(cfg)
-    if cfg.diagnostics not in DIAGNOSTICS:
-        raise ConfigError(f"diagnostics={cfg.diagnostics} is unknown; choose one of {', '.join(DIAGNOSTICS)}.")
-    if not 0 <= cfg.seed < 2**32:
-        raise ConfigError(f"seed={cfg.seed} must lie between 0 and 2^32 - 1.")
-    if cfg.data.classes is not None and cfg.data.classes < 1:
-        raise ConfigError(f"data.classes={cfg.data.classes} must be at least 1.")
+    _check_single_values(cfg)
     _check_class_weights(cfg)
-    if any(length < 1 for length in cfg.data.shape or ()):
-        raise ConfigError(f"data.shape={cfg.data.shape} must hold integers of at least 1.")
-    if cfg.register is not None and cfg.tracking.uri is None:
-        raise ConfigError(f"register={cfg.register} needs MLflow's registry; choose tracking=mlflow.")
     _check_augment(cfg.augment)
-    _check_trainer(cfg.trainer)
     _check_accountants(list(cfg.accountant.names))
     check_delta(cfg.privacy.delta)
     _check_privacy(cfg)
-    if cfg.audit is not None:
-        _check_audit(cfg)
-    _check_data_id(cfg.data.id)
-    if cfg.privacy.budget is not None:
-        _check_budget(cfg)
+    _check_audit(cfg)
+    _check_budget(cfg)
 
 
 def reported(cfg: DictConfig) -> str:
@@ -115,6 +88,21 @@ def taken(folder: Path) -> list[str]:
     return [name for name in OF_A_RUN if (folder / name).exists()]
 
 
+def _check_complete(cfg: DictConfig) -> None:
+    """Refuses a value that is missing, cannot be resolved or is NaN."""
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+    except InterpolationToMissingValueError as error:
+        raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given.")
+    for key in _nan_keys(values):
+        raise ConfigError(f"{key}=nan is not a number.")
+
+
 def _nan_keys(node: Any, key: str = "") -> Iterator[str]:
     if isinstance(node, float) and math.isnan(node):
         yield key
@@ -148,11 +136,36 @@ def _check_objects(cfg: DictConfig) -> None:
             )
 
 
+def _check_single_values(cfg: DictConfig) -> None:
+    """Checks the values whose range depends on no other value."""
+    at_once, name = cfg.trainer.max_physical_batch_size, cfg.data.id
+    plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
+    for key, holds, wanted in (
+        ("diagnostics", cfg.diagnostics in ("none", "unsafe"), "is unknown; choose one of none, unsafe"),
+        ("seed", 0 <= cfg.seed < 2**32, "must lie between 0 and 2^32 - 1"),
+        ("data.classes", cfg.data.classes is None or cfg.data.classes >= 1, "must be at least 1"),
+        ("data.shape", all(length >= 1 for length in cfg.data.shape or ()), "must hold integers of at least 1"),
+        ("data.id", plain and (name is None or 0 < len(name) <= 250),
+         "must be a name of 1 to 250 printable characters in Unicode's form NFC, without blanks at its ends"),
+        ("register", cfg.register is None or cfg.tracking.uri is not None,
+         "needs MLflow's registry; choose tracking=mlflow"),
+        ("trainer.max_physical_batch_size", at_once == "auto" or (isinstance(at_once, int) and at_once >= 1),
+         "must be an integer of at least 1, or auto"),
+        ("trainer.compile", cfg.trainer.compile in ("auto", True, False), "must be true, false or auto"),
+        ("trainer.threads", cfg.trainer.threads is None or cfg.trainer.threads >= 1, "must be at least 1"),
+        ("trainer.num_evaluations", cfg.trainer.num_evaluations >= 0, "must be at least 0"),
+        ("trainer.num_workers", cfg.trainer.num_workers >= 0, "must be at least 0"),
+    ):  # fmt: skip
+        if not holds:
+            value = OmegaConf.select(cfg, key)
+            raise ConfigError(f"{key}={repr(value) if key == 'data.id' else value} {wanted}.")
+
+
 def _check_class_weights(cfg: DictConfig) -> None:
-    weights = cfg.data.class_weights
+    weights, classes = cfg.data.class_weights, cfg.data.classes
     if weights is None:
         return
-    key, classes = f"data.class_weights={weights}", cfg.data.classes
+    key = f"data.class_weights={weights}"
     if classes is None:
         raise ConfigError(f"{key} needs data with classes, and data.classes is null; set data.class_weights=null.")
     if cfg.privacy.enabled and privacy_unit_of(cfg).local_training is not None:
@@ -164,9 +177,9 @@ def _check_class_weights(cfg: DictConfig) -> None:
         if not any(str(one.get("_target_")).endswith(".ClassCounts") for one in (cfg.preprocessing or {}).values()):
             raise ConfigError(f"{key} needs released counts; add preprocessing=[class_counts], or give a list.")
         return
-    numbers = OmegaConf.to_container(weights) if OmegaConf.is_list(weights) else None
-    plain = isinstance(numbers, list) and all(isinstance(w, int | float) and math.isfinite(w) for w in numbers)
-    if not plain or len(numbers) != classes or min(numbers) < 0 or max(numbers) == 0:  # type: ignore[arg-type]
+    numbers = list(weights) if OmegaConf.is_list(weights) else []
+    are_weights = all(isinstance(w, int | float) and 0 <= w < math.inf for w in numbers) and any(numbers)
+    if not are_weights or len(numbers) != classes:
         raise ConfigError(
             f"{key} must be a list of {classes} public numbers, one per class, none negative and not all 0, or counts."
         )
@@ -184,62 +197,18 @@ def _check_augment(augment: DictConfig | None) -> None:
         raise ConfigError(f"augment.multiplicity={views} with augment=none would repeat each record; choose flip_crop.")
 
 
-def _check_trainer(trainer: DictConfig) -> None:
-    at_once = trainer.max_physical_batch_size
-    if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
-        raise ConfigError(f"trainer.max_physical_batch_size={at_once} must be an integer of at least 1, or auto.")
-    if trainer.compile not in ("auto", True, False):
-        raise ConfigError(f"trainer.compile={trainer.compile} must be true, false or auto.")
-    for name, least in (("threads", 1), ("num_evaluations", 0), ("num_workers", 0)):
-        if trainer[name] is not None and trainer[name] < least:
-            raise ConfigError(f"trainer.{name}={trainer[name]} must be at least {least}.")
-
-
 def _check_audit(cfg: DictConfig) -> None:
     audit = cfg.audit
-    if audit.canary_type not in CANARIES:
-        raise ConfigError(f"audit.canary_type={audit.canary_type} is unknown; known: {', '.join(CANARIES)}.")
+    if audit is None:
+        return
     if audit.num_canaries < 100:
         raise ConfigError(f"audit.num_canaries={audit.num_canaries} must be at least 100.")
     if not 0 < audit.confidence < 1:
         raise ConfigError(f"audit.confidence={audit.confidence} must lie strictly between 0 and 1.")
     for delta in audit.deltas:
         check_delta(delta)
-    if audit.canary_type == "mislabelled":
-        return _check_mislabelled(cfg)
     if not cfg.privacy.enabled:
         raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
-    for key in MIN_TRAININGS:
-        if audit[key] is not None:
-            raise ConfigError(f"audit.{key}={audit[key]} applies to audit=mislabelled only; leave it out.")
-
-
-def _check_mislabelled(cfg: DictConfig) -> None:
-    for key, least in MIN_TRAININGS.items():
-        if cfg.audit[key] is None or cfg.audit[key] < least:
-            raise ConfigError(
-                f"audit.{key}={cfg.audit[key]} must be at least {least} for audit.canary_type=mislabelled."
-            )
-    if cfg.draw is not None:
-        raise ConfigError(
-            "audit=mislabelled shows results of every trial, and hydra/sweeper=private_selection only covers showing "
-            "the best one; audit that one afterwards."
-        )
-    if privacy_unit_of(cfg) != Example():
-        raise ConfigError(
-            f"audit=mislabelled includes or excludes single examples, and privacy_unit={cfg.privacy_unit.kind} makes "
-            f"the claim for a {privacy_unit_of(cfg)}; choose audit=dirac."
-        )
-    policy, adjacency = cfg.sampling.policy, cfg.privacy.adjacency
-    if (
-        cfg.privacy.enabled
-        and policy_class(policy).needs_exact_n
-        and resolve_adjacency(policy_class(policy).name, adjacency) == "replace_null"
-    ):
-        raise ConfigError(
-            f"audit=mislabelled has no null record to replace a canary by, as sampling={policy} with "
-            "adjacency=replace_null requires; choose sampling=poisson, or audit=dirac."
-        )
 
 
 def _check_accountants(names: list[str]) -> None:
@@ -271,20 +240,13 @@ def _check_privacy(cfg: DictConfig) -> None:
     schedules.over(rounds)
 
 
-def _check_data_id(name: str | None) -> None:
-    plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
-    if name is not None and not (plain and 0 < len(name) <= MAX_ID_LENGTH):
-        raise ConfigError(
-            f"data.id={name!r} must be a name of 1 to {MAX_ID_LENGTH} printable characters in Unicode's form NFC, "
-            "without blanks at its ends."
-        )
-
-
 def _check_budget(cfg: DictConfig) -> None:
     """Whether a budget can be kept at all; the tracking store decides how much of it remains."""
+    node = cfg.privacy.budget
+    if node is None:
+        return
     from dpexp.accounting.multiple_runs import budget, check_rdp_covered
 
-    node = cfg.privacy.budget
     budget(OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
     if cfg.data.id is None:
         raise ConfigError("privacy.budget needs data.id, the name of the data set for which it is kept.")

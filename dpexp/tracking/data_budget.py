@@ -35,12 +35,11 @@ from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.accounting.multiple_runs import Budget, budget, rho
 from dpexp.accounting.releases import releases
-from dpexp.config import audit_trainings
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import up
 from dpexp.tracking.client import OUTPUT
 from dpexp.tracking.job_folder import RESERVED, RUN
-from dpexp.tracking.run_costs import AUDITS, BUDGET, DATA_ID, RunCost, cost_of_run, reserve, runs_on, stated_adjacencies
+from dpexp.tracking.run_costs import BUDGET, DATA_ID, RunCost, cost_of_run, reserve, runs_on, stated_adjacencies
 
 console = Console()
 
@@ -60,15 +59,10 @@ def budget_of(cfg: DictConfig) -> Budget | None:
 
 def data_tags(cfg: DictConfig) -> dict[str, str]:
     """Tags of a run on a named data set; none if the run only plans, which costs nothing."""
-    if cfg.data.id is None or not _trains(cfg):
+    if cfg.data.id is None or not cfg.train:
         return {}
-    kept, audits = budget_of(cfg), audit_trainings(cfg)
-    found = {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
-    return found | ({AUDITS: str(audits)} if audits else {})
-
-
-def _trains(cfg: DictConfig) -> bool:
-    return bool(cfg.train) or audit_trainings(cfg) > 0
+    kept = budget_of(cfg)
+    return {DATA_ID: cfg.data.id} | ({BUDGET: json.dumps(asdict(kept))} if kept else {})
 
 
 @contextmanager
@@ -88,7 +82,7 @@ def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output:
     with _lock(cfg):
         if kept is not None and plan is not None:
             _refuse_overdraft(cfg, client, kept, plan, output)
-        if plan is not None and _trains(cfg):
+        if plan is not None and cfg.train:
             reserve(output, plan)
         yield
 

@@ -12,7 +12,7 @@ import pytest
 
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.help import help
+from dpexp.commands.command_line import help
 from dpexp.errors import ConfigError
 
 QUICK = ("tracking=none", "sampling.steps=3", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0")
@@ -131,7 +131,7 @@ BAD = {
     "clip_norm.totl=1": "clip_norm has no key 'totl'; did you mean 'total'",
     "sampling.q=0.1": "sampling.q: sampling has no key 'q'; did you mean 'sampling_rate'",
     "+privacy.max_loss=1": "privacy.max_loss: privacy has no key 'max_loss'; known: enabled, epsilon",
-    "audit.num_canaries=200": "no audit is chosen; add audit=dirac or audit=mislabelled",
+    "audit.num_canaries=200": "no audit is chosen; add audit=dirac",
     "trainer.compile=maybe": "trainer.compile=maybe must be true, false or auto",
     "trainer.max_physical_batch_size=many": "trainer.max_physical_batch_size=many must be an integer of at "
     "least 1, or auto",

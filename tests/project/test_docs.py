@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.overrides import as_audit, check
+from dpexp.commands.command_line import as_audit, check
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_rules import RULES
 

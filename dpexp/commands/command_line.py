@@ -1,0 +1,288 @@
+"""What a command line may say: the commands, `help`, and checks of overrides before Hydra sees them.
+
+Hydra's own messages take several lines, and advise to add a misspelt group as a new one. Imports nothing slow.
+"""
+
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+from hydra import compose as compose_by_hydra
+from hydra import initialize_config_dir
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from dpexp import config
+from dpexp._hydra_compat import get_args_parser
+from dpexp.config import CONF, Config
+from dpexp.errors import ConfigError
+
+# command -> what `python -m dpexp help` prints
+COMMANDS = {
+    "account": """\
+`python -m dpexp account SOURCE [SOURCE ...] [key=value ...]` computes the privacy cost of ledgers.
+
+A SOURCE is a ledger file, a job's output folder or an MLflow run id. Several are composed, as runs on the same data.
+With data.id=NAME: what all runs on that data set have spent, and how much of a budget remains. Then budget=… names
+another budget than that of the runs, uri=… may list several stores, and SOURCES are further ledgers or folders.
+
+    accountant=pld    or rdp, moments, strong, basic, gdp; several as pld,rdp; or all
+    delta=1e-5        default: the run's own
+    epsilon=1         also print the δ at this ε
+    adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
+    figure=F.png      draw ε(δ), and the errors of a membership test
+    write=true        log ε and the risk figures as metrics to the MLflow run
+    uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here""",
+    "audit": """\
+`python -m dpexp audit [OVERRIDE ...]` attacks a job's plan, and compares what it finds with what is claimed.
+
+It takes the overrides of a job: `audit group=conv_fc mechanism=joint sampling=fixed_size`. Canaries whose gradients
+have a coordinate each are put into the data; callback, Trainer, sampler, noise and ledger are the job's. The exit
+status is not 0 if a claim is refuted. An audit can refute a claim, and never proves one. A job with audit=dirac trains
+first.""",
+    "evaluate": """\
+`python -m dpexp evaluate RUN` measures a trained model on its test set once more.
+
+RUN is a job's folder or an MLflow run id. Options:
+    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    "predict": """\
+`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.
+
+RUN is a job's folder or an MLflow run id. Options:
+    data=FILE             inputs, one per row: .npy, .npz (its first array), .pt (a tensor) or .csv (numbers)
+    out=predictions.csv   where the predictions go: for a classifier, class and probabilities
+    uri=sqlite:///outputs/mlflow.db""",
+    "report": """\
+`python -m dpexp report [SOURCE ...] [key=value ...]` writes a page that compares the trials of sweeps and their costs.
+
+A SOURCE is the name of an MLflow experiment (default: dpexp), a parent run's id (which stands for its children) or a
+single run's id.
+
+    out=FOLDER    for report.html and the figures; default: outputs/report
+    uri=…         where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here""",
+    "resume": """\
+`python -m dpexp resume RUN` continues an interrupted training in the same folder, ledger and MLflow run.
+
+RUN is a job's folder, or the MLflow run id of a job of this machine. Options:
+    uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    "version": "`python -m dpexp version` prints the version of dpexp.",
+    "help": """\
+`python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.
+
+NAME is a configuration group, a value or section of the configuration, or a command; `--config-dir FOLDER` adds groups
+of your own.""",
+}
+INTERNAL = {"rounds": "follows from sampling; give sampling.steps", "draw": "is set by hydra/sweeper=private_selection"}
+# Options of hydra/launcher and hydra/sweeper that need an extra: option -> (extra, its distribution)
+EXTRAS = {
+    "joblib": ("joblib", "hydra-joblib-launcher"),
+    "submitit_local": ("slurm", "hydra-submitit-launcher"),
+    "submitit_slurm": ("slurm", "hydra-submitit-launcher"),
+    "ray": ("ray", "hydra-ray-launcher"),
+    "ray_aws": ("ray", "hydra-ray-launcher"),
+    "optuna": ("optuna", "hydra-optuna-sweeper"),
+}
+# The field's short names -> the key that means the same here
+SYNONYMS = {
+    "max_grad_norm": "clip_norm", "S": "clip_norm", "q": "sampling_rate", "sample_rate": "sampling_rate",
+    "z": "noise_multiplier", "sigma": "noise_multiplier",
+}  # fmt: skip
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Refuses a flag or an override whose key or option does not exist, naming the nearest that does.
+
+    Raises:
+        ConfigError: names the flag or the override, and what would be accepted.
+    """
+    namespace = _parsed(arguments)
+    if namespace.shell_completion:  # then install=bash and the like are no values
+        if sys.argv[0].endswith(".py"):
+            raise ConfigError(
+                'the shell completes the installed command, not python -m dpexp: eval "$(dpexp -sc install=bash)".'
+            )
+        return
+    if namespace.resolve and not namespace.cfg:
+        raise ConfigError("--resolve needs --cfg job, which then shows every value resolved.")
+    roots = _roots_of(namespace)
+    groups = sorted({path.name for root in roots for path in root.iterdir() if path.is_dir()})
+    keys = sorted({*groups, *(f.name for f in fields(Config)), "hydra"} - {*INTERNAL})
+    for argument in namespace.overrides:
+        key, equals, value = argument.partition("=")
+        if argument.startswith("~"):
+            continue
+        if not equals:
+            raise ConfigError(
+                f"{argument}: this is no key=value, and no command{_nearest(argument, COMMANDS)} Values are key=value."
+            )
+        head = re.split(r"[./@]", key.lstrip("+"))[0]
+        if head in INTERNAL:
+            raise ConfigError(f"{argument}: {head} is internal and {INTERNAL[head]}.")
+        is_new = not get_close_matches(head, keys, n=1, cutoff=0.8) and head not in SYNONYMS
+        if key.startswith("+") and is_new:
+            continue
+        if head not in keys:
+            raise ConfigError(f"{argument}: there is no {head!r}{_nearest(head, keys)}")
+        chosen = any(other.startswith((f"{head}=", "experiment=", "sweep=")) for other in namespace.overrides)
+        if head == "audit" and "." in key and not chosen:  # which is null by default
+            raise ConfigError(f"{argument}: no audit is chosen; add audit=dirac.")
+        if key in groups:
+            options = sorted({path.stem for root in roots for path in (root / key).glob("*.yaml")})
+            for option in value.split(","):
+                if option not in options and option.replace("_", "").isalnum():
+                    raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
+        if key in ("hydra/launcher", "hydra/sweeper") and value in EXTRAS:
+            extra, distribution = EXTRAS[value]
+            try:
+                version(distribution)
+            except PackageNotFoundError:
+                raise ConfigError(f"{argument} needs a plugin: pip install 'dpexp[{extra}]'.") from None
+
+
+def as_audit(arguments: Sequence[str]) -> list[str]:
+    """The arguments of the job that only audits its plan."""
+    audit = [] if any(argument.startswith("audit=") for argument in arguments) else ["audit=dirac"]
+    return [*arguments, *audit, "train=false"]
+
+
+def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
+    """The configuration that `python -m dpexp` would have with these overrides, for notebooks and scripts.
+
+    Args:
+        config_dir: a folder with options of your own, as with `--config-dir`.
+
+    Raises:
+        ConfigError: an override whose key or option does not exist.
+    """
+    config.register()
+    own = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
+    check([*([] if config_dir is None else ["--config-dir", str(config_dir)]), *overrides])
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose_by_hydra("config", [*overrides, *own])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(sentence(error)) from error
+
+
+def sentence(error: HydraException | OmegaConfBaseException) -> str:
+    """An error of Hydra or OmegaConf as one sentence, with what would be accepted."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        section = str(cause.full_key).rpartition(".")[0]
+        known = [str(key) for key in cause.parent_node]
+        advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
+        where = f"{section} has" if section else "there is"
+        return f"{cause.full_key}: {where} no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
+    override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {override}; quote values with brackets or spaces for the shell."
+    if override.startswith("Ambiguous value"):
+        return f"{override}: several values need -m, which runs each of them; a list is written [1,2]."
+    if isinstance(cause, OmegaConfBaseException):
+        return f"{cause.full_key if cause is error else override}: {str(cause).splitlines()[0].rstrip('.')}."
+    return f"{override}."
+
+
+def _parsed(arguments: Sequence[str]) -> Namespace:
+    """The arguments, parsed as Hydra parses them."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{' '.join(arguments)}: {message}; flags go before all values, see --help.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(arguments))
+
+
+def _roots_of(namespace: Namespace) -> list[Path]:
+    """The folders with configuration groups: dpexp's own, and that of --config-dir."""
+    own = Path(namespace.config_dir) if namespace.config_dir else None
+    if own is not None and not own.is_dir():
+        raise ConfigError(f"--config-dir={own}: there is no such folder.")
+    return [CONF, own] if own else [CONF]
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that names the nearest of the known words, and all of them."""
+    known = [*known]
+    near = [SYNONYMS[word]] if SYNONYMS.get(word) in known else get_close_matches(word, known, n=1)
+    return (f"; did you mean {near[0]!r}? " if near else ". ") + f"Known: {', '.join(known)}."
+
+
+HEADER = """\
+dpexp runs differentially private training experiments declared in YAML.
+
+Choose one option of each group, and override any value:
+    python -m dpexp group=conv_fc mechanism=joint privacy.epsilon=8
+"""
+FOOTER = """\
+python -m dpexp help mechanism lists a group's options and their values.
+Your own options: put YAML files into ./my/group, ./my/model, … and add --config-dir my.
+--cfg job shows the resolved configuration without running it; -m sweep=frontier runs a predefined sweep."""
+
+
+def help(arguments: Sequence[str]) -> str:
+    """The overview, or the description of one command, configuration group or value.
+
+    Raises:
+        ConfigError: nothing is called that, or several names were given.
+    """
+    namespace = _parsed(arguments)
+    names = [argument for argument in namespace.overrides if "=" not in argument]
+    groups = _options_of_groups(_roots_of(namespace))
+    if not names:
+        return _overview(groups)
+    if len(names) > 1:
+        raise ConfigError(f"help {' '.join(names)}: one name at a time.")
+    known = COMMANDS | {name: block.rstrip() for name, block in _values().items()}
+    for group, paths in groups.items():
+        command = [COMMANDS[group]] if group in COMMANDS else []
+        known[group] = "\n\n".join([*command, *(_described(group, path) for path in paths)])
+    if names[0] not in known:
+        raise ConfigError(f"help {names[0]}: there is no {names[0]!r}{_nearest(names[0], sorted(known))}")
+    return known[names[0]]
+
+
+def _overview(groups: dict[str, list[Path]]) -> str:
+    commands = [usage.partition("\n")[0] for usage in COMMANDS.values()]
+    options = [f"{group}: {', '.join(path.stem for path in paths)}" for group, paths in groups.items()]
+    return "\n".join([
+        HEADER, "== Commands ==", "", *commands, "",
+        "== Configuration groups (group=option) ==", "", *options, "",
+        "== Values (key=value; section.key=value) ==", "", "".join(_values().values()).rstrip(), "", FOOTER,
+    ])  # fmt: skip
+
+
+def _options_of_groups(roots: Sequence[Path]) -> dict[str, list[Path]]:
+    """group -> its options' files, sorted by name; of two files of the same name, the first root's."""
+    found: dict[str, dict[str, Path]] = {}
+    for root in roots:
+        for path in sorted([*root.glob("*/*.yaml"), *root.glob("hydra/*/*.yaml")]):
+            found.setdefault(path.parent.relative_to(root).as_posix(), {}).setdefault(path.stem, path)
+    return {group: [options[name] for name in sorted(options)] for group, options in sorted(found.items())}
+
+
+def _described(group: str, path: Path) -> str:
+    """An option's first comment, and its values."""
+    listed = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    is_default = {group: path.stem} in listed or {f"override {group}": path.stem} in listed
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(("# @package", "_target_:"))]
+    length = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    shown = [line.removeprefix("#").strip() for line in lines[:length]] + lines[length:]
+    heading = f"{group}={path.stem}{' (the default)' if is_default else ''}"
+    return "\n".join([heading, *(f"    {line}".rstrip() for line in shown)])
+
+
+def _values() -> dict[str, str]:
+    """name -> text of the values and sections of config.yaml that belong to no group and are not internal."""
+    blocks = re.split(r"^(?=\w)", (CONF / "config.yaml").read_text(), flags=re.MULTILINE)
+    named = {block.partition(":")[0]: block for block in blocks[1:]}
+    return {name: block for name, block in named.items() if name not in ("defaults", "hydra", *INTERNAL)}

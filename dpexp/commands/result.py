@@ -1,0 +1,162 @@
+"""What a job measured: result.json, its figures, and the objective that it returns to a sweeper."""
+
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from omegaconf import DictConfig
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
+from dpexp.accounting.risk import risk
+from dpexp.commands.build import accountants
+from dpexp.commands.trainer import AVERAGING
+from dpexp.commands.validate import reported
+from dpexp.config import not_private_reason
+from dpexp.errors import ConfigError
+from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.preprocessing_methods import preprocessing_of
+from dpexp.reporting.run_figures import class_counts, signal_and_noise, values_over_rounds
+from dpexp.training.callbacks import LastWeights
+from dpexp.training.classifier import Classifier
+
+
+def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """Refuses an unknown objective before training, if all metrics are known: with dpexp's classifier and callbacks."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    homes = {type(part).__module__.partition(".")[0] for part in (module, *callbacks)}
+    if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning"}):
+        return
+    known = [*Classifier.METRICS] if cfg.train else []
+    if any(isinstance(callback, LastWeights) for callback in callbacks):
+        known += [f"{name}_unaveraged" for name in known]
+    if cfg.privacy.enabled:
+        targets = (cfg.privacy.epsilon, cfg.privacy.max_advantage, cfg.privacy.max_tpr_at_fpr)
+        known += ["epsilon", *[cfg.calibrate] * any(target is not None for target in targets)]
+    if cfg.objective not in (*known, "test_accuracy"):
+        raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
+
+
+def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
+    """The configured objective; None if it is the test accuracy of a job that measures none.
+
+    Raises:
+        ConfigError: the job did not measure it.
+    """
+    known = dict(result["metrics"])
+    if "epsilon" in result:
+        known["epsilon"] = next(iter(result["epsilon"].values()))
+    if plan is not None and plan.calibration is not None:
+        known[plan.calibration.knob] = plan.calibration.value
+    if cfg.objective not in known and cfg.objective != "test_accuracy":
+        raise ConfigError(f"objective={cfg.objective} is not an objective of this job: {', '.join(known)}.")
+    return known.get(cfg.objective)
+
+
+def objective_of(metrics: dict[str, float], name: str) -> float | None:
+    """The objective of a finished MLflow run, from its metrics."""
+    from dpexp.tracking.client import CALIBRATED_METRIC
+
+    if name == "epsilon":
+        return metrics.get("epsilon", metrics.get("epsilon_planned"))
+    return metrics.get(name, metrics.get(CALIBRATED_METRIC.get(name, "")))
+
+
+def result_of(
+    cfg: DictConfig,
+    plan: PrivacyPlan | None,
+    ledger: Ledger | None,
+    rounds: int,
+    metrics: dict[str, float],
+    seconds: float,
+) -> dict[str, Any]:
+    """The content of result.json."""
+    result: dict[str, Any] = {
+        "private": not_private_reason(cfg) is None and (ledger is None or ledger.not_private_reason is None),
+        "trained": cfg.train,
+        "rounds": rounds,
+        "metrics": metrics,
+        "seconds": round(seconds, 3),
+    }
+    if plan is not None and ledger is not None:
+        result |= {
+            "epsilon": {name: epsilon(ledger, cfg.privacy.delta, name) for name in accountants(cfg, plan)},
+            "delta": cfg.privacy.delta,
+            "risk": risk(ledger, reported(cfg)).figures(),
+            "adjacency": plan.adjacency,
+            "unit": str(plan.privacy_unit),
+            "noise_multiplier": plan.noise_multiplier,
+            "q": plan.sampling.q,
+            "n": plan.n,
+            "groups": {group.name: {"S": group.S, "sigma": group.sigma, "share": group.share} for group in plan.groups},
+        }
+        if len(plan.bands) > 1:
+            result["bands"] = plan.bands
+        if plan.calibration is not None:
+            result["calibration"] = {"knob": plan.calibration.knob, "value": plan.calibration.value}
+    return result
+
+
+def measure(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
+    """The metrics on the test set; none, with a warning, if they cannot be measured, as without a test set."""
+    try:
+        return _metrics(module, data, trainer)
+    except Exception as error:  # the result must not be lost
+        warnings.warn(f"the model could not be tested, and is kept: {' '.join(str(error).split())[:300]}")
+        return {}
+
+
+def _metrics(module: pl.LightningModule, data: pl.LightningDataModule, trainer: pl.Trainer) -> dict[str, float]:
+    """The metrics on the test set; if weights were averaged, also those of the last weights, as `…_unaveraged`."""
+
+    def metrics_of_module() -> dict[str, float]:
+        parts = trainer.test(module, datamodule=data, verbose=False)
+        return {name: value for part in parts for name, value in part.items()}
+
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    last = next((callback for callback in callbacks if isinstance(callback, LastWeights)), None)
+    if last is not None and last.weights is None:  # all rounds were done before: fit then calls no on_train_end
+        for callback in callbacks:
+            if isinstance(callback, (LastWeights, *AVERAGING)):
+                callback.on_train_end(trainer, module)
+    metrics = metrics_of_module()
+    if last is not None and last.weights is not None:
+        averaged = {name: value.clone() for name, value in module.state_dict().items()}
+        loggers, trainer.loggers = trainer.loggers, []  # which would log them as those of the averages
+        module.load_state_dict(last.weights)
+        try:
+            others = {f"{name}_unaveraged": value for name, value in metrics_of_module().items()}
+        finally:
+            module.load_state_dict(averaged)
+            trainer.loggers = loggers
+        for logger in loggers:
+            logger.log_metrics(others, trainer.global_step)
+        metrics |= others
+    return metrics
+
+
+def released_values(module: pl.LightningModule, privacy: PrivacyCallback | None, output: Path) -> dict[str, Any]:
+    """What was released in addition to the model, for result.json; saves its figures."""
+    preprocessing = {name: step.released_values() for name, step in preprocessing_of(module).items()}
+    preprocessing = {name: values for name, values in preprocessing.items() if values}
+    found: dict[str, Any] = {"preprocessing": preprocessing} if preprocessing else {}
+    before = privacy.plan.preprocessing if privacy else []
+    counted = [event for event in before if isinstance(event, ParallelQueryEvent)]
+    for name, values in preprocessing.items():
+        event = next((event for event in counted if event.query == name), None)
+        _save(class_counts(values, event, name), output / f"{name}.png")
+    if privacy and privacy.estimates.history:
+        _save(values_over_rounds(privacy.estimates), output / "released.png")
+        smoothed = {name: privacy.estimates.moving_average(name) for name in privacy.estimates.history}
+        found["released"] = {name: {"estimate": estimate, "sd": sd} for name, (estimate, sd) in smoothed.items()}
+    if privacy and privacy.signals.history:
+        _save(signal_and_noise(privacy.signals), output / "signal.png")
+    return found
+
+
+def _save(figure: Any, path: Path) -> None:
+    with suppress(OSError):  # with a full disk, the model matters more
+        figure.savefig(path, dpi=150)
