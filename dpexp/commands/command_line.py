@@ -242,13 +242,14 @@ def help(arguments: Sequence[str]) -> str:
         return _overview(groups)
     if len(names) > 1:
         raise ConfigError(f"help {' '.join(names)}: one name at a time.")
-    known = COMMANDS | {name: block.rstrip() for name, block in _values().items()}
-    for group, paths in groups.items():
-        command = [COMMANDS[group]] if group in COMMANDS else []
-        known[group] = "\n\n".join([*command, *(_described(group, path) for path in paths)])
-    if names[0] not in known:
-        raise ConfigError(f"help {names[0]}: there is no {names[0]!r}{_nearest(names[0], sorted(known))}")
-    return known[names[0]]
+    (name,) = names
+    described = [COMMANDS[name]] if name in COMMANDS else []
+    described += [_described(name, path) for path in groups.get(name, ())]
+    values = _values()
+    if not described and name not in values:
+        known = sorted({*COMMANDS, *groups, *values})
+        raise ConfigError(f"help {name}: there is no {name!r}{_nearest(name, known)}")
+    return "\n\n".join(described or [values[name].rstrip()])
 
 
 def _overview(groups: dict[str, list[Path]]) -> str:
