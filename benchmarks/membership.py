@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dpexp.training.data.base import TensorData
+from dpexp.training.data import TensorData
 
 EPSILONS = (1.0, 8.0, math.inf)
 JOBS = {  # δ, and what else is not the default

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -47,16 +48,10 @@ EMBEDDING_BAGS = (
 )  # in graphs of torch.export
 
 tree_children: Callable[[TreeSpec], list[TreeSpec]] = getattr(TreeSpec, "children", lambda spec: spec.children_specs)
-
-
-def version_of(tensor: Tensor) -> int:
-    """The number of writes to a tensor."""
-    return tensor._version
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor of which another is a view."""
-    return tensor._base
+version_of: Callable[[Tensor], int] = attrgetter("_version")  # the number of writes to a tensor
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor of which another is a view
+qualified_name: Callable[[OpOverloadPacket], str] = attrgetter("_qualified_op_name")
+operator_function: Callable[[OpOverload], Callable[..., Any]] = attrgetter("_op")  # calls it without dispatch in Python
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -73,15 +68,6 @@ def arguments_of(operator: Any) -> list[Any]:
     """The arguments in an operator's schema; empty for a Python function."""
     schema = getattr(operator, "_schema", None)
     return [] if schema is None else schema.arguments
-
-
-def qualified_name(operator: OpOverloadPacket) -> str:
-    return operator._qualified_op_name
-
-
-def operator_function(operator: OpOverload) -> Callable[..., Any]:
-    """The function that calls an operator without dispatch in Python."""
-    return operator._op
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
@@ -108,10 +94,9 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Abstra
 
 @contextmanager
 def checkpointing_disabled(on_call: Callable[[Any], None]) -> Iterator[None]:
-    """Makes torch.utils.checkpoint.checkpoint keep activations in the block, unless it is reentrant.
+    """Makes non-reentrant torch.utils.checkpoint keep activations in the block.
 
-    Args:
-        on_call: receives (args, kwargs) of each checkpointed function after its call.
+    `on_call` receives (args, kwargs) of each checkpointed function after its call.
     """
     generator = checkpoint._checkpoint_without_reentrant_generator
 
@@ -134,8 +119,7 @@ def vmap_rules_refused(refuse: Callable[..., Any]) -> AbstractContextManager[Any
 @contextmanager
 def quick_tracing() -> Iterator[None]:
     """Makes `torch.compiler.is_compiling()` true, so that libraries do not branch on data, and make_fx faster: without
-    metadata of results, which takes four times as long as the trace itself (measured), and with lazy code generation.
-    """
+    metadata of results, which takes four times as long as the trace itself, and with lazy code generation."""
     with (
         patch.object(torch.compiler, "_is_compiling_flag", True),
         patch.object(proxy_tensor, "extract_val", lambda *args, **kwargs: None),

@@ -24,7 +24,7 @@ from dpexp.privacy.private_metrics import UNCLIPPED
 from dpexp.privacy.sampling import loader, policies
 from dpexp.privacy.sampling.policies import CyclicPoisson
 from dpexp.training.classifier import Classifier
-from dpexp.training.data.tabular import Synthetic
+from dpexp.training.data import Synthetic
 
 DELTAS = (1e-5, 1e-2, 1e-1)
 CONFIDENCE = 0.999

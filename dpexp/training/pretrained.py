@@ -19,6 +19,15 @@ from dpexp.errors import ConfigError
 _SMALL_FILES = 2**20  # bytes for what a job writes besides weights
 
 
+@contextmanager
+def _refused(message: str) -> Iterator[None]:
+    """Turns an unusable file into a ConfigError."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(f"{message}: {' '.join(str(error).split())[:300]}") from error
+
+
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
@@ -37,13 +46,8 @@ def save_weights(module: nn.Module, path: Path, metadata: Mapping[str, str]) -> 
 
 @contextmanager
 def reserve_disk_space(module: nn.Module, path: Path) -> Iterator[None]:
-    """Reserves disk space for a module's weights and a few small files, by a file at `path`.
-
-    The caller deletes that file before it writes the weights. If the body raises an error, it is deleted here.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Reserves disk space for a module's weights and a few small files, by a file at `path`, which the caller deletes
+    before it writes the weights. Raises OSError if the disk is full."""
     size = sum(t.numel() * t.element_size() for t in _tensors(module).values()) + _SMALL_FILES
     try:
         with path.open("wb") as file:
@@ -59,11 +63,7 @@ def reserve_disk_space(module: nn.Module, path: Path) -> Iterator[None]:
 
 
 def save_to_temporary_file(module: nn.Module, metadata: Mapping[str, str]) -> Path:
-    """Writes the weights to a new file in $TMPDIR that only its owner may read.
-
-    Raises:
-        OSError: that disk is full, too.
-    """
+    """Writes the weights to a new file in $TMPDIR that only its owner may read."""
     number, name = tempfile.mkstemp(prefix="dpexp-", suffix=".safetensors")
     os.close(number)
     save_weights(module, Path(name), metadata)
@@ -72,46 +72,24 @@ def save_to_temporary_file(module: nn.Module, metadata: Mapping[str, str]) -> Pa
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Loads what `save_weights` wrote.
-
-    Raises:
-        ConfigError: the file does not exist, or does not fit the module.
-    """
-    try:
+    """Loads what `save_weights` wrote."""
+    with _refused(f"{path} does not fit the model"):
         found = module.load_state_dict(load_file(path), strict=False)
         missing = [name for name in found.missing_keys if not name.endswith("_extra_state")]
         if missing or found.unexpected_keys:
             raise RuntimeError(f"missing {missing}, unexpected {found.unexpected_keys}")
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"{path} does not fit the model: {' '.join(str(error).split())[:300]}") from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata in the header of a file of weights.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            return file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the weights {path} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    """The metadata in the header of a file of weights."""
+    with _refused(f"the weights {path} cannot be read"), safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def load_initial_weights(module: nn.Module, path: Path, head: Collection[str]) -> None:
-    """Loads initial weights by name. Head parameters that are missing or of another shape keep their random values.
-
-    Args:
-        head: names of the parameters of the head.
-
-    Raises:
-        ConfigError: the file cannot be read, or is of another model.
-    """
-    try:
+    """Loads initial weights by name. Parameters of the `head` that are missing or of another shape stay random."""
+    with _refused(f"model.weights={path} cannot be read"):
         loaded = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model.weights={path} cannot be read: {' '.join(str(error).split())[:300]}") from error
     own = _tensors(module)
     head_modules = {name.rpartition(".")[0] for name in head}
     differ = [name for name in own if name not in loaded or loaded[name].shape != own[name].shape]
@@ -132,11 +110,7 @@ def load_initial_weights(module: nn.Module, path: Path, head: Collection[str]) -
 
 
 def head_parameters(model: nn.Module, name: str | None = None) -> list[str]:
-    """Names of the parameters of the head: the module called `name`, or the last with parameters of its own.
-
-    Raises:
-        ConfigError: there is no such module, or it has no parameters.
-    """
+    """Names of the parameters of the head: the module called `name`, or the last with parameters of its own."""
     owners = [owner for owner, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))]
     if not owners:
         raise ConfigError("fine_tuning: the model has no parameters.")
@@ -153,8 +127,7 @@ def head_parameters(model: nn.Module, name: str | None = None) -> list[str]:
 class All:
     """Trains every parameter that requires gradients.
 
-    Args:
-        head: name of the module that may differ from that of the initial weights; None: the last layer.
+    `head` names the module that may differ from that of the initial weights; None: the last layer.
     """
 
     head: str | None = None
@@ -163,26 +136,15 @@ class All:
         return model
 
 
-@dataclass(frozen=True)
-class Head:
-    """Trains only the head.
-
-    Args:
-        head: name of its module; None: the last layer.
-    """
-
-    head: str | None = None
+class Head(All):
+    """Trains only the head."""
 
     def __call__(self, model: nn.Module) -> nn.Module:
         return _train_only(model, set(head_parameters(model, self.head)).__contains__)
 
 
-@dataclass(frozen=True)
-class Bias:
-    """Trains every bias, and the head (Bu et al. 2022, "Differentially private bias-term fine-tuning of foundation
-    models", arXiv 2210.00036)."""
-
-    head: str | None = None
+class Bias(All):
+    """Trains every bias, and the head (Bu et al. 2022, arXiv 2210.00036)."""
 
     def __call__(self, model: nn.Module) -> nn.Module:
         head = set(head_parameters(model, self.head))
@@ -198,9 +160,6 @@ class Lora:
         rank: rank of an adapter.
         alpha: adapters are scaled by alpha/rank.
         layers: names of layers, or their last parts; None: all linear layers but the head.
-
-    Raises (when called):
-        ConfigError: peft is not installed, or no layer has such a name.
     """
 
     rank: int = 8

@@ -18,7 +18,7 @@ import dpexp
 from dpexp.accounting.ledger import read_ledger
 from dpexp.privacy.plan import groups
 from dpexp.training.classifier import Classifier
-from dpexp.training.data.tabular import Synthetic
+from dpexp.training.data import Synthetic
 from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, check, trained
 
 # Every sampling, with the other choices in turn; benchmarks/audit.py has all combinations.

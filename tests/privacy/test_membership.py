@@ -24,8 +24,7 @@ from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.reporting import terminal
 from dpexp.tracking.run_costs import cost_of_job, costs_in
 from dpexp.training.classifier import Classifier
-from dpexp.training.data.images import Digits
-from dpexp.training.data.tabular import Synthetic
+from dpexp.training.data import Digits, Synthetic
 
 
 def gaussian(mu):

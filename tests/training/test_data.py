@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dpexp.errors import ConfigError
-from dpexp.training.data import Cifar10, Digits, Mnist, Synthetic
-from dpexp.training.data.base import standard_file, synthetic_users
-from dpexp.training.data.images import read_idx
-from dpexp.training.data.tabular import COLUMNS, FEATURES, read_adult
+from dpexp.training.data import Cifar10, Digits, Mnist, Shakespeare, Synthetic
+from dpexp.training.data.datasets import COLUMNS, FEATURES, read_adult, read_idx, standard_file, synthetic_users
+from dpexp.training.data.text import CHARACTERS, IGNORED, text_by_speaker, windows
+from dpexp.training.models import Lstm
 
 
 def idx(values):
@@ -28,8 +28,7 @@ def test_digits_are_the_real_ones_split_once_and_for_all():
     assert x.shape == (1437, 1, 8, 8) and len(data.test) == 360
     assert x.min() == -1 and x.max() == 1 and set(y.tolist()) == set(range(10))
     assert torch.equal(x, again.train.tensors[0])
-    rows = {tuple(record.flatten().tolist()) for record in x}
-    assert len(rows) > 1400, "real images, not one repeated"
+    assert len(x.flatten(1).unique(dim=0)) > 1400, "real images, not one repeated"
 
 
 def test_synthetic_data_is_reproducible_and_learnable():
@@ -64,28 +63,20 @@ def test_mnist_is_scaled_by_constants(tmp_path, monkeypatch):
     assert x[:3, 0, 0, 0].tolist() == pytest.approx([1.0, -0.6, -1.0])
 
 
-def test_cifar10_is_read_from_its_binary_files(tmp_path):
-    folder = tmp_path / "cifar-10-batches-bin"
-    folder.mkdir()
-    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
-        planes = np.repeat([0, 51, 255], 1024)
-        (folder / f"{name}.bin").write_bytes(bytes([i]) + planes.astype(np.uint8).tobytes())
+def test_cifar10s_archive_is_checked_unpacked_and_read(tmp_path, monkeypatch):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+            content = bytes([i]) + np.repeat([0, 51, 255], 1024).astype(np.uint8).tobytes()
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(packed.getvalue())
+    monkeypatch.setattr(Cifar10, "md5", hashlib.md5(packed.getvalue()).hexdigest())
     data = Cifar10(str(tmp_path))
     x, y = data.train.tensors
     assert x.shape == (5, 3, 32, 32) and y.tolist() == [0, 1, 2, 3, 4] and data.test.tensors[1].tolist() == [5]
     assert x[0, :, 3, 7].tolist() == pytest.approx([-1, -0.6, 1])
-
-
-def test_cifar10s_archive_is_checked_and_unpacked(tmp_path, monkeypatch):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
-            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            info.size = 3073
-            archive.addfile(info, io.BytesIO(bytes(3073)))
-    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(packed.getvalue())
-    monkeypatch.setattr("dpexp.training.data.images._MD5", hashlib.md5(packed.getvalue()).hexdigest())
-    assert len(Cifar10(str(tmp_path)).train) == 5
 
 
 def test_a_file_with_another_checksum_is_not_taken(tmp_path, monkeypatch):
@@ -115,3 +106,56 @@ def test_adults_records_are_numbers_and_names(tmp_path):
     assert first[("age", "")] == 0.25 and first[("education-num", "")] == 7 / 16
     assert {("workclass", "Private"), ("native-country", "Cuba"), ("sex", "Male")} <= {*first} and len(first) == 12
     assert not {column for column, _ in second} & {"workclass", "occupation", "native-country"}, "missing"
+
+
+TEXT = """First Citizen:
+Speak.
+
+All:
+Speak, speak.
+
+GHOST:
+
+First Citizen:
+You are
+all resolved."""
+
+
+def read(x, y):
+    """What the windows of one speaker say: the first character, and those that follow."""
+    return CHARACTERS[x[0, 0]] + "".join(CHARACTERS[c] for c in y.flatten() if c != IGNORED)
+
+
+def test_speeches_are_gathered_by_speaker():
+    assert text_by_speaker(TEXT) == {
+        "First Citizen": "Speak.\nYou are\nall resolved.\n", "All": "Speak, speak.\n", "GHOST": "\n",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [4, 80])
+def test_windows_hold_all_that_is_said_and_each_next_character(length):
+    spoken = list(text_by_speaker(TEXT).values())
+    x, y, users = windows(spoken, length)
+    assert x.shape == y.shape == (len(users), length) and set(users.tolist()) == {0, 1}, "one says nothing"
+    for user in (0, 1):
+        assert read(x[users == user], y[users == user]) == spoken[user]
+    flat_x, flat_y = x[users == 0].flatten(), y[users == 0].flatten()
+    assert torch.equal(flat_x[1:][flat_y[1:] != IGNORED], flat_y[:-1][flat_y[1:] != IGNORED])
+
+
+def test_every_tenth_speaker_is_held_out(tmp_path, monkeypatch):
+    spoken = {f"S{k}": "ab\n" * (k + 1) for k in range(20)}
+    (tmp_path / "input.txt").write_text("\n\n".join(f"{name}:\n{said.strip()}" for name, said in spoken.items()))
+    monkeypatch.setattr("dpexp.training.data.text.standard_file", lambda root, *_: tmp_path / "input.txt")
+    data = Shakespeare(str(tmp_path), length=4)
+    assert set(data.train.user_of) == set(range(18)) and set(data.test.user_of) == {1}, "S0 fills no window"
+    assert len(data.train.user_of) == len(data.train) and (data.test.tensors[1] != IGNORED).all()
+
+
+def test_scores_of_a_character_do_not_see_those_behind_it():
+    model = Lstm(65, width=16)
+    x = torch.randint(65, (3, 10))
+    scores = model(x)
+    assert scores.shape == (3, 65, 10)
+    x[:, 6:] = 0
+    assert torch.allclose(model(x)[..., :6], scores[..., :6], atol=1e-6)

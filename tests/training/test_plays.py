@@ -21,7 +21,7 @@ from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.round import PrivateRound
-from dpexp.training import text_model as text
+from dpexp.training import models as text
 from dpexp.training.data import text as plays
 from dpexp.training.pretrained import Lora
 
@@ -67,12 +67,10 @@ def test_every_fifth_speech_is_in_the_test_set(tiny, monkeypatch):
     (tiny / "input.txt").write_text(script())
     monkeypatch.setattr(plays, "standard_file", lambda root, url, md5: Path(root) / "input.txt")
     data = plays.Plays(str(tiny), length=6)
-    assert data.train.tensors[0].shape == (36, 6) and data.train.tensors[1].tolist() == [
-        k for k in range(9) for _ in range(4)
-    ]
+    x, y = data.train.tensors
+    assert x.shape == (36, 6) and y.tolist() == [k for k in range(9) for _ in range(4)]
     assert data.test.tensors[1].tolist() == [*range(9)]
-    first = data.train.tensors[0][0]
-    assert [WORDS[i] for i in first] == ["[CLS]", "speak", "##s", "the", "king", "[SEP]"]
+    assert [WORDS[i] for i in x[0]] == ["[CLS]", "speak", "##s", "the", "king", "[SEP]"]
 
 
 def test_what_is_behind_a_texts_end_changes_nothing(tiny):

@@ -83,19 +83,18 @@ def test_weights_are_taken_over_by_name_and_only_the_head_may_differ(tmp_path):
         warnings.simplefilter("error")
         load_initial_weights(same, path, head_parameters(same))
     assert all(torch.equal(a, b) for a, b in zip(same.parameters(), first.parameters(), strict=True))
-    with pytest.raises(ConfigError, match=r"is of another model: they differ in 1\.bias"):
-        load_initial_weights(mlp([6], 3, [9, 4]), path, ["5.weight", "5.bias"])
-    save_file({**load_file(path), "odd": torch.zeros(1)}, path)
-    with pytest.raises(ConfigError, match="they differ in odd"):
-        load_initial_weights(same, path, head_parameters(same))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_initial_weights(same, tmp_path / "nowhere.safetensors", head_parameters(same))
+    save_file({**load_file(path), "odd": torch.zeros(1)}, tmp_path / "odd")
+    for file, wrong, words in (
+        ("weights.safetensors", mlp([6], 3, [9, 4]), r"is of another model: they differ in 1\.bias"),
+        ("odd", same, "they differ in odd"),
+        ("nowhere", same, "model.weights=.*nowhere cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_initial_weights(wrong, tmp_path / file, ["5.weight", "5.bias"])
 
 
 FAST = ("model=mlp", "sampling.steps=2", "tracking=none", "trainer.num_evaluations=0")
 PUBLIC = ("data=synthetic", "data.shape=[1,8,8]", "privacy.enabled=false")
-
-
 TELLING = r"come from a training without privacy on the records of this job's data\.module"
 NETWORK = "{_target_: dpexp.training.models.mlp, shape: [1, 8, 8], classes: 10}"
 BACKBONE = (
@@ -120,32 +119,25 @@ def test_a_second_job_tunes_what_a_first_one_trained(dpexp_job, capsys):
 
 def test_a_model_that_was_tuned_by_lora_is_found_again(dpexp_job):
     output = dpexp_job(*FAST, "fine_tuning=lora", "fine_tuning.rank=2")
-    x = torch.randn(3, 1, 8, 8)
-    model = dpexp.load(output)
-    assert model(x).shape == (3, 10)
+    assert dpexp.load(output)(torch.randn(3, 1, 8, 8)).shape == (3, 10)
     assert load_file(output / "weights.safetensors")["1.lora_B.default.weight"].abs().sum() > 0  # was trained
 
 
-def test_weights_of_the_same_records_without_privacy_are_refused(dpexp_job):
-    first = dpexp_job(*FAST, "privacy.enabled=false") / "weights.safetensors"
-    with pytest.raises(SystemExit, match=TELLING):
-        dpexp_job(*FAST, f"model.weights={first}")
-    with pytest.raises(SystemExit, match=TELLING):
-        dpexp_job(*FAST, f"model.weights={first}", "data.users=150")  # other users, the same records
-    dpexp_job(*FAST, f"model.weights={first}", "privacy.enabled=false")
-
-
-def test_so_are_those_that_came_from_them(dpexp_job):
+def test_weights_that_tell_of_the_same_records_are_refused(dpexp_job):
+    """Those of a training without privacy on them, and those of trainings on other records that began with these."""
     telling = dpexp_job(*FAST, "privacy.enabled=false") / "weights.safetensors"
     between = dpexp_job(*FAST, "data=synthetic", "data.shape=[1,8,8]", "data.classes=10", f"model.weights={telling}")
     after = dpexp_job(*FAST, *PUBLIC, "data.classes=10", f"model.weights={between / 'weights.safetensors'}")
-    with pytest.raises(SystemExit, match=TELLING):
-        dpexp_job(*FAST, f"model.weights={after / 'weights.safetensors'}")
-    with pytest.raises(SystemExit, match=TELLING):
-        dpexp_job(*FAST, *BACKBONE, f"+data.module.by.weights={after / 'weights.safetensors'}")
     (renamed := after / "other.st").write_bytes((after / "weights.safetensors").read_bytes())
-    with pytest.raises(SystemExit, match=TELLING):
-        dpexp_job(*FAST, *BACKBONE, f"+data.module.by.weights={renamed}")
+    for overrides in (
+        [f"model.weights={telling}"],
+        [f"model.weights={telling}", "data.users=150"],  # other users, the same records
+        [f"model.weights={after / 'weights.safetensors'}"],
+        [*BACKBONE, f"+data.module.by.weights={renamed}"],
+    ):
+        with pytest.raises(SystemExit, match=TELLING):
+            dpexp_job(*FAST, *overrides)
+    dpexp_job(*FAST, f"model.weights={telling}", "privacy.enabled=false")
 
 
 def test_the_cost_of_earlier_private_trainings_on_the_same_records_is_stated(dpexp_job):

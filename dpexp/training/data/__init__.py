@@ -1,9 +1,7 @@
-"""Data sets as LightningDataModules. Normalisation constants are published ones, never computed from the data."""
+"""Data sets as LightningDataModules."""
 
-from dpexp.training.data.base import TensorData
+from dpexp.training.data.datasets import Adult, Cifar10, Digits, FashionMnist, Mnist, Synthetic, TensorData
 from dpexp.training.data.features import Backbone, Features, Joined, RandomFeatures, Scattering
-from dpexp.training.data.images import Cifar10, Digits, FashionMnist, Mnist
-from dpexp.training.data.tabular import Adult, Synthetic
 from dpexp.training.data.text import Plays, Shakespeare
 
 __all__ = [

@@ -5,8 +5,8 @@ import re
 import torch
 from torch import Tensor
 
-from dpexp.training.data.base import TensorData, standard_file
-from dpexp.training.text_model import tokens
+from dpexp.training.data.datasets import TensorData, standard_file
+from dpexp.training.models import tokens
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MD5 = "6fb458f1232090904fb40fe944165e91"
@@ -20,10 +20,7 @@ class Shakespeare(TensorData):
     """Windows of the characters x and next characters y [N, length] in [0, 65) of each speaker.
 
     A speaker's last window is padded with newlines in x and -100 in y. Every tenth speaker, by first appearance, is in
-    the test set, which keeps only full windows.
-
-    Attributes (of `train` and `test`):
-        user_of: the speaker of each window, counted from 0.
+    the test set, which keeps only full windows. `user_of` of both sets has the speaker of each window, from 0.
     """
 
     def __init__(self, root: str, length: int = 80, batch_size: int = 64, num_workers: int = 0) -> None:
@@ -38,10 +35,8 @@ class Shakespeare(TensorData):
 
 
 def text_by_speaker(text: str) -> dict[str, str]:
-    """All that each speaker says, in the order of first appearance.
-
-    A speech is a line with a name and a colon, and the lines up to the next empty line, if any.
-    """
+    """All that each speaker says, in the order of first appearance. A speech is a line with a name and a colon, and the
+    lines up to the next empty line, if any."""
     found: dict[str, str] = {}
     for speech in re.split(r"\n\n+", text.strip()):
         name, _, lines = speech.partition("\n")
@@ -81,14 +76,7 @@ PLAYS = {
 class Plays(TensorData):
     """Speeches of at least 40 characters, as MiniLM's tokens [N, length], with the index of the play [N] in `PLAYS`.
 
-    Every fifth speech is in the test set.
-
-    Args:
-        root: folder of the text, which is downloaded if it is missing.
-        length: tokens per speech; longer speeches are cut off.
-
-    Raises:
-        ConfigError: the package with MiniLM's vocabulary is not installed.
+    Longer speeches are cut off. Every fifth speech is in the test set.
     """
 
     def __init__(self, root: str, length: int = 32, batch_size: int = 64, num_workers: int = 0) -> None:
@@ -99,11 +87,7 @@ class Plays(TensorData):
 
 
 def speeches_of_plays(text: str, min_length: int = 40) -> list[tuple[str, int]]:
-    """Each speech of at least `min_length` characters, without the speaker's name, and the index of its play.
-
-    Args:
-        text: speeches separated by empty lines, each beginning with a line that names the speaker.
-    """
+    """Each speech of at least `min_length` characters, without the speaker's name, and the index of its play."""
     found, play, first_words = [], -1, list(PLAYS.values())
     for speech in re.split(r"\n\n+", text.strip()):
         lines = " ".join(speech.partition("\n")[2].split())
