@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_dir
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.command_line import as_audit, check
-from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.layer_rules import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +81,6 @@ def commands(page):
 @pytest.mark.parametrize("page", [page for page in TEXTS if any(commands(page))], ids=name)
 def test_commands_are_understood(page, written):
     written(page)
-    config.register()
     for arguments in commands(page):
         if arguments and arguments[0] in COMMANDS:
             continue
@@ -94,16 +92,13 @@ def test_commands_are_understood(page, written):
             if "--config-dir" in arguments:
                 folder = Path.cwd() / arguments[arguments.index("--config-dir") + 1]
                 overrides.append(f"hydra.searchpath=[file://{folder}]")
-            with initialize_config_dir(str(config.CONF), version_base="1.3"):
-                assert compose("config", overrides).data.n > 0
+            assert composed(overrides).data.n > 0
 
 
-def test_a_command_that_is_wrong_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```sh\npython -m dpexp group=per_layr  # a comment\n```\n")
-    (arguments,) = commands(page)
-    with pytest.raises(ConfigError, match="per_layer"):
-        check(arguments)
+def composed(overrides):
+    config.register()
+    with initialize_config_dir(str(config.CONF), version_base="1.3"):
+        return compose("config", overrides)
 
 
 def test_ones_own_model_data_and_groups_train(written, dpexp_job):
@@ -171,44 +166,6 @@ def found(path):
     return False
 
 
-MEASURED = ("mnist", "fashion", "pca_mlp", "adult", "shakespeare_users", "text", "cifar10")
-NAMED = re.compile(rf"experiment=({'|'.join(MEASURED)})\w*\b")
-FIGURE = re.compile(r"\b\d\d(\.\d+)? ?%|ε [=≤] \d+\.\d{3,}|\b0\.\d{3,} \|")
-
-
-def strays(path):
-    """Figures of an experiment of docs/results.md, in sentences and rows that don't tell what others report."""
-    text = path.read_text()
-    if path.suffix == ".yaml":  # the comment is about the experiment
-        sections = [" ".join(line[1:] for line in text.splitlines() if line.startswith("# "))]
-    else:
-        sections = [part for part in re.split(r"^## ", text, flags=re.MULTILINE) if NAMED.search(part)]
-    for part in sections:
-        for piece in re.split(r"(?<=[.:;]) |(?<=[.:;])\n|\n\n|(?<=\|)\n", part):
-            others = "publish" in piece or "report" in piece or (piece.startswith("|") and "| published |" in part)
-            if FIGURE.search(piece) and not others:
-                yield " ".join(piece.split())
-
-
-@pytest.mark.parametrize("page", [*TEXTS, *sorted((ROOT / "conf/experiment").glob("*.yaml"))], ids=name)
-def test_figures_of_experiments_stand_in_the_results_alone(page):
-    assert page == DOCS / "results.md" or not [*strays(page)]
-    assert not re.search(r"@[A-Z]+@|\bTODO\b|\bXXX\b", page.read_text()), "a placeholder"
-
-
-def test_a_stray_figure_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A\n\n## B\n\n`experiment=text_lora` gets 39.4 % here. Others report 98.7 %.\n\n## C\n\n12 %\n")
-    assert [*strays(page)] == ["`experiment=text_lora` gets 39.4 % here."]
-    setting = tmp_path / "setting.yaml"
-    setting.write_text("# @package _global_\n# They report 90 % at\n# ε = 0.5. Here 95.1 %.\nq: 1\n")
-    assert [*strays(setting)] == ["Here 95.1 %."]
-
-
-def test_the_first_job_has_its_figures_in_one_place():
-    assert [page for page in TEXTS if re.search(r"^Test accuracy \d", page.read_text(), re.M)] == [ROOT / "README.md"]
-
-
 def test_every_page_is_in_the_navigation():
     listed = [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
@@ -218,3 +175,24 @@ def leaves(nav):
     for entry in nav:
         for under in entry.values() if isinstance(entry, dict) else [entry]:
             yield from [under] if isinstance(under, str) else leaves(under)
+
+
+def test_readmes_table_names_every_option():
+    conf = ROOT / "conf"
+    table = (ROOT / "README.md").read_text().partition("## Configuration")[2].partition("## ")[0]
+    for folder in sorted({path.parent for path in conf.glob("**/*.yaml")} - {conf}):
+        group = folder.relative_to(conf).as_posix()
+        (row,) = re.findall(rf"^\| `{group}` \| (.*?) \|", table, re.MULTILINE)
+        options, named = {path.stem for path in folder.glob("*.yaml")}, set(re.findall(r"`(\w+)`", row))
+        assert options <= named if group.startswith("hydra/") else options == named, group  # Hydra brings some
+
+
+RESULT = re.compile(r"^\| (\w+) \| .* % \| ([\d.]+) \| [-e\d.]+ \| \d+ \| [\d.]+ \| `([^`]+)` \|", re.MULTILINE)
+
+
+def test_every_result_has_a_command_and_costs_no_more_than_its_target(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    rows = RESULT.findall((DOCS / "results.md").read_text())
+    assert {experiment for experiment, *_ in rows} == {*import_module("results").ROWS}
+    for _, epsilon, command in rows:
+        assert float(epsilon) <= composed(command.split()).privacy.epsilon

@@ -93,21 +93,6 @@ def test_a_record_of_many_views_moves_a_sum_by_at_most_S():
         assert 0.9 * S < difference(whole, without) <= S * (1 + 1e-6)
 
 
-def test_a_function_that_branches_on_what_it_draws_is_right_and_slow():
-    def flipped(x):
-        return x.flip(2) if torch.rand(()).item() < 0.5 else x
-
-    S = 0.01
-    engine, module, (x, y) = case(S)
-    with pytest.warns(UserWarning, match="one at a time"):
-        engine.begin()
-        engine.add_chunk(augmented(module, flipped), stacked((x, y)), B)
-    symmetric = x + x.flip(3)
-    found = sums_of(engine, augmented(module, flipped), (symmetric, y))
-    as_they_are = sums_of(engine, augmented(module, lambda x: x, 1), (symmetric, y))
-    assert difference(found, as_they_are) < 1e-9 * length(found)
-
-
 def test_records_draw_views_of_their_own():
     torch.manual_seed(0)
     x = torch.arange(64.0).reshape(1, 1, 8, 8).expand(50, 1, 8, 8)
@@ -150,18 +135,6 @@ def test_what_goes_with_x_is_repeated():
 def test_what_cannot_be_augmented_is_refused(make, words):
     with pytest.raises((ConfigError, RecordError), match=words):
         make()
-
-
-def test_a_record_that_cannot_be_augmented_contributes_nothing():
-    engine, module, (x, y) = case(S=0.1)
-    expected = sums_of(engine, augmented(module, FlipCrop(0, flip=False)), (x, y))
-    engine.begin()
-    with pytest.warns(UserWarning, match="contribute nothing"):
-        for grey in (torch.randn(1, 1, 8, 8), torch.randn(1, 1, 0, 0, dtype=torch.float64)):
-            engine.add_chunk(augmented(module, FlipCrop(0, flip=False)), (grey, y[:1, None]), 1)
-    engine.add_chunk(augmented(module, FlipCrop(0, flip=False)), stacked((x, y)), len(y))
-    engine.end()
-    assert difference(expected, engine._sums) < 1e-12
 
 
 @pytest.mark.parametrize("privacy", ["privacy.epsilon=3", "privacy.enabled=false"])
