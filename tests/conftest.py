@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import time
 import warnings
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: th
 import pytest
 
 from dpexp.__main__ import main
+from dpexp.privacy.callback import PrivacyCallback
 
 
 @pytest.fixture(autouse=True)
@@ -48,23 +49,51 @@ def empty_store(tmp_path_factory):
         yield path
 
 
+@pytest.fixture(scope="session")
+def jobs_in(empty_store):
+    """Runs `python -m dpexp` in this process and a folder: a function of the arguments that returns a job's folder."""
+
+    @contextmanager
+    def jobs(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+            patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+            def run(*arguments: str) -> Path:
+                patch.setattr(sys, "argv", ["dpexp", *arguments])
+                main()
+                found = (folder / "outputs").glob("*/*")
+                found = [path for path in found if path.parent.name not in ("mlartifacts", "unsent")]
+                return max(found, key=lambda path: path.stat().st_mtime, default=folder)
+
+            yield run
+
+    return jobs
+
+
 @pytest.fixture
-def dpexp_job(tmp_path, monkeypatch, empty_store):
+def dpexp_job(tmp_path, jobs_in):
     """Runs `python -m dpexp` with the given arguments in this process and an empty folder; returns the output
     directory of the job."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with jobs_in(tmp_path) as run:
+        yield run
 
-    def run(*arguments: str) -> Path:
-        monkeypatch.setattr(sys, "argv", ["dpexp", *arguments])
-        main()
-        folders = [
-            path for path in (tmp_path / "outputs").glob("*/*") if path.parent.name not in ("mlartifacts", "unsent")
-        ]
-        return max(folders, key=lambda path: path.stat().st_mtime, default=tmp_path)
 
-    return run
+def signal_after(rounds: int, number: int):
+    """For a forked job: it sends itself a signal after so many rounds, if it has at least one more to do."""
+
+    def before():
+        end = PrivacyCallback.on_train_batch_end
+
+        def then_signal(self, *args):
+            end(self, *args)
+            if self.rounds_done == rounds < self.plan.rounds:
+                os.kill(os.getpid(), number)
+
+        PrivacyCallback.on_train_batch_end = then_signal
+
+    return before
 
 
 class Forked(multiprocessing.get_context("fork").Process):
@@ -95,9 +124,8 @@ class Forked(multiprocessing.get_context("fork").Process):
         return self.printed.read_text()
 
     def until(self, condition):
-        deadline = time.monotonic() + 120
         while not condition():
-            assert self.is_alive() and time.monotonic() < deadline, self.printed.read_text()
+            assert self.is_alive(), self.printed.read_text()
             time.sleep(0.02)
 
 

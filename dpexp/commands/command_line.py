@@ -175,6 +175,8 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
 def sentence(error: HydraException | OmegaConfBaseException) -> str:
     """An error of Hydra or OmegaConf as one sentence, with what would be accepted."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigError):  # of a sweeper that Hydra makes
+        return str(cause)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         section = str(cause.full_key).rpartition(".")[0]
         known = [str(key) for key in cause.parent_node]
