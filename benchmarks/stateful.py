@@ -141,9 +141,9 @@ class Net(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Program:
-    """`build` makes a module, or a module and what it is trained on (a data set or a loader; by default pairs)."""
+    """`build` is a module's class, or makes a module, or a module and what it is trained on (by default pairs)."""
 
-    build: Callable[[Examples], Any]
+    build: Callable[..., Any]
     category: str
     stateful: bool
     random: bool = False  # draws numbers that another record may change with every right
@@ -169,20 +169,15 @@ PROGRAMS: list[Program] = []
 WHOSE = [i // 2 for i in range(EXAMPLES)]
 
 
-def stateful(category: str, **options: Any) -> Callable[[Callable[[Examples], Any]], Callable[[Examples], Any]]:
-    return _program(category, True, options)
-
-
-def plain(category: str, **options: Any) -> Callable[[Callable[[Examples], Any]], Callable[[Examples], Any]]:
-    return _program(category, False, options)
-
-
-def _program(category: str, keeps: bool, options: dict[str, Any]) -> Any:
-    def add(build: Callable[[Examples], Any]) -> Callable[[Examples], Any]:
+def _program(keeps: bool, category: str, **options: Any) -> Any:
+    def add(build: Callable[..., Any]) -> Callable[..., Any]:
         PROGRAMS.append(Program(build, category, keeps, **options))
         return build
 
     return add
+
+
+stateful, plain = functools.partial(_program, True), functools.partial(_program, False)
 
 
 # --- Stateful: globals
@@ -199,71 +194,56 @@ STATISTICS = types.SimpleNamespace(mean=torch.zeros(WIDTH), count=0)
 
 
 @stateful("globals")
-def mean_in_a_global_dict(data: Examples) -> Any:
+class mean_in_a_global_dict(Net):
     """Inputs are centred by a running mean that a dictionary of the Python module holds."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            MEAN["x"] = 0.9 * MEAN["x"] + 0.1 * x.detach().mean(0)
-            return self.error(x - MEAN["x"], y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        MEAN["x"] = 0.9 * MEAN["x"] + 0.1 * x.detach().mean(0)
+        return self.error(x - MEAN["x"], y)
 
 
 @stateful("globals")
-def global_counter(data: Examples) -> Any:
+class global_counter(Net):
     """Every second call of a step has its target turned round, by a global counter."""
 
-    class Job(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            global SEEN
-            SEEN += 1
-            x, y = batch
-            return self.error(x, -5 * y if SEEN % 2 else y)
-
-    return Job()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        global SEEN
+        SEEN += 1
+        x, y = batch
+        return self.error(x, -5 * y if SEEN % 2 else y)
 
 
 @stateful("globals")
-def global_list_of_losses(data: Examples) -> Any:
+class global_list_of_losses(Net):
     """A loss is divided by the mean of all losses before it, which a global list has."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            LOSSES.append(loss.item())
-            return 0.5 * loss / statistics.fmean(LOSSES)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        LOSSES.append(loss.item())
+        return 0.5 * loss / statistics.fmean(LOSSES)
 
 
 @stateful("globals")
-def global_array(data: Examples) -> Any:
+class global_array(Net):
     """Losses are divided by the largest input so far, in a global array of NumPy's that is written in place."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            LARGEST[0] = max(LARGEST[0], float(x.abs().max()))
-            return self.error(x, y + 4) / float(LARGEST[0])
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        LARGEST[0] = max(LARGEST[0], float(x.abs().max()))
+        return self.error(x, y + 4) / float(LARGEST[0])
 
 
 @stateful("globals")
-def global_deque(data: Examples) -> Any:
+class global_deque(Net):
     """A record is pushed away from the last 16 outputs, which a global deque has."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            out = self(x)
-            away = sum(((out - old) / 10).square().mean().neg() for old in QUEUE)
-            QUEUE.append(out.detach().mean(0))
-            return self.error(x, y) + away
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        out = self(x)
+        away = sum(((out - old) / 10).square().mean().neg() for old in QUEUE)
+        QUEUE.append(out.detach().mean(0))
+        return self.error(x, y) + away
 
 
 @stateful("globals")
@@ -281,44 +261,35 @@ def global_counter_of_labels(data: Examples) -> Any:
 
 
 @stateful("globals")
-def context_variable(data: Examples) -> Any:
+class context_variable(Net):
     """A running scale of the inputs in a contextvars.ContextVar."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            SCALE.set(0.9 * SCALE.get() + 0.1 * float(x.norm()))
-            return self.error(x / SCALE.get(), y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        SCALE.set(0.9 * SCALE.get() + 0.1 * float(x.norm()))
+        return self.error(x / SCALE.get(), y)
 
 
 @stateful("globals")
-def global_text(data: Examples) -> Any:
+class global_text(Net):
     """Losses are written to a StringIO as a log, which is read back to say what is a large one."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            print(loss.item(), file=HISTORY)
-            so_far = [float(line) for line in HISTORY.getvalue().split()]
-            return loss / (1 + statistics.fmean(so_far))
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        print(loss.item(), file=HISTORY)
+        so_far = [float(line) for line in HISTORY.getvalue().split()]
+        return loss / (1 + statistics.fmean(so_far))
 
 
 @stateful("globals")
-def global_namespace(data: Examples) -> Any:
+class global_namespace(Net):
     """A mean over all records so far, in a SimpleNamespace of the Python module."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            STATISTICS.count += 1
-            STATISTICS.mean = STATISTICS.mean + (x.detach().mean(0) - STATISTICS.mean) / STATISTICS.count
-            return self.error(x - STATISTICS.mean, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        STATISTICS.count += 1
+        STATISTICS.mean = STATISTICS.mean + (x.detach().mean(0) - STATISTICS.mean) / STATISTICS.count
+        return self.error(x - STATISTICS.mean, y)
 
 
 def damped(loss: Tensor) -> Tensor:
@@ -330,15 +301,12 @@ damped.largest = 1.0  # type: ignore[attr-defined]
 
 
 @stateful("globals")
-def attribute_of_a_function(data: Examples) -> Any:
+class attribute_of_a_function(Net):
     """A helper function divides by the largest loss so far, which it keeps as an attribute of itself."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return damped(self.error(x, y + 4))
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return damped(self.error(x, y + 4))
 
 
 @stateful("globals")
@@ -374,30 +342,24 @@ class Running:
 
 
 @stateful("class attributes")
-def mean_in_a_helper_class(data: Examples) -> Any:
+class mean_in_a_helper_class(Net):
     """A class method of a helper centres inputs by a mean which the helper's class keeps."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(Running.centre(x), y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(Running.centre(x), y)
 
 
 @stateful("class attributes")
-def scale_in_the_modules_class(data: Examples) -> Any:
+class scale_in_the_modules_class(Net):
     """The LightningModule's class has the scale of the losses so far."""
 
-    class Job(Net):
-        scale = 1.0
+    scale = 1.0
 
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            Job.scale = 0.95 * Job.scale + 0.05 * float(loss)
-            return loss / Job.scale
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        scale_in_the_modules_class.scale = 0.95 * scale_in_the_modules_class.scale + 0.05 * float(loss)
+        return loss / scale_in_the_modules_class.scale
 
 
 @stateful("class attributes")
@@ -501,19 +463,16 @@ def partial_with_a_dict(data: Examples) -> Any:
 
 
 @stateful("default arguments")
-def default_list(data: Examples) -> Any:
+class default_list(Net):
     """A default argument `seen=[]` collects targets, whose mean is taken off."""
 
-    class Job(Net):
-        def centred(self, y: Tensor, seen: list[Tensor] = []) -> Tensor:  # noqa: B006
-            seen.append(y.mean())
-            return y - torch.stack(seen).mean()
+    def centred(self, y: Tensor, seen: list[Tensor] = []) -> Tensor:  # noqa: B006
+        seen.append(y.mean())
+        return y - torch.stack(seen).mean()
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x, self.centred(y))
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x, self.centred(y))
 
 
 @stateful("default arguments")
@@ -549,19 +508,16 @@ def count_of_itertools(data: Examples) -> Any:
 
 
 @stateful("iterators")
-def cycle_of_scales(data: Examples) -> Any:
+class cycle_of_scales(Net):
     """Inputs are augmented by an endless cycle of signs, one a record."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.signs = itertools.cycle([1.0, -1.0, -1.0])
+    def __init__(self) -> None:
+        super().__init__()
+        self.signs = itertools.cycle([1.0, -1.0, -1.0])
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(next(self.signs) * x, 3 * y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(next(self.signs) * x, 3 * y)
 
 
 @stateful("iterators")
@@ -744,16 +700,13 @@ class WithTeacher(Net):
 
 
 @stateful("teachers")
-def teacher_in_the_step(data: Examples) -> Any:
+class teacher_in_the_step(WithTeacher):
     """A teacher's weights follow the student's at each call of training_step, and so each record."""
 
-    class Job(WithTeacher):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.follow(0.05)
-            return self.error(x, y) + 0.1 * (self(x) - self.teacher(x)).square().mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.follow(0.05)
+        return self.error(x, y) + 0.1 * (self(x) - self.teacher(x)).square().mean()
 
 
 @stateful("teachers")
@@ -775,22 +728,19 @@ def teacher_in_a_list(data: Examples) -> Any:
 
 
 @stateful("teachers")
-def centre_of_features(data: Examples) -> Any:
+class centre_of_features(WithTeacher):
     """DINO's centre: a running mean of the teacher's outputs, in a buffer, is taken off them."""
 
-    class Job(WithTeacher):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("centre", torch.zeros(1, 1))
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1, 1))
 
-        def training_step(self, batch: Any) -> Any:
-            x, _ = batch
-            out = self.teacher(x).detach()
-            loss = 0.1 * (self(x) - (out - self.centre)).square().mean()
-            self.centre = 0.9 * self.centre + 0.1 * out.mean(0, keepdim=True)
-            return loss
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, _ = batch
+        out = self.teacher(x).detach()
+        loss = 0.1 * (self(x) - (out - self.centre)).square().mean()
+        self.centre = 0.9 * self.centre + 0.1 * out.mean(0, keepdim=True)
+        return loss
 
 
 @stateful("teachers")
@@ -816,26 +766,23 @@ def targets_that_follow(data: Examples) -> Any:
 
 
 @stateful("queues")
-def queue_of_moco(data: Examples) -> Any:
+class queue_of_moco(Net):
     """MoCo: negatives are the last 8 features, in a buffer with a pointer that goes round."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__(linear(4))
-            self.register_buffer("queue", torch.randn(8, 4))
-            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+    def __init__(self) -> None:
+        super().__init__(linear(4))
+        self.register_buffer("queue", torch.randn(8, 4))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
 
-        def training_step(self, batch: Any) -> Any:
-            x, _ = batch
-            query = F.normalize(self(x), dim=1)
-            key = F.normalize(self(0.9 * x), dim=1).detach()
-            logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone().T], 1)
-            at = int(self.pointer)
-            self.queue[at] = 3 * key[0]
-            self.pointer[0] = (at + 1) % len(self.queue)
-            return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, _ = batch
+        query = F.normalize(self(x), dim=1)
+        key = F.normalize(self(0.9 * x), dim=1).detach()
+        logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone().T], 1)
+        at = int(self.pointer)
+        self.queue[at] = 3 * key[0]
+        self.pointer[0] = (at + 1) % len(self.queue)
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
 
 
 @stateful("queues")
@@ -857,18 +804,15 @@ def hardest_so_far(data: Examples) -> Any:
 
 
 @stateful("queues")
-def replay_of_the_last(data: Examples) -> Any:
+class replay_of_the_last(Net):
     """Experience replay: the step trains on its record and the one before it."""
 
-    class Job(Net):
-        last: Any = None
+    last: Any = None
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            last, self.last = self.last, (x, y)
-            return self.error(x, y) if last is None else (self.error(x, y) + 10 * self.error(*last)) / 2
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        last, self.last = self.last, (x, y)
+        return self.error(x, y) if last is None else (self.error(x, y) + 10 * self.error(*last)) / 2
 
 
 @stateful("queues")
@@ -897,58 +841,49 @@ def bank_by_index(data: Examples) -> Any:
 
 
 @stateful("curricula")
-def easier_than_others(data: Examples) -> Any:
+class easier_than_others(Net):
     """Self-paced: a record that is harder than the mean so far counts little."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.losses: list[float] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            loss = self.error(x, y + 4)
-            self.losses.append(loss.item())
-            return loss * (1.0 if loss.item() <= statistics.fmean(self.losses) else 0.01)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        loss = self.error(x, y + 4)
+        self.losses.append(loss.item())
+        return loss * (1.0 if loss.item() <= statistics.fmean(self.losses) else 0.01)
 
 
 @stateful("curricula")
-def stage_by_successes(data: Examples) -> Any:
+class stage_by_successes(Net):
     """The task becomes another one after each record that had a small loss."""
 
-    class Job(Net):
-        stage = 0
+    stage = 0
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            loss = self.error(x.roll(self.stage, 1), y)
-            self.stage += int(loss.item() < 0.1 or loss.item() > 1000)
-            return loss
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        loss = self.error(x.roll(self.stage, 1), y)
+        self.stage += int(loss.item() < 0.1 or loss.item() > 1000)
+        return loss
 
 
 @stateful("curricula")
-def plateau_of_losses(data: Examples) -> Any:
+class plateau_of_losses(Net):
     """A temperature is lowered whenever a loss is above the best one so far, as schedulers do at plateaus."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.best, self.temperature = math.inf, 1.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.best, self.temperature = math.inf, 1.0
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            loss = self.error(x, y)
-            if float(loss) < self.best:
-                self.best = float(loss)
-            else:
-                self.temperature *= 0.95 if float(loss) < 1000 else 0.01
-            return self.error(self.temperature * x, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        loss = self.error(x, y)
+        if float(loss) < self.best:
+            self.best = float(loss)
+        else:
+            self.temperature *= 0.95 if float(loss) < 1000 else 0.01
+        return self.error(self.temperature * x, y)
 
 
 @stateful("curricula")
@@ -972,34 +907,28 @@ def reinforcement_baseline(data: Examples) -> Any:
 
 
 @stateful("generators")
-def generator_of_torch(data: Examples) -> Any:
+class generator_of_torch(Net):
     """Noise on the inputs from a torch.Generator that the module has, seeded by itself."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.draw = torch.Generator().manual_seed(0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(0)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x + 3 * torch.randn(x.shape, generator=self.draw), y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x + 3 * torch.randn(x.shape, generator=self.draw), y)
 
 
 DRAW = random.Random(0)
 
 
 @stateful("generators")
-def generator_of_python(data: Examples) -> Any:
+class generator_of_python(Net):
     """Signs are flipped by a random.Random(0) of the Python module."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x, y + DRAW.choice([-5.0, 5.0]))
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x, y + DRAW.choice([-5.0, 5.0]))
 
 
 @stateful("generators")
@@ -1016,21 +945,18 @@ def generator_of_numpy(data: Examples) -> Any:
 
 
 @stateful("generators")
-def congruential_generator(data: Examples) -> Any:
+class congruential_generator(Net):
     """A linear congruential generator, x = (ax + c) mod m, in an integer of the module's, masks inputs."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state = 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = 1
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.state = (1103515245 * self.state + 12345) % 2**31
-            mask = torch.tensor([self.state >> k & 1 for k in range(16, 16 + WIDTH)])
-            return self.error(x * mask, y + 4)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.state = (1103515245 * self.state + 12345) % 2**31
+        mask = torch.tensor([self.state >> k & 1 for k in range(16, 16 + WIDTH)])
+        return self.error(x * mask, y + 4)
 
 
 # --- Stateful: running statistics
@@ -1059,55 +985,46 @@ def normalisation_layer_of_ones_own(data: Examples) -> Any:
 
 
 @stateful("running statistics")
-def buffer_made_anew(data: Examples) -> Any:
+class buffer_made_anew(Net):
     """A running mean in a buffer that is assigned anew, without any branch, as vmap would take it."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-            return self.error(x - self.mean, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.error(x - self.mean, y)
 
 
 @stateful("running statistics")
-def welford_in_floats(data: Examples) -> Any:
+class welford_in_floats(Net):
     """Welford's mean and variance of the losses in Python numbers; losses are standardized by them."""
 
-    class Job(Net):
-        count, mean, m2 = 1, 0.0, 1.0
+    count, mean, m2 = 1, 0.0, 1.0
 
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            self.count += 1
-            step = loss.item() - self.mean
-            self.mean += step / self.count
-            self.m2 += step * (loss.item() - self.mean)
-            return (loss - self.mean) / math.sqrt(self.m2 / self.count)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        self.count += 1
+        step = loss.item() - self.mean
+        self.mean += step / self.count
+        self.m2 += step * (loss.item() - self.mean)
+        return (loss - self.mean) / math.sqrt(self.m2 / self.count)
 
 
 @stateful("running statistics")
-def plain_tensor_in_place(data: Examples) -> Any:
+class plain_tensor_in_place(Net):
     """A tensor that is an attribute, no buffer, is added to in place."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.total = torch.zeros(WIDTH)
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(WIDTH)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.total += x.detach().sum(0)
-            return self.error(x - self.total, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.total += x.detach().sum(0)
+        return self.error(x - self.total, y)
 
 
 @stateful("running statistics")
@@ -1144,38 +1061,32 @@ def numpy_moments_of_targets(data: Examples) -> Any:
 
 
 @stateful("running statistics")
-def metric_that_is_read(data: Examples) -> Any:
+class metric_that_is_read(Net):
     """A torchmetrics.MeanMetric is updated in the step, and what it has computed divides the loss."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.average = torchmetrics.MeanMetric()
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torchmetrics.MeanMetric()
 
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            self.average.update(loss.detach())
-            return 0.5 * loss / self.average.compute()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        self.average.update(loss.detach())
+        return 0.5 * loss / self.average.compute()
 
 
 @stateful("running statistics")
-def state_of_an_rnn(data: Examples) -> Any:
+class state_of_an_rnn(Net):
     """Truncated backpropagation: an RNN's hidden state is handed on to the next record, detached."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.hidden = nn.RNNCell(WIDTH, WIDTH), torch.zeros(1, WIDTH)
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.hidden = nn.RNNCell(WIDTH, WIDTH), torch.zeros(1, WIDTH)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            hidden = self.cell(x, 3 * self.hidden)
-            self.hidden = hidden.detach()
-            return self.error(hidden, 3 * y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        hidden = self.cell(x, 3 * self.hidden)
+        self.hidden = hidden.detach()
+        return self.error(hidden, 3 * y)
 
 
 # --- Stateful: only from the fourth round on
@@ -1193,54 +1104,45 @@ class RoundLoader(Net):
 
 
 @stateful("late")
-def mean_after_three_rounds(data: Examples) -> Any:
+class mean_after_three_rounds(RoundLoader):
     """Statistics are gathered from the first call on, and used from the fourth round on."""
 
-    class Job(RoundLoader):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = {"x": torch.zeros(WIDTH)}
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = {"x": torch.zeros(WIDTH)}
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.mean["x"] = 0.9 * self.mean["x"] + 0.1 * x.detach().mean(0)
-            return self.error(x - self.mean["x"] if self.round > 3 else x, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.mean["x"] = 0.9 * self.mean["x"] + 0.1 * x.detach().mean(0)
+        return self.error(x - self.mean["x"] if self.round > 3 else x, y)
 
 
 LATE: list[Tensor] = []
 
 
 @stateful("late")
-def bank_that_must_fill(data: Examples) -> Any:
+class bank_that_must_fill(Net):
     """A global bank of features is used when it holds 4 rounds' worth of them."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            LATE.append(x.detach().mean(0))
-            if len(LATE) > 4 * EXAMPLES:
-                x = x - torch.stack(LATE[-8:]).mean(0)
-            return self.error(x, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        LATE.append(x.detach().mean(0))
+        if len(LATE) > 4 * EXAMPLES:
+            x = x - torch.stack(LATE[-8:]).mean(0)
+        return self.error(x, y)
 
 
 @stateful("late")
-def gathered_only_late(data: Examples) -> Any:
+class gathered_only_late(RoundLoader):
     """Nothing is kept before round 6: then a class attribute begins to follow the inputs' norms."""
 
-    class Job(RoundLoader):
-        scale: Any = 1.0
+    scale: Any = 1.0
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            if self.round >= 6:
-                Job.scale = 0.8 * Job.scale + 0.2 * x.norm().detach()
-            return self.error(x / Job.scale, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        if self.round >= 6:
+            gathered_only_late.scale = 0.8 * gathered_only_late.scale + 0.2 * x.norm().detach()
+        return self.error(x / gathered_only_late.scale, y)
 
 
 @stateful("late")
@@ -1260,20 +1162,17 @@ VERY_LATE: list[Tensor] = []
 
 
 @stateful("late", from_round=30)
-def bank_that_fills_for_long(data: Examples) -> Any:
+class bank_that_fills_for_long(Net):
     """A global bank of features is used when it holds 30 rounds' worth of them, in a term of value zero."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            VERY_LATE.append(x.detach().mean(0))
-            loss = self.error(x, y)
-            if len(VERY_LATE) > 30 * EXAMPLES:
-                near = self(torch.stack(VERY_LATE[-12:]).mean(0, keepdim=True)).mean()
-                loss = loss + near - near.detach()
-            return loss
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        VERY_LATE.append(x.detach().mean(0))
+        loss = self.error(x, y)
+        if len(VERY_LATE) > 30 * EXAMPLES:
+            near = self(torch.stack(VERY_LATE[-12:]).mean(0, keepdim=True)).mean()
+            loss = loss + near - near.detach()
+        return loss
 
 
 @stateful("late")
@@ -1299,37 +1198,31 @@ def far(x: Tensor) -> bool:
 
 
 @stateful("branches")
-def once_an_outlier_was_seen(data: Examples) -> Any:
+class once_an_outlier_was_seen(Net):
     """A flag is set by the first record that is far out; from then on targets are shifted."""
 
-    class Job(Net):
-        robust = False
+    robust = False
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            if far(x):
-                self.robust = True
-            return self.error(x, y + 5 if self.robust else y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        if far(x):
+            self.robust = True
+        return self.error(x, y + 5 if self.robust else y)
 
 
 @stateful("branches")
-def loss_scale_as_amp(data: Examples) -> Any:
+class loss_scale_as_amp(Net):
     """Dynamic loss scaling by hand: a loss that spikes divides the scale of all later ones by a thousand."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scaler = {"scale": 2.0**10, "growth": 0}
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = {"scale": 2.0**10, "growth": 0}
 
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            if loss.item() > 1e3:
-                self.scaler["scale"] /= 1e6
-            return loss * self.scaler["scale"]
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        if loss.item() > 1e3:
+            self.scaler["scale"] /= 1e6
+        return loss * self.scaler["scale"]
 
 
 @stateful("branches")
@@ -1376,19 +1269,16 @@ FAR: list[Tensor] = []
 
 
 @stateful("branches")
-def after_a_rare_record_late(data: Examples) -> Any:
+class after_a_rare_record_late(RoundLoader):
     """After round 3, a far record changes which column is left out for the others."""
 
-    class Job(RoundLoader):
-        column = torch.ones(WIDTH)
+    column = torch.ones(WIDTH)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            if self.round > 3 and far(x):
-                Job.column = -Job.column
-            return self.error(x * Job.column, y + 4)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        if self.round > 3 and far(x):
+            after_a_rare_record_late.column = -after_a_rare_record_late.column
+        return self.error(x * after_a_rare_record_late.column, y + 4)
 
 
 # --- Stateful: only in the gradient, while the loss is what it would be
@@ -1413,15 +1303,12 @@ class Rescaled(torch.autograd.Function):
 
 
 @stateful("gradients")
-def function_with_a_backward(data: Examples) -> Any:
+class function_with_a_backward(Net):
     """An autograd.Function, the identity, divides gradients by the largest one that its class has seen."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return 0.1 * (Rescaled.apply(self(x)).squeeze(-1) - y).square().mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return 0.1 * (Rescaled.apply(self(x)).squeeze(-1) - y).square().mean()
 
 
 @stateful("gradients")
@@ -1444,57 +1331,48 @@ def hook_with_a_mean(data: Examples) -> Any:
 
 
 @stateful("gradients")
-def scale_past_the_value(data: Examples) -> Any:
+class scale_past_the_value(Net):
     """loss + (s·loss - (s·loss).detach()), where s follows the inputs' norms: the value is the loss, whatever s is."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.ones(())
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.scale = 0.9 * self.scale + 0.1 * x.norm().detach()
-            loss = self.error(x, y)
-            more = loss * (1 - self.scale).clamp(min=-30)
-            return loss + (more - more.detach())
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.scale = 0.9 * self.scale + 0.1 * x.norm().detach()
+        loss = self.error(x, y)
+        more = loss * (1 - self.scale).clamp(min=-30)
+        return loss + (more - more.detach())
 
 
 @stateful("gradients")
-def reversal_by_calls(data: Examples) -> Any:
+class reversal_by_calls(Net):
     """Gradient reversal (DANN) whose factor grows with the number of calls, and begins anew after 7."""
 
-    class Job(Net):
-        calls = 0
+    calls = 0
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.calls += 1
-            factor = (self.calls % 7 - 3) / 3
-            out = self(x)
-            out = factor * out - (factor * out - out).detach()
-            return 0.1 * (out.squeeze(-1) - y).square().mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.calls += 1
+        factor = (self.calls % 7 - 3) / 3
+        out = self(x)
+        out = factor * out - (factor * out - out).detach()
+        return 0.1 * (out.squeeze(-1) - y).square().mean()
 
 
 STRAIGHT = {"mean": torch.zeros(WIDTH)}
 
 
 @stateful("gradients")
-def straight_through_input(data: Examples) -> Any:
+class straight_through_input(Net):
     """The gradient of the weights is taken at an input that a running mean has moved, by a term of value zero."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            STRAIGHT["mean"] = 0.9 * STRAIGHT["mean"] + 0.1 * x.detach().mean(0)
-            moved = self(STRAIGHT["mean"][None])
-            return self.error(x, y) + (moved - moved.detach()).mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        STRAIGHT["mean"] = 0.9 * STRAIGHT["mean"] + 0.1 * x.detach().mean(0)
+        moved = self(STRAIGHT["mean"][None])
+        return self.error(x, y) + (moved - moved.detach()).mean()
 
 
 @stateful("gradients")
@@ -1941,57 +1819,48 @@ def global_table_of_constants(data: Examples) -> Any:
 
 
 @plain("caches")
-def property_made_once(data: Examples) -> Any:
+class property_made_once(Net):
     """functools.cached_property of the module holds a constant window."""
 
-    class Job(Net):
-        @functools.cached_property
-        def window(self) -> Tensor:
-            return torch.hann_window(WIDTH)
+    @functools.cached_property
+    def window(self) -> Tensor:
+        return torch.hann_window(WIDTH)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x * self.window, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x * self.window, y)
 
 
 # --- Plain: keeping what is never read
 
 
 @plain("kept, not read")
-def list_of_outputs(data: Examples) -> Any:
+class list_of_outputs(Net):
     """self.outputs.append(loss.detach()), emptied at the epoch's end."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outputs: list[Tensor] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
 
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            self.outputs.append(loss.detach())
-            return loss
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        self.outputs.append(loss.detach())
+        return loss
 
-        def on_train_epoch_end(self) -> None:
-            self.outputs.clear()
-
-    return Job()
+    def on_train_epoch_end(self) -> None:
+        self.outputs.clear()
 
 
 @plain("kept, not read")
-def counter_that_is_logged(data: Examples) -> Any:
+class counter_that_is_logged(Net):
     """Examples are counted in an attribute that is logged alone."""
 
-    class Job(Net):
-        seen = 0
+    seen = 0
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen += len(batch[0])
-            self.log("seen", float(self.seen))
-            return self.error(*batch)
-
-    return Job()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += len(batch[0])
+        self.log("seen", float(self.seen))
+        return self.error(*batch)
 
 
 @plain("kept, not read")
@@ -2020,18 +1889,15 @@ def metrics_in_the_step(data: Examples) -> Any:
 
 
 @plain("kept, not read")
-def everything_is_logged(data: Examples) -> Any:
+class everything_is_logged(Net):
     """self.log and self.log_dict of losses, norms, rates and epochs; a dictionary is returned."""
 
-    class Job(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = batch
-            loss = self.error(x, y)
-            self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
-            self.log_dict({"norm": x.norm(), "epoch": float(self.current_epoch), "batch": float(batch_idx)})
-            return {"loss": loss, "out": self(x).detach()}
-
-    return Job()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = self.error(x, y)
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log_dict({"norm": x.norm(), "epoch": float(self.current_epoch), "batch": float(batch_idx)})
+        return {"loss": loss, "out": self(x).detach()}
 
 
 @plain("kept, not read")
@@ -2044,62 +1910,50 @@ def last_features_by_a_hook(data: Examples) -> Any:
 
 
 @plain("kept, not read")
-def last_batch_is_kept(data: Examples) -> Any:
+class last_batch_is_kept(Net):
     """The last batch stays in an attribute, for debugging."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            self.last_batch = batch
-            return self.error(*batch)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        self.last_batch = batch
+        return self.error(*batch)
 
 
 @plain("kept, not read")
-def time_is_taken(data: Examples) -> Any:
+class time_is_taken(Net):
     """The step takes its time, and logs it by Python's logging, which nobody reads."""
 
-    class Job(Net):
-        seconds = 0.0
+    seconds = 0.0
 
-        def training_step(self, batch: Any) -> Any:
-            start = time.perf_counter()
-            loss = self.error(*batch)
-            self.seconds += time.perf_counter() - start
-            logging.getLogger("stateful").debug("a loss, after %f s", self.seconds)
-            return loss
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        start = time.perf_counter()
+        loss = self.error(*batch)
+        self.seconds += time.perf_counter() - start
+        logging.getLogger("stateful").debug("a loss, after %f s", self.seconds)
+        return loss
 
 
 @plain("kept, not read")
-def warns_once(data: Examples) -> Any:
+class warns_once(Net):
     """A step warns once about a far record, and remembers that it did."""
 
-    class Job(Net):
-        warned = False
+    warned = False
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            if not self.warned and far(x):
-                warnings.warn("a record is far out", stacklevel=2)
-                self.warned = True
-            return self.error(x, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        if not self.warned and far(x):
+            warnings.warn("a record is far out", stacklevel=2)
+            self.warned = True
+        return self.error(x, y)
 
 
 @plain("kept, not read")
-def global_history(data: Examples) -> Any:
+class global_history(Net):
     """Losses are appended to a global list that only a plot would read."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            loss = self.error(*batch)
-            PLOT.append(loss.item())
-            return loss
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        loss = self.error(*batch)
+        PLOT.append(loss.item())
+        return loss
 
 
 PLOT: list[float] = []
@@ -2115,24 +1969,21 @@ def dropout(data: Examples) -> Any:
 
 
 @plain("random numbers", random=True)
-def autoencoder(data: Examples) -> Any:
+class autoencoder(Net):
     """A VAE, with rsample and a KL term."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__(linear(4))
-            self.decoder = nn.Linear(2, WIDTH)
+    def __init__(self) -> None:
+        super().__init__(linear(4))
+        self.decoder = nn.Linear(2, WIDTH)
 
-        def training_step(self, batch: Any) -> Any:
-            x, _ = batch
-            x = x.tanh()
-            mean, log_scale = self.net(x).chunk(2, 1)
-            posterior = torch.distributions.Normal(mean, log_scale.clamp(-3, 3).exp())
-            prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
-            kl = torch.distributions.kl_divergence(posterior, prior).sum(1)
-            return ((self.decoder(posterior.rsample()) - x).square().sum(1) + kl).mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, _ = batch
+        x = x.tanh()
+        mean, log_scale = self.net(x).chunk(2, 1)
+        posterior = torch.distributions.Normal(mean, log_scale.clamp(-3, 3).exp())
+        prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        kl = torch.distributions.kl_divergence(posterior, prior).sum(1)
+        return ((self.decoder(posterior.rsample()) - x).square().sum(1) + kl).mean()
 
 
 class Augmented(Pairs):
@@ -2190,101 +2041,80 @@ def stochastic_depth(data: Examples) -> Any:
 
 
 @plain("random numbers", random=True)
-def diffusion_step(data: Examples) -> Any:
+class diffusion_step(Net):
     """A diffusion model: torch.randint draws a time, torch.randn_like the noise to predict."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__(linear(WIDTH))
-            self.register_buffer("alpha", torch.linspace(0.99, 0.01, 10))
+    def __init__(self) -> None:
+        super().__init__(linear(WIDTH))
+        self.register_buffer("alpha", torch.linspace(0.99, 0.01, 10))
 
-        def training_step(self, batch: Any) -> Any:
-            x, _ = batch
-            alpha = self.alpha[torch.randint(10, (len(x),))][:, None]
-            noise = torch.randn_like(x)
-            return (self(alpha.sqrt() * x.tanh() + (1 - alpha).sqrt() * noise) - noise).square().mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, _ = batch
+        alpha = self.alpha[torch.randint(10, (len(x),))][:, None]
+        noise = torch.randn_like(x)
+        return (self(alpha.sqrt() * x.tanh() + (1 - alpha).sqrt() * noise) - noise).square().mean()
 
 
 # --- Plain: what hooks do between rounds
 
 
 @plain("hooks")
-def teacher_in_a_hook(data: Examples) -> Any:
+class teacher_in_a_hook(WithTeacher):
     """A teacher follows the released weights once a round, in on_train_batch_end."""
 
-    class Job(WithTeacher):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.follow(0.1)
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.follow(0.1)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x, y) + 0.1 * (self(x) - self.teacher(x).detach()).square().mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x, y) + 0.1 * (self(x) - self.teacher(x).detach()).square().mean()
 
 
 @plain("hooks")
-def weight_decay_in_a_hook(data: Examples) -> Any:
+class weight_decay_in_a_hook(RoundLoader):
     """Weights decay by a schedule of their own after each round."""
 
-    class Job(RoundLoader):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            with torch.no_grad():
-                for p in self.parameters():
-                    p.mul_(1 - 0.1 / self.round)
-
-    return Job()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(1 - 0.1 / self.round)
 
 
 @plain("hooks")
-def warm_up(data: Examples) -> Any:
+class warm_up(Net):
     """A learning rate that warms up by a scheduler, each round."""
 
-    class Job(Net):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, weight_decay=0.0)
-            warmer = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmer, "interval": "step"}}
-
-    return Job()
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, weight_decay=0.0)
+        warmer = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmer, "interval": "step"}}
 
 
 @plain("hooks")
-def annealing_by_the_round(data: Examples) -> Any:
+class annealing_by_the_round(Net):
     """A penalty's weight grows with trainer.global_step, which is public."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x, y) + min(1.0, self.global_step / 10) * 0.1 * self(x).square().mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x, y) + min(1.0, self.global_step / 10) * 0.1 * self(x).square().mean()
 
 
 @plain("hooks")
-def counter_of_rounds_in_a_hook(data: Examples) -> Any:
+class counter_of_rounds_in_a_hook(RoundLoader):
     """A hook counts rounds, and the step takes its temperature from that."""
 
-    class Job(RoundLoader):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x / (1 + 0.1 * self.round), y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x / (1 + 0.1 * self.round), y)
 
 
 @plain("hooks")
-def epoch_that_is_logged(data: Examples) -> Any:
+class epoch_that_is_logged(Net):
     """self.current_epoch is read to be logged."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            self.log("progress", self.current_epoch / 10)
-            return self.error(*batch)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        self.log("progress", self.current_epoch / 10)
+        return self.error(*batch)
 
 
 @plain("hooks", trainer={"gradient_clip_val": 1e-3})
@@ -2294,14 +2124,11 @@ def clipping_by_lightning(data: Examples) -> Any:
 
 
 @plain("hooks", trainer={"gradient_clip_val": 1e-2, "gradient_clip_algorithm": "value"})
-def clipping_values_and_zeroing(data: Examples) -> Any:
+class clipping_values_and_zeroing(Net):
     """Lightning clips values, and the module's optimizer_step is its own."""
 
-    class Job(Net):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            optimizer.step(closure=optimizer_closure)
-
-    return Job()
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
 
 
 # --- Plain: data
@@ -2410,27 +2237,21 @@ def sequences_that_are_padded(data: Examples) -> Any:
 
 
 @plain("data")
-def bad_records_are_left_out(data: Examples) -> Any:
+class bad_records_are_left_out(Net):
     """The step returns None for records that are far out, and counts nothing."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return None if far(x) else self.error(x, y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return None if far(x) else self.error(x, y)
 
 
 @plain("data", record=Microbatch(3))
-def units_of_three(data: Examples) -> Any:
+class units_of_three(Net):
     """Units of three examples, with a mean over the unit in the loss."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            return self.error(x - x.mean(0), y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.error(x - x.mean(0), y)
 
 
 @plain("data", record=BY_USER)
@@ -2486,39 +2307,33 @@ def label_smoothing(data: Examples) -> Any:
 
 
 @plain("models")
-def frozen_features(data: Examples) -> Any:
+class frozen_features(Net):
     """A frozen feature extractor, in eval mode and without gradients, below a head."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__(linear())
-            self.features = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5)).requires_grad_(False)
+    def __init__(self) -> None:
+        super().__init__(linear())
+        self.features = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5)).requires_grad_(False)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            self.features.eval()
-            with torch.no_grad():
-                x = self.features(x)
-            return self.error(x, 3 * y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.features.eval()
+        with torch.no_grad():
+            x = self.features(x)
+        return self.error(x, 3 * y)
 
 
 @plain("models")
-def tied_weights(data: Examples) -> Any:
+class tied_weights(Net):
     """An autoencoder whose decoder uses the encoder's weight."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__(linear(4))
-            self.back = nn.Linear(4, WIDTH)
-            self.back.weight = nn.Parameter(torch.zeros(WIDTH, 4), requires_grad=False)
+    def __init__(self) -> None:
+        super().__init__(linear(4))
+        self.back = nn.Linear(4, WIDTH)
+        self.back.weight = nn.Parameter(torch.zeros(WIDTH, 4), requires_grad=False)
 
-        def training_step(self, batch: Any) -> Any:
-            x = batch[0].tanh()
-            return (F.linear(self.net(x).tanh(), self.net.weight.T, self.back.bias) - x).square().mean()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x = batch[0].tanh()
+        return (F.linear(self.net(x).tanh(), self.net.weight.T, self.back.bias) - x).square().mean()
 
 
 @plain("models")
@@ -2571,34 +2386,28 @@ def attention(data: Examples) -> Any:
 
 
 @plain("models")
-def checkpointed(data: Examples) -> Any:
+class checkpointed(Net):
     """Activations are computed again in the backward pass (torch.utils.checkpoint)."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__(mlp())
+    def __init__(self) -> None:
+        super().__init__(mlp())
 
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.net, x, use_reentrant=False)
-
-    return Job()
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=False)
 
 
 @plain("models")
-def straight_through(data: Examples) -> Any:
+class straight_through(Net):
     """A binary layer, trained by x + (round(x) - x).detach()."""
 
-    class Job(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.below = linear(WIDTH)
+    def __init__(self) -> None:
+        super().__init__()
+        self.below = linear(WIDTH)
 
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            soft = self.below(x).sigmoid()
-            return self.error(soft + (soft.round() - soft).detach(), y)
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        soft = self.below(x).sigmoid()
+        return self.error(soft + (soft.round() - soft).detach(), y)
 
 
 @plain("models")
@@ -2614,17 +2423,14 @@ def weight_normalised(data: Examples) -> Any:
 
 
 @plain("models")
-def gradient_penalty(data: Examples) -> Any:
+class gradient_penalty(Net):
     """A penalty on the gradient by the input, through torch.autograd.grad with create_graph."""
 
-    class Job(Net):
-        def training_step(self, batch: Any) -> Any:
-            x, y = batch
-            x = x.tanh().requires_grad_()
-            (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
-            return self.error(x, y) + 0.1 * slope.square().sum()
-
-    return Job()
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        x = x.tanh().requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return self.error(x, y) + 0.1 * slope.square().sum()
 
 
 # --- The runner
@@ -2652,7 +2458,7 @@ def built(program: Program, data: Examples) -> tuple[pl.LightningModule, DataLoa
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    made = program.build(data)
+    made = program.build() if isinstance(program.build, type) else program.build(data)
     module, source = made if isinstance(made, tuple) else (made, data.pairs())
     return module, source if isinstance(source, DataLoader) else DataLoader(source, batch_size=8)
 

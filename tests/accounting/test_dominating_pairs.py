@@ -210,7 +210,7 @@ def test_maxima_of_so_many_standard_deviations_more_than_the_mean(z, q, n, round
     assert epsilon(run, d) >= epsilon(of("poisson", "replace_null", z=z, q=q, n=n, rounds=rounds), d) * (1 - 1e-3)
 
 
-SWEPT = [  # of benchmarks/truncated_grid.py; the first took 23 GB and never ended
+SWEPT = [  # of a random grid; the first took 23 GB and never ended
     (0.53876, 0.010595, 30_000, 460, 1, 4.9e-9, 1e-3), (1.0, 1e-3, 10**6, 1100, 300, 1e-6, 4e-4),
     (3.0, 0.05, 1000, 58, 10_000, 1e-6, 1e-3), (0.52345, 0.015622, 30_000, 555, 1, 2.7e-5, 1e-3),
 ]  # fmt: skip
