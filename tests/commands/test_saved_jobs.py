@@ -4,8 +4,6 @@ import errno
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import dpexp
-from dpexp.__main__ import main
 from dpexp.commands.use_model import evaluate, predict
 from dpexp.errors import ConfigError
 from dpexp.tracking.registered_model import description
@@ -29,15 +26,11 @@ QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evalua
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, jobs_in):
     """A folder in which a job was run; its MLflow store names files there."""
     home = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        patch.setattr(sys, "argv", ["dpexp", *QUICK, "group=per_layer", "accountant=all", "register=digits"])
-        main()
+    with jobs_in(home) as run:
+        run(*QUICK, "group=per_layer", "accountant=all", "register=digits")
     return home
 
 
@@ -53,15 +46,23 @@ def result_of(output):
     return json.loads((output / "result.json").read_text())
 
 
+def metadata_of(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
 def client(folder):
     return MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
+
+
+def images(size=5):
+    return np.random.default_rng(size).normal(size=(size, 1, 8, 8)).astype(np.float32)
 
 
 def test_weights_are_kept_with_what_they_cost(job):
     weights = load_file(job / "weights.safetensors")
     assert {name: tuple(w.shape) for name, w in weights.items()} == {"1.weight": (10, 64), "1.bias": (10,)}
-    with safe_open(job / "weights.safetensors", "pt") as file:
-        about = file.metadata()
+    about = metadata_of(job / "weights.safetensors")
     assert about["private"] == "True" and about["adjacency"] == "add_remove" and about["accountant"] == "pld"
     assert float(about["epsilon"]) == pytest.approx(result_of(job)["epsilon"]["pld"], rel=1e-5)
 
@@ -77,56 +78,49 @@ def test_a_job_can_be_loaded_by_folder_and_by_run(job, tmp_path):
 
 
 def test_evaluate_measures_what_the_job_measured(job, dpexp_job, capsys):
-    dpexp_job("evaluate", str(job))
     accuracy = result_of(job)["metrics"]["test_accuracy"]
-    assert f"test_accuracy: {accuracy:.2%}" in capsys.readouterr().out
-    dpexp_job("evaluate", result_of(job)["mlflow_run_id"])
-    assert f"test_accuracy: {accuracy:.2%}" in capsys.readouterr().out
+    for run in (str(job), result_of(job)["mlflow_run_id"]):
+        dpexp_job("evaluate", run)
+        assert f"test_accuracy: {accuracy:.2%}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["npy", "flat npy", "npz", "pt", "csv"])
+@pytest.mark.parametrize("kind", ["npy", "flat npy", "no channel npy", "npz", "pt", "csv", "no names csv"])
 def test_predictions_for_a_file(job, dpexp_job, tmp_path, kind):
-    x = np.random.default_rng(0).normal(size=(5, 1, 8, 8)).astype(np.float32)
+    x = images()
     path = tmp_path / f"x.{kind.split()[-1]}"
     if kind == "npz":
         np.savez(path, x=x)
     elif kind == "pt":
         torch.save(torch.from_numpy(x), path)
-    elif kind == "csv":
-        np.savetxt(path, x.reshape(5, -1), delimiter=",", header=",".join(map(str, range(64))), comments="")
+    elif kind.endswith("csv"):
+        names = "" if kind.startswith("no names") else ",".join(map(str, range(64)))
+        np.savetxt(path, x.reshape(5, -1), delimiter=",", header=names, comments="")
+        path.write_text(path.read_text().lstrip("\n"))
     else:
-        np.save(path, x.reshape(5, -1) if kind.startswith("flat") else x)
+        np.save(path, x.reshape(5, -1) if kind.startswith("flat") else x[:, 0] if kind.startswith("no") else x)
     dpexp_job("predict", str(job), f"data={path}", f"out={tmp_path}/p.csv")
     found = np.genfromtxt(tmp_path / "p.csv", delimiter=",", skip_header=1)
     expected = dpexp.load(job)(torch.from_numpy(x)).softmax(1).detach().numpy()
     assert np.allclose(found[:, 1:], expected, atol=1e-5) and (found[:, 0] == expected.argmax(1)).all()
 
 
-def test_mlflow_loads_it_elsewhere_and_the_registry_knows_its_price(job, tmp_path):
-    script = f"""
-import mlflow, numpy as np
-mlflow.set_tracking_uri("sqlite:///{tmp_path}/outputs/mlflow.db")
-(model,) = mlflow.search_logged_models(["1"], output_format="list")
-x = np.ones((2, 1, 8, 8), dtype=np.float32)
-by_pyfunc = mlflow.pyfunc.load_model("models:/digits/1").predict(x)
-import torch
-by_torch = mlflow.pytorch.load_model(model.model_uri)(torch.from_numpy(x)).detach().numpy()
-assert np.allclose(by_pyfunc, by_torch)
-print(by_pyfunc[0, 0])
-"""
-    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-    assert float(said.split()[-1]) == pytest.approx(float(dpexp.load(job)(torch.ones(1, 1, 8, 8))[0, 0]), rel=1e-5)
-    tags = client(tmp_path).get_model_version("digits", "1").tags
-    assert float(tags["epsilon"]) == pytest.approx(result_of(job)["epsilon"]["pld"], rel=1e-5)
-    assert tags["delta"] == "0.0001" and tags["private"] == "True"
-
-
-def test_mlflows_pages_of_model_and_version_show_the_card_and_each_other(job, tmp_path):
+def test_mlflow_loads_it_and_the_registry_knows_its_price(job, tmp_path):
     card = (job / "card.md").read_text()
-    (logged,) = client(tmp_path).search_logged_models(["1"])
-    assert logged.tags["mlflow.note.content"] == client(tmp_path).get_model_version("digits", "1").description == card
-    (version,) = json.loads(logged.tags["mlflow.modelVersions"])
-    assert version["name"] == "digits" and int(version["version"]) == 1
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    try:
+        (logged,) = mlflow.search_logged_models(["1"], output_format="list")
+        by_pyfunc = mlflow.pyfunc.load_model("models:/digits/1").predict(images())
+        by_torch = mlflow.pytorch.load_model(logged.model_uri)(torch.from_numpy(images()))
+    finally:
+        mlflow.set_tracking_uri(None)
+    expected = dpexp.load(job)(torch.from_numpy(images())).detach().numpy()
+    assert np.allclose(by_pyfunc, expected, rtol=1e-5) and np.allclose(by_torch.detach(), expected, rtol=1e-5)
+    version = client(tmp_path).get_model_version("digits", "1")
+    assert float(version.tags["epsilon"]) == pytest.approx(result_of(job)["epsilon"]["pld"], rel=1e-5)
+    assert version.tags["delta"] == "0.0001" and version.tags["private"] == "True"
+    assert logged.tags["mlflow.note.content"] == version.description == card
+    (named,) = json.loads(logged.tags["mlflow.modelVersions"])
+    assert named["name"] == "digits" and int(named["version"]) == 1
 
 
 def test_a_card_longer_than_mlflow_takes_is_cut_off(tmp_path):
@@ -152,7 +146,7 @@ def test_the_card_says_what_it_was_trained_on_and_what_it_may_cost(job, tmp_path
     assert run.data.tags["mlflow.note.content"] == card
 
 
-def test_the_card_of_the_non_private_twin_says_so(dpexp_job):
+def test_the_card_of_the_non_private_baseline_says_so(dpexp_job):
     output = dpexp_job("tracking=none", "sampling.steps=3", "privacy.enabled=false", "model=logistic")
     card = (output / "card.md").read_text()
     assert "**Not private**" in card and "ε" not in card
@@ -163,14 +157,10 @@ def test_the_card_gives_a_schedule_in_full_and_no_delta_below_the_true_one(dpexp
     output = dpexp_job(*QUICK, "tracking=none", "schedule.z={linear: [2, 0.2]}", "privacy.delta=1.0000049e-5")
     card = (output / "card.md").read_text()
     assert "z = 0.2 – 2, on the schedule z: {'linear': [2, 0.2]}" in card and "with δ = 1.001e-05 and" in card
-    bounds = [json.loads(line)["queries"][0]["sigma"] for line in spec_lines(output)]
-    assert f"| {min(bounds):.4g} – {max(bounds):.4g} |" in card
-    with safe_open(output / "weights.safetensors", "pt") as file:
-        assert float(file.metadata()["delta"]) == 1.0000049e-5
-
-
-def spec_lines(output):
-    return [line for line in (output / "ledger.jsonl").read_text().splitlines() if "queries" in line]
+    specs = [line for line in (output / "ledger.jsonl").read_text().splitlines() if "queries" in line]
+    sigmas = [json.loads(line)["queries"][0]["sigma"] for line in specs]
+    assert f"| {min(sigmas):.4g} – {max(sigmas):.4g} |" in card
+    assert float(metadata_of(output / "weights.safetensors")["delta"]) == 1.0000049e-5
 
 
 @pytest.mark.parametrize(
@@ -180,19 +170,21 @@ def spec_lines(output):
         (["evaluate", "a", "b"], "needs one job's folder"),
         (["evaluate", "{job}", "size=3"], "size is unknown; known: uri"),
         (["evaluate", "{empty}"], "only a job that has finished its training"),
-        (["evaluate", "nosuchrun"], "nosuchrun"),
+        (["evaluate", "nowhere"], "nowhere is no folder here, and no run of sqlite:///"),
         (["predict", "{job}"], "needs data=FILE"),
         (["predict", "{job}", "data=x.txt"], "must be a file that ends in .npy"),
         (["predict", "{job}", "data=missing.npy"], "cannot be read"),
+        (["predict", "{job}", "data={none}"], "holds no inputs"),
         (["predict", "{job}", "data={wrong}"], "does not fit the model"),
         (["predict", "{job}", "data={fits}", "out=nowhere/x.csv"], "out=nowhere/x.csv cannot be written"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(job, dpexp_job, tmp_path, arguments, expected):
-    np.save(tmp_path / "wrong.npy", np.zeros((2, 3, 5), dtype=np.float32))
-    (tmp_path / "empty").mkdir()
-    np.save(tmp_path / "fits.npy", np.zeros((2, 64), dtype=np.float32))
-    places = {"job": job, "empty": tmp_path / "empty"} | {n: tmp_path / f"{n}.npy" for n in ("wrong", "fits")}
+    places = {"job": job, "empty": tmp_path / "empty"}
+    places["empty"].mkdir()
+    for name, shape in (("wrong", (2, 3, 5)), ("fits", (2, 64)), ("none", (0, 64))):
+        places[name] = tmp_path / f"{name}.npy"
+        np.save(places[name], np.zeros(shape, dtype=np.float32))
     with pytest.raises(SystemExit) as raised:
         dpexp_job(*(argument.format(**places) for argument in arguments))
     said = str(raised.value)
@@ -214,92 +206,56 @@ def test_weights_of_another_model_are_refused(job):
 
 HOLDING = """
 import pytorch_lightning as pl, torch
+from dpexp.training.data import Digits
 class Holding(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net, self.mix = torch.nn.Linear(64, 10), torch.randn(64, 64)
         self.register_buffer("part", torch.zeros(100)[:3])
-    def get_extra_state(self):
-        return {"a": 1}
-    def set_extra_state(self, state): ...
+        self.register_buffer("bank", Digits().train.tensors[0], persistent=False)
+        self.register_buffer("scale", torch.full((64,), 2.0), persistent=False)
     def setup(self, stage):
         self.train_set = self.trainer.datamodule.train
     def forward(self, x):
-        return self.net(x.flatten(1) @ self.mix)
+        return self.net(x.flatten(1) * self.scale @ self.mix)
     def training_step(self, batch, batch_idx):
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
     def test_step(self, batch, batch_idx):
         self.log("test_accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-"""
-
-
-def test_a_module_that_holds_its_data_keeps_it_to_itself_and_is_made_again(dpexp_job, tmp_path, monkeypatch, capsys):
-    (tmp_path / "holding.py").write_text(HOLDING)
-    monkeypatch.syspath_prepend(tmp_path)
-    output = dpexp_job(
-        *QUICK[:-1], "model=logistic", "~model.shape", "~model.classes", "model._target_=holding.Holding"
-    )
-    train = Digits().train.tensors[0]
-    for path in [p for p in (tmp_path / "outputs").rglob("*") if p.is_file()]:
-        content = path.read_bytes()
-        assert not any(record.numpy().tobytes() in content for record in train[:50]), path
-    assert (output / "mlflow_model" / "MLmodel").exists()
-    dpexp_job("evaluate", str(output))
-    assert f"test_accuracy: {result_of(output)['metrics']['test_accuracy']:.2%}" in capsys.readouterr().out
-
-
-KEEPING = """
-import pytorch_lightning as pl, torch
-from dpexp.training.data import Digits
-class Keeping(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(64, 10)
-        self.register_buffer("bank", Digits().train.tensors[0], persistent=False)
-        self.register_buffer("scale", torch.full((64,), 2.0), persistent=False)
-    def forward(self, x):
-        return self.net(x.flatten(1) * self.scale)
-    def training_step(self, batch, batch_idx):
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
     def get_extra_state(self):
         return {"a": 1}
     def set_extra_state(self, state): ...
 """
 
 
-def test_a_bank_of_records_that_forward_does_not_use_is_not_kept(dpexp_job, tmp_path, monkeypatch):
-    (tmp_path / "keeping.py").write_text(KEEPING)
+def test_a_module_that_holds_records_keeps_them_to_itself_and_is_made_again(dpexp_job, tmp_path, monkeypatch, capsys):
+    (tmp_path / "holding.py").write_text(HOLDING)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(UserWarning, match="cannot hold _extra_state"):
-        output = dpexp_job(
-            *QUICK[:-1], "model=logistic", "~model.shape", "~model.classes", "model._target_=keeping.Keeping"
-        )
+        output = dpexp_job(*QUICK, "~model.shape", "~model.classes", "model._target_=holding.Holding")
     assert "**Not saved**: _extra_state" in (output / "card.md").read_text()
-    train = Digits().train.tensors[0]
-    parts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    records = [record.numpy().tobytes() for record in Digits().train.tensors[0][:50]]
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        assert not any(record in content for record in records), path
     graph = (output / "mlflow_model" / "data" / "model.pt2").read_bytes()
-    assert not any(train[0].numpy().tobytes() in part for part in parts)
     assert str(tmp_path).encode() not in graph and b"site-packages" not in graph
-    x = torch.randn(3, 1, 8, 8)
-    kept = torch.export.load(output / "mlflow_model" / "data" / "model.pt2").module()
-    assert torch.allclose(kept(x), dpexp.load(output)(x), atol=1e-6)
+    kept, x = torch.export.load(output / "mlflow_model" / "data" / "model.pt2").module(), torch.from_numpy(images())
+    assert torch.allclose(kept(x), dpexp.load(output)(x), rtol=1e-5, atol=1e-5)
+    dpexp_job("evaluate", str(output))
+    assert f"test_accuracy: {result_of(output)['metrics']['test_accuracy']:.2%}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precision, capsys):
     output = dpexp_job(*QUICK, f"trainer.precision={precision}")
     assert evaluate([str(output)]) == result_of(output)["metrics"]
-    x = np.random.default_rng(0).normal(size=(5, 1, 8, 8)).astype(np.float32)
-    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "x.npy", images())
     table = predict([str(output), f"data={tmp_path}/x.npy", f"out={tmp_path}/p.csv"])
     kept = mlflow.pyfunc.load_model(str(output / "mlflow_model"))
-    found = kept.predict(x.astype(np.float64) if precision == "64-true" else x)
+    found = kept.predict(images().astype(np.float64) if precision == "64-true" else images())
     assert (np.asarray(found).argmax(1) == table["class"]).all()
 
 
@@ -309,9 +265,8 @@ def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job)
     output = dpexp_job(*QUICK, f"preprocessing=[{','.join(names)}]", *noise, "model.shape=[60]")
     kept, own = mlflow.pyfunc.load_model(str(output / "mlflow_model")), dpexp.load(output)
     for size in (1, 2, 5):
-        x = np.random.default_rng(size).normal(size=(size, 1, 8, 8)).astype(np.float32)
         with torch.no_grad():
-            assert np.allclose(kept.predict(x), own(torch.from_numpy(x)), atol=1e-5)
+            assert np.allclose(kept.predict(images(size)), own(torch.from_numpy(images(size))), atol=1e-5)
 
 
 def test_inputs_are_read_before_a_model_is_made(job, dpexp_job, monkeypatch):
@@ -349,26 +304,3 @@ def test_room_for_the_model_is_taken_before_the_first_round(dpexp_job, monkeypat
     with pytest.raises(SystemExit, match=r"weights\.reserved cannot be written: No space left on device"):
         dpexp_job(*QUICK, "hydra.run.dir=job")
     assert not list(Path("job").glob("ledger.jsonl")) and not list(Path("job").glob("weights*"))
-
-
-def test_images_without_a_channel_are_given_one(job, dpexp_job, tmp_path):
-    x = np.random.default_rng(0).uniform(-1, 1, (3, 8, 8)).astype("float32")
-    for name, inputs in (("images", x), ("full", x[:, None])):
-        np.save(tmp_path / f"{name}.npy", inputs)
-        dpexp_job("predict", str(job), f"data={tmp_path}/{name}.npy", f"out={tmp_path}/{name}.csv")
-    assert (tmp_path / "images.csv").read_text() == (tmp_path / "full.csv").read_text()
-
-
-def test_what_is_no_run_is_told(job, dpexp_job, tmp_path):
-    for words in (["evaluate", "nowhere"], ["predict", "nowhere", f"data={tmp_path}/x.npy"]):
-        with pytest.raises(SystemExit, match=r"nowhere is no folder here, and no run of sqlite:///.*mlflow.db\.$"):
-            dpexp_job(*words)
-
-
-def test_a_table_without_names_loses_no_row(job, dpexp_job, tmp_path):
-    np.savetxt(tmp_path / "x.csv", np.zeros((4, 64)), delimiter=",")
-    dpexp_job("predict", str(job), f"data={tmp_path}/x.csv", f"out={tmp_path}/p.csv")
-    assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + 4
-    np.save(tmp_path / "none.npy", np.zeros((0, 64)))
-    with pytest.raises(SystemExit, match="holds no inputs"):
-        dpexp_job("predict", str(job), f"data={tmp_path}/none.npy")
