@@ -1,11 +1,12 @@
-"""`python -m dpexp account`: what ledgers, or all runs on a data set, cost by any accountant."""
+"""`python -m dpexp account`: what ledgers, all runs on a data set, or the choice among a sweep's trials cost."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 from omegaconf import MISSING, OmegaConf
 from rich.console import Console
@@ -15,12 +16,17 @@ from rich.table import Table
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import check_delta, check_names, is_bound
 from dpexp.accounting.ledger import ADJACENCIES, Ledger, concatenate, incomplete_reason, ledger_so_far
-from dpexp.accounting.multiple_runs import Budget, budget
+from dpexp.accounting.multiple_runs import Budget, budget, run_rdp, selection_epsilon
 from dpexp.accounting.releases import applicable_accountants, unamplified
 from dpexp.accounting.risk import risk
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.reporting.wording import in_words, up
+
+if TYPE_CHECKING:  # their modules import MLflow, which takes seconds
+    from pandas import DataFrame
+
+    from dpexp.tracking.sweep_run import TrialLedgers
 
 console = Console(soft_wrap=True)
 
@@ -67,21 +73,12 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
         if cfg.adjacency not in ADJACENCIES:
             raise ConfigError(f"adjacency={cfg.adjacency} is unknown; known: {', '.join(ADJACENCIES)}.")
         ledger = replace(ledger, adjacency=cfg.adjacency)
-    at = cfg.delta if cfg.delta is not None else _common_delta([source.delta for source in sources])
-    check_delta(at)
-    applicable = applicable_accountants(ledger)
-    names = applicable if cfg.accountant == "all" else [name.strip() for name in cfg.accountant.split(",")]
+    at = _delta(cfg.delta, [source.delta for source in sources])
+    names = applicable_accountants(ledger) if cfg.accountant == "all" else cfg.accountant.replace(" ", "").split(",")
     check_names(names)
     costs = {name: epsilon(ledger, at, name) for name in names}
     if cfg.figure is not None:
-        from dpexp.reporting.run_figures import trade_off
-
-        figure = trade_off(ledger, at, names)
-        try:
-            figure.savefig(cfg.figure, dpi=150)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"figure={cfg.figure} cannot be written ({reason}); name a .png or .pdf.") from error
+        _draw(ledger, at, names, cfg.figure)
     _print(ledger, sources, at, costs, cfg.epsilon)
     figures = risk(ledger, names[0]).figures()
     by = "by" if is_bound(names[0]) else "about, by"
@@ -91,6 +88,16 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     if cfg.write:
         _write(sources, costs, {f"{name}_{names[0]}": figure for name, figure in figures.items()}, at, cfg)
     return costs
+
+
+def _draw(ledger: Ledger, at: float, names: Sequence[str], path: str) -> None:
+    from dpexp.reporting.run_figures import trade_off
+
+    try:
+        trade_off(ledger, at, names).savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"figure={path} cannot be written ({reason}); name a .png or .pdf.") from error
 
 
 def _options(schema: type, arguments: Sequence[str]) -> Any:
@@ -116,11 +123,14 @@ def _delta_of(folder: Path) -> float | None:
     return float(value) if value is not None else None
 
 
-def _common_delta(deltas: Sequence[float | None]) -> float:
-    found = {delta for delta in deltas if delta is not None}
+def _delta(given: float | None, deltas: Sequence[float | None]) -> float:
+    """The δ that is given, or that of all runs."""
+    found = {delta for delta in deltas if delta is not None} if given is None else {given}
     if len(found) != 1:
         raise ConfigError("delta must be given: " + ("the runs differ in it." if found else "no run states it."))
-    return found.pop()
+    (at,) = found
+    check_delta(at)
+    return at
 
 
 def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str, float], e: float | None) -> None:
@@ -194,38 +204,28 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
     Raises:
         ConfigError: a store that cannot be read, or runs that cannot be composed.
     """
-    from dpexp.tracking.run_costs import (
-        budgets_in,
-        cost_of_job,
-        cost_of_ledger,
-        costs_in,
-        distinct_runs,
-        stated_adjacencies,
-    )
+    from dpexp.tracking import run_costs
 
     cfg: DataSetOptions = _options(DataSetOptions, arguments)
     check_names([cfg.accountant])
     if not is_bound(cfg.accountant):
         raise ConfigError(f"accountant={cfg.accountant} is an approximation, no bound; choose another.")
     stores = (cfg.uri or tracking_uri()).split(",")
-    costs = [cost for uri in stores for cost in costs_in(uri, cfg.data.id)]
+    costs = [cost for uri in stores for cost in run_costs.costs_in(uri, cfg.data.id)]
     for path in (Path(argument) for argument in arguments if "=" not in argument):
-        costs.append(cost_of_job(path) if path.is_dir() else cost_of_ledger(path))
-    costs = distinct_runs(costs)
+        costs.append(run_costs.cost_of_job(path) if path.is_dir() else run_costs.cost_of_ledger(path))
+    costs = run_costs.distinct_runs(costs)
     if not costs:
         raise ConfigError(f"data.id={cfg.data.id} has no runs in {', '.join(stores)}; give the jobs that name.")
-    budgets = [
-        Budget(**json.loads(tag)) for tag in sorted({tag for uri in stores for tag in budgets_in(uri, cfg.data.id)})
-    ]
-    kept: Budget | None
+    tags = {tag for uri in stores for tag in run_costs.budgets_in(uri, cfg.data.id)}
+    budgets = [Budget(**json.loads(tag)) for tag in sorted(tags)]
+    kept = budgets[0] if budgets else None
     if cfg.budget is not None:
         kept = budget(OmegaConf.to_container(cfg.budget) if OmegaConf.is_config(cfg.budget) else cfg.budget)
     elif len(budgets) > 1:
         raise ConfigError(f"the runs kept different budgets ({'; '.join(map(str, budgets))}); choose one by budget=….")
-    else:
-        kept = budgets[0] if budgets else None
-    at = cfg.delta if cfg.delta is not None else kept.delta if kept else _common_delta([cost.delta for cost in costs])
-    check_delta(at)
+    given = kept.delta if cfg.delta is None and kept else cfg.delta
+    at = _delta(given, [cost.delta for cost in costs])
     runs = f"{len(costs)} run{'s' * (len(costs) != 1)}"
     console.print(f"[bold]data.id={escape(cfg.data.id)}[/]: {runs}; ε by {cfg.accountant} at δ = {up(at, 4)}")
     for cost in costs:
@@ -236,7 +236,7 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         if cost.not_private_reason:
             reason = escape(cost.not_private_reason)
             console.print(f"[bold red]No ε covers what {escape(cost.name)} shows[/]: {reason}.")
-    stated = list(stated_adjacencies(costs))
+    stated = list(run_costs.stated_adjacencies(costs))
     if len(stated) > 1:
         named = ", ".join(f"{name} for {adjacency}" for adjacency, name in stated)
         raise ConfigError(
@@ -299,3 +299,85 @@ def _print_budget(kept: Budget, costs: Sequence[Any], data_id: str) -> dict[str,
     )
     console.print(f"Budget of {kept}, by a Rényi filter of order {kept.order:g}: {used.description}. {verdict}")
     return {"spent": used.spent, "limit": kept.limit}
+
+
+# Choosing among the trials of a sweep
+
+
+def cost_of_choice(frame: "DataFrame", spent: "TrialLedgers", facts: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    """ε of choosing among a sweep's trials: of one trial, of all composed, and of private selection if it drew them.
+
+    Args:
+        frame: one row per trial.
+        spent: the ledgers of all runs that the sweep has ever started.
+        facts: of the sweep: `selects`, the sweeper's mean and shape or None; its `draws`; and `worst_case_rdp`, the
+            largest Rényi DP of the grid's members at each order.
+
+    Returns:
+        ε by type of claim, and a sentence that says which of them hold.
+    """
+    if spent.not_private:
+        return {}, f"Nothing may be claimed: {', '.join(spent.not_private)} show more than their (ε, δ) covers."
+    if spent.missing:
+        return {}, f"Nothing may be claimed: the ledgers of {', '.join(spent.missing)} are missing."
+    every = spent.ledgers
+    if not every:
+        return {}, "No private trial has trained, so nothing has been spent."
+    private = frame[(frame["status"] == "FINISHED") & frame["epsilon"].notna()]
+    adjacencies = {ledger.adjacency for ledger in every.values()}
+    units = {ledger.unit for ledger in every.values()}
+    for what, found in (("are stated for different adjacencies", adjacencies), ("have different privacy units", units)):
+        if len(found) > 1:
+            return {}, f"The trials {what} ({', '.join(sorted(found))}) and cannot be composed."
+    at = float(frame["delta"].max())
+    costs, sentences = {"delta": at}, []
+    if len(private):
+        costs["single_run_epsilon"] = float(private["epsilon"].max())
+        sentences.append(
+            f"ε = {up(costs['single_run_epsilon'], 3)} (one trial) may be claimed only if the choice used no "
+            f"private data"
+        )
+    if facts.get("selects"):
+        sentences = [_selection(costs, [every[run_id] for run_id in private["run_id"]], len(every), facts)]
+    try:
+        costs["all_runs_epsilon"] = epsilon(concatenate(list(every.values())), at)
+        early = sum(ledger.incomplete for ledger in every.values())
+        begun = f", {len(every) - len(private)} unfinished included" if len(every) > len(private) else ""
+        begun += f", {early} with a ledger that ends early" if early else ""
+        sentences.append(
+            f"ε = {up(costs['all_runs_epsilon'], 3)} (all private trials composed{begun}) covers any choice among them"
+        )
+    except ConfigError as error:
+        sentences.append(f"the trials cannot be composed: {error}")
+    return costs, f"At δ = {up(at, 4)}, adjacency {adjacencies.pop()}: " + "; ".join(sentences) + "."
+
+
+def _selection(costs: dict[str, float], finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str:
+    """Adds the ε of private selection to `costs` if it may be claimed; returns a sentence that says so, or why not."""
+    try:
+        reason = _unclaimable(finished, begun, facts)
+    except ConfigError as error:
+        reason = str(error)
+    if reason is not None:
+        return f"private selection cannot be claimed, because {reason}"
+    mean, shape = float(facts["selects"]["mean"]), float(facts["selects"]["shape"])
+    costs["private_selection_epsilon"] = selection_epsilon(
+        np.array(facts["worst_case_rdp"]), costs["delta"], mean, shape
+    )
+    return (
+        f"ε = {up(costs['private_selection_epsilon'], 3)} (private selection) may be claimed for the best trial, if "
+        "the others and their number stay secret"
+    )
+
+
+def _unclaimable(finished: list[Ledger], begun: int, facts: Mapping[str, Any]) -> str | None:
+    """Why the ε of private selection may not be claimed; None if it may."""
+    if facts.get("worst_case_rdp") is None:
+        return "its ε was not fixed before the trials were drawn"
+    if len(finished) != len(facts.get("draws") or []):
+        return "the trials are not those that were drawn"
+    if begun > len(finished):
+        return "some trials were started more than once"
+    if any((run_rdp(ledger) > np.array(facts["worst_case_rdp"]) * (1 + 1e-9)).any() for ledger in finished):
+        return "a trial cost more than the planned worst case of the grid"
+    return None

@@ -257,7 +257,7 @@ class Sweep:
         return found
 
     def conclude(self, interrupted: bool, has_failed: bool) -> None:
-        from dpexp.commands.selection import cost
+        from dpexp.commands.account import cost_of_choice
         from dpexp.reporting import terminal
         from dpexp.reporting.comparisons import best_of_trials
 
@@ -266,7 +266,7 @@ class Sweep:
             self.parent.discard()
             return
         failed = frame[frame["status"] != "FINISHED"] if not frame.empty else frame
-        costs, sentence = cost(frame, self.parent.ledgers(), self.parent.facts)
+        costs, sentence = cost_of_choice(frame, self.parent.ledgers(), self.parent.facts)
         best = None if frame.empty else best_of_trials(frame)
         lines = [f"{len(frame)} trials, {len(failed)} of which did not finish."]
         if best is not None:
