@@ -10,43 +10,28 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
-    "dpexp.privacy.plan.make": ["make_plan", "Clipping"],
-    "dpexp.privacy.plan.plan": ["PrivacyPlan"],
-    "dpexp.privacy.plan.options": ["Sampling", "Target", "Noise", "Schedules"],
-    "dpexp.privacy.plan.clipping": [
-        "FixedClipNorm",
-        "UniformClipNorm",
-        "DimensionClipNorm",
-        "Separate",
-        "Joint",
-        "Abadi",
-        "Automatic",
-        "Psac",
-        "Global",
-    ],
-    "dpexp.privacy.plan.adaptive_clipping": ["AdaptiveClipNorm"],
-    "dpexp.privacy.plan.allocation": [
-        "Proportional",
-        "DimensionAdjusted",
-        "MinVariance",
-        "AdaptiveMinVariance",
-        "Weighted",
-        "Explicit",
-    ],
-    "dpexp.privacy.plan.groups": ["Groups", "flat", "per_layer", "conv_fc"],
-    "dpexp.privacy.sampling.privacy_unit": ["Example", "Microbatch", "User", "LocalTraining"],
-    "dpexp.privacy.callback": ["PrivacyCallback"],
-    "dpexp.privacy.private_metrics": ["release", "weigh"],
-    "dpexp.training.classifier": ["Classifier", "views"],
-    "dpexp.accounting.ledger": ["Ledger", "read_ledger"],
-    "dpexp.accounting.accountants": ["delta", "epsilon"],
-    "dpexp.commands.command_line": ["compose"],
-    "dpexp.commands.build": ["plan"],
-    "dpexp.commands.saved_jobs": ["load"],
-    "dpexp.errors": ["ConfigError"],
-}
-_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
+_NAMES = {
+    "dpexp.privacy.plan.make": "make_plan Clipping",
+    "dpexp.privacy.plan.plan": "PrivacyPlan",
+    "dpexp.privacy.plan.options": "Sampling Target Noise Schedules",
+    "dpexp.privacy.plan.clipping":
+        "FixedClipNorm UniformClipNorm DimensionClipNorm Separate Joint Abadi Automatic Psac Global",
+    "dpexp.privacy.plan.adaptive_clipping": "AdaptiveClipNorm",
+    "dpexp.privacy.plan.allocation":
+        "Proportional DimensionAdjusted MinVariance AdaptiveMinVariance Weighted Explicit",
+    "dpexp.privacy.plan.groups": "Groups flat per_layer conv_fc",
+    "dpexp.privacy.sampling.privacy_unit": "Example Microbatch User LocalTraining",
+    "dpexp.privacy.callback": "PrivacyCallback",
+    "dpexp.privacy.private_metrics": "release weigh",
+    "dpexp.training.classifier": "Classifier views",
+    "dpexp.accounting.ledger": "Ledger read_ledger",
+    "dpexp.accounting.accountants": "delta epsilon",
+    "dpexp.commands.command_line": "compose",
+    "dpexp.commands.build": "plan",
+    "dpexp.commands.saved_jobs": "load",
+    "dpexp.errors": "ConfigError",
+}  # fmt: skip
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOMES)
 
 

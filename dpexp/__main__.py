@@ -116,30 +116,24 @@ def _run_hydra(arguments: list[str]) -> None:
 @hydra.main(config_path=str(config.CONF), config_name="config", version_base="1.3")
 def job(cfg: DictConfig) -> float | None:
     """One job, or one trial of a sweep; returns its objective."""
-    if HydraConfig.get().mode != RunMode.MULTIRUN:
-        try:
-            return _run(cfg)
-        except (ConfigError, RecordError) as error:
-            sys.exit(f"dpexp: {error}")
     try:
-        return _run(cfg)
+        validate.check(cfg)
+        from dpexp.commands.train import run
+
+        return run(cfg)
     except Exception as error:
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            if isinstance(error, ConfigError | RecordError):
+                sys.exit(f"dpexp: {error}")
+            raise
         from dpexp.reporting.terminal import print_failed_trial
         from dpexp.tracking.run import record_failure
 
         record_failure(cfg, error)
-        current = sweep.current_trial(cfg)
-        if current is not None:
-            message = " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("ConfigError: ")
-            print_failed_trial(current.label, message)
+        if label := sweep.trial_label(cfg):
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            print_failed_trial(label, words.removeprefix("ConfigError: "))
         raise
-
-
-def _run(cfg: DictConfig) -> float | None:
-    validate.check(cfg)
-    from dpexp.commands.train import run
-
-    return run(cfg)
 
 
 def _as_a_sentence(

@@ -38,18 +38,16 @@ class Options:
     epsilon: float | None = None
     adjacency: str | None = None
     figure: str | None = None
-    write: bool = False
     uri: str | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A ledger with the name that it was given by; δ and the MLflow run if they are known."""
+    """A ledger with the name that it was given by; δ if it is known."""
 
     name: str
     ledger: Ledger
     delta: float | None = None
-    run_id: str | None = None
 
 
 def account(arguments: Sequence[str]) -> dict[str, float]:
@@ -64,8 +62,8 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     if any(argument.startswith("data.id=") for argument in arguments):
         return account_data_set(arguments)
     cfg: Options = _options(Options, arguments)
-    cfg.uri = cfg.uri or tracking_uri()
-    sources = [_source(argument, cfg.uri) for argument in arguments if "=" not in argument]
+    uri = cfg.uri or tracking_uri()
+    sources = [_source(argument, uri) for argument in arguments if "=" not in argument]
     if not sources:
         raise ConfigError("account needs a ledger file, an output folder or an MLflow run id; see account --help.")
     ledger = concatenate([source.ledger for source in sources])
@@ -80,13 +78,10 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
     if cfg.figure is not None:
         _draw(ledger, at, names, cfg.figure)
     _print(ledger, sources, at, costs, cfg.epsilon)
-    figures = risk(ledger, names[0]).figures()
     by = "by" if is_bound(names[0]) else "about, by"
-    console.print(f"In words, {by} {names[0]}: {in_words(figures, ledger.unit)}")
+    console.print(f"In words, {by} {names[0]}: {in_words(risk(ledger, names[0]).figures(), ledger.unit)}")
     if cfg.figure is not None:
         console.print(f"Figure: {cfg.figure}")
-    if cfg.write:
-        _write(sources, costs, {f"{name}_{names[0]}": figure for name, figure in figures.items()}, at, cfg)
     return costs
 
 
@@ -114,7 +109,7 @@ def _source(name: str, uri: str) -> Source:
     from dpexp.tracking.read import downloaded_run
 
     with downloaded_run(uri, name) as folder:
-        return Source(name, ledger_so_far(folder / "ledger.jsonl"), _delta_of(folder), name)
+        return Source(name, ledger_so_far(folder / "ledger.jsonl"), _delta_of(folder))
 
 
 def _delta_of(folder: Path) -> float | None:
@@ -158,22 +153,6 @@ def _print(ledger: Ledger, sources: Sequence[Source], at: float, costs: dict[str
     console.print(table)
     if (without := unamplified(ledger)) is not None:
         console.print(without)
-
-
-def _write(
-    sources: Sequence[Source], costs: dict[str, float], risks: dict[str, float], at: float, cfg: Options
-) -> None:
-    from dpexp.tracking.read import log_cost
-
-    runs = [source.run_id for source in sources if source.run_id]
-    if len(sources) != 1 or not runs:
-        raise ConfigError("write=true needs exactly one source, an MLflow run id.")
-    adjacency = f"_{cfg.adjacency}" if cfg.adjacency else ""
-    delta_ = f"_delta_{at:g}" if cfg.delta is not None else ""
-    metrics = {f"epsilon_{name}{adjacency}{delta_}": cost for name, cost in costs.items()}
-    metrics |= {f"{name}{adjacency}": figure for name, figure in risks.items()}
-    log_cost(str(cfg.uri), runs[0], metrics, len(sources[0].ledger))
-    console.print(f"Logged to run {runs[0]}: {', '.join(metrics)}")
 
 
 @dataclass

@@ -39,7 +39,6 @@ another budget than that of the runs, uri=… may list several stores, and SOURC
     epsilon=1         also print the δ at this ε
     adjacency=…       add_remove, replace_one or replace_null; default: the ledger's own
     figure=F.png      draw ε(δ), and the errors of a membership test
-    write=true        log ε and the risk figures as metrics to the MLflow run
     uri=…             where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here""",
     "audit": """\
 `python -m dpexp audit [OVERRIDE ...]` attacks a job's plan, and compares what it finds with what is claimed.

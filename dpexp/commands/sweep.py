@@ -1,14 +1,13 @@
-"""Sweeps: a trial's place among the others, Hydra's sweepers, and one MLflow parent run above the trials.
+"""Sweeps: a trial's label, Hydra's sweepers, and one MLflow parent run above the trials.
 
 All trials are checked before the first starts. Imports nothing slow, since every press of Tab runs it.
 """
 
 import hashlib
+import itertools
 import json
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,68 +26,31 @@ from dpexp.errors import ConfigError
 if TYPE_CHECKING:
     from dpexp.accounting.ledger import Ledger
 
-_SWEEP = "DPEXP_SWEEP"  # environment variable, which reaches the processes of every launcher
+_TRIALS = "DPEXP_TRIALS"  # environment variable, which reaches the processes of every launcher: number, varied keys
 
 
-# A trial's place in its sweep
-
-
-@dataclass(frozen=True)
-class Trial:
-    """`label`: number, number of trials, and distinguishing overrides. `is_serial`: no other trial runs meanwhile."""
-
-    label: str
-    is_serial: bool
-
-
-def current_trial(cfg: DictConfig) -> Trial | None:
-    """The trial that this process runs; None for a single job, or a trial with `verbose=true`."""
+def trial_label(cfg: DictConfig) -> str | None:
+    """A trial's number, of how many, and what distinguishes it; None for a single job, or with `verbose=true`."""
     hydra = HydraConfig.get()
     if hydra.mode != RunMode.MULTIRUN or cfg.verbose:
         return None
-    of = _stored().get("of")
-    number = f"[{_number()}/{of}]" if of else f"[{_number()}]"
-    is_serial = hydra.runtime.choices.get("hydra/launcher", "basic") == "basic"
-    return Trial(f"{number} {_name_of(list(map(str, hydra.overrides.task)))}", is_serial)
+    count, _ = json.loads(os.environ.get(_TRIALS, "[null, null]"))
+    number = f"[{hydra.job.num + 1}/{count}]" if count else f"[{hydra.job.num + 1}]"
+    return f"{number} {_name_of([*map(str, hydra.overrides.task)])}"
 
 
-def seconds_left() -> float | None:
-    """Estimated seconds until the sweep ends, when a trial has ended; None if unknown."""
-    stored = _stored()
-    if "of" not in stored:
-        return None
-    return (time.time() - stored["since"]) / max(1, _number() - stored["done"]) * (stored["of"] - _number())
-
-
-def skip_trial() -> None:
-    """Excludes this trial, which had finished before, from the estimate of the time left."""
-    if stored := _stored():
-        os.environ[_SWEEP] = json.dumps(stored | {"since": time.time(), "done": _number()})
-
-
-def _begin(members: Sequence[Sequence[str]]) -> None:
+def _remember_trials(members: Sequence[Sequence[str]]) -> None:
     """Stores the trials of a sweep, each given by its overrides."""
     values: dict[str, set[str]] = {}
-    for overrides in members:
-        for override in overrides:
-            values.setdefault(override.partition("=")[0], set()).add(override)
-    varied = [key for key, found in values.items() if len(found) > 1]
-    os.environ[_SWEEP] = json.dumps({"of": len(members), "varied": varied, "since": time.time(), "done": 0})
+    for override in itertools.chain.from_iterable(members):
+        values.setdefault(override.partition("=")[0], set()).add(override)
+    os.environ[_TRIALS] = json.dumps([len(members), [key for key, found in values.items() if len(found) > 1]])
 
 
 def _name_of(overrides: Sequence[str]) -> str:
     """The overrides that differ among the trials; all, if that is unknown."""
-    varied = _stored().get("varied", [one.partition("=")[0] for one in overrides])
-    return " ".join([one for one in overrides if one.partition("=")[0] in varied] or overrides)
-
-
-def _stored() -> dict[str, Any]:
-    return json.loads(os.environ.get(_SWEEP, "{}"))
-
-
-def _number() -> int:
-    """The trial's number, from 1."""
-    return int(HydraConfig.get().job.num) + 1
+    _, varied = json.loads(os.environ.get(_TRIALS, "[null, null]"))
+    return " ".join([one for one in overrides if varied and one.partition("=")[0] in varied] or overrides)
 
 
 # Sweepers
@@ -103,7 +65,7 @@ class Grid(BasicSweeper):
             return
         assert self.overrides is not None
         members = [list(overrides) for batch in self.overrides for overrides in batch]
-        _begin(members)
+        _remember_trials(members)
         from dpexp.commands.train import check_trial
 
         refused = []
@@ -289,13 +251,10 @@ def conclude(interrupted: bool, failed: bool) -> None:
 
     Args:
         interrupted, failed: the sweep was interrupted; it ended with an error.
-
-    Raises:
-        ConfigError: the tracking server cannot be reached.
     """
     global _sweep
     ended, _sweep = _sweep, None
-    os.environ.pop(_SWEEP, None)
+    os.environ.pop(_TRIALS, None)
     if ended is None:
         return
     try:

@@ -92,7 +92,7 @@ def _run_worker(cfg: DictConfig) -> None:
 
 
 def _run(cfg: DictConfig, stop: Stop) -> float | None:
-    current, output = sweep.current_trial(cfg), Path(HydraConfig.get().runtime.output_dir)
+    trial, output = sweep.trial_label(cfg), Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         output = _unused(output)
     if cfg.tracking.uri is not None and cfg.tracking.resume:
@@ -101,8 +101,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         finished = finished_trial(cfg)
         if finished is not None:
             processes.broadcast()
-            sweep.skip_trial()
-            terminal.print_skipped(current.label if current else str(finished.info.run_name))
+            terminal.print_skipped(trial or str(finished.info.run_name))
             return objective_of(finished.data.metrics, cfg.objective)
         earlier = unfinished_trial(cfg)
         if earlier is not None and (earlier / CHECKPOINT).exists():
@@ -117,7 +116,7 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         check_resumable(cfg, output)
     (output / "config.yaml").write_text(OmegaConf.to_yaml(_without_passwords(cfg), resolve=True))
     plan = job.plan
-    if current is None:
+    if trial is None:
         terminal.print_plan(cfg, plan, joint_note(cfg, plan))
         terminal.print_trained_parameters(job.module)
     with _track(cfg, plan, output, stop) as tracked:
@@ -144,10 +143,10 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             (output / CHECKPOINT).unlink(missing_ok=True)
         if refuted:
             raise ClaimRefuted(f"the audit refutes what is claimed: {refuted}.")
-    if current is None:
+    if trial is None:
         terminal.print_result(result, output, tracked.address if tracked else None)
     else:
-        terminal.print_trial(current.label, result, sweep.seconds_left())
+        terminal.print_trial(trial, result)
     if "weights" in result:
         raise ConfigError(
             f"{output} could not be written to at the end; the trained weights are in {result['weights']}"

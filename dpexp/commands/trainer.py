@@ -114,11 +114,10 @@ def trainer_for(
     if any(isinstance(callback, AVERAGING) for callback in configured):
         callbacks.append(LastWeights())
     callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
-    current = sweep.current_trial(cfg)
-    shown = (current is None or current.is_serial) and processes.rank() == 0
-    bar = options.pop("enable_progress_bar", True) and shown
+    label, launcher = sweep.trial_label(cfg), HydraConfig.get().runtime.choices.get("hydra/launcher", "basic")
+    bar = options.pop("enable_progress_bar", True) and (label is None or launcher == "basic") and processes.rank() == 0
     if bar:
-        callbacks.append(RoundBar(rounds, privacy, current.label if current else None))
+        callbacks.append(RoundBar(rounds, privacy, label))
     defaults = {
         "limit_val_batches": 1.0 if cfg.trainer.num_evaluations else 0,
         "num_sanity_val_steps": 0,

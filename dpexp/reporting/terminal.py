@@ -208,7 +208,7 @@ def print_skipped(place: str) -> None:
     _print_line(place, "finished before")
 
 
-def print_trial(place: str, result: dict[str, Any], seconds_left: float | None) -> None:
+def print_trial(place: str, result: dict[str, Any]) -> None:
     """Prints one line with a trial's cost and result."""
     metrics, calibration = result["metrics"], result.get("calibration")
     facts = []
@@ -221,8 +221,6 @@ def print_trial(place: str, result: dict[str, Any], seconds_left: float | None) 
     if "test_accuracy" in metrics:
         facts.append(f"{metrics['test_accuracy']:.1%}")
     facts.append(_duration(result["seconds"]))
-    if seconds_left:
-        facts.append(f"about {_duration(seconds_left)} left")
     _print_line(place, *facts)
 
 

@@ -2,14 +2,13 @@
 
 import json
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Run, ViewType
+from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 from pandas import DataFrame
 
@@ -49,13 +48,6 @@ def output_of(uri: str, run_id: str) -> Path:
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"the folder {folder} of the MLflow run {run_id} is not on this machine.")
     return Path(folder)
-
-
-def log_cost(uri: str, run_id: str, costs: Mapping[str, float], rounds: int) -> None:
-    """Adds metrics to a run that has ended."""
-    MlflowClient(tracking_uri=uri).log_batch(
-        run_id, metrics=[Metric(key, value, int(time.time() * 1000), rounds) for key, value in costs.items()]
-    )
 
 
 PAGE = 1000  # runs per request

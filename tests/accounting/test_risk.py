@@ -324,6 +324,5 @@ def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     card = (output / "card.md").read_text()
     assert f"| 1 in 100 of those who were not there | {up(100 * expected['tpr_at_fpr_0.01'], 3)} % of those" in card
     assert f"at most {up(expected['advantage'], 4)}" in card and f"μ = {up(expected['mu'], 4)}" in card
-    account([run.info.run_id, "write=true"])
+    account([run.info.run_id])
     assert f"by pld: {in_words(expected)}" in " ".join(capsys.readouterr().out.split())
-    assert client.get_run(run.info.run_id).data.metrics["advantage_pld"] == expected["advantage"]
