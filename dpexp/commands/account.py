@@ -55,9 +55,6 @@ def account(arguments: Sequence[str]) -> dict[str, float]:
 
     Args:
         arguments: sources and options, as on the command line.
-
-    Raises:
-        ConfigError: a source that cannot be read, or a claim that cannot be made.
     """
     if any(argument.startswith("data.id=") for argument in arguments):
         return account_data_set(arguments)
@@ -179,9 +176,6 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
         `composed`: ε of the plain composition. With a budget, `spent` and `limit`: ρ and B of its Rényi filter; and
         `whole`: ε by pld of the whole plan, if that rule admits the run. `unknown`: the number of runs that these
         figures do not include, because what they spent is unknown.
-
-    Raises:
-        ConfigError: a store that cannot be read, or runs that cannot be composed.
     """
     from dpexp.tracking import run_costs
 

@@ -122,11 +122,7 @@ def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, A
 
 
 def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
-    """The configured accountants, the reported one first; `all`: every one that has a bound for the plan's claim.
-
-    Raises:
-        ConfigError: a configured one cannot compose a preprocessing release.
-    """
+    """The configured accountants, the reported one first; `all`: every one that has a bound for the plan's claim."""
     before = Ledger(plan.adjacency, {round_: 1 for round_ in plan.ledger().rounds if round_.one_time_query is not None})
     if "all" not in cfg.accountant.names:
         for name in cfg.accountant.names:
@@ -166,11 +162,7 @@ def set_batch_size(cfg: DictConfig, data: pl.LightningDataModule) -> None:
 
 
 def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> None:
-    """Adds the configured learning rate schedule to a classifier, once the number of rounds is known.
-
-    Raises:
-        ConfigError: optimizer or scheduler cannot be made, or are chosen for a module that has its own.
-    """
+    """Adds the configured learning rate schedule to a classifier, once the number of rounds is known."""
     cfg.rounds = rounds
     if not isinstance(module, Classifier):
         chosen = [o for o in HydraConfig.get().overrides.task if re.match(r"[+~]*(optimizer|scheduler)\b", o)]

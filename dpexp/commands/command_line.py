@@ -97,11 +97,7 @@ SYNONYMS = {
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Refuses a flag or an override whose key or option does not exist, naming the nearest that does.
-
-    Raises:
-        ConfigError: names the flag or the override, and what would be accepted.
-    """
+    """Refuses a flag or an override whose key or option does not exist, naming the nearest that does."""
     namespace = _parsed(arguments)
     if namespace.shell_completion:  # then install=bash and the like are no values
         if sys.argv[0].endswith(".py"):
@@ -231,11 +227,7 @@ Your own options: put YAML files into ./my/group, ./my/model, … and add --conf
 
 
 def help(arguments: Sequence[str]) -> str:
-    """The overview, or the description of one command, configuration group or value.
-
-    Raises:
-        ConfigError: nothing is called that, or several names were given.
-    """
+    """The overview, or the description of one command, configuration group or value."""
     namespace = _parsed(arguments)
     names = [argument for argument in namespace.overrides if "=" not in argument]
     groups = _options_of_groups(_roots_of(namespace))

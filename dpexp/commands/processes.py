@@ -32,11 +32,7 @@ _SECONDS = 5.0  # that processes have to end by themselves after one of them has
 
 
 def number_of(cfg: DictConfig) -> int:
-    """The number of processes that a job trains in.
-
-    Raises:
-        ConfigError: they cannot be started, or the job does not support several.
-    """
+    """The number of processes that a job trains in; a ConfigError if it does not support that."""
     strategy, devices, nodes = cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes
     if strategy not in ("auto", "ddp"):
         classes = {"fsdp": "FSDPStrategy", "fsdp2": "ModelParallelStrategy", "deepspeed": "DeepSpeedStrategy"}
@@ -86,11 +82,18 @@ def _read_cluster_environment() -> None:
 
     if SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1:
         slurm = SLURMEnvironment()
-        os.environ |= {
-            "RANK": str(slurm.global_rank()), "WORLD_SIZE": str(slurm.world_size()),
-            "GROUP_RANK": str(slurm.node_rank()), "LOCAL_RANK": str(slurm.local_rank()),
-            "MASTER_ADDR": slurm.main_address, "MASTER_PORT": str(slurm.main_port),
-        }  # fmt: skip
+        _set_environment(
+            slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port,
+            GROUP_RANK=slurm.node_rank(),
+        )  # fmt: skip
+
+
+def _set_environment(rank: int, count: int, local_rank: int, address: str, port: int, **more: int) -> None:
+    """Sets torchrun's variables."""
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(local_rank), "MASTER_ADDR": address,
+        "MASTER_PORT": str(port), **{name: str(value) for name, value in more.items()},
+    }  # fmt: skip
 
 
 def rank() -> int:
@@ -126,16 +129,14 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
 
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, stop) if in_main else None
+    ends = "so all others end; the ledger has every round that was released."
     try:
         connection.wait([process.sentinel for process in started.processes])
         _wait(started, _SECONDS)
-        codes = [process.exitcode for process in started.processes]
-        for index, code in enumerate(codes):
-            if code is not None and code < 0:
-                raise ConfigError(
-                    f"process {index} of {count} was ended by {signal.Signals(-code).name}, so all others end; the "
-                    "ledger has every round that was released."
-                )
+        for index, process in enumerate(started.processes):
+            if process.exitcode is not None and process.exitcode < 0:
+                name = signal.Signals(-process.exitcode).name
+                raise ConfigError(f"process {index} of {count} was ended by {name}, {ends}")
         while not started.join():
             pass
     except KeyboardInterrupt:  # a terminal sends it to all processes
@@ -143,7 +144,7 @@ def start(job: Callable[[DictConfig], Any], cfg: DictConfig, count: int) -> Any:
         sys.exit(128 + ended_by)
     except multiprocessing.ProcessExitedException as error:
         if results.empty():
-            raise ConfigError(f"{error}, so all others end; the ledger has every round that was released.") from error
+            raise ConfigError(f"{error}, {ends}") from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
@@ -170,10 +171,7 @@ def _process(
     setup_globals()
     config.register()
     HydraConfig.instance().cfg = hydra
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(count),
-    }  # fmt: skip
+    _set_environment(rank, count, rank, "127.0.0.1", port, LOCAL_WORLD_SIZE=count)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if rank == 0 else lambda *_: os._exit(1))
     try:
@@ -222,20 +220,15 @@ def broadcast(value: Any = None) -> Any:
 
 def use_threads(cfg: DictConfig) -> None:
     """Divides the cores among parallel trials, and among the processes of a job."""
-    threads = cfg.trainer.threads
-    hydra = HydraConfig.get()
+    threads, hydra = cfg.trainer.threads, HydraConfig.get()
+    launcher = hydra.runtime.choices.get("hydra/launcher", "basic")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads is None and "LOCAL_WORLD_SIZE" in os.environ:
-        threads = max(1, _cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
-    elif threads is None and hydra.mode == RunMode.MULTIRUN:
-        launcher = hydra.runtime.choices.get("hydra/launcher", "basic")
-        if launcher == "joblib":
-            jobs = hydra.launcher.n_jobs
-            threads = max(1, _cores() // (_cores() if jobs < 1 else jobs))
-        elif launcher != "basic":
-            threads = hydra.launcher.get("cpus_per_task") or 1
+        threads = max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"]))
+    elif threads is None and hydra.mode == RunMode.MULTIRUN and launcher == "joblib":
+        jobs = hydra.launcher.n_jobs
+        threads = max(1, cores // (cores if jobs < 1 else jobs))
+    elif threads is None and hydra.mode == RunMode.MULTIRUN and launcher != "basic":
+        threads = hydra.launcher.get("cpus_per_task") or 1
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -41,11 +41,7 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
 
 
 def objective(cfg: DictConfig, plan: PrivacyPlan | None, result: dict[str, Any]) -> float | None:
-    """The configured objective; None if it is the test accuracy of a job that measures none.
-
-    Raises:
-        ConfigError: the job did not measure it.
-    """
+    """The configured objective; None if it is the test accuracy of a job that measures none."""
     known = dict(result["metrics"])
     if "epsilon" in result:
         known["epsilon"] = next(iter(result["epsilon"].values()))

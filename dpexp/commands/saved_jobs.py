@@ -1,4 +1,4 @@
-"""Finished and interrupted jobs: loading a trained model, saving it, and resuming a training."""
+"""Finished and interrupted jobs: saving and loading a trained model, and resuming a training."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,7 @@ from dpexp.commands.build import module_of, spent_before
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
+from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
 from dpexp.training.classifier import Classifier
@@ -61,6 +63,24 @@ def run_and_options(command: str, arguments: Sequence[str], known: Collection[st
     return runs[0], options
 
 
+@contextmanager
+def located(run: str | Path, uri: str | None) -> Iterator[Path]:
+    """A folder with the configuration and the weights of a run."""
+    path = Path(run)
+    if path.is_dir():
+        if not (path / WEIGHTS).exists() or not (path / "config.yaml").exists():
+            raise ConfigError(f"{run} holds no {WEIGHTS}: only a job that has finished its training saves a model.")
+        yield path
+        return
+    from dpexp.tracking.read import downloaded_files
+
+    uri = uri or tracking_uri()
+    with downloaded_files(uri, str(run), ["config.yaml", WEIGHTS]) as folder:
+        if not (folder / WEIGHTS).exists():
+            raise ConfigError(f"{run} is no folder, and no run of {uri} that saved a model.")
+        yield folder
+
+
 def configuration(folder: Path) -> DictConfig:
     """The configuration of a job's folder."""
     path = folder / "config.yaml"
@@ -91,24 +111,6 @@ def restored(cfg: DictConfig, folder: Path, trainer: pl.Trainer) -> pl.Lightning
     assert isinstance(module, pl.LightningModule)
     load_weights(bare(module), folder / WEIGHTS)
     return module
-
-
-@contextmanager
-def located(run: str | Path, uri: str | None) -> Iterator[Path]:
-    """A folder with the configuration and the weights of a run."""
-    path = Path(run)
-    if path.is_dir():
-        if not (path / WEIGHTS).exists() or not (path / "config.yaml").exists():
-            raise ConfigError(f"{run} holds no {WEIGHTS}: only a job that has finished its training saves a model.")
-        yield path
-        return
-    from dpexp.tracking.read import downloaded_files
-
-    uri = uri or tracking_uri()
-    with downloaded_files(uri, str(run), ["config.yaml", WEIGHTS]) as folder:
-        if not (folder / WEIGHTS).exists():
-            raise ConfigError(f"{run} is no folder, and no run of {uri} that saved a model.")
-        yield folder
 
 
 def bare(module: pl.LightningModule) -> nn.Module:
@@ -167,14 +169,13 @@ def save_model(
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, which are no tensors: a loaded model lacks them")
     text = card(names, result, plan, run_id or str(output), lost, spent_before(metadata))
     (output / CARD).write_text(text)
-    if run_id is None:
-        return about
-    from dpexp.tracking.registered_model import save_as_mlflow
+    if run_id is not None:
+        from dpexp.tracking.registered_model import save_as_mlflow
 
-    try:
-        save_as_mlflow(model.eval(), _example(data), output / MLFLOW_MODEL)
-    except Exception as error:  # the user's model or data may not support it
-        warnings.warn(f"MLflow gets no loadable model, only {WEIGHTS}: {type(error).__name__}: {error}")
+        try:
+            save_as_mlflow(model.eval(), _example(data), output / MLFLOW_MODEL)
+        except Exception as error:  # the user's model or data may not support it
+            warnings.warn(f"MLflow gets no loadable model, only {WEIGHTS}: {type(error).__name__}: {error}")
     return about
 
 
@@ -188,11 +189,7 @@ def _example(data: pl.LightningDataModule) -> Tensor:
 
 
 def resume(arguments: Sequence[str]) -> list[str]:
-    """Goes to the folder that the interrupted job of RUN was started in; the arguments of the job that continues it.
-
-    Raises:
-        ConfigError: there is no such job, or nothing to resume.
-    """
+    """Goes to the folder that the interrupted job of RUN was started in; the arguments of the job that continues it."""
     run, options = run_and_options("resume", arguments, ["uri"])
     folder = Path(run)
     if not folder.is_dir():
@@ -243,9 +240,5 @@ def check_resumable(cfg: DictConfig, output: Path) -> None:
 
 def rounds_done(checkpoint: Path) -> int:
     """The number of rounds that a job had done when the checkpoint was made."""
-    import torch
-
-    from dpexp.privacy.callback import PrivacyCallback
-
     states = torch.load(checkpoint, map_location="cpu", weights_only=False, mmap=True)["callbacks"]
     return next((int(state["completed"]) for key, state in states.items() if key == PrivacyCallback.__name__), 0)

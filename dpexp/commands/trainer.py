@@ -98,11 +98,7 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
 def trainer_for(
     cfg: DictConfig, plan: PrivacyPlan | None, privacy: PrivacyCallback | None, output: Path
 ) -> pl.Trainer:  # fmt: skip
-    """A Trainer with the configured options and callbacks.
-
-    Raises:
-        ConfigError: names the option that cannot be honoured.
-    """
+    """A Trainer with the configured options and callbacks."""
     options, count = _options(cfg), processes.number_of(cfg)
     policy = plan.sampling if plan else sampling_of(cfg).resolve(cfg.data.n)[0]
     rounds = plan.rounds if plan else rounds_of(cfg)

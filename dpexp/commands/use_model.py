@@ -22,11 +22,7 @@ from dpexp.training.classifier import Classifier, scores_of
 
 
 def evaluate(arguments: Sequence[str]) -> dict[str, float]:
-    """Prints and returns the metrics of the test set.
-
-    Raises:
-        ConfigError: there is no such run, it saved no model, or its data have no test set.
-    """
+    """Prints and returns the metrics of the test set."""
     run, options = run_and_options("evaluate", arguments, ["uri"])
     silence_lightning()
     with located(run, options.get("uri")) as folder:
@@ -42,15 +38,8 @@ def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     return metrics
 
 
-_BATCH = 1000
-
-
 def predict(arguments: Sequence[str]) -> DataFrame:
-    """Writes and returns the predictions, one row per input.
-
-    Raises:
-        ConfigError: there is no such run or file, or they do not fit.
-    """
+    """Writes and returns the predictions, one row per input."""
     run, options = run_and_options("predict", arguments, ["data", "out", "uri"])
     if "data" not in options:
         raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
@@ -63,7 +52,7 @@ def predict(arguments: Sequence[str]) -> DataFrame:
     model, precision = bare(module).eval(), trainer.precision_plugin
     try:
         with torch.no_grad(), precision.forward_context():
-            outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(_BATCH)])
+            outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(1000)])
     except Exception as error:
         raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # NumPy has no bfloat16

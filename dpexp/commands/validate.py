@@ -25,11 +25,7 @@ OF_A_RUN = ("config.yaml", "ledger.jsonl", "result.json", "multirun.yaml", RUN, 
 
 
 def check(cfg: DictConfig) -> None:
-    """Checks the values of a configuration.
-
-    Raises:
-        ConfigError: names the first value that is missing, out of range or contradicts another.
-    """
+    """Refuses the first value that is missing, out of range or contradicts another."""
     _check_complete(cfg)
     _check_keys(cfg)
     _check_objects(cfg)
