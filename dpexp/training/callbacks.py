@@ -42,11 +42,6 @@ def linear_warmup(optimizer: Optimizer, rounds: int, warmup: float = 0.1) -> Lam
     return LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / (rise + 1)))
 
 
-def step(optimizer: Optimizer, rounds: int, at: list[float], factor: float = 0.1) -> LambdaLR:
-    """Multiplies the learning rate by `factor` after each of the fractions `at` of the rounds, in (0, 1)."""
-    return LambdaLR(optimizer, lambda t: factor ** sum(t >= point * rounds for point in at))
-
-
 def _warmup_rounds(rounds: int, warmup: float) -> int:
     if not 0 <= warmup < 1:
         raise ValueError(f"warmup={warmup} must lie in [0, 1)")

@@ -131,7 +131,6 @@ def test_something_else_than_a_callback_is_refused(dpexp_job):
         ({"scheduler": callbacks.cosine}, [1, 0.853553, 0.5, 0.146447]),
         ({"scheduler": callbacks.cosine, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 0.5]),
         ({"scheduler": callbacks.linear_warmup, "warmup": 0.5}, [1 / 3, 2 / 3, 1, 1]),
-        ({"scheduler": callbacks.step, "at": [0.5, 0.75], "factor": 0.1}, [1, 1, 0.1, 0.01]),
     ],
 )
 def test_learning_rates_by_round(name, rates):
