@@ -41,7 +41,7 @@ from dpexp.commands.saved_jobs import (
     rounds_done,
     save_model,
 )
-from dpexp.commands.trainer import callback_for, check_device, sentence, silence_lightning, trainer_for
+from dpexp.commands.trainer import callback_for, sentence, silence_lightning, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
@@ -180,7 +180,6 @@ def _make_job(
     data = make("data.module", cfg.data.module)
     if hasattr(data, "num_workers"):
         data.num_workers = cfg.trainer.num_workers
-    check_device(cfg)
     plan = plan_of(cfg, module) if cfg.privacy.enabled else None
     add_scheduler(cfg, module, plan.rounds if plan else rounds_of(cfg))
     privacy = callback_for(cfg, plan, output / "ledger.jsonl") if plan else None

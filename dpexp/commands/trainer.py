@@ -64,21 +64,6 @@ def silence_lightning() -> None:
         warnings.filterwarnings("ignore", f".*{words}.*")
 
 
-def check_device(cfg: DictConfig) -> None:
-    """Refuses a device or precision that Lightning does not support here."""
-    options = cfg.trainer
-    try:
-        pl.Trainer(
-            accelerator=options.accelerator, devices=1, precision=options.precision, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-    except Exception as error:  # Lightning raises many types for a wrong value
-        raise ConfigError(
-            f"trainer.accelerator={options.accelerator} with trainer.precision={options.precision} is not available "
-            f"here: {' '.join(str(error).split())}"
-        ) from error
-
-
 def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:
     def chosen(value: Any) -> Any:
         return None if value == "auto" else value
@@ -106,7 +91,10 @@ def trainer_for(
     max_batch = CPU_BATCH if cfg.trainer.max_physical_batch_size == "auto" else cfg.trainer.max_physical_batch_size
     private: pl.Callback = privacy or NonPrivatePreprocessing(cfg.data.n, max_batch)
     callbacks: list[pl.Callback] = [Watch(rounds), private, LastCheckpoint(output / CHECKPOINT)]
-    configured = callbacks_of(cfg)
+    configured = [make(f"callbacks.{name}", node) for name, node in (cfg.callbacks or {}).items()]
+    for name, callback in zip(cfg.callbacks or {}, configured, strict=True):
+        if not isinstance(callback, pl.Callback):
+            raise ConfigError(f"callbacks.{name}: {cfg.callbacks[name].get('_target_')} gives no Lightning callback.")
     if any(isinstance(callback, AVERAGING) for callback in configured):
         callbacks.append(LastWeights())
     callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
@@ -133,7 +121,8 @@ def trainer_for(
             **defaults | options | _placement(cfg, count),
         )
     except Exception as error:  # Lightning raises many types for a wrong value
-        raise ConfigError(f"trainer: {error}") from error
+        where = f"trainer.accelerator={cfg.trainer.accelerator}, trainer.precision={cfg.trainer.precision}"
+        raise ConfigError(f"trainer: {' '.join(str(error).split())} ({where})") from error
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.Timer):  # of max_time: no checkpoint stores the time used
             callback.state_dict = dict  # type: ignore[method-assign]
@@ -160,17 +149,6 @@ AVERAGING = tuple(
     for name in ("WeightAveraging", "StochasticWeightAveraging")
     if hasattr(pl.callbacks, name)
 )
-
-
-def callbacks_of(cfg: DictConfig) -> list[pl.Callback]:
-    """The configured callbacks."""
-    callbacks = []
-    for name, node in (cfg.callbacks or {}).items():
-        callback = make(f"callbacks.{name}", node)
-        if not isinstance(callback, pl.Callback):
-            raise ConfigError(f"callbacks.{name}: {node.get('_target_')} gives no Lightning callback.")
-        callbacks.append(callback)
-    return callbacks
 
 
 def _options(cfg: DictConfig) -> dict[str, Any]:

@@ -145,8 +145,8 @@ def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callb
 BAD = {
     "trainer.num_worker=3": "trainer has no key 'num_worker'; did you mean 'num_workers'",
     "clip_norm.totl=1": "clip_norm has no key 'totl'; did you mean 'total'",
-    "trainer.accelerator=abacus": "trainer.accelerator=abacus with trainer.precision=32-true is not available here",
-    "trainer.precision=12": "with trainer.precision=12 is not available here: Precision '12' is invalid",
+    "trainer.accelerator=abacus": "(trainer.accelerator=abacus, trainer.precision=32-true)",
+    "trainer.precision=12": "trainer: Precision '12' is invalid",
     "privacy.epsilon=1e-9 privacy.delta=1e-12 sampling.sampling_rate=1 sampling.steps=1000000": "cannot be reached",
     "data.n=${nowhere}": "data.n: Interpolation key 'nowhere' not found",
     "mechanism=joint mechanism.alpha=[1,-1,1,1]": "mechanism.alpha[1]=-1 must be a finite number above 0",
