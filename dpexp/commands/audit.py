@@ -16,9 +16,9 @@ from torch import Tensor
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit, Mask, level_of_checks
 from dpexp.accounting.auditing import audit as judged
+from dpexp.accounting.composition import Array
 from dpexp.accounting.ledger import Ledger, concatenate, read_ledger
 from dpexp.accounting.membership_inference import Membership, likelihood_ratios, log_odds, membership
-from dpexp.accounting.rdp import Array
 from dpexp.commands.build import accountants, add_scheduler, make, module_of, rounds_of, set_batch_size
 from dpexp.commands.trainer import callback_for, trainer_for
 from dpexp.privacy.audit_canaries import Attack, Canaries, Contributions, nearly_noiseless, unsampled

@@ -21,7 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.commands.validate import check, noise_of, privacy_unit_of, sampling_of, schedules_of, target_of
+from dpexp.commands.validate import (
+    check,
+    noise_of,
+    privacy_unit_of,
+    sampling_of,
+    schedules_of,
+    target_of,
+    values_of,
+)
 from dpexp.errors import ConfigError
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.allocation import Explicit
@@ -109,8 +117,7 @@ def _batchnorm(cfg: DictConfig) -> Any:
 
 def _private_metrics(cfg: DictConfig, module: pl.LightningModule) -> dict[str, Any]:
     """The values that are released in addition to gradients."""
-    release = cfg.private_metrics.release
-    metrics = OmegaConf.to_container(release, resolve=True) if OmegaConf.is_config(release) else release or {}
+    metrics = values_of(cfg.private_metrics)["release"] or {}
     normalise = _batchnorm(cfg)
     if not isinstance(normalise, PrivateBatchNorm):
         return metrics

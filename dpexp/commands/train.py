@@ -244,8 +244,9 @@ def _train(cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None
     if plan is None:
         set_batch_size(cfg, data)
     started = time.monotonic()
-    is_counted = cfg.data.id is not None and privacy is not None
-    mark = training_marker(output, lambda: privacy.ledger_opened) if is_counted else nullcontext()
+    mark: AbstractContextManager[None] = nullcontext()
+    if cfg.data.id is not None and privacy is not None:
+        mark = training_marker(output, lambda: privacy.ledger_opened)
     try:
         with reserve_disk_space(bare(module), output / RESERVED), mark:
             trainer.fit(module, datamodule=data, ckpt_path=_checkpoint(cfg, output))

@@ -45,29 +45,29 @@ def reported(cfg: DictConfig) -> str:
 
 
 def privacy_unit_of(cfg: DictConfig) -> Example:
-    return make_privacy_unit(**_values(cfg.privacy_unit))
+    return make_privacy_unit(**values_of(cfg.privacy_unit))
 
 
 def noise_of(cfg: DictConfig) -> Noise:
-    return Noise(**_values(cfg.noise))
+    return Noise(**values_of(cfg.noise))
 
 
 def target_of(cfg: DictConfig, **changes: Any) -> Target:
     """The target of a configuration; `changes` replace some of its values."""
     names = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier")
-    values = {name: value for name, value in _values(cfg.privacy).items() if name in names}
+    values = {name: value for name, value in values_of(cfg.privacy).items() if name in names}
     return Target(**values | changes, accountant=reported(cfg))
 
 
 def sampling_of(cfg: DictConfig) -> Sampling:
-    return Sampling(**_values(cfg.sampling))
+    return Sampling(**values_of(cfg.sampling))
 
 
 def schedules_of(cfg: DictConfig) -> Schedules:
-    return Schedules(**_values(cfg.schedule))
+    return Schedules(**values_of(cfg.schedule))
 
 
-def _values(section: DictConfig) -> dict[str, Any]:
+def values_of(section: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(section, resolve=True)  # type: ignore[return-value]
 
 
