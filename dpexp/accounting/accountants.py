@@ -19,6 +19,7 @@ own privacy losses and moments, or as ε-DP mechanisms.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -27,7 +28,18 @@ import numpy as np
 from dp_accounting import NeighboringRelation, rdp
 from scipy.optimize import brentq
 
-from dpexp.accounting.composition import BasicComposition, GaussianMechanism, StrongComposition, central_limit, composed
+from dpexp.accounting.composition import (
+    Array,
+    BasicComposition,
+    GaussianMechanism,
+    Mask,
+    StrongComposition,
+    best_order,
+    central_limit,
+    composed,
+    laplace_moments,
+    moments_of,
+)
 from dpexp.accounting.coverage import check_delta, check_names
 from dpexp.accounting.dominating_pairs import (
     FixedSizePair,
@@ -39,7 +51,6 @@ from dpexp.accounting.dominating_pairs import (
 )
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
-from dpexp.accounting.rdp import Array, Mask, best_order, laplace_moments, moments_of
 from dpexp.accounting.releases import MIN_AMPLIFIED_Z, Release, releases
 from dpexp.errors import ConfigError, named
 
@@ -57,11 +68,14 @@ class Guarantee(Protocol):
     def __hash__(self) -> int: ...
 
 
+@dataclass(frozen=True, eq=False)
 class RdpAccountant:
     """Rényi DP of Poisson-sampled Gaussian rounds, and of Laplace queries on all records (where `laplace`)."""
 
-    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
-        self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
+    z: Array
+    q: Array
+    counts: Array
+    laplace: Mask | None = None
 
     def epsilon(self, delta: float) -> float:
         return best_order(self._total, delta)[0]
@@ -71,7 +85,7 @@ class RdpAccountant:
         return best_order(self._total, delta)[1]
 
     def _total(self, alpha: float) -> float:
-        return float(np.dot(self._counts, moments_of(self._z, self._q, alpha, self._laplace)))
+        return float(np.dot(self.counts, moments_of(self.z, self.q, alpha, self.laplace)))
 
 
 class MomentsAccountant:
@@ -150,10 +164,9 @@ def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
     if times.sum() > _MAX_PLD_ROUNDS and all(release.policy in ("poisson", "laplace") for release in counts):
         return RdpAccountant(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
     pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
-    times = times[~full]
     if full.any():
-        pairs.append(PoissonPair(1 / composed(z[full], np.array(list(counts.values()), float)[full]).mu, 1.0, 0.5))
-        times = np.append(times, 1.0)
+        pairs.append(PoissonPair(1 / composed(z[full], times[full]).mu, 1.0, 0.5))
+    times = np.append(times[~full], np.ones(int(full.any())))
     return ComposedLoss(pairs, times, unsampled)
 
 

@@ -22,8 +22,8 @@ from scipy.stats import beta, binom, chi2, norm
 from scipy.stats import t as student
 
 from dpexp.accounting.accountants import delta, epsilon, guarantee
+from dpexp.accounting.composition import Array
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.rdp import Array
 from dpexp.accounting.tradeoff import lines
 
 POWER = 0.95  # the probability with which an error of the size `Check.detectable` is found

@@ -45,10 +45,8 @@ class Calibration:
     """A parameter that was solved for.
 
     Attributes:
-        knob: the name of the parameter, one of CALIBRATABLE.
-        value: its value.
-        target: the name of the target.
-        cost: the plan's cost, in terms of the target.
+        knob, value: the name of the parameter, one of CALIBRATABLE, and its value.
+        target, cost: the name of the target, and the plan's cost in terms of it.
         figures: the cost, as (name, figure) to show.
         trace: (value, cost) of every value tried, in order.
     """
@@ -73,25 +71,19 @@ def solve(
 ) -> Calibration:
     """The value of a parameter whose cost is at most the target, and no more than `precision` (relative) below it.
 
-    It is the smallest such value of `noise_multiplier` and `sampling_rate`, and the largest of the others. An integer
-    parameter gets the last value that does not exceed the target.
-
-    At fixed σ_g, ε does not rise monotonically as q falls: if q is so small that hardly any record is ever sampled, ε
-    falls again. The search for `sampling_rate` therefore starts at q = 1, takes steps of at most a quarter down to the
-    first q that costs more than the target, and solves between this q and the one before.
+    It is the smallest such value of `noise_multiplier` and `sampling_rate`, and the largest of the others. At fixed
+    σ_g, ε does not rise monotonically as q falls: if hardly any record is ever sampled, it falls again. The search for
+    `sampling_rate` therefore goes down from q = 1 to the first q that costs more than the target.
 
     Args:
         knob: the name of the parameter, one of CALIBRATABLE.
         ledger_at: the ledger of the plan with a value of the parameter.
         start: a value to start near.
         lowest: the smallest value allowed, if larger than that of CALIBRATABLE.
-        precision: relative.
 
     Raises:
         ConfigError: the target is invalid, or no value reaches it; says the best cost.
     """
-    from dpexp.accounting.risk import Epsilon  # slow to import
-
     target.check(accountant)
     limits = CALIBRATABLE[knob]
     low, high = math.log(max(limits.lowest, lowest or 0)), math.log(limits.highest)
@@ -101,7 +93,7 @@ def solve(
         found = search.from_cheap_end(cheap, costly, math.log(0.75))
     else:
         near, step = min(max(math.log(start), low), high), math.log(4)
-        if accountant == "pld" and isinstance(target, Epsilon):
+        if accountant == "pld" and hasattr(target, "estimate"):
             rough = _Search(lambda v: target.estimate(ledger_at(v)), target.limit, 0.01, limits.is_integer)
             found = rough.around(near, cheap, costly, step)
             near, step = (math.log(found[0]), math.log(1.02)) if found else (near, step)

@@ -1,18 +1,149 @@
-"""The Gaussian mechanism, Gaussian DP, and sequential and strong composition of (ε, δ).
+"""Composition of rounds: Gaussian DP, Rényi moments, and sequential and strong composition of (ε, δ).
 
-In both compositions each round is a Gaussian mechanism that is (ε₀, δ₀)-DP, with ε₀ exact for δ₀. Poisson sampling
-amplifies it to (log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8). A Laplace query on all records
-is (1/z, 0)-DP.
+*Moments* A_α = E_Q[e^(αL)]. For a Gaussian round P = (1-q) N(0, z²) + q N(1, z²), Q = N(0, z²), and the privacy loss is
+L = log P/Q. The Rényi divergence of order α > 1 is log A_α / (α - 1) (Mironov, Talwar & Zhang 2019, section 3, who show
+that P against Q is the worse direction).
+
+*(ε, δ)*: each round is a Gaussian mechanism that is (ε₀, δ₀)-DP, with ε₀ exact for δ₀. Poisson sampling amplifies it to
+(log(1 + q(e^ε₀ - 1)), qδ₀) (Balle, Barthe & Gaboardi 2018, theorem 8). A Laplace query on all records is (1/z, 0)-DP.
 """
 
 import math
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr, ndtr
 
-from dpexp.accounting.rdp import Array, Mask
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+_WIDTH = 12.0  # standard deviations on each side of an integrand's peak; the mass beyond is below 1e-31
+_MAX_CELLS = 2**22  # of the arrays in memory at once
+LARGEST_ORDER = 2.0**30
+
+
+def log_moments(z: Array, q: Array, alpha: float) -> Array:
+    """log A_α for rounds (z, q) [R] and one real order α, by the trapezoidal rule.
+
+    The integrand is analytic in a strip of half-width πz², so that the rule converges geometrically: with steps of
+    min(z/2, 0.55 z²) its error is below 1e-15.
+    """
+    closed = q == 1
+    result = alpha * (alpha - 1) / (2 * z**2)
+    for some in _batches(np.flatnonzero(~closed), z, alpha):
+        result[some] = _by_trapezoids(z[some], q[some], alpha)
+    return result
+
+
+def _batches(indices: NDArray[np.intp], z: Array, alpha: float) -> list[NDArray[np.intp]]:
+    """Batches of rounds that need about equally many points, which fit in memory."""
+    if not len(indices):
+        return []
+    ordered = indices[np.argsort(_points(z[indices], alpha))]
+    batches = []
+    while len(ordered):
+        most = np.maximum.accumulate(_points(z[ordered], alpha))
+        fits = int(np.searchsorted(most * np.arange(1, len(most) + 1) > _MAX_CELLS, True))
+        batches.append(ordered[: max(1, fits)])
+        ordered = ordered[max(1, fits) :]
+    return batches
+
+
+def _points(z: Array, alpha: float) -> Array:
+    return np.ceil((abs(alpha) / z + 2 * _WIDTH) / np.minimum(0.5, 0.55 * z)) + 1
+
+
+def _by_trapezoids(z: Array, q: Array, alpha: float) -> Array:
+    z, q = z[:, None], q[:, None]
+    start, end = np.minimum(0, alpha / z) - _WIDTH, np.maximum(0, alpha / z) + _WIDTH
+    count = int(_points(z, alpha).max())
+    step = (end - start) / (count - 1)
+    u = start + step * np.arange(count)  # x = z u, with u standard normal under Q
+    loss = log_mixed(q, u / z - 1 / (2 * z**2))
+    log_weight = -(u**2) / 2 + np.log(step / math.sqrt(2 * math.pi))
+    exponent = alpha * loss
+    top = (log_weight + exponent).max(axis=1)
+    # E_Q[e^L] = 1, so A_α - 1 = E_Q[e^(αL) - 1 - α(e^L - 1)]: no digits are lost where A_α is close to 1.
+    with np.errstate(over="ignore", invalid="ignore"):
+        excess = np.exp(log_weight) * (np.expm1(exponent) - alpha * np.expm1(loss))
+        small = np.log1p(excess.sum(axis=1))
+    large = top + np.log(np.exp(log_weight + exponent - top[:, None]).sum(axis=1))
+    return np.where((top < 100) & np.isfinite(small), small, large)
+
+
+def log_mixed(q: Array | float, y: Array) -> Array:
+    """log(1 - q + q e^y)."""
+    with np.errstate(divide="ignore"):
+        small = np.log1p(q * np.expm1(np.minimum(y, 30)))
+        return np.where((y > 30) | (q == 1), y + np.log(q + (1 - q) * np.exp(-np.maximum(y, 30))), small)
+
+
+def epsilon_at(total: Callable[[float], float], alpha: float, delta: float) -> float:
+    """ε from log A_α summed over the rounds (Canonne, Kamath & Steinke 2020, proposition 12)."""
+    return total(alpha) / (alpha - 1) + math.log1p(-1 / alpha) - math.log(delta * alpha) / (alpha - 1)
+
+
+def best_order(total: Callable[[float], float], delta: float) -> tuple[float, float]:
+    """The smallest ε over all real orders α > 1, and that order.
+
+    (α-1) ε(α) is convex in α, so ε has one minimum. It is bracketed first, then found by golden-section search over
+    log(α-1). The ε of any order is a bound, so that an inexact minimum is safe.
+    """
+    seen: dict[float, float] = {}
+
+    def cost(t: float) -> float:
+        if t not in seen:
+            seen[t] = epsilon_at(total, 1 + math.exp(t), delta)
+        return seen[t]
+
+    low, middle, step = 0.5, 1.5, 1.0
+    if cost(low) < cost(middle):
+        low, middle, step = middle, low, -step
+    high = middle + step
+    while cost(high) < cost(middle):
+        low, middle, step = middle, high, step * 1.6
+        high = middle + step
+        if high > math.log(LARGEST_ORDER):
+            warnings.warn(f"the best Rényi order is above {LARGEST_ORDER:.3g}, so ε is larger than necessary.")
+            break
+        if high < -30:  # at order 1: δ is close to 1
+            break
+    golden = (math.sqrt(5) - 1) / 2
+    low, high = min(low, high), max(low, high)
+    while high - low > 1e-5:
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        if cost(left) < cost(right):
+            high = right
+        else:
+            low = left
+    t = min(seen, key=lambda t: seen[t])
+    return max(0.0, seen[t]), 1 + math.exp(t)
+
+
+def moments_of(z: Array, q: Array, alpha: float, laplace: Mask | None = None) -> Array:
+    """log E_Q[e^(αL)] of rounds (z, q) [R], for one real order α.
+
+    Args:
+        laplace: [R], which of them are Laplace queries on all records, which are 1/z-DP.
+    """
+    if laplace is None or not laplace.any():
+        return log_moments(z, q, alpha)
+    result = np.empty(len(z))
+    result[laplace] = laplace_moments(1 / z[laplace], alpha)
+    result[~laplace] = log_moments(z[~laplace], q[~laplace], alpha)
+    return result
+
+
+def laplace_moments(pure: Array, alpha: float) -> Array:
+    """log E_Q[e^(αL)] of `pure`-DP Laplace queries, for α > 1 (Mironov 2017, arXiv 1702.07476, proposition 6)."""
+    up, down = (alpha - 1) * pure, -alpha * pure
+    large = up + np.log((alpha + (alpha - 1) * np.exp(down - up)) / (2 * alpha - 1))
+    small = (alpha * np.expm1(np.minimum(up, 1)) + (alpha - 1) * np.expm1(down)) / (2 * alpha - 1)
+    return np.where(up < 1, np.log1p(small), large)
 
 
 class GaussianMechanism:
@@ -64,32 +195,32 @@ def amplified(z: Array, q: Array, delta: float, laplace: Mask | None = None) -> 
     return np.where(each > 700, each + np.log(q), np.log1p(q * np.expm1(np.minimum(each, 700))))
 
 
+@dataclass(frozen=True, eq=False)
 class BasicComposition:
     """Sequential composition: ε and δ add up. Every round has the same δ."""
 
-    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
-        self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
+    z: Array
+    q: Array
+    counts: Array
+    laplace: Mask | None = None
 
     def epsilon(self, delta: float) -> float:
-        each = amplified(self._z, self._q, delta / self._counts.sum(), self._laplace)
-        return float(np.dot(self._counts, each))
+        each = amplified(self.z, self.q, delta / self.counts.sum(), self.laplace)
+        return float(np.dot(self.counts, each))
 
 
-class StrongComposition:
+@dataclass(frozen=True, eq=False)
+class StrongComposition(BasicComposition):
     """Strong composition (Kairouz, Oh & Viswanath 2015, arXiv 1311.0776, theorem 3.5), at the best split of δ between
     the rounds and the composition."""
-
-    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
-        self._z, self._q, self._counts, self._laplace = z, q, counts, laplace
 
     def epsilon(self, delta: float) -> float:
         return best_split(lambda share: self._at(delta, share))
 
     def _at(self, delta: float, share: float) -> float:
-        rounds = self._counts.sum()
-        each = amplified(self._z, self._q, -math.expm1(math.log1p(-share * delta) / rounds), self._laplace)
+        each = amplified(self.z, self.q, -math.expm1(math.log1p(-share * delta) / self.counts.sum()), self.laplace)
         slack = -math.expm1(math.log1p(-delta) - math.log1p(-share * delta))  # 1 - (1-slack)(1-share·δ) = δ
-        return strong(each, self._counts, slack)
+        return strong(each, self.counts, slack)
 
 
 def strong(each: Array, counts: Array, slack: float) -> float:

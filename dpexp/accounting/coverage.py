@@ -60,10 +60,7 @@ _WHY = {
 
 
 def coverage(accountant: str) -> Coverage:
-    """What an accountant is stated for.
-
-    Args:
-        accountant: one of NAMES, or the dotted name of a class of your own with an attribute `coverage`.
+    """What an accountant is stated for: one of NAMES, or the dotted name of a class of your own with `coverage`.
 
     Raises:
         ConfigError: the accountant is unknown.

@@ -2,9 +2,8 @@
 sets.
 
 P and Q dominate a round if their divergence E_P[(1 - α e^-L)⁺], with the privacy loss L = log P/Q, is at least that of
-the round for every α > 0, including α < 1. Only then does the sum of the rounds' losses bound any adaptive composition
-(Zhu, Dong & Wang 2022, arXiv 2106.08567, theorem 10; Lebeda, Regehr, Kamath & Steinke 2025, arXiv 2405.20769, show
-counterexamples otherwise).
+the round for every α > 0. Only then does the sum of the rounds' losses bound any adaptive composition (Zhu, Dong & Wang
+2022, arXiv 2106.08567, theorem 10; counterexamples: Lebeda et al. 2025, arXiv 2405.20769).
 
 A loss is discretized on a grid of step h such that P and Q each keep their mass in every cell ("connect the dots":
 Doroshenko et al. 2022, arXiv 2207.04380), which can only increase δ(ε). An upper bound on the rounding errors is added
@@ -19,7 +18,7 @@ import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri_exp
 from scipy.stats import binom
 
-from dpexp.accounting.rdp import Array, log_mixed
+from dpexp.accounting.composition import Array, log_mixed
 
 _ULP = 2.0**-53
 _MAX_POINTS = 2**14  # for estimates
@@ -56,14 +55,8 @@ class LaplacePair:
     P = Lap(0, 1) against Q = Lap(ε₀, 1). The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and has the density
     e^((L-ε₀)/2)/4 in between.
 
-    The pair also dominates if several coordinates move, by ε₁ + ε₂ + … = ε₀. *Proof.* For one coordinate, the
-    divergence at e^ε is h(ε) = max(0, 1 - e^ε, 1 - e^((ε-ε₀)/2)). For two it is E[h₂(ε - L₁)]. This is at most h₁₂, the
-    h of ε₁ + ε₂: with g(u) = min(1, e^((ε₂-|u|)/2)) that is equivalent to
-
-        F(ε) = ½ g(ε-ε₁) + ½ g(ε+ε₁) + ¼ ∫_{ε-ε₁}^{ε+ε₁} g >= 1    for |ε| <= ε₁ + ε₂.
-
-    F is even and F(ε₁+ε₂) = 1. For ε >= 0 it does not increase: if ε - ε₁ >= -ε₂, no term of its derivative is above 0;
-    otherwise the terms add up to 0. More coordinates follow by induction.
+    The pair also dominates if several coordinates move, by ε₁ + ε₂ + … = ε₀:
+    [proof](../mathematics.md#one-time-queries).
     """
 
     pure: float  # ε₀
@@ -115,11 +108,8 @@ class LaplacePair:
 
 
 def gaussian_above(pure: Array) -> Array:
-    """A μ for which every ε-DP mechanism is μ-Gaussian DP.
-
-    The trade-off function G_μ is convex and meets the lines of ε-DP at the corner where both errors are 1/(1 + e^ε), so
-    that it lies below them (Dong, Roth & Su 2022, proposition 2.12).
-    """
+    """A μ for which every ε-DP mechanism is μ-Gaussian DP: G_μ is convex and meets the lines of ε-DP where both errors
+    are 1/(1 + e^ε), so that it lies below them (Dong, Roth & Su 2022, proposition 2.12)."""
     return -2 * ndtri_exp(-np.logaddexp(0, pure))
 
 
@@ -163,13 +153,7 @@ class PoissonPair:
 
     a = 1: a record of a Poisson sample is removed, or replaced with null. a = 0: a record is added (Zhu, Dong & Wang
     2022, theorem 11). a = 1/2: a record is replaced with another, with sensitivity 2S; with q = 1, the Gaussian
-    mechanism.
-
-    For a = 1/2, no other contributions x and y of the record have a larger divergence. *Proof.* Condition on the rest
-    of the sample. The divergence is sup_A (1-q)(1-α) N₀(A) + q (N_x(A) - α N_y(A)). By the Neyman-Pearson lemma, among
-    all A with N₀(A) = c a half-space orthogonal to x has the largest N_x(A), which increases with ‖x‖, and a half-space
-    orthogonal to y has the smallest N_y(A), which decreases with ‖y‖. If x = -y are of the largest norm, one half-space
-    attains both, for every c and hence for every α > 0.
+    mechanism; no other contributions have a larger divergence: [proof](../mathematics.md#from-the-ledger-to).
     """
 
     z: float
@@ -241,8 +225,7 @@ class PoissonPair:
         return sign * (z**2 * log_ratio + 0.5)
 
     def _rounding(self, losses: Array, x: Array) -> Array:
-        """Bounds on the rounding errors of `_inverse`, if each operation has an error of less than two units in the
-        last place: the errors of sums and products, amplified by the logarithm or arsinh."""
+        """Bounds on the rounding errors of `_inverse`, if each operation's is less than two units in the last place."""
         z, q = self.z, self.q
         size = np.where(np.isfinite(x), np.abs(x), 0)
         if q == 1:
@@ -262,9 +245,9 @@ class FixedSizePair:
     """A record of a sample of fixed size is replaced, with sensitivity 2S.
 
     For α >= 1 the divergence is that of (1-q)Q + qP against Q, with P = N(1, z²) and Q = N(0, z²) (Balle, Barthe &
-    Gaboardi 2018, arXiv 1807.01647, theorem 9). The adjacency is symmetric, so that D_α = 1 - α + α D_1/α for α < 1
-    (Zhu, Dong & Wang 2022, proposition 30). Losses above 0 are therefore those of a removed record, losses below 0
-    those of an added record, and the remaining mass has the loss 0.
+    Gaboardi 2018, arXiv 1807.01647, theorem 9); by symmetry D_α = 1 - α + α D_1/α for α < 1 (Zhu, Dong & Wang 2022,
+    proposition 30). So losses above 0 are those of a removed record, losses below 0 those of an added record, and the
+    remaining mass has the loss 0.
     """
 
     z: float

@@ -15,8 +15,8 @@ from scipy.stats import binomtest
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import PARTS, Mask, epsilon_bound, errors, guessed, inverse_of, smallest_level
+from dpexp.accounting.composition import Array
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.rdp import Array
 from dpexp.accounting.risk import largest_advantage, largest_tpr
 
 FPR = 0.01

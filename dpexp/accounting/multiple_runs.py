@@ -1,15 +1,10 @@
 """The privacy of several runs: a Rényi filter over all runs on a data set, and private selection among trials.
 
-*Rényi filter.* Composing privacy losses assumes that the parameters of all runs are fixed in advance. If they depend on
-earlier results, fully adaptive composition of Rényi DP holds (Feldman & Zrnic 2021, arXiv 2008.11193, theorem 3.1): fix
-an order α and a limit B. If round t is (α, ρ_t)-Rényi DP, where ρ_t may depend on all earlier results, and Σ ρ_t ≤ B
-always, then all rounds together are (α, B)-Rényi DP. It is applied round by round, so that runs may overlap, end early
-or be abandoned because of their results. A budget (ε, δ) is converted at one order that is fixed with it:
-
-    ε = B + log(1 - 1/α) - log(δα)/(α - 1)
-
-(Canonne, Kamath & Steinke 2020, arXiv 2004.00010, proposition 12). Choosing the best order afterwards, as the
-accountant `rdp` does, is not covered, since it depends on the results.
+*Rényi filter* (Feldman & Zrnic 2021, arXiv 2008.11193, theorem 3.1): fix an order α and a limit B. If round t is
+(α, ρ_t)-Rényi DP, where ρ_t may depend on all earlier results, and Σ ρ_t ≤ B always, then all rounds together are
+(α, B)-Rényi DP. It is applied round by round, so that runs may overlap, end early or be abandoned because of their
+results. A budget (ε, δ) is converted to B at one order that is fixed with it; the best order afterwards would depend
+on the results.
 
 *Private selection* (Papernot & Steinke 2022, arXiv 2110.03620): releasing only the best of K trials. K is drawn from a
 truncated negative binomial distribution with a given mean and shape η (η = 1: geometric; η = 0: logarithmic), or from a
@@ -28,14 +23,12 @@ from scipy.optimize import brentq, minimize_scalar
 
 from dpexp._accounting_compat import repeated_and_selected
 from dpexp.accounting.accountants import INTEGER_ORDERS, fixed_size_rdp
-from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.composition import LARGEST_ORDER, Array, GaussianMechanism, epsilon_at, moments_of
 from dpexp.accounting.coverage import check_covered
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.rdp import LARGEST_ORDER, Array, epsilon_at, moments_of
+from dpexp.accounting.ledger.events import check_same
 from dpexp.accounting.releases import MIN_AMPLIFIED_Z, releases
 from dpexp.errors import ConfigError
-
-_KEYS = ("epsilon", "delta", "order")
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ def budget(config: Any) -> Budget:
     Raises:
         ConfigError: the budget has other keys, is out of range, or allows nothing at its order.
     """
-    if not isinstance(config, Mapping) or not {"epsilon", "delta"} <= {*config} <= {*_KEYS}:
+    if not isinstance(config, Mapping) or not {"epsilon", "delta"} <= {*config} <= {"epsilon", "delta", "order"}:
         raise ConfigError(
             f"privacy.budget={config} is not understood; give '{{epsilon: 8, delta: 1e-5}}', and optionally an order."
         )
@@ -104,24 +97,18 @@ def rho(ledger: Ledger, order: float) -> float:
     """
     for policy in sorted({round_.sampling.policy for round_ in ledger.rounds}):
         check_rdp_covered(policy, ledger.adjacency)
-    counts = releases(ledger, "rdp")
     total = 0.0
-    z: list[float] = []
-    q: list[float] = []
-    times: list[float] = []
-    laplace: list[bool] = []
-    for release, count in counts.items():
+    rows = []
+    for release, count in releases(ledger, "rdp").items():
         if release.policy == "fixed_size" and order <= INTEGER_ORDERS[-1]:
             index = int(np.searchsorted(INTEGER_ORDERS, order))
             total += count * min(float(fixed_size_rdp(release)[index]), order / (2 * release.z**2))
             continue
-        laplace.append(release.policy == "laplace")
         sampled = release.policy == "poisson" and release.z >= MIN_AMPLIFIED_Z
-        z.append(release.z)
-        q.append(release.q if sampled else 1.0)
-        times.append(count)
-    if z:
-        moments = moments_of(np.array(z), np.array(q), order, np.array(laplace))
+        rows.append((release.z, release.q if sampled else 1.0, count, release.policy == "laplace"))
+    if rows:
+        z, q, times, laplace = map(np.array, zip(*rows, strict=True))
+        moments = moments_of(z, q, order, laplace)
         total += float(np.dot(times, np.maximum(moments, 0))) / (order - 1)
     return total
 
@@ -210,24 +197,15 @@ def worst_case_rdp(ledgers: Iterable[Ledger]) -> Array:
     Raises:
         ConfigError: as for `run_rdp`, or the ledgers have different adjacencies or privacy units.
     """
-    trials = {(ledger.adjacency, frozenset(ledger.rounds.items()), ledger.unit): ledger for ledger in ledgers}
-    adjacencies = sorted({ledger.adjacency for ledger in trials.values()})
-    units = sorted({ledger.unit for ledger in trials.values()})
-    if len(units) > 1:
-        raise ConfigError(f"trials for different privacy units ({', '.join(units)}) cannot be selected among.")
-    if len(adjacencies) > 1:
-        raise ConfigError(f"trials for different adjacencies ({', '.join(adjacencies)}) cannot be selected among.")
+    ledgers = list(ledgers)
+    check_same(ledgers, "trials", "selected among")
+    trials = {frozenset(ledger.rounds.items()): ledger for ledger in ledgers}
     return np.max([run_rdp(ledger) for ledger in trials.values()], axis=0)
 
 
 def selection_epsilon(curve: Array, delta: float, mean: float, shape: float) -> float:
-    """ε at `delta` of releasing only the best of K trials (Papernot & Steinke 2022, theorems 2 and 6).
-
-    Args:
-        curve: Rényi ε at ORDERS of the repeated mechanism, which draws a configuration from the grid and runs it.
-        mean: of the distribution of K.
-        shape: of the distribution of K.
-    """
+    """ε at `delta` of releasing only the best of K trials (Papernot & Steinke 2022, theorems 2 and 6), of which each
+    has Rényi ε `curve` at ORDERS. K has a distribution of this mean and shape."""
     check_repetitions(mean, shape)
     repeated = repeated_and_selected(ORDERS, curve, mean, shape)
     return max(0.0, float(rdp.compute_epsilon(ORDERS, repeated, delta)[0]))

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 from scipy.signal import lfilter
 
-from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.composition import Array, GaussianMechanism
 from dpexp.accounting.dominating_pairs import Pair
 from dpexp.accounting.pld_numerics import Convolution, Cumulants, Window, cumulants_of, log_rounding
-from dpexp.accounting.rdp import Array
 
 _ULP = 2.0**-53
 _MIN_POINTS, _MAX_POINTS = 2**14, 2**21  # of the composed grid
@@ -52,13 +51,12 @@ class PrivacyLoss:
         self._delta = infinite - math.expm1(-h) * np.cumsum(above)[::-1]
         self._error, self._infinite, self._scale = error, infinite, scale
 
+    def __len__(self) -> int:
+        return len(self._losses)
+
     @property
     def lowest(self) -> float:
         return float(self._losses[0])
-
-    @property
-    def points(self) -> int:
-        return len(self._losses)
 
     def delta(self, epsilon: float) -> float:
         """δ(ε) = E[(1 - e^(ε-L))⁺]; 1 for an ε below the lowest loss."""
@@ -183,8 +181,7 @@ class _Direction:
     def _composed(self, log_delta: float, enough: float, at_epsilon: float | None = None) -> PrivacyLoss:
         """The composed loss, tilted for ε at δ, or for δ at `at_epsilon`; or for which that is at most `enough`.
 
-        The first θ is that for a Gaussian tilted distribution. If tails are heavy, it is too large and its grid too
-        coarse; each ε found gives a better θ and grid.
+        The first θ is that of light tails; each ε found gives a better θ and grid.
         """
         level = self._level(log_delta)
         log_lost = level * _LEVEL - _LOST_NATS
@@ -199,7 +196,7 @@ class _Direction:
                 theta, finer = cumulants.tilt_for_mean(epsilon), self._coarse * step
                 bound = log_delta - 8 - log_rounding(self._rounds)  # below it, rounding errors are negligible against δ
                 suits = cumulants.chernoff(window.theta, epsilon) < min(bound, log_delta + 14)  # windows omit e^-25
-                if (suits or theta > 0.8 * window.theta) and (finer > 0.8 * h or loss.points > 0.9 * _MAX_POINTS):
+                if (suits or theta > 0.8 * window.theta) and (finer > 0.8 * h or len(loss) > 0.9 * _MAX_POINTS):
                     break
                 windows = [cumulants.window(theta * tenths / 10, log_lost) for tenths in range(10, 0, -1)]
                 accurate = [w for w in windows if cumulants.chernoff(w.theta, epsilon) < bound and w.width > 0]
@@ -227,14 +224,13 @@ def compose(
 ) -> PrivacyLoss:
     """The sum of the rounds' losses, on a window around its tilted mean.
 
-    Its δ(ε) is at least the true one for every ε in the window. Mass above the window is counted as infinite loss, by
-    Chernoff's bound, and so is mass above the grid of a single round. Mass below the window does not contribute to
-    δ(ε). Mass that the circular convolution wraps into the window only increases δ(ε).
+    Its δ(ε) is at least the true one for every ε in the window. Mass above the window (by Chernoff's bound), or above
+    the grid of a single round, is counted as infinite loss. Mass below the window does not contribute to δ(ε). Mass
+    that the circular convolution wraps into the window only increases δ(ε).
 
-    `Convolution` states a bound on the L2 norm of the errors of the tilted masses. The error of δ(ε) is at most that
-    times the norm of e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy-Schwarz). All other sums have positive terms: tilting each round
-    multiplies them by at most e^(4xu), with the size x of the exponents (masses with exponents below -746 are
-    negligible), and sums of N terms by at most e^(4Nu).
+    The error of δ(ε) is at most the L2 norm of the errors of the tilted masses, which `Convolution` bounds, times the
+    norm of e^(-θL) (1 - e^(ε-L))⁺ ΠM (Cauchy-Schwarz). All other sums have positive terms: tilting each round
+    multiplies them by at most e^(4xu), with the size x of the exponents, and sums of N terms by at most e^(4Nu).
 
     Args:
         cumulants: of the losses.

@@ -14,8 +14,8 @@ from scipy.fft import irfft, rfft
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
+from dpexp.accounting.composition import Array
 from dpexp.accounting.dominating_pairs import Pair
-from dpexp.accounting.rdp import Array
 
 _ULP, _LONG_ULP = 2.0**-53, float(np.finfo(np.longdouble).eps) / 2
 _LOG_ZERO = -46.0  # logarithm below which a characteristic function counts as 0

@@ -96,33 +96,9 @@ def releases(ledger: Ledger, accountant: str | None = None) -> dict[Release, int
 class CyclicBlocks:
     """The rounds of each block of `cyclic_poisson`, whose noise may be correlated (banded matrix factorization).
 
-    After Choquette-Choo et al. 2023, arXiv 2306.08153. In a block of rounds 0 … N-1, round t releases
-    X_t = G_t + σ̃ y_t. Here G_t is the sum of the sample's clipped contributions, C y = Z with independent standard
-    normal Z_t, and C is a lower triangular Toeplitz matrix with the bands c_0 … c_{b-1} in each column. Each record is
-    assigned to one of b partitions, at random and independently of the others. It is sampled only in the rounds
-    t ≡ its partition (mod b), each time independently at rate qb.
-
-    *Claim.* The block costs no more than ⌈N/b⌉ rounds of Poisson sampling at rate qb with independent noise and
-    z = σ̃/(S‖c‖).
-
-    *Proof.* The releases X up to round t determine C(X/σ̃) up to round t, and the other way round. If a record is
-    sampled in round t and adds v there, ‖v‖ ≤ S, then it adds c_i v/σ̃ to row t+i of C(X/σ̃) for i < b, and nothing to
-    any other row. The rows t … t+b-1 of different rounds of its partition are disjoint. Condition on everything else:
-    the samples of the other records, and every release before round t, which determine v. The contributions of the
-    other records to a row follow from these and from the rows before, so that they can be subtracted. Then the rows
-    t … t+b-1 are Z, plus s·(c_0 v, …, c_{b-1} v)/σ̃ if the record is in the data, where s = 1 with probability qb and
-    otherwise 0. This is a Poisson-sampled Gaussian sum query of sensitivity S‖c‖. A partition has at most ⌈N/b⌉
-    rounds, which compose adaptively. ∎
-
-    So σ̃ may depend on the round and on earlier releases: only S/σ̃ in the rounds in which the record can be sampled
-    counts. For several groups the squares add up, even if some groups have independent noise, c = (1,), and are not
-    released in every round; groups with more bands are released in every round of a block, with the same c. A record
-    that replaces another is in the same partition and in the same samples: the query is then sampled in the same way,
-    with sensitivity 2S‖c‖. With qb = 1 the rounds of a partition are full batches. Rounds of other jobs may lie in
-    between (concurrent composition: Vadhan & Zhang 2023, arXiv 2207.08335; Haney et al. 2023, arXiv 2309.05901, for
-    Rényi filters).
-
-    A resumed job does not know the earlier noise. It begins a new block with new partitions: C is then block-diagonal.
+    With b partitions and at most b bands c, a block of N rounds costs no more than ⌈N/b⌉ rounds of Poisson sampling at
+    rate qb with independent noise and z = σ̃/(S‖c‖) ([proof](../mathematics.md#correlated-noise), after Choquette-Choo
+    et al. 2023, arXiv 2306.08153). A resumed job does not know the earlier noise: it begins a new block.
     """
 
     def __init__(self) -> None:
@@ -132,7 +108,7 @@ class CyclicBlocks:
     def add(self, round_: Round, z: float, count: int) -> None:
         """Adds `count` equal rounds; all rounds of a block must have the same rate, partitions and bands."""
         sampling = round_.sampling
-        assert sampling.block is not None and sampling.parts is not None
+        assert sampling.block is not None
         banded = [query for query in round_.queries if isinstance(query, SumQueryEvent) and query.bands is not None]
         signature = sampling.rate, sampling.parts, sorted((query.group, query.bands) for query in banded)
         if self._signatures.setdefault(sampling.block, signature) != signature:

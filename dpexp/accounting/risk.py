@@ -1,9 +1,8 @@
 """Privacy as attack risk and as Gaussian DP, and the privacy targets of calibration.
 
-All figures are upper bounds. They follow from the accountant's whole curve δ(ε), not from one (ε, δ), which would allow
-for far better attacks than exist. The figures of `pld` are the tightest. The figures of `gdp` are approximations, as
-its ε is. Calibrating to an attack risk needs less noise than calibrating to an (ε, δ) that implies it (Kulynych et al.
-2024, arXiv 2407.02191).
+All figures are upper bounds, but for those of `gdp`. They follow from the accountant's whole curve δ(ε), not from one
+(ε, δ), which would allow for far better attacks than exist. Calibrating to an attack risk needs less noise than
+calibrating to an (ε, δ) that implies it (Kulynych et al. 2024, arXiv 2407.02191).
 """
 
 import math
@@ -22,7 +21,14 @@ from dpexp.accounting.tradeoff import advantage, gaussian_bound, regret, true_po
 from dpexp.errors import ConfigError
 
 FALSE_POSITIVES = (0.001, 0.01)
-FIGURES = ("mu", "regret", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FALSE_POSITIVES))
+
+
+def tpr_at(fpr: float) -> str:
+    """The name of the figure for the TPR at an FPR."""
+    return f"tpr_at_fpr_{fpr:g}"
+
+
+FIGURES = ("mu", "regret", "advantage", *map(tpr_at, FALSE_POSITIVES))
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,6 @@ class Risk:
         values = (self.mu, self.regret, self.advantage, *self.tpr.values())
         first = 0 if math.isfinite(self.mu) else 2
         return dict(zip(FIGURES[first:], values[first:], strict=True))
-
-
-def tpr_at(fpr: float) -> str:
-    """The name of the figure for the TPR at an FPR."""
-    return f"tpr_at_fpr_{fpr:g}"
 
 
 def risk(ledger: Ledger, accountant: str = "pld") -> Risk:

@@ -17,10 +17,9 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.accountants import Guarantee, guarantee
-from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.composition import Array, GaussianMechanism
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.pld import ComposedLoss
-from dpexp.accounting.rdp import Array
 
 POINTS = 200
 TAIL = 1e-10  # a δ below which curves are not compared
@@ -48,11 +47,7 @@ def type_two_errors(ledger: Ledger, type_one: Sequence[float], accountant: str =
 @lru_cache(maxsize=1)  # for `gaussian_bound` and `regret`
 def lines(privacy: Guarantee) -> tuple[Array, Array]:
     """Increasing ε [K] from 0 and decreasing δ [K], for each of which (ε, δ)-DP holds. The last δ is at most TAIL,
-    unless that needs an infinite ε.
-
-    For composed losses and Gaussian mechanisms, δ is computed at evenly spaced ε, fewer in a heavy tail. Other
-    accountants give ε at every δ; they are evaluated at δ = Φ(-u) with evenly spaced u.
-    """
+    unless that needs an infinite ε."""
     at, where = _parametrization(privacy)
     found = np.array([at(t) for t in where])
     if len(found) > 1 and math.isfinite(found[-1, 0]):
@@ -123,12 +118,10 @@ def gaussian_bound(privacy: Guarantee) -> float:
     """The smallest μ such that G_μ(α) - 1e-10 <= f(α) for every α, with the trade-off function of Gaussian DP,
     G_μ(α) = Φ(Φ^-1(1-α) - μ). Equivalently, δ(ε) <= δ_μ(ε) + 1e-10 for every ε.
 
-    Without the tolerance TAIL = 1e-10, sampling would not reduce μ at all: a record that was in every sample is as easy
-    to detect as without sampling, and a G_μ below f in that tail needs μ² = Σ 1/z².
-
-    f lies above the polygon bounded by `lines`. G_μ is convex, so that it lies below the polygon if it lies below each
-    corner. Corners with α <= β suffice, since both curves are symmetric (Gomez et al. 2025, arXiv 2503.10945; their
-    program omits corners with α or β below 1e-10).
+    Without the tolerance, sampling would not reduce μ at all: a record that was in every sample is as easy to detect as
+    without sampling. f lies above the polygon bounded by `lines`. G_μ is convex, so that it lies below the polygon if
+    it lies below each corner; corners with α <= β suffice, since both curves are symmetric (Gomez et al. 2025, arXiv
+    2503.10945).
     """
     if isinstance(privacy, GaussianMechanism):
         return privacy.mu
@@ -147,13 +140,10 @@ def gaussian_bound(privacy: Guarantee) -> float:
 def regret(privacy: Guarantee, mu: float) -> float:
     """The distance of μ-Gaussian DP from the guarantee f: the smallest Δ with f(α + Δ) - Δ <= G_μ(α) for every α.
 
-    After Gomez et al. 2025, and Kaissis et al. 2024, arXiv 2406.08918. Symmetrized, it is the larger one of both
-    directions; the other one is at most TAIL, since G_μ lies below f.
-
-    The tangents of slope -e^ε to both curves show that Δ = sup over ε >= 0 of (δ_μ(ε) - δ(ε))/(1 + e^ε), with δ_μ of
-    Gaussian DP and δ of the guarantee. This is an upper bound: between two of `lines`, δ is replaced by a lower bound
-    of a convex function of e^ε, the extended chords of the neighbouring intervals. The largest value is then at one of
-    the lines, or where two such chords cross.
+    After Gomez et al. 2025, and Kaissis et al. 2024, arXiv 2406.08918. The tangents of slope -e^ε to both curves show
+    that Δ = sup over ε >= 0 of (δ_μ(ε) - δ(ε))/(1 + e^ε), with δ_μ of Gaussian DP and δ of the guarantee. This is an
+    upper bound: between two of `lines`, δ, which is convex in e^ε, is replaced by the extended chords of the
+    neighbouring intervals. The largest value is then at one of the lines, or where two such chords cross.
     """
     if mu == 0 or (isinstance(privacy, GaussianMechanism) and privacy.mu == mu):
         return 0.0

@@ -38,7 +38,7 @@ from dpexp.accounting.auditing import (
     noise_scale,
     rate_of_inclusion,
 )
-from dpexp.accounting.rdp import Array
+from dpexp.accounting.composition import Array
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.mislabelled_canaries import replace_records

@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise: its accounting against sums of its pmf, and its lines in a ledger."""
+"""Discrete Gaussian noise: its accounting against sums of its pmf."""
 
 import math
 from decimal import Decimal, localcontext
@@ -6,25 +6,18 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 from scipy.integrate import quad
-from scipy.special import logsumexp
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import NAMES
 from dpexp.accounting.ledger import (
     DiscreteSumQueryEvent,
     Ledger,
-    LedgerWriter,
     Round,
     SamplingEvent,
     SumQueryEvent,
-    concatenate,
-    read_ledger,
 )
 from dpexp.accounting.ledger.events import SMOOTHING
-from dpexp.accounting.rdp import log_moments
 from dpexp.errors import ConfigError
-
-SIGMA2 = 2**48
 
 
 def ledger_of(query, q=1.0, rounds=1, n=1000, adjacency="add_remove"):
@@ -32,8 +25,8 @@ def ledger_of(query, q=1.0, rounds=1, n=1000, adjacency="add_remove"):
     return Ledger(adjacency, {Round(sampling, (query,)): rounds})
 
 
-def discrete(S2, sigma2=SIGMA2, group="all"):
-    return DiscreteSumQueryEvent(group, 1e-7, S2, sigma2)
+def discrete(S2, sigma2):
+    return DiscreteSumQueryEvent("all", 1e-7, S2, sigma2)
 
 
 def pmf(sigma2, shift, far):
@@ -59,43 +52,17 @@ def hockey_stick(first, second, e):
 
 
 @pytest.mark.parametrize("q", [1.0, 0.2])
-@pytest.mark.parametrize("shifts", [(50,), (14, 48), (30, -40), (3, 47)])
-@pytest.mark.parametrize("sigma2", [60**2, 45**2 + 1])
-def test_delta_is_at_least_that_of_the_pmf(sigma2, shifts, q):
+@pytest.mark.parametrize("shifts", [(50,), (14, 48), (3, 47)])
+def test_delta_is_at_least_that_of_the_pmf(shifts, q):
     """In one and two dimensions, along the axes and between them, in both directions; and not far above."""
-    present, absent = outputs(sigma2, shifts, q)[::-1]
-    ledger = ledger_of(discrete(50**2, sigma2), q)
+    present, absent = outputs(45**2 + 1, shifts, q)[::-1]
+    ledger = ledger_of(discrete(50**2, 45**2 + 1), q)
     for e in (0.0, 0.05, 0.3, 1.0, 2.0):
         true = max(hockey_stick(present, absent, e), hockey_stick(absent, present, e))
         bound = delta(ledger, e)
         assert bound >= true * (1 - 1e-12)
         if sum(s * s for s in shifts) == 50**2:
             assert bound <= true * 1.1 + 1e-4, "σ² counts for 64 less"
-
-
-@pytest.mark.parametrize("q", [1.0, 0.2])
-def test_delta_of_two_rounds_is_at_least_that_of_the_pmf(q):
-    present, absent = outputs(60**2, (48,), q)[::-1]
-    twice = [np.multiply.outer(law, law) for law in (present, absent)]
-    ledger = ledger_of(discrete(48**2, 60**2), q, rounds=2)
-    for e in (0.0, 0.3, 1.0, 3.0):
-        true = max(hockey_stick(*twice, e), hockey_stick(*twice[::-1], e))
-        assert true * (1 - 1e-12) <= delta(ledger, e) <= true * 1.1 + 1e-4
-
-
-@pytest.mark.parametrize("shifts", [(25,), (7, 24)])
-def test_renyi_divergence_is_at_least_that_of_the_pmf(shifts):
-    sigma2, q = 30**2, 0.1
-    absent, present = outputs(sigma2, shifts, q)
-    z = Round(SamplingEvent("poisson", q, 10), (discrete(25**2, sigma2),)).noise_multiplier
-    for alpha in (1.5, 2, 8, 32):
-        bound = float(log_moments(np.array([z]), np.array([q]), alpha)[0])
-        weight = (absent > 0) & (present > 0)
-        first, second = np.log(present[weight]), np.log(absent[weight])
-        for p, q_ in ((first, second), (second, first)):
-            assert logsumexp(alpha * p + (1 - alpha) * q_) <= bound * (1 + 1e-9)
-    unsampled = alpha * (alpha - 1) / (2 * z**2)
-    assert alpha * (alpha - 1) * 25**2 / (2 * sigma2) <= unsampled, "zCDP of Canonne, Kamath & Steinke, theorem 4"
 
 
 def test_a_gaussian_randomly_rounded_is_nearly_the_discrete_one():
@@ -128,30 +95,6 @@ def test_every_accountant_counts_it_as_a_gaussian_of_less_variance(accountant):
     assert query.squared_ratio == 0.25
     for q in (0.1, 1.0):
         assert epsilon(ledger_of(query, q, 30), 1e-5, accountant) == epsilon(ledger_of(twin, q, 30), 1e-5, accountant)
-
-
-def test_groups_and_kinds_of_noise_compose():
-    sampling = SamplingEvent("poisson", 0.1, 100)
-    both = Round(sampling, (discrete(2**46, group="a"), SumQueryEvent("b", 1.0, 2.0)))
-    assert both.noise_multiplier == pytest.approx(2**0.5, rel=1e-12)
-    assert len(concatenate([Ledger("add_remove", {both: 3}), ledger_of(discrete(2**40))])) == 4
-
-
-def test_a_ledger_has_all_its_digits(tmp_path, read_lines):
-    S2 = 58051372654403
-    sampling = SamplingEvent("poisson", 0.1, 100)
-    writer = LedgerWriter(tmp_path / "l.jsonl", planned=[sampling])
-    for _ in range(2):
-        writer.sample(sampling)
-        writer.query(discrete(S2, group="a"))
-        writer.query(SumQueryEvent("b", 1.0, 2.0))
-        writer.commit()
-    writer.close()
-    assert read_ledger(tmp_path / "l.jsonl") == writer.ledger
-    assert list(writer.ledger.rounds.values()) == [2]
-    said = read_lines(tmp_path / "l.jsonl")[1]["queries"]
-    assert said[0] == {"group": "a", "grid": 1e-7, "S2": S2, "sigma2": SIGMA2}
-    assert said[1] == {"group": "b", "S": 1.0, "sigma": 2.0}
 
 
 @pytest.mark.parametrize(

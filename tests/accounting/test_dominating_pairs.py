@@ -7,18 +7,16 @@ import dp_accounting
 import mpmath
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation, pld, rdp
+from dp_accounting import NeighboringRelation, pld
 from dp_accounting.pld.privacy_loss_distribution import from_truncated_subsampled_gaussian_mechanism
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 from scipy.stats import norm
-from test_accountants import ledger, of
-from test_pld import analytic_gaussian
+from test_accountants import exact_gaussian, of
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair, TruncatedPoissonPair
-from dpexp.accounting.ledger import Ledger, concatenate
 
 SIZES = list(itertools.product((0.3, 6.0), (0.01, 0.95)))
 
@@ -137,7 +135,7 @@ def test_a_sample_of_fixed_size_has_the_profile_of_balle_et_al(z, q):
         assert below - 1e-13 <= found(-e) <= below + 1e-5
 
 
-@pytest.mark.parametrize("z, q, rounds", [(4.0, 0.1, 4), (4.0, 0.9, 6)])
+@pytest.mark.parametrize("z, q, rounds", [(4.0, 0.9, 6)])
 def test_fixed_size_by_slow_convolution(z, q, rounds):
     """The losses of the profile's pair on x itself, rounded up and rounded down, convolved one by one."""
     h, sigma = 5e-3, z / 2  # z is relative to S, the sensitivity is 2S
@@ -163,42 +161,20 @@ def test_fixed_size_by_slow_convolution(z, q, rounds):
         assert lower(e) * (1 - 1e-4) <= delta(run, e) <= upper(e) * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("z, q, rounds", [(8.0, 0.9, 50), (2.0, 0.01, 1000)])
-def test_fixed_size_lies_between_what_is_known(z, q, rounds):
-    """Below: replacing a record in data that are otherwise all alike is removing one at sensitivity 2S, or adding one.
-    Above: dp-accounting's Rényi DP, and no sampling."""
-    run = of("fixed_size", "replace_one", z=z, q=q, rounds=rounds)
-    accountant = rdp.RdpAccountant([*range(2, 64), 128, 256], NeighboringRelation.REPLACE_ONE)
-    gaussian = dp_accounting.GaussianDpEvent(z / 2)
-    accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(1000, round(1000 * q), gaussian), rounds)
-    for d in (1e-5, 1e-10):
-        full = analytic_gaussian(2 * math.sqrt(rounds) / z, d)
-        assert epsilon(ledger(z / 2, q, rounds), d) <= epsilon(run, d) * (1 + 1e-4)
-        assert epsilon(run, d) <= min(full, accountant.get_epsilon(d))
-        assert epsilon(run, d) <= epsilon(run, d, "rdp") <= full * 1.2
-
-
 # Truncated samples
 
 
-@pytest.mark.parametrize("z, q, maximum, rounds", [(4.0, 0.1, 110, 20), (1.0, 0.02, 24, 100), (2.0, 0.5, 505, 30)])
-@pytest.mark.parametrize("d", [1e-4, 1e-9])
+@pytest.mark.parametrize("z, q, maximum, rounds, d", [(1.0, 0.02, 24, 100, 1e-4), (2.0, 0.5, 505, 30, 1e-9)])
 def test_truncated_samples_against_dp_accounting(z, q, maximum, rounds, d):
     accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 2e-4)
     accountant.compose(dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, q, maximum, z), rounds)
     run = of("truncated_poisson", "replace_null", z=z, q=q, rounds=rounds, maximum=maximum)
-    full = analytic_gaussian(2 * math.sqrt(rounds) / z, d)  # a record nulled may let another in
+    full = exact_gaussian(2 * math.sqrt(rounds) / z, d)  # a record nulled may let another in
     assert epsilon(run, d) == pytest.approx(min(accountant.get_epsilon(d), full), rel=1e-3)
     assert epsilon(of("poisson", "replace_null", z=z, q=q, rounds=rounds), d) <= epsilon(run, d) * (1 + 1e-4)
 
 
-MAXIMA = [  # `more` standard deviations above the mean
-    (2.0, 0.01, 60_000, 1000, 1), (2.0, 0.01, 60_000, 1000, 6), (0.8, 0.05, 5000, 100, 2), (0.8, 0.05, 5000, 100, 8),
-    (0.5, 3.2e-5, 432_666, 100, 7),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("z, q, n, rounds, more", MAXIMA)
+@pytest.mark.parametrize("z, q, n, rounds, more", [(2.0, 0.01, 60_000, 1000, 1), (0.8, 0.05, 5000, 100, 8)])
 def test_maxima_of_so_many_standard_deviations_more_than_the_mean(z, q, n, rounds, more):
     maximum, d = math.ceil(n * q + more * math.sqrt(n * q * (1 - q))), 2e-6
     event = from_truncated_subsampled_gaussian_mechanism(
@@ -210,14 +186,11 @@ def test_maxima_of_so_many_standard_deviations_more_than_the_mean(z, q, n, round
     assert epsilon(run, d) >= epsilon(of("poisson", "replace_null", z=z, q=q, n=n, rounds=rounds), d) * (1 - 1e-3)
 
 
-SWEPT = [  # of a random grid; the first took 23 GB and never ended
-    (0.53876, 0.010595, 30_000, 460, 1, 4.9e-9, 1e-3), (1.0, 1e-3, 10**6, 1100, 300, 1e-6, 4e-4),
-    (3.0, 0.05, 1000, 58, 10_000, 1e-6, 1e-3), (0.52345, 0.015622, 30_000, 555, 1, 2.7e-5, 1e-3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("z, q, n, maximum, rounds, d, h", SWEPT)
-def test_a_part_of_the_sweep_of_maxima(z, q, n, maximum, rounds, d, h, monkeypatch):
+@pytest.mark.parametrize(
+    "z, q, n, maximum, rounds, d, h",
+    [(0.53876, 0.010595, 30_000, 460, 1, 4.9e-9, 1e-3), (3.0, 0.05, 1000, 58, 10_000, 1e-6, 1e-3)],
+)
+def test_maxima_that_need_no_huge_grid(z, q, n, maximum, rounds, d, h, monkeypatch):
     cells, of_one = [], PoissonPair.cells
     monkeypatch.setattr(PoissonPair, "cells", lambda *args: cells.append(of_one(*args)) or cells[-1])
     found = epsilon(of("truncated_poisson", "replace_null", z=z, q=q, n=n, rounds=rounds, maximum=maximum), d)
@@ -230,7 +203,7 @@ def test_a_part_of_the_sweep_of_maxima(z, q, n, maximum, rounds, d, h, monkeypat
 
 def test_a_maximum_that_never_binds_costs_nothing():
     plain = epsilon(of("poisson", "replace_null", z=1.0, q=0.1, rounds=50), 1e-6)
-    for maximum in (999, 1000, 5000):
+    for maximum in (999, 5000):
         run = of("truncated_poisson", "replace_null", z=1.0, q=0.1, rounds=50, maximum=maximum)
         assert epsilon(run, 1e-6) == pytest.approx(plain, rel=1e-12)
 
@@ -238,7 +211,7 @@ def test_a_maximum_that_never_binds_costs_nothing():
 # A record of a Poisson sample replaced
 
 
-@pytest.mark.parametrize("z, q, rounds, h", [(1.0, 0.1, 30, 5e-4), (8.0, 0.5, 100, 1e-3), (0.6, 0.02, 5, 5e-4)])
+@pytest.mark.parametrize("z, q, rounds, h", [(1.0, 0.1, 30, 5e-4), (8.0, 0.5, 100, 1e-3)])
 def test_replacing_a_sampled_record_against_dp_accounting(z, q, rounds, h):
     for d in (1e-4, 1e-8):
         one = pld.privacy_loss_distribution.from_gaussian_mechanism(
@@ -272,15 +245,3 @@ def test_no_two_records_are_easier_to_tell_apart_than_opposite_ones():
         p, r = density(x), density(y)
         for e in (-1.0, -0.2, 0.0, 0.1, 0.5, 1.5):
             assert np.maximum(p - math.exp(e) * r, 0).sum() * cell <= bound(e) + 1e-9
-
-
-def test_replaced_records_compose_across_policies():
-    """Poisson, fixed size and full batches in one ledger, all for replacing a record."""
-    runs = [
-        of("poisson", "replace_one", rounds=30),
-        of("fixed_size", "replace_one", rounds=30),
-        of("all", "replace_one", q=1.0, z=40.0, rounds=3),
-    ]
-    together = epsilon(concatenate(runs), 1e-5)
-    assert max(epsilon(run, 1e-5) for run in runs) < together < sum(epsilon(run, 1e-5 / 3) for run in runs)
-    assert epsilon(Ledger("replace_one", dict(runs[0].rounds)), 1e-5) == epsilon(runs[0], 1e-5)

@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from dpexp.accounting import composition
 from dpexp.accounting.accountants import RdpAccountant, delta, epsilon, guarantee
 from dpexp.accounting.auditing import inverse_of
-from dpexp.accounting.composition import GaussianMechanism
+from dpexp.accounting.composition import GaussianMechanism, laplace_moments
 from dpexp.accounting.coverage import NAMES, accountants_for_noise
 from dpexp.accounting.dominating_pairs import LaplacePair, gaussian_above
 from dpexp.accounting.ledger import (
@@ -27,7 +27,6 @@ from dpexp.accounting.ledger import (
     read_ledger,
 )
 from dpexp.accounting.multiple_runs import ORDERS, rho, run_rdp
-from dpexp.accounting.rdp import laplace_moments
 from dpexp.accounting.releases import applicable_accountants
 from dpexp.accounting.risk import largest_advantage, risk
 from dpexp.accounting.tradeoff import type_two_errors

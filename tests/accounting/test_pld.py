@@ -5,9 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from scipy.optimize import brentq
 from scipy.stats import norm
-from test_accountants import ledger
+from test_accountants import exact_gaussian, ledger
 
 from dpexp.accounting import pld, pld_numerics
 from dpexp.accounting.accountants import delta, epsilon
@@ -26,8 +25,6 @@ def many(pairs):
     "z, q, rounds, d, h, width",
     [
         (1.0, 1e-4, 5000, 1e-11, 2e-5, 1.5),  # one lucky sample makes the tail
-        (1.0, 1e-4, 10, 1e-12, 2e-5, 1.5),
-        (1.0, 0.01, 1000, 1e-12, 2e-4, 9.0),
         (0.5, 1e-3, 100, 1e-12, 1e-4, 30.0),
         (3.0, 0.01, 100_000, 1e-12, 1e-4, 20.0),
         (2.0, 0.3, 3, 1e-9, 1e-4, 10.0),
@@ -40,30 +37,13 @@ def test_far_tails_against_extended_precision(z, q, rounds, d, h, width):
     assert delta(run, epsilon(run, d)) == pytest.approx(d, rel=1e-3)
 
 
-def test_a_million_rounds_at_a_trillionth():
-    """Rényi DP bounds from above, and the central limit lies within a little, at z = 3, q = 0.01."""
-    run = ledger(3.0, 0.01, 10**6)
-    assert epsilon(run, 1e-12) < 0.99 * epsilon(run, 1e-12, "rdp")
-    assert epsilon(run, 1e-12) == pytest.approx(epsilon(run, 1e-12, "gdp"), rel=0.02)
-
-
-def analytic_gaussian(mu, d):
-    """Balle & Wang 2018, theorem 8."""
-
-    def excess(e):
-        first, second = norm.logcdf(mu / 2 - e / mu), e + norm.logcdf(-mu / 2 - e / mu)
-        return first + math.log(-math.expm1(second - first)) - math.log(d)
-
-    return brentq(excess, 1e-9 * mu, mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / d)), xtol=1e-13)
-
-
 @pytest.mark.parametrize("mu", [1e-3, 1.0, 60.0])
-@pytest.mark.parametrize("d", [0.3, 1e-3, 1e-12, 1e-60])
+@pytest.mark.parametrize("d", [0.3, 1e-5, 1e-60])
 def test_the_gaussian_mechanism_at_every_delta(mu, d):
     """As one round, and as a thousand."""
     if norm.cdf(mu / 2) - norm.cdf(-mu / 2) <= d:
         return
-    exact = analytic_gaussian(mu, d)
+    exact = exact_gaussian(mu, d)
     for rounds in (1, 1000):
         composed = pld.ComposedLoss(
             [PoissonPair(math.sqrt(rounds) / mu, 1.0, 0.5)], np.array([float(rounds)]), GaussianMechanism(1e3)
@@ -120,10 +100,3 @@ def test_many_kinds_of_rounds_by_sums_and_by_transforms(monkeypatch):
     pairs, counts = [PoissonPair(z, q) for z, q in z_and_q], np.ones(60)
     by_transforms = pld.ComposedLoss(pairs, counts, GaussianMechanism(1e3)).epsilon(1e-6)
     assert by_sums == pytest.approx(by_transforms, rel=1e-6)
-
-
-def test_sampling_never_costs_more_than_none():
-    for z, q, rounds in [(8.0, 0.9, 50), (0.05, 0.999, 3), (1.0, 1 - 1e-9, 7)]:
-        sampled, full = ledger(z, q, rounds), ledger(z, 1.0, rounds)
-        assert all(epsilon(sampled, d) <= epsilon(full, d) for d in (1e-3, 1e-9))
-        assert delta(sampled, 1.0) <= delta(full, 1.0)

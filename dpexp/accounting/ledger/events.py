@@ -65,8 +65,8 @@ class SamplingEvent:
         n: the published number of records.
         maximum: only for `truncated_poisson`: the largest sample.
         epoch: only for `shuffle`: samples of the same epoch are disjoint.
-        parts, block: only for `cyclic_poisson`: the number of partitions, and the block of rounds that use the same
-            partitions in turn.
+        parts, block: only for `cyclic_poisson`: the number of partitions; and the first round, counted from 0, of those
+            that use the same partitions in turn, which is where a job was begun or resumed.
     """
 
     policy: str
@@ -171,46 +171,32 @@ SMOOTHING = 64  # t²
 
 @dataclass(frozen=True)
 class DiscreteSumQueryEvent:
-    """A sum query on integers with discrete Gaussian noise (Canonne, Kamath & Steinke 2020, arXiv 2004.00010).
+    """A sum query on integers with discrete Gaussian noise (Canonne, Kamath & Steinke 2020, arXiv 2004.00010), which
+    ledgers of earlier versions have: read and accounted, never written.
 
-    Integer vectors of squared L2 norm at most S² were summed. To each coordinate of the sum, an independent N with
-    P(N = k) ∝ e^(-k²/2σ²) was added.
-
-    *Claim.* Its privacy is that of the Gaussian sum query with the same S² and variance σ² - t², for any t² < σ², up to
-    a factor of e^(±dη) on all probabilities. Here d is the dimension, η = 2 artanh ρ, and
-    ρ = 2e^(-2π²t²) / (1 - e^(-6π²t²)). It holds for every sampling policy, adjacency and accountant. With t² = 64,
-    η < 10^-547, which changes no ε or δ in double precision.
-
-    *Proof.* Let the integer vector u be the sum. The Gaussian sum query releases X = u + N(0, σ² - t²). From X draw Y
-    with P(Y = k | X) = e^(-(k-X)²/2t²) / Z(X); this is post-processing, since it does not depend on u. By Poisson
-    summation, Z(X) = Σ_k e^(-(k-X)²/2t²) = √(2π) t (1 + 2 Σ_{m>=1} e^(-2π²t²m²) cos 2πmX), which is √(2π) t within a
-    factor of 1 ± ρ. If it were exactly √(2π) t, then P(Y = k) ∝ ∫ e^(-(x-u)²/2(σ²-t²)) e^(-(k-x)²/2t²) dx
-    ∝ e^(-(k-u)²/2σ²), so that Y - u would be the discrete Gaussian. It is therefore within a factor of (1 ± ρ)/(1 ∓ ρ)
-    of it, and coordinates are independent, so that the factors multiply. The bound holds for every sum u: mixing over
-    samples preserves it, and over adaptively chosen rounds the factors multiply. If all rounds together release M
-    numbers, what is (ε, δ)-DP with the Gaussian is (ε + 2Mη, e^(Mη) δ)-DP with the discrete Gaussian.
-
-    Attributes:
-        grid: the quantization step: the integers count multiples of it.
-        S2, sigma2: S² and σ², in units of grid².
+    Vectors of multiples of `grid` were summed, of squared L2 norm at most S2·grid². To each coordinate of the sum, an
+    independent N·grid with P(N = k) ∝ e^(-k²/2σ²), σ² = `sigma2`, was added. It costs no more than the Gaussian sum
+    query with the same S² and variance σ² - t², t² = 64: [proof](../mathematics.md#discrete-gaussian-noise).
     """
 
     group: str
     grid: float
     S2: int
     sigma2: int
+
     noise: ClassVar[str] = "discrete gaussian"
 
     def __post_init__(self) -> None:
+        owner = f"group {self.group!r}"
         _check_name("group", self.group)
-        _check_positive(f"group {self.group!r}", grid=self.grid)
+        _check_positive(owner, grid=self.grid)
         for name, value, least in (("S2", self.S2, 1), ("sigma2", self.sigma2, 2 * SMOOTHING)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"group {self.group!r}: {name}={value!r} must be a whole number of at least {least}.")
+                raise ConfigError(f"{owner}: {name}={value!r} must be a whole number of at least {least}.")
         if max(self.S2, self.sigma2) > min(self.S2, self.sigma2) * int(LARGEST_Z) ** 2:
             raise ConfigError(
-                f"group {self.group!r}: S2/sigma2={self.S2}/{self.sigma2} must lie between 1e-16 and 1e16, beyond "
-                "which accounting loses its digits."
+                f"{owner}: S2/sigma2={self.S2}/{self.sigma2} must lie between 1e-16 and 1e16, beyond which accounting "
+                "loses its digits."
             )
 
     @property
@@ -369,18 +355,23 @@ class Ledger:
         return sum(count for round_, count in self.rounds.items() if round_.one_time_query is None)
 
 
+def check_same(ledgers: Sequence[Ledger], subject: str, verb: str) -> None:
+    """Refuses ledgers of different adjacencies or privacy units."""
+    for name, kinds in (
+        ("adjacencies", {ledger.adjacency for ledger in ledgers}),
+        ("privacy units", {ledger.unit for ledger in ledgers}),
+    ):
+        if len(kinds) > 1:
+            raise ConfigError(f"{subject} for different {name} ({', '.join(sorted(kinds))}) cannot be {verb}.")
+
+
 def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
     """One ledger with the rounds of several runs on the same data.
 
     Raises:
         ConfigError: the ledgers have different adjacencies or privacy units.
     """
-    adjacencies = sorted({ledger.adjacency for ledger in ledgers})
-    if len(adjacencies) != 1:
-        raise ConfigError(f"ledgers for different adjacencies ({', '.join(adjacencies)}) cannot be composed.")
-    units = sorted({ledger.unit for ledger in ledgers})
-    if len(units) != 1:
-        raise ConfigError(f"ledgers for different privacy units ({', '.join(units)}) cannot be composed.")
+    check_same(ledgers, "ledgers", "composed")
     rounds: Counter[Round] = Counter()
     offset = 0
     for ledger in ledgers:
@@ -391,9 +382,11 @@ def concatenate(ledgers: Sequence[Ledger]) -> Ledger:
                     round_ = replace(round_, sampling=replace(round_.sampling, **{name: number + offset}))
             rounds[round_] += count
         offset = 1 + max((r.sampling.epoch or r.sampling.block or 0 for r in rounds), default=0)
-    reasons = [ledger.not_private_reason for ledger in ledgers if ledger.not_private_reason is not None]
-    lost = [ledger.lost for ledger in ledgers if ledger.lost is not None]
-    incomplete = any(ledger.incomplete for ledger in ledgers)
     return Ledger(
-        adjacencies[0], dict(rounds), incomplete, next(iter(reasons), None), ledgers[0].record, next(iter(lost), None)
+        ledgers[0].adjacency,
+        dict(rounds),
+        any(ledger.incomplete for ledger in ledgers),
+        next((ledger.not_private_reason for ledger in ledgers if ledger.not_private_reason is not None), None),
+        ledgers[0].record,
+        next((ledger.lost for ledger in ledgers if ledger.lost is not None), None),
     )

@@ -23,8 +23,7 @@ FORMAT = (
     "run shows is not covered by what its rounds cost. A record is an example, or what record says. An object "
     "with a spec describes one kind of round: how its "
     "sample was drawn, and the L2 bound S and the noise's standard deviation sigma of each sum that was released from "
-    "it; or, where sums are of whole multiples of grid and noise is a discrete Gaussian, S2 and sigma2, the squares "
-    "of both in units of grid squared; or a query of all records that is answered once, as before training, with its "
+    "it; or a query of all records that is answered once, as before training, with its "
     "noise, that noise's scale, and how far a record more or less (S) or another in its place (S_replaced) moves the "
     "answer; or under parts_by one such query of each of several disjoint parts. Where noise was correlated from round "
     "to round, bands are c: sigma y_t was added, with y_t = (Z_t - c_1 y_{t-1} - c_2 y_{t-2} - ...)/c_0 and "
@@ -135,11 +134,7 @@ def read_end(ledger: Path) -> dict[str, Any] | None:
 
 
 def missing(ledger: Path, end: Mapping[str, Any]) -> str | None:
-    """How the ledger differs from its end file; None if it does not.
-
-    Raises:
-        OSError: the ledger cannot be read.
-    """
+    """How the ledger differs from its end file; None if it does not."""
     with ledger.open("rb") as file:
         beginning = file.read(end["bytes"])
     if hashlib.sha256(beginning).hexdigest() == end["sha256"]:

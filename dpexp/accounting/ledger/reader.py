@@ -72,9 +72,7 @@ class Contents:
 
 
 def contents(path: Path) -> Contents:
-    """Raises:
-    ConfigError: as `read_ledger`.
-    """
+    """Raises as `read_ledger`."""
     end = read_end(path)
     try:
         lost = missing(path, end) if end else None
@@ -103,7 +101,7 @@ def _finished(read: Contents, lost: str | None, unverified: str) -> Contents:
 
 
 def _version_1(path: Path, header: dict[str, Any], file: Iterable[bytes]) -> Contents:
-    """{"round": spec} for a round; no line numbers, links or closing line. Equal lines are parsed once."""
+    """{"round": spec} for a round; no line numbers, links or closing line."""
     builder = _LedgerBuilder(path, header)
     lines = Counter(file)
     partial = any(not line.endswith(b"\n") for line in lines)
@@ -188,18 +186,14 @@ def _keys(entry: Any) -> list[str] | None:
     return sorted(entry) if isinstance(entry, dict) else None
 
 
-_COUNT_KEYS = {"microbatch": "k", "user": "most"}
-
-
-def _check_record(record: Any) -> dict[str, Any] | None:
-    """The privacy unit of a header, if it is valid."""
-    if record is None:
-        return None
-    kind = record.get("kind") if isinstance(record, dict) else None
-    count = record.get(_COUNT_KEYS[kind]) if isinstance(kind, str) and kind in _COUNT_KEYS else None
-    if count is None or not is_integer(count) or count < 1:
-        raise ConfigError(f"the header's record {record!r} is not understood.")
-    return dict(record)
+def _is_record(record: Any) -> bool:
+    """Whether a header's record is a privacy unit."""
+    match record:
+        case None:
+            return True
+        case {"kind": "microbatch", "k": count} | {"kind": "user", "most": count}:
+            return is_integer(count) and count >= 1
+    return False
 
 
 class _LedgerBuilder:
@@ -212,10 +206,8 @@ class _LedgerBuilder:
             )
         if not isinstance(header.get("not_private"), str | None):
             raise ConfigError(f"{path}: the header's not_private {header['not_private']!r} is not understood.")
-        try:
-            self._record = _check_record(header.get("record"))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        if not _is_record(header.get("record")):
+            raise ConfigError(f"{path}: the header's record {header['record']!r} is not understood.")
         self._header = header
         self._not_private: str | None = None  # found after the header was written
         self._specs: dict[int, Round] = {}
@@ -262,7 +254,7 @@ class _LedgerBuilder:
 
     def contents(self, incomplete: bool, chain: Chain | None = None) -> Contents:
         reason = self._header.get("not_private") or self._not_private
-        ledger = Ledger(self._header["adjacency"], dict(self._rounds), incomplete, reason, self._record)
+        ledger = Ledger(self._header["adjacency"], dict(self._rounds), incomplete, reason, self._header.get("record"))
         return Contents(ledger, self._header, self._specs, chain)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from dpexp.accounting.ledger.events import Ledger, Query, Round, SamplingEvent
@@ -26,23 +26,18 @@ except ImportError:  # Windows
 class LedgerWriter:
     """Appends rounds to the ledger file at `path` as they happen.
 
-    The sampler calls `sample`, the mechanisms call `query`, and `commit` writes the round to the file. If the process
-    stops, the file has every round whose `commit` has returned, and at most one more. `sync` protects against a power
-    failure.
-
-    The writing process locks the file. A forked child neither writes nor holds the lock.
+    If the process stops, the file has every round whose `commit` has returned, and at most one more. `sync` protects
+    against a power failure. The writing process locks the file. A forked child neither writes nor holds the lock.
 
     Args:
         planned: the sampling events of the plan, for the header, which has their policy, n and rates.
-        resume: continue the ledger at `path`. Otherwise `path` must not exist, or be the ledger of a run that ended
-            before its first round.
-        position: the `position` in the checkpoint of the run to resume. The ledger must begin with these bytes, and may
-            have more.
-        not_private_reason: why the run is not private, if so, for the header. A resumed run cannot remove it.
-        record: the privacy unit, for the header; None: one example.
+        resume: continue the ledger at `path`; otherwise it must be new, or of a run that ended before its first round.
+        position: the `position` in the checkpoint of the run to resume, with whose bytes the ledger must begin.
+        not_private_reason: why the run is not private, if so. A resumed run cannot remove it.
+        record: the privacy unit; None: one example.
 
     Raises:
-        ConfigError: the file exists, is written by another process, or cannot be written. With `resume`: it does not
+        ConfigError: the file exists, is written by another process, or cannot be written; or the one to resume does not
             exist, is damaged, lacks rounds of a rescued ledger, or belongs to another plan or run.
     """
 
@@ -60,7 +55,7 @@ class LedgerWriter:
         self._adjacency = adjacency
         self._not_private_reason = not_private_reason
         self._record = record
-        self._header = {"run": os.urandom(16).hex(), "adjacency": adjacency} | _record_key(record) | _planned(planned)
+        self._header = {"run": os.urandom(16).hex()} | _header(adjacency, record, planned)
         if not_private_reason is not None:
             self._header["not_private"] = not_private_reason
         self._chain = Chain()  # of the lines in the file
@@ -96,7 +91,6 @@ class LedgerWriter:
         _OPEN.add(self)
 
     def _refuse_used(self) -> None:
-        """Allows a closed ledger without rounds, of a run that was refused before its first round."""
         before = contents(self.path).ledger
         if before.rounds:
             raise ConfigError(f"ledger={self.path} already holds another run's rounds; name a new file.")
@@ -143,15 +137,11 @@ class LedgerWriter:
             )
         found, planned = before.header.get("sampling"), self._header.get("sampling")
         if before.ledger.adjacency != self._adjacency or (planned and found != planned):
-            raise ConfigError(
-                f"ledger={self.path} was begun for adjacency {before.ledger.adjacency} and sampling {found}, "
-                f"but the run that would continue it plans {self._adjacency} and {planned}."
+            self._refuse_plan(
+                f"for adjacency {before.ledger.adjacency} and sampling {found}", f"{self._adjacency} and {planned}"
             )
         if before.ledger.record != self._record:
-            raise ConfigError(
-                f"ledger={self.path} was begun with privacy_unit={before.ledger.record or 'example'}, but the run that "
-                f"would continue it plans {self._record or 'example'}."
-            )
+            self._refuse_plan(f"with privacy_unit={before.ledger.record or 'example'}", str(self._record or "example"))
         if self._not_private_reason is not None and before.ledger.not_private_reason is None:
             raise ConfigError(
                 f"ledger={self.path} was begun by a private run, but the one that would continue it is not "
@@ -174,6 +164,9 @@ class LedgerWriter:
         self._chain, self._written = before.chain, bytearray(written)
         self._not_private_reason, self._closed = before.ledger.not_private_reason, not before.ledger.incomplete
         os.ftruncate(self._file.fileno(), self._chain.size)
+
+    def _refuse_plan(self, begun: str, planned: str) -> NoReturn:
+        raise ConfigError(f"ledger={self.path} was begun {begun}, but the run that would continue it plans {planned}.")
 
     @property
     def ledger(self) -> Ledger:
@@ -218,11 +211,7 @@ class LedgerWriter:
         self._sampling = None
 
     def not_private(self, reason: str) -> None:
-        """Records that the rounds so far do not cover what the run shows. A resumed run cannot remove this.
-
-        Raises:
-            ConfigError: as `commit`.
-        """
+        """Records that the rounds so far do not cover what the run shows. Raises as `commit`."""
         chain = self._chain.copy()
         self._write(chain.not_private(reason), chain)
         self._not_private_reason, self._closed = self._not_private_reason or reason, False
@@ -249,8 +238,6 @@ class LedgerWriter:
             raise
 
     def _check_file(self) -> None:
-        """Refuses to continue if the file was deleted, replaced or changed. Its bytes are compared only if its
-        timestamps changed."""
         if self._file.closed:
             raise RuntimeError(
                 f"the ledger {self.path} is closed, or belongs to the process that this one was forked from."
@@ -292,11 +279,7 @@ class LedgerWriter:
         return f"its {rounds} rounds are in {path}"
 
     def sync(self) -> None:
-        """Compares every byte of the file, and flushes it to disk so that a power failure cannot lose it.
-
-        Raises:
-            ConfigError: as `commit`.
-        """
+        """Compares every byte of the file, and flushes it to disk. Raises as `commit`."""
         if self._file.closed:
             return
         self._times = None
@@ -308,13 +291,8 @@ class LedgerWriter:
         write_end(self.path, self.position)
 
     def close(self) -> None:
-        """Writes the closing line, unless the last line is one, and closes the file.
-
-        Warns if there is no room for the line.
-
-        Raises:
-            ConfigError: the file is no longer the one written so far, as for `commit`.
-        """
+        """Writes the closing line, unless the last line is one, and closes the file. Raises as `commit`; warns if there
+        is no room for the line."""
         if self._file.closed:
             return
         chain = self._chain.copy()
@@ -349,9 +327,9 @@ if hasattr(os, "register_at_fork"):
 def write_ledger(path: Path, ledger: Ledger) -> None:
     """Writes a whole ledger to a file, such as that of a plan."""
     chain = Chain()
-    planned = _planned(round_.sampling for round_ in ledger.rounds if round_.one_time_query is None)
+    planned = (round_.sampling for round_ in ledger.rounds if round_.one_time_query is None)
     with path.open("wb") as file:
-        file.write(chain.header({"adjacency": ledger.adjacency} | _record_key(ledger.record) | planned))
+        file.write(chain.header(_header(ledger.adjacency, ledger.record, planned)))
         for spec, (round_, count) in enumerate(ledger.rounds.items()):
             file.write(chain.spec(round_))
             file.writelines(chain.round(spec) for _ in range(count))
@@ -364,15 +342,12 @@ def _times(found: os.stat_result) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_ctime_ns
 
 
-def _record_key(record: Mapping[str, Any] | None) -> dict[str, object]:
-    return {} if record is None else {"record": record}
-
-
-def _planned(events: Iterable[SamplingEvent]) -> dict[str, object]:
-    """The header's sampling, if all rounds have the same policy and n."""
-    events = list(events)
+def _header(adjacency: str, record: Mapping[str, Any] | None, planned: Iterable[SamplingEvent]) -> dict[str, object]:
+    """The header, with the sampling if all rounds have the same policy and n."""
+    header: dict[str, object] = {"adjacency": adjacency} | ({} if record is None else {"record": record})
+    events = list(planned)
     policies = {(event.policy, event.n) for event in events}
-    if len(policies) != 1:
-        return {}
-    ((policy, n),) = policies
-    return {"sampling": {"policy": policy, "n": n, "q": sorted({event.q for event in events})}}
+    if len(policies) == 1:
+        ((policy, n),) = policies
+        header["sampling"] = {"policy": policy, "n": n, "q": sorted({event.q for event in events})}
+    return header

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.signal import correlate, lfilter
 
-from dpexp.accounting.rdp import Array
+from dpexp.accounting.composition import Array
 
 Plan = TypeVar("Plan")
 _LOG_OVERFLOW = 1e3  # above the logarithm of any float, but not so far above that line searches fail
