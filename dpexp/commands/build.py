@@ -21,21 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
-from dpexp.commands.validate import (
-    check,
-    noise_of,
-    privacy_unit_of,
-    sampling_of,
-    schedules_of,
-    target_of,
-    values_of,
-)
+from dpexp.commands.validate import check, privacy_unit_of, sampling_of, target_of, values_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.normalization import PrivateBatchNorm
 from dpexp.privacy.plan.allocation import Explicit
 from dpexp.privacy.plan.clipping import Joint, same_as_separate
 from dpexp.privacy.plan.make import Clipping, make_plan
-from dpexp.privacy.plan.options import AUTO, Noise, Target
+from dpexp.privacy.plan.options import AUTO, Noise, Schedules, Target
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing_methods import ClassCounts, PreprocessedModel, preprocessing_of
 from dpexp.privacy.private_metrics import BATCHNORM
@@ -58,7 +50,7 @@ def plan(cfg: DictConfig) -> PrivacyPlan:
 
 def plan_for(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
     """The privacy plan of a configuration that is known to be sound."""
-    return _plan(cfg, module, cfg.calibrate, noise_of(cfg), target_of(cfg))
+    return _plan(cfg, module, cfg.calibrate, Noise(**values_of(cfg.noise)), target_of(cfg))
 
 
 def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPlan:
@@ -66,7 +58,7 @@ def uncalibrated_plan(cfg: DictConfig, module: pl.LightningModule) -> PrivacyPla
     explicit = cfg.allocation._target_.endswith(".Explicit")
     for preprocessing in preprocessing_of(module).values():
         preprocessing.budget_share, preprocessing.noise_multiplier = None, 1.0
-    noise = noise_of(cfg)
+    noise = Noise(**values_of(cfg.noise))
     if noise.bands == AUTO:
         noise = replace(noise, bands=1)
     none = dict.fromkeys(("epsilon", "max_advantage", "max_tpr_at_fpr"))
@@ -84,7 +76,7 @@ def _plan(cfg: DictConfig, module: pl.LightningModule, calibrate: str, noise: No
         clipping=Clipping(**clipping, vectors=cfg.vectors),
         allocation=make("allocation", cfg.allocation),
         noise=noise,
-        schedules=schedules_of(cfg),
+        schedules=Schedules(**values_of(cfg.schedule)),
         private_metrics=_private_metrics(cfg, module),
         privacy_unit=privacy_unit_of(cfg),
         users=cfg.data.users,

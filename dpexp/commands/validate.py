@@ -31,11 +31,10 @@ def check(cfg: DictConfig) -> None:
     _check_objects(cfg)
     _check_single_values(cfg)
     _check_class_weights(cfg)
-    _check_augment(cfg.augment)
     _check_accountants(list(cfg.accountant.names))
-    check_delta(cfg.privacy.delta)
+    for delta in (cfg.privacy.delta, *(cfg.audit.deltas if cfg.audit else ())):
+        check_delta(delta)
     _check_privacy(cfg)
-    _check_audit(cfg)
     _check_budget(cfg)
 
 
@@ -48,10 +47,6 @@ def privacy_unit_of(cfg: DictConfig) -> Example:
     return make_privacy_unit(**values_of(cfg.privacy_unit))
 
 
-def noise_of(cfg: DictConfig) -> Noise:
-    return Noise(**values_of(cfg.noise))
-
-
 def target_of(cfg: DictConfig, **changes: Any) -> Target:
     """The target of a configuration; `changes` replace some of its values."""
     names = ("epsilon", "delta", "max_advantage", "max_tpr_at_fpr", "noise_multiplier")
@@ -61,10 +56,6 @@ def target_of(cfg: DictConfig, **changes: Any) -> Target:
 
 def sampling_of(cfg: DictConfig) -> Sampling:
     return Sampling(**values_of(cfg.sampling))
-
-
-def schedules_of(cfg: DictConfig) -> Schedules:
-    return Schedules(**values_of(cfg.schedule))
 
 
 def values_of(section: DictConfig) -> dict[str, Any]:
@@ -133,8 +124,9 @@ def _check_objects(cfg: DictConfig) -> None:
 
 
 def _check_single_values(cfg: DictConfig) -> None:
-    """Checks the values whose range depends on no other value."""
-    at_once, name = cfg.trainer.max_physical_batch_size, cfg.data.id
+    """Checks the values whose range depends on at most one other value."""
+    at_once, name, audit = cfg.trainer.max_physical_batch_size, cfg.data.id, cfg.audit
+    augmentation, views = (cfg.augment.get("_target_"), cfg.augment.get("multiplicity")) if cfg.augment else (None, 1)
     plain = name is None or (name == name.strip() and name.isprintable() and is_normalized("NFC", name))
     for key, holds, wanted in (
         ("diagnostics", cfg.diagnostics in ("none", "unsafe"), "is unknown; choose one of none, unsafe"),
@@ -151,6 +143,13 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("trainer.threads", cfg.trainer.threads is None or cfg.trainer.threads >= 1, "must be at least 1"),
         ("trainer.num_evaluations", cfg.trainer.num_evaluations >= 0, "must be at least 0"),
         ("trainer.num_workers", cfg.trainer.num_workers >= 0, "must be at least 0"),
+        ("augment.multiplicity", isinstance(views, int) and views >= 1,
+         "must be an integer of at least 1, the number of views of each record"),
+        ("augment.multiplicity", augmentation is not None or views == 1,
+         "with augment=none would repeat each record; choose flip_crop"),
+        ("audit.num_canaries", audit is None or audit.num_canaries >= 100, "must be at least 100"),
+        ("audit.confidence", audit is None or 0 < audit.confidence < 1, "must lie strictly between 0 and 1"),
+        ("privacy.enabled", audit is None or cfg.privacy.enabled, "has no claim for audit=dirac to test; set audit=null"),
     ):  # fmt: skip
         if not holds:
             value = OmegaConf.select(cfg, key)
@@ -181,32 +180,6 @@ def _check_class_weights(cfg: DictConfig) -> None:
         )
 
 
-def _check_augment(augment: DictConfig | None) -> None:
-    if not augment:
-        return
-    views = augment.get("multiplicity")
-    if not isinstance(views, int) or views < 1:
-        raise ConfigError(
-            f"augment.multiplicity={views} must be an integer of at least 1, the number of views of each record."
-        )
-    if augment.get("_target_") is None and views > 1:
-        raise ConfigError(f"augment.multiplicity={views} with augment=none would repeat each record; choose flip_crop.")
-
-
-def _check_audit(cfg: DictConfig) -> None:
-    audit = cfg.audit
-    if audit is None:
-        return
-    if audit.num_canaries < 100:
-        raise ConfigError(f"audit.num_canaries={audit.num_canaries} must be at least 100.")
-    if not 0 < audit.confidence < 1:
-        raise ConfigError(f"audit.confidence={audit.confidence} must lie strictly between 0 and 1.")
-    for delta in audit.deltas:
-        check_delta(delta)
-    if not cfg.privacy.enabled:
-        raise ConfigError("audit=dirac tests a claim, and with privacy.enabled=false there is none; set audit=null.")
-
-
 def _check_accountants(names: list[str]) -> None:
     if not names:
         raise ConfigError(f"accountant.names={names} must be among {', '.join(NAMES)}; or [all].")
@@ -230,8 +203,8 @@ def _check_privacy(cfg: DictConfig) -> None:
     if allocation.startswith("dpexp."):  # another allocation may fix the noise itself
         target.check(cfg.calibrate, allocation.endswith(".Explicit"))
     check_covered(policy.name, adjacency, target.accountant)
-    noise_of(cfg).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
-    schedules = schedules_of(cfg)
+    Noise(**values_of(cfg.noise)).check(policy.name, cfg.calibrate, bool(target.given), cfg.sampling.partitions)
+    schedules = Schedules(**values_of(cfg.schedule))
     schedules.check(policy.name, cfg.calibrate)
     schedules.over(rounds)
 
