@@ -31,8 +31,8 @@ sweep.register_sweepers()
 # Imported when they are called: most need torch.
 FUNCTIONS = {
     "account": "dpexp.commands.account",
-    "evaluate": "dpexp.commands.use_model",
-    "predict": "dpexp.commands.use_model",
+    "evaluate": "dpexp.commands.saved_jobs",
+    "predict": "dpexp.commands.saved_jobs",
     "report": "dpexp.commands.report",
 }
 HELP = {"--help", "-h"}

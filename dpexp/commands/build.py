@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 import warnings
@@ -176,6 +177,14 @@ def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> N
         sections = {section: {**cfg[section]} for section in ("optimizer", "scheduler") if cfg[section]}
         values = [f"{section}.{key}={value}" for section, node in sections.items() for key, value in node.items()]
         raise ConfigError(f"optimizer or scheduler cannot be made of {', '.join(values)}: {error}.") from error
+
+
+def silence_lightning() -> None:
+    """Silences Lightning's advice, which is about the training loop."""
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"):
+        warnings.filterwarnings("ignore", f".*{words}.*")
 
 
 def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:

@@ -4,7 +4,6 @@ Hydra's own messages take several lines, and advise to add a misspelt group as a
 """
 
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -100,10 +99,6 @@ def check(arguments: Sequence[str]) -> None:
     """Refuses a flag or an override whose key or option does not exist, naming the nearest that does."""
     namespace = _parsed(arguments)
     if namespace.shell_completion:  # then install=bash and the like are no values
-        if sys.argv[0].endswith(".py"):
-            raise ConfigError(
-                'the shell completes the installed command, not python -m dpexp: eval "$(dpexp -sc install=bash)".'
-            )
         return
     if namespace.resolve and not namespace.cfg:
         raise ConfigError("--resolve needs --cfg job, which then shows every value resolved.")

@@ -1,31 +1,39 @@
-"""Finished and interrupted jobs: saving and loading a trained model, and resuming a training."""
+"""Finished and interrupted jobs: saving, loading and using a trained model, and resuming a training."""
 
+import math
 import os
 import shutil
 import warnings
+import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from dpexp.commands.build import module_of, spent_before
+from dpexp.commands.build import make, module_of, silence_lightning, spent_before
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
-from dpexp.training.classifier import Classifier
+from dpexp.reporting.terminal import console, print_metrics
+from dpexp.training.classifier import Classifier, scores_of
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_to_temporary_file, save_weights
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # Files of a job's folder:
 WEIGHTS, CARD, MLFLOW_MODEL, RESERVED = "weights.safetensors", "card.md", "mlflow_model", "weights.reserved"
@@ -46,12 +54,12 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
     Raises:
         ConfigError: there is no such run, or it saved no model.
     """
-    with located(run, uri) as folder:
-        cfg = configuration(folder)
-        return bare(restored(cfg, folder, trainer_of(cfg))).eval()
+    with _located(run, uri) as folder:
+        cfg = _configuration(folder)
+        return bare(_restored(cfg, folder, _trainer_of(cfg))).eval()
 
 
-def run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
+def _run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
     """The run and the options of a command line `RUN key=value …`; `known`: the keys of the options."""
     options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     runs = [argument for argument in arguments if "=" not in argument]
@@ -64,7 +72,7 @@ def run_and_options(command: str, arguments: Sequence[str], known: Collection[st
 
 
 @contextmanager
-def located(run: str | Path, uri: str | None) -> Iterator[Path]:
+def _located(run: str | Path, uri: str | None) -> Iterator[Path]:
     """A folder with the configuration and the weights of a run."""
     path = Path(run)
     if path.is_dir():
@@ -81,7 +89,7 @@ def located(run: str | Path, uri: str | None) -> Iterator[Path]:
         yield folder
 
 
-def configuration(folder: Path) -> DictConfig:
+def _configuration(folder: Path) -> DictConfig:
     """The configuration of a job's folder."""
     path = folder / "config.yaml"
     try:
@@ -93,7 +101,7 @@ def configuration(folder: Path) -> DictConfig:
     return cfg
 
 
-def trainer_of(cfg: DictConfig) -> pl.Trainer:
+def _trainer_of(cfg: DictConfig) -> pl.Trainer:
     """A Trainer that computes at the job's precision, on the CPU."""
     try:
         return pl.Trainer(
@@ -104,7 +112,7 @@ def trainer_of(cfg: DictConfig) -> pl.Trainer:
         raise ConfigError(f"trainer.precision={cfg.trainer.precision} is not available on the CPU: {error}") from error
 
 
-def restored(cfg: DictConfig, folder: Path, trainer: pl.Trainer) -> pl.LightningModule:
+def _restored(cfg: DictConfig, folder: Path, trainer: pl.Trainer) -> pl.LightningModule:
     """A job's module with the trained weights, at the precision of its training. Runs code: see `load`."""
     pl.seed_everything(cfg.seed, verbose=False)  # making a model may draw random numbers
     module = trainer.precision_plugin.convert_module(module_of(cfg, load_weights=False))
@@ -116,6 +124,90 @@ def restored(cfg: DictConfig, folder: Path, trainer: pl.Trainer) -> pl.Lightning
 def bare(module: pl.LightningModule) -> nn.Module:
     """The part of a LightningModule that predicts: a classifier's model, or the LightningModule itself."""
     return module.model if isinstance(module, Classifier) else module
+
+
+def evaluate(arguments: Sequence[str]) -> dict[str, float]:
+    """Prints and returns the metrics of the test set."""
+    run, options = _run_and_options("evaluate", arguments, ["uri"])
+    silence_lightning()
+    with _located(run, options.get("uri")) as folder:
+        cfg = _configuration(folder)
+        trainer = _trainer_of(cfg)
+        module = _restored(cfg, folder, trainer)
+    try:
+        found = trainer.test(module, datamodule=make("data.module", cfg.data.module), verbose=False)
+    except MisconfigurationException as error:
+        raise ConfigError(f"evaluate: {' '.join(str(error).split())}") from error
+    metrics = {name: value for part in found for name, value in part.items()}
+    print_metrics(metrics)
+    return metrics
+
+
+def predict(arguments: Sequence[str]) -> "DataFrame":
+    """Writes and returns the predictions, one row per input."""
+    from pandas import DataFrame
+
+    run, options = _run_and_options("predict", arguments, ["data", "out", "uri"])
+    if "data" not in options:
+        raise ConfigError("predict needs data=FILE: .npy, .npz, .pt or .csv.")
+    path, out = Path(options["data"]), options.get("out", "predictions.csv")
+    with _located(run, options.get("uri")) as folder:
+        cfg = _configuration(folder)
+        x = _inputs(path, cfg)
+        trainer = _trainer_of(cfg)
+        module = _restored(cfg, folder, trainer)
+    model, precision = bare(module).eval(), trainer.precision_plugin
+    try:
+        with torch.no_grad(), precision.forward_context():
+            outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(1000)])
+    except Exception as error:
+        raise ConfigError(f"data={path} of shape {tuple(x.shape)} does not fit the model: {error}") from error
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # NumPy has no bfloat16
+    if isinstance(module, Classifier):
+        probabilities = outputs.softmax(1)
+        table = DataFrame(
+            {"class": probabilities.argmax(1)} | {f"p_{k}": p for k, p in enumerate(probabilities.unbind(1))}
+        )
+    else:
+        table = DataFrame(outputs.reshape(len(outputs), -1).numpy())
+    try:
+        table.to_csv(out, index=False)
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be written ({error.strerror or error}).") from error
+    console.print(f"{len(table)} predictions: {out}", soft_wrap=True)
+    return table
+
+
+def _table(path: Path) -> np.ndarray:
+    """The rows of a CSV file, whose first line may hold names (0, 1, 2, … count as names)."""
+    from pandas import read_csv
+
+    first = read_csv(path, header=None, nrows=1)
+    names = not all(np.issubdtype(kind, np.number) for kind in first.dtypes)
+    named = names or [*first.iloc[0]] == [*range(first.shape[1])]
+    return read_csv(path, header=0 if named else None).to_numpy()
+
+
+def _inputs(path: Path, cfg: DictConfig) -> Tensor:
+    readers: dict[str, Any] = {
+        ".npy": lambda: np.load(path, allow_pickle=False),
+        ".npz": lambda: next(iter(np.load(path, allow_pickle=False).values())),
+        ".pt": lambda: torch.load(path, weights_only=True).numpy(),
+        ".csv": lambda: _table(path),
+    }
+    if path.suffix not in readers:
+        raise ConfigError(f"data={path} must be a file that ends in {', '.join(readers)}.")
+    try:
+        x = torch.as_tensor(np.asarray(readers[path.suffix]()))
+    except (OSError, ValueError, TypeError, AttributeError, StopIteration, zipfile.BadZipFile, RuntimeError) as error:
+        raise ConfigError(f"data={path} cannot be read: {' '.join(str(error).split())}") from error
+    if not x.dim() or not len(x):
+        raise ConfigError(f"data={path} holds no inputs.")
+    x = x.float() if x.is_floating_point() or path.suffix == ".csv" else x
+    shape = list(cfg.data.get("shape") or [])
+    if shape and x[0].numel() == math.prod(shape):
+        x = x.reshape(-1, *shape)
+    return x
 
 
 class SavedElsewhere(Exception):
@@ -190,7 +282,7 @@ def _example(data: pl.LightningDataModule) -> Tensor:
 
 def resume(arguments: Sequence[str]) -> list[str]:
     """Goes to the folder that the interrupted job of RUN was started in; the arguments of the job that continues it."""
-    run, options = run_and_options("resume", arguments, ["uri"])
+    run, options = _run_and_options("resume", arguments, ["uri"])
     folder = Path(run)
     if not folder.is_dir():
         from dpexp.tracking.read import output_of

@@ -27,6 +27,7 @@ from dpexp.commands.build import (
     plan_for,
     rounds_of,
     set_batch_size,
+    silence_lightning,
     uncalibrated_plan,
     weights_metadata,
 )
@@ -41,7 +42,7 @@ from dpexp.commands.saved_jobs import (
     rounds_done,
     save_model,
 )
-from dpexp.commands.trainer import callback_for, sentence, silence_lightning, trainer_for
+from dpexp.commands.trainer import callback_for, sentence, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan

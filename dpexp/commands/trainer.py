@@ -1,8 +1,6 @@
 """The Lightning Trainer of a job, which of its options are honoured, and which another setting replaces."""
 
 import inspect
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +26,27 @@ from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, W
 
 # Keys of `trainer` that are not Lightning's:
 OWN = ("max_physical_batch_size", "compile", "num_workers", "threads", "num_evaluations")
-_ROUNDS = "the plan determines the number of rounds; give sampling.steps or sampling.epochs"
-_SAMPLES = "sampling determines each round's sample, from all of the training set"
-REFUSED = {
-    "sync_batchnorm": "it mixes the records of all processes",
-    "use_distributed_sampler": _SAMPLES,
-    "logger": "choose tracking",
-    "callbacks": "choose callbacks, at the top level",
-    "fast_dev_run": "give debug=true",
-    "max_epochs": _ROUNDS,
-    "min_epochs": _ROUNDS,
-    "max_steps": _ROUNDS,
-    "min_steps": _ROUNDS,
-    "limit_train_batches": _SAMPLES,
-    "overfit_batches": _SAMPLES,
-    "reload_dataloaders_every_n_epochs": _SAMPLES,
-    "accumulate_grad_batches": "trainer.max_physical_batch_size splits a sample",
-    "check_val_every_n_epoch": "give trainer.num_evaluations",
-    "val_check_interval": "give trainer.num_evaluations",
-    "enable_checkpointing": "give checkpoint.every_n_rounds",
-    "default_root_dir": "give hydra.run.dir",
-    "profiler": "its counts and times depend on the size of each round's sample, which is private",
-    "barebones": "it would leave out the callback that makes training private",
-    "plugins": "give trainer.precision",
-    "model_registry": "give register",
-    "enable_autolog_hparams": "the whole configuration is logged",
-}
-
-
-def silence_lightning() -> None:
-    """Silences Lightning's advice, which is about the training loop."""
-    for name in ("pytorch_lightning", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"):
-        warnings.filterwarnings("ignore", f".*{words}.*")
+# Options of Lightning's Trainer that are refused -> what to give instead, or why
+_REFUSED = {
+    ("max_epochs", "min_epochs", "max_steps", "min_steps"):
+        "the plan determines the number of rounds; give sampling.steps or sampling.epochs",
+    ("use_distributed_sampler", "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"):
+        "sampling determines each round's sample, from all of the training set",
+    ("check_val_every_n_epoch", "val_check_interval"): "give trainer.num_evaluations",
+    ("sync_batchnorm",): "it mixes the records of all processes",
+    ("logger",): "choose tracking",
+    ("callbacks",): "choose callbacks, at the top level",
+    ("fast_dev_run",): "give debug=true",
+    ("accumulate_grad_batches",): "trainer.max_physical_batch_size splits a sample",
+    ("enable_checkpointing",): "give checkpoint.every_n_rounds",
+    ("default_root_dir",): "give hydra.run.dir",
+    ("profiler",): "its counts and times depend on the size of each round's sample, which is private",
+    ("barebones",): "it would leave out the callback that makes training private",
+    ("plugins",): "give trainer.precision",
+    ("model_registry",): "give register",
+    ("enable_autolog_hparams",): "the whole configuration is logged",
+}  # fmt: skip
+REFUSED = {name: why for names, why in _REFUSED.items() for name in names}
 
 
 def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCallback:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import dpexp
-from dpexp.commands.use_model import evaluate, predict
+from dpexp.commands.saved_jobs import evaluate, predict
 from dpexp.errors import ConfigError
 from dpexp.tracking.registered_model import description
 from dpexp.training.data import Digits

@@ -23,7 +23,7 @@ from dpexp.accounting.dominating_pairs import gaussian_above
 from dpexp.accounting.ledger import LedgerWriter, ParallelQueryEvent, read_ledger, write_ledger
 from dpexp.accounting.risk import Epsilon, MaxAdvantage, MaxTpr, largest_advantage, largest_tpr
 from dpexp.commands.account import account
-from dpexp.commands.use_model import predict
+from dpexp.commands.saved_jobs import predict
 from dpexp.errors import ConfigError
 from dpexp.privacy.noise.continuous import add_laplace
 from dpexp.privacy.noise.randomness import KeyStream
