@@ -149,7 +149,8 @@ def _check_single_values(cfg: DictConfig) -> None:
          "with augment=none would repeat each record; choose flip_crop"),
         ("audit.num_canaries", audit is None or audit.num_canaries >= 100, "must be at least 100"),
         ("audit.confidence", audit is None or 0 < audit.confidence < 1, "must lie strictly between 0 and 1"),
-        ("privacy.enabled", audit is None or cfg.privacy.enabled, "leaves audit=dirac no claim to test; set audit=null"),
+        ("privacy.enabled", audit is None or cfg.privacy.enabled,
+         "leaves audit=dirac no claim to test; set audit=null"),
     ):  # fmt: skip
         if not holds:
             value = OmegaConf.select(cfg, key)
