@@ -1,20 +1,8 @@
 """Computes (ε, δ) of a ledger. Reads nothing but the ledger.
 
-First each round is reduced to one Gaussian sum query (paper, equation 1), and equal rounds are counted.
-
-| name | accountant |
-|---|---|
-| `pld` | privacy loss distributions, the tightest |
-| `rdp` | Rényi DP at the best real order (for `fixed_size`: integer orders, Wang, Balle & Kasiviswanathan 2018) |
-| `moments` | Abadi et al. 2016: integer moments λ <= 32 and their conversion |
-| `strong` | Kairouz, Oh & Viswanath 2015, with amplification by sampling |
-| `basic` | sequential composition |
-| `gdp` | Gaussian DP's central limit: an approximation, which may lie below the true ε |
-
-`dpexp.accounting.coverage` states what each one covers, and whether it is a bound. They refuse everything else.
-
-One-time queries on all records are composed with the rounds: Gaussian queries as full batches, Laplace queries by their
-own privacy losses and moments, or as ε-DP mechanisms.
+First each round is reduced to one Gaussian sum query (paper, equation 1), and equal rounds are counted. One-time
+queries on all records are composed with them: Gaussian queries as full batches, Laplace queries by their own privacy
+losses and moments, or as ε-DP mechanisms. `dpexp.accounting.coverage` states what each accountant covers.
 """
 
 import math
@@ -103,10 +91,8 @@ class MomentsAccountant:
 
 
 class FixedSizeRdpAccountant:
-    """Rényi DP of rounds with samples of fixed size, among others.
-
-    dp-accounting's bound for these holds for any mechanism, and may be above that without sampling.
-    """
+    """Rényi DP of rounds with samples of fixed size, among others, at integer orders (Wang, Balle & Kasiviswanathan
+    2018). That bound holds for any mechanism, and may be above that without sampling."""
 
     def __init__(self, counts: Mapping[Release, int]) -> None:
         self._total = sum(count * fixed_size_rdp(release) for release, count in counts.items())
@@ -150,8 +136,8 @@ def _pair(release: Release) -> Pair:
 
 
 def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
-    """PLD accounting. Full batches, and rounds that sampling hardly amplifies, are together one Gaussian release. For
-    hundreds of millions of rounds no grid is fine enough, and Rényi DP is tighter."""
+    """Full batches, and rounds that sampling hardly amplifies, are together one Gaussian release. For hundreds of
+    millions of rounds no grid is fine enough, and Rényi DP is tighter."""
     # If nulling a record lets another one into a full sample, a sum moves by up to 2S.
     z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in counts])
     times = np.array([float(count) for count in counts.values()])
@@ -186,14 +172,9 @@ _BY_ARRAYS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
 def guarantee(ledger: Ledger, accountant: str = "pld", use_cache: bool = True) -> Guarantee:
     """The privacy of a ledger, which must not be empty, by an accountant.
 
-    Args:
-        use_cache: False recomputes: the last digits of a cached `pld` result depend on earlier calls, and calibration
-            must be reproducible.
-
-    Raises:
-        ConfigError: the accountant is unknown, or does not cover the ledger's sampling, adjacency or noise.
+    Without `use_cache` it is recomputed: the last digits of a cached `pld` depend on earlier calls, and calibration
+    must be reproducible. Raises as `epsilon`.
     """
-    check_names([accountant])
     found = _guarantee(tuple(releases(ledger, accountant).items()), accountant)
     return found.without_cache() if not use_cache and isinstance(found, ComposedLoss) else found
 

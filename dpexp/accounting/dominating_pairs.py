@@ -12,7 +12,7 @@ to each mass.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri_exp
@@ -48,8 +48,45 @@ class Cells(NamedTuple):
         return edges
 
 
+_MAX_U = 38.0  # standard deviations, beyond which normal mass is below 1e-300
+
+
+class Pair:
+    """A dominating pair P against Q."""
+
+    @property
+    def reverse(self) -> "Pair":
+        """Q against P."""
+        return self
+
+    @property
+    def max_loss(self) -> float:
+        """An upper bound on the loss."""
+        return math.inf
+
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        """The loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss.
+
+        Args:
+            h: the step of the grid.
+            lowest: losses below it may be rounded up to it.
+            log_tail: logarithm of a mass at each end whose losses may be merged.
+            top: losses above it may count as infinite.
+        """
+        cells = self.cells(h, lowest, log_tail, top)
+        return cells.first, cells.spread(h), cells.beyond
+
+    def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
+        raise NotImplementedError
+
+    def points(self, step: float) -> tuple[Array, Array]:
+        """Losses at intervals of `step` standard deviations of the noise, and the logarithms of their masses by the
+        trapezoidal rule: for estimates, not for bounds."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class LaplacePair:
+class LaplacePair(Pair):
     """A query with Laplace noise on all records, whose answer moves by ε₀ = `pure` scales of the noise in L1 norm.
 
     P = Lap(0, 1) against Q = Lap(ε₀, 1). The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and has the density
@@ -62,18 +99,10 @@ class LaplacePair:
     pure: float  # ε₀
 
     @property
-    def reverse(self) -> "LaplacePair":
-        return self
-
-    @property
     def max_loss(self) -> float:
         return self.pure
 
-    def discretized(self, h: float, lowest: float, log_tail: float, top: float = np.inf) -> tuple[int, Array, float]:
-        cells = self.cells(h, lowest)
-        return cells.first, cells.spread(h), 0.0
-
-    def cells(self, h: float, lowest: float) -> Cells:
+    def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
         e = self.pure
         last = int(np.floor(e / h)) + 1
         first = min(int(np.floor(max(-e, lowest) / h)), last - 1)
@@ -118,37 +147,8 @@ def pure_below(mu: float) -> float:
     return float(log_ndtr(mu / 2) - log_ndtr(-mu / 2))
 
 
-_MAX_U = 38.0  # standard deviations, beyond which normal mass is below 1e-300
-
-
-class Pair(Protocol):
-    """A dominating pair P against Q."""
-
-    @property
-    def reverse(self) -> "Pair":
-        """Q against P."""
-
-    @property
-    def max_loss(self) -> float:
-        """An upper bound on the loss; possibly infinite."""
-
-    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
-        """The loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss.
-
-        Args:
-            h: the step of the grid.
-            lowest: losses below it may be rounded up to it.
-            log_tail: logarithm of a mass at each end whose losses may be merged.
-            top: losses above it may count as infinite.
-        """
-
-    def points(self, step: float) -> tuple[Array, Array]:
-        """Losses at intervals of `step` standard deviations of the noise, and the logarithms of their masses by the
-        trapezoidal rule: for estimates, not for bounds."""
-
-
 @dataclass(frozen=True)
-class PoissonPair:
+class PoissonPair(Pair):
     """P = (1-q) N(0, z²) + q N(a, z²) against Q = (1-q) N(0, z²) + q N(a-1, z²), in units of the sensitivity.
 
     a = 1: a record of a Poisson sample is removed, or replaced with null. a = 0: a record is added (Zhu, Dong & Wang
@@ -167,10 +167,6 @@ class PoissonPair:
     @property
     def max_loss(self) -> float:
         return -math.log1p(-self.q) if self.a == 0 else math.inf
-
-    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
-        cells = self.cells(h, lowest, log_tail, top)
-        return cells.first, cells.spread(h), cells.beyond
 
     def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
         z, q, a = self.z, self.q, self.a
@@ -241,7 +237,7 @@ class PoissonPair:
 
 
 @dataclass(frozen=True)
-class FixedSizePair:
+class FixedSizePair(Pair):
     """A record of a sample of fixed size is replaced, with sensitivity 2S.
 
     For α >= 1 the divergence is that of (1-q)Q + qP against Q, with P = N(1, z²) and Q = N(0, z²) (Balle, Barthe &
@@ -252,14 +248,6 @@ class FixedSizePair:
 
     z: float
     q: float
-
-    @property
-    def reverse(self) -> "FixedSizePair":
-        return self
-
-    @property
-    def max_loss(self) -> float:
-        return math.inf
 
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
         removed = PoissonPair(self.z, self.q, 1.0).cells(h, -h, log_tail, max(top, h))
@@ -283,7 +271,7 @@ class FixedSizePair:
 
 
 @dataclass(frozen=True)
-class TruncatedPoissonPair:
+class TruncatedPoissonPair(Pair):
     """A record of a Poisson sample, truncated to at most `maximum` of n records, is replaced with null.
 
     With probability p the other records already fill the sample. Nulling the record may then let another one in, which

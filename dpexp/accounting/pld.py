@@ -2,9 +2,8 @@
 
 The characteristic function of a sum of losses is the product of theirs (Koskela et al. 2020, arXiv 1906.03049). The
 rounding errors of a Fourier transform are relative to the largest mass, while δ is the mass of a tail. Therefore each
-round's masses m(L) are tilted before the transform: multiplied by e^(θL)/M, with M = Σ m(L) e^(θL). The composed masses
-are multiplied by e^(-θL) ΠM afterwards. If θ is such that the mean of the tilted loss is ε, the tail is where the
-masses are largest. Any θ gives a bound, and a good θ a tight one.
+round's masses m(L) are multiplied by e^(θL)/M first, with M = Σ m(L) e^(θL), and the composed masses by e^(-θL) ΠM
+afterwards. Any θ gives a bound, and one for which the mean of the tilted loss is ε a tight one.
 """
 
 import math

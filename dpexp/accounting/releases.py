@@ -27,8 +27,7 @@ class Release:
         q: the sampling rate; 1: no amplification by sampling.
         policy: poisson (a record is removed, added or nulled), poisson_replaced, truncated_poisson, fixed_size; or
             laplace: a query on all records with Laplace noise, which is 1/z-DP.
-        n: only for truncated_poisson and fixed_size: the number of records.
-        maximum: only for truncated_poisson: the largest sample.
+        n, maximum: for truncated_poisson and fixed_size the number of records, for the former the largest sample.
     """
 
     z: float
@@ -166,7 +165,7 @@ def applicable_accountants(ledger: Ledger) -> list[str]:
 
 
 def unamplified(ledger: Ledger) -> str | None:
-    """A message on the rounds with sampling whose noise is too small for amplification; None if there are none."""
+    """A message on rounds with sampling whose noise is too small for amplification, if any."""
     found = {r: count for r, count in releases(ledger).items() if r.q < 1 and r.z < MIN_AMPLIFIED_Z}
     if not found:
         return None

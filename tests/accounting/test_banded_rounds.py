@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
-from test_accountants import exact_gaussian
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import (
@@ -16,8 +15,6 @@ from dpexp.accounting.ledger import (
     SamplingEvent,
     SumQueryEvent,
     concatenate,
-    read_ledger,
-    write_ledger,
 )
 from dpexp.accounting.releases import Release, releases
 from dpexp.errors import ConfigError
@@ -41,7 +38,7 @@ def poisson(z, q, rounds):
     return Ledger("add_remove", {Round(SamplingEvent("poisson", q, N), (SumQueryEvent("all", 1.0, z),)): rounds})
 
 
-@pytest.mark.parametrize("rounds", [1, 4, 5, 37, 40])
+@pytest.mark.parametrize("rounds", [1, 5, 40])
 def test_a_block_costs_as_many_poisson_rounds_as_its_largest_partition(rounds):
     accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
     event = dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(1.3))
@@ -49,12 +46,6 @@ def test_a_block_costs_as_many_poisson_rounds_as_its_largest_partition(rounds):
     found = epsilon(Ledger("add_remove", {round_(1.3): rounds}), 1e-5)
     assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=2e-3)
     assert found >= accountant.get_epsilon(1e-5) * 0.9995
-
-
-def test_full_partitions_are_gaussian_mechanisms():
-    """qb = 1: each record is in one round of four, for certain."""
-    found = epsilon(Ledger("add_remove", {round_(2.0, q=0.25): 10}), 1e-5)
-    assert found == pytest.approx(exact_gaussian(math.sqrt(3) / 2, 1e-5), rel=1e-9)
 
 
 def test_the_column_norm_is_the_ledgers():
@@ -105,26 +96,11 @@ def test_runs_on_the_same_data_share_no_block():
     ]
 
 
-def test_what_is_written_is_read_again(tmp_path, read_lines):
-    run = Ledger("add_remove", {round_(block=0): 5, round_(block=5): 3})
-    write_ledger(tmp_path / "ledger.jsonl", run)
-    assert read_ledger(tmp_path / "ledger.jsonl") == run
-    spec = read_lines(tmp_path / "ledger.jsonl")[1]
-    assert spec["sampling"] == {"policy": "cyclic_poisson", "q": 0.05, "n": N, "parts": 4, "block": 0}
-    assert spec["queries"] == [{"group": "all", "S": 1.0, "sigma": 1.0, "bands": [0.5] * 4}]
-    write_ledger(tmp_path / "plain.jsonl", poisson(1.0, 0.1, 1))
-    assert read_lines(tmp_path / "plain.jsonl")[1]["queries"] == [{"group": "all", "S": 1.0, "sigma": 1.0}]
-
-
 @pytest.mark.parametrize(
     "event, message",
     [
         ({"policy": "poisson", "q": 0.1}, "choose sampling=cyclic_poisson with at least 4 partitions"),
-        ({"policy": "all", "q": 1.0}, "unlike sampling=full_batch with 1 partition;"),
-        (
-            {"policy": "cyclic_poisson", "q": 0.1, "parts": 3, "block": 0},
-            "unlike sampling=cyclic_poisson with 3 partitions;",
-        ),
+        ({"policy": "cyclic_poisson", "q": 0.1, "parts": 3, "block": 0}, "unlike sampling=cyclic_poisson with 3 part"),
     ],
 )
 def test_noise_that_reaches_a_records_next_round_is_refused(event, message):
@@ -137,14 +113,8 @@ def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
     """A group that pauses would have its columns closer to one another than a record's rounds are; bands that change
     are no longer a column's."""
     both = (*round_().queries, SumQueryEvent("other", 1.0, 1.0, bands=bands(4)))
-    for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6))):
+    for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6)), round_(parts=5, c=(1.0,)), round_(q=0.06)):
         with pytest.raises(ConfigError, match="block 0 have different rates, numbers of partitions or bands"):
-            epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
-
-
-def test_a_block_of_different_partitions_is_refused():
-    for other in (round_(parts=5, c=(1.0,)), round_(q=0.06, c=(1.0,))):
-        with pytest.raises(ConfigError, match="block 0 have different rates"):
             epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
 
 

@@ -1,6 +1,7 @@
 """The solved knob spends the target and no more."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ from test_accountants import directly, ledger
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.calibration import solve
-from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.risk import Epsilon
 from dpexp.errors import ConfigError
 
@@ -17,23 +17,19 @@ from dpexp.errors import ConfigError
 def test_random_targets_by_each_accountant():
     """Trap 7: a search that returns more ε than was asked for. Every trace is that of the search."""
     random = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(6):
         q, rounds = 10 ** random.uniform(-3, -0.3), int(10 ** random.uniform(0, 4))
         target, delta = 10 ** random.uniform(-1, 1.5), 10 ** random.uniform(-8, -4)
         for accountant in ("pld", "rdp"):
-            solved = solve(
-                "noise_multiplier",
-                lambda z, q=q, rounds=rounds: ledger(z, q, rounds),
-                Epsilon(target, delta),
-                accountant,
-                start=1.0,
-            )
+            at = partial(ledger, q=q, rounds=rounds)
+            solved = solve("noise_multiplier", at, Epsilon(target, delta), accountant, start=1.0)
             cost = epsilon(ledger(solved.value, q, rounds), delta, accountant)
             assert target * (1 - 1e-3) <= cost <= target, (q, rounds, target, delta, accountant)
             assert (solved.value, solved.cost) in solved.trace and solved.cost == cost
 
 
 CALIBRATABLE = {
+    "noise_multiplier": lambda z: ledger(z, 0.01, 1000),
     "sampling_rate": lambda q: ledger(4 * q / 0.01, q, 1000),
     "sampling_rate_at_fixed_noise": lambda q: ledger(1.0, q, 1000),
     "clip_norm": lambda scale: ledger(4 / scale, 0.01, 1000),
@@ -41,13 +37,15 @@ CALIBRATABLE = {
 
 
 @pytest.mark.parametrize("knob", CALIBRATABLE)
-@pytest.mark.parametrize("target", [0.5, 8.0])
-def test_every_knob(knob, target):
-    solved = solve(
-        knob, CALIBRATABLE[knob], Epsilon(target, 1e-5), start=0.02 if knob.startswith("sampling_rate") else 1.0
-    )
+def test_every_knob(knob):
+    """By dp-accounting for the noise."""
+    start, target = 0.02 if knob.startswith("sampling_rate") else 1.0, 2.0
+    solved = solve(knob, CALIBRATABLE[knob], Epsilon(target, 1e-5), start=start)
     assert target * (1 - 1e-3) <= epsilon(CALIBRATABLE[knob](solved.value), 1e-5) <= target
-    better = solved.value * (0.99 if knob == "sampling_rate" else 1.01)
+    if knob == "noise_multiplier":
+        cost = directly(solved.value, 0.01, 1000, 1e-5, pld.PLDAccountant(value_discretization_interval=2e-5))
+        assert cost == pytest.approx(2.0, rel=1.1e-3)
+    better = solved.value * (0.99 if knob in ("sampling_rate", "noise_multiplier") else 1.01)
     assert epsilon(CALIBRATABLE[knob](better), 1e-5) > target, "the next better value would cost more"
 
 
@@ -71,35 +69,18 @@ def test_q_comes_from_above_where_epsilon_is_not_monotone():
     assert all(epsilon(at(q), 1e-5) <= 1.0 for q in np.geomspace(solved.value, 1, 20))
 
 
-def test_the_solved_noise_by_dp_accounting():
-    solved = solve("noise_multiplier", lambda z: ledger(z, 0.01, 1000), Epsilon(2.0, 1e-5), start=1.0)
-    cost = directly(solved.value, 0.01, 1000, 1e-5, pld.PLDAccountant(value_discretization_interval=2e-5))
-    assert cost == pytest.approx(2.0, rel=1.1e-3)
-
-
 @pytest.mark.parametrize(
     "knob, at, target, message",
     [
-        (
-            "noise_multiplier",
-            lambda z: ledger(z, 1.0, 1000),
-            1e-9,
-            "cannot be reached.*the best is ε=.*noise_multiplier=1\\.049e",
-        ),
+        ("noise_multiplier", lambda z: ledger(z, 1.0, 1000), 1e-9, "cannot be reached.*ε=.*noise_multiplier=1\\.049e"),
         ("sampling_rate", lambda q: ledger(0.5 * q, q, 1000), 1.0, "the best is ε=.*at sampling_rate=1;"),
-        ("sampling_rate_at_fixed_noise", lambda q: ledger(0.3, max(q, 0.5), 1000), 1.0, "the best is ε="),
         ("steps", lambda steps: ledger(0.3, 0.5, int(steps)), 1.0, "the best is ε=.*at steps=1;"),
+        ("steps", lambda steps: ledger(1.0, 0.1, int(steps)), math.nan, r"privacy\.epsilon=nan"),
     ],
 )
 def test_an_unreachable_target_says_what_is_reachable(knob, at, target, message):
     with pytest.raises(ConfigError, match=message):
         solve(knob, at, Epsilon(target, 1e-12), "rdp", start=0.1 if knob.startswith("sampling_rate") else 10)
-
-
-@pytest.mark.parametrize("target", [0, -1, math.inf, math.nan])
-def test_a_target_must_be_a_number(target):
-    with pytest.raises(ConfigError, match=r"privacy\.epsilon"):
-        solve("noise_multiplier", lambda z: ledger(z, 0.1, 1), Epsilon(target, 1e-5), start=1.0)
 
 
 def test_an_affordable_end_of_the_range_is_taken():
@@ -110,4 +91,3 @@ def test_an_affordable_end_of_the_range_is_taken():
     assert solved.value == pytest.approx(1e-3)
     solved = solve("sampling_rate_at_fixed_noise", lambda q: ledger(1000.0, q, 10), Epsilon(5.0, 1e-5), start=0.01)
     assert solved.value == 1.0
-    assert isinstance(ledger(1.0, 1.0, 1), Ledger)

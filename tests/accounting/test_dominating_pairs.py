@@ -16,7 +16,7 @@ from scipy.stats import norm
 from test_accountants import exact_gaussian, of
 
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair, TruncatedPoissonPair
+from dpexp.accounting.dominating_pairs import FixedSizePair, PoissonPair
 
 SIZES = list(itertools.product((0.3, 6.0), (0.01, 0.95)))
 
@@ -65,17 +65,6 @@ def test_a_sampled_pair_is_its_integral(z, q, a):
     for e in (-0.5, -0.003, 0.0, 0.004, 0.2, 1.0):
         exact = hockey_stick(z, mixture(q, a), mixture(q, a - 1), math.exp(e))
         assert exact - 1e-13 <= found(e) <= exact * (1 + 1e-3) + 1e-6
-
-
-@pytest.mark.parametrize("z, q", SIZES)
-def test_a_discretised_loss_keeps_both_masses(z, q):
-    """P's, and Q's = E[e^-L], but for what is rounded up."""
-    pairs = [PoissonPair(z, q, 1.0), PoissonPair(z, q, 0.0), PoissonPair(z, q, 0.5), FixedSizePair(z, q)]
-    for pair in [*pairs, TruncatedPoissonPair(z, q, 1000, round(1000 * q) + 1)]:
-        start, mass, infinite = pair.discretized(2e-3, -math.inf, -70.0)
-        losses = 2e-3 * (start + np.arange(len(mass)))
-        assert mass.sum() + infinite == pytest.approx(1, abs=1e-9) and mass.min() >= 0
-        assert mass @ np.exp(-losses) == pytest.approx(1, abs=1e-9)
 
 
 def exact_cell(z, q, a, lower, upper):

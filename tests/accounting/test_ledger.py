@@ -1,8 +1,6 @@
 """Ledgers as they are written, read, resumed and concatenated."""
 
 import json
-import math
-import time
 
 import pytest
 
@@ -74,15 +72,6 @@ def test_resuming_continues_the_same_ledger(tmp_path, end):
     assert path.read_text().count('"spec"') == 2 and path.read_text().count('"sha256"') == 2 + (end == "closed")
 
 
-def test_a_damaged_ledger_is_not_continued(tmp_path):
-    path = tmp_path / "l.jsonl"
-    lines = closed(path)
-    path.write_bytes(b"".join(lines[:2] + lines[3:]))
-    with pytest.raises(ConfigError, match="line 3 has the line number 4"):
-        LedgerWriter(path, resume=True)
-    assert path.read_bytes() == b"".join(lines[:2] + lines[3:])
-
-
 def test_two_runs_never_share_a_ledger(tmp_path):
     write(tmp_path / "l.jsonl", 1)
     with pytest.raises(ConfigError, match="already holds"):
@@ -92,32 +81,14 @@ def test_two_runs_never_share_a_ledger(tmp_path):
     assert not (tmp_path / "other.jsonl").exists()
 
 
-@pytest.mark.parametrize("S, sigma", [(0, 1), (-1, 1), (1, 0), (math.inf, 1), (1, math.nan)])
-def test_a_query_needs_positive_numbers(S, sigma):
-    with pytest.raises(ConfigError, match="all"):
-        SumQueryEvent("all", S, sigma)
-
-
-@pytest.mark.parametrize("policy, q", [("fixed_size", 0.123), ("shuffle", 1e-9)])
-def test_a_batch_must_be_whole(policy, q):
+def test_a_batch_must_be_whole():
     with pytest.raises(ConfigError, match="must be a whole number of records"):
-        SamplingEvent(policy, q, 10, epoch=0 if policy == "shuffle" else None)
+        SamplingEvent("shuffle", 0.123, 10, epoch=0)
 
 
 def test_equation_1_reduces_a_round_to_one_query():
     round_ = Round(SAMPLING, (SumQueryEvent("a", 3.0, 6.0), SumQueryEvent("b", 1.0, 1.0)))
     assert round_.noise_multiplier == pytest.approx((0.25 + 1) ** -0.5, rel=1e-15)
-
-
-def test_many_rounds_are_small_and_quickly_read(tmp_path):
-    path = tmp_path / "l.jsonl"
-    four = tuple(SumQueryEvent(f"group{i}", 1.0, 4.0) for i in range(4))
-    many = Ledger("add_remove", {Round(SAMPLING, four): 100_000, Round(SAMPLING, four[:3]): 100_000})
-    write_ledger(path, many)
-    assert path.stat().st_size <= 4_000_000
-    started = time.process_time()
-    assert read_ledger(path) == many
-    assert time.process_time() - started <= 2
 
 
 def without_links(path):
@@ -139,11 +110,9 @@ def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):
     (planned, *rest), (happened, *others) = (without_links(tmp_path / f"{name}.jsonl") for name in ("plan", "run"))
     assert len(int(happened.pop("run"), 16).to_bytes(16)) == 16 and planned == happened and rest == others
     mixed = {Round(SAMPLING, ALL): 2, Round(SamplingEvent("shuffle", 0.5, 10, epoch=0), ALL): 1}
-    for ledger in (Ledger("replace_null", mixed), Ledger("add_remove", {})):
+    for ledger in (Ledger("replace_null", mixed), Ledger("add_remove", {}), Ledger("add_remove", mixed, True)):
         write_ledger(tmp_path / "other.jsonl", ledger)
-        assert read_ledger(tmp_path / "other.jsonl") == ledger
-    write_ledger(tmp_path / "early.jsonl", Ledger("add_remove", {Round(SAMPLING, ALL): 2}, incomplete=True))
-    assert ledger_so_far(tmp_path / "early.jsonl").incomplete
+        assert ledger_so_far(tmp_path / "other.jsonl") == ledger
 
 
 def test_runs_that_did_the_same_have_ledgers_of_their_own(tmp_path):
@@ -155,14 +124,6 @@ def test_runs_that_did_the_same_have_ledgers_of_their_own(tmp_path):
     before = (tmp_path / "one.jsonl").read_bytes()
     LedgerWriter(tmp_path / "one.jsonl", resume=True, position=position).close()
     assert (tmp_path / "one.jsonl").read_bytes() == before, "nothing was added to a closed ledger"
-
-
-def test_a_ledger_without_a_run_number_is_continued(tmp_path):
-    write_ledger(tmp_path / "l.jsonl", Ledger("add_remove", {Round(SAMPLING, ALL): 2}))
-    writer = LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING], resume=True)
-    one_round(writer)
-    writer.close()
-    assert len(read_ledger(tmp_path / "l.jsonl")) == 3
 
 
 def test_a_resumed_run_stays_private_or_not_private(tmp_path):
@@ -190,11 +151,16 @@ def test_concatenated_ledgers_have_separate_epochs():
         concatenate([one, poisson])
 
 
-@pytest.mark.parametrize("facts", [{"q": 0.02}, {"n": 50_000}, {"policy": "shuffle", "q": 0.01, "epoch": 0}])
-def test_a_run_may_only_continue_the_ledger_of_its_own_plan(tmp_path, facts):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"planned": [SamplingEvent("poisson", 0.02, 60_000)]},
+        {"planned": [SamplingEvent("poisson", 0.01, 50_000)]},
+        {"adjacency": "replace_null", "planned": [SAMPLING]},
+        {"record": {"kind": "microbatch", "k": 8}, "planned": [SAMPLING]},
+    ],
+)
+def test_a_run_may_only_continue_the_ledger_of_its_own_plan(tmp_path, options):
     LedgerWriter(tmp_path / "l.jsonl", planned=[SAMPLING]).close()
-    other = SamplingEvent(**{"policy": "poisson", "q": 0.01, "n": 60_000} | facts)
-    with pytest.raises(ConfigError, match="the run that would continue it plans"):
-        LedgerWriter(tmp_path / "l.jsonl", planned=[other], resume=True)
-    with pytest.raises(ConfigError, match="begun for adjacency add_remove"):
-        LedgerWriter(tmp_path / "l.jsonl", "replace_null", planned=[SAMPLING], resume=True)
+    with pytest.raises(ConfigError, match=r"was begun (for|with) .*, but the run that would continue it plans"):
+        LedgerWriter(tmp_path / "l.jsonl", resume=True, **options)

@@ -1,7 +1,5 @@
 """ledger.end.json detects lines lost at the end of a ledger, and reports no others."""
 
-import json
-
 import pytest
 
 from dpexp.accounting.ledger import LedgerWriter, SamplingEvent, SumQueryEvent, ledger_so_far, read_ledger
@@ -53,10 +51,10 @@ def test_a_cut_at_an_earlier_closing_line_shows(resumed, capsys):
     assert cost_of_ledger(resumed).ledger_missing and cost_of_ledger(resumed).ledger is None
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-def test_a_cut_anywhere_shows(resumed, at):
-    cut(resumed, at)
-    assert ledger_so_far(resumed).lost is not None
+def test_a_cut_anywhere_shows(resumed):
+    for at in range(8, 0, -1):
+        cut(resumed, at)
+        assert ledger_so_far(resumed).lost is not None
 
 
 def test_a_whole_ledger_that_lost_lines_counts_as_its_plan(tmp_path, resumed):
@@ -66,7 +64,7 @@ def test_a_whole_ledger_that_lost_lines_counts_as_its_plan(tmp_path, resumed):
     assert charge.ledger_missing and len(charge.ledger) == 5 and "lost lines" in charge.note
 
 
-def test_what_the_end_file_cannot_show_is_reported(resumed, tmp_path, capsys):
+def test_what_the_end_file_cannot_show_is_reported(resumed, capsys):
     account([str(resumed), "delta=1e-5"])
     assert "if it and ledger.end.json were both restored to an earlier state, nothing would show it" in printed(capsys)
     end_of(resumed).unlink()
@@ -75,17 +73,6 @@ def test_what_the_end_file_cannot_show_is_reported(resumed, tmp_path, capsys):
     account([str(resumed), "delta=1e-5"])
     said = printed(capsys)
     assert "ledger.jsonl: there is no ledger.end.json next to it, so that it may have been cut at an earlier" in said
-    old = tmp_path / "old.jsonl"
-    old.write_bytes(OLD)
-    account([str(old), "delta=1e-5"])
-    assert "it is of version 1, which is not closed, so that lines may be missing at its end" in printed(capsys)
-
-
-OLD = (
-    b'{"dpexp_ledger": 1, "adjacency": "add_remove"}\n'
-    b'{"spec": 0, "sampling": {"policy": "poisson", "q": 0.01, "n": 60000}, '
-    b'"queries": [{"group": "all", "S": 1.0, "sigma": 4.0}]}\n{"round": 0}\n{"round": 0}\n'
-)
 
 
 def test_a_kill_between_the_ledger_and_its_end_loses_nothing(tmp_path, monkeypatch):
@@ -108,7 +95,7 @@ def test_a_kill_between_the_ledger_and_its_end_loses_nothing(tmp_path, monkeypat
     assert read_end(path)["bytes"] == path.stat().st_size and len(read_ledger(path)) == 5
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b'{"bytes": "x"}'])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"bytes": -1, "sha256": ""}'])
 def test_a_damaged_end_file_is_ignored(resumed, content):
     end_of(resumed).write_bytes(content)
     ledger = read_ledger(resumed)
@@ -125,16 +112,3 @@ def test_an_end_file_of_another_ledger_is_not_used(resumed, tmp_path):
     assert read_ledger(resumed).lost is None
     kept.replace(resumed)
     assert "does not begin with the" in ledger_so_far(resumed).lost
-
-
-def test_both_travel_to_the_store_and_back(dpexp_job, tmp_path, capsys):
-    output = dpexp_job("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0")
-    said = json.loads(end_of(output / "ledger.jsonl").read_text())
-    assert said["bytes"] == (output / "ledger.jsonl").stat().st_size
-    run_id, uri = (output / "mlflow_run_id").read_text(), f"uri=sqlite:///{tmp_path}/outputs/mlflow.db"
-    account([run_id, uri])
-    assert "were both restored to an earlier state" in printed(capsys)
-    (artifact,) = tmp_path.glob("**/artifacts/ledger.jsonl")
-    cut(artifact, 4)
-    account([run_id, uri])
-    assert "lines are missing" in printed(capsys)

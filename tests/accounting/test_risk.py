@@ -1,8 +1,8 @@
 """Attack risk and Gaussian DP of a ledger: against riskcal, closed forms, dp-accounting, and the definitions."""
 
-import itertools
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from dpexp.accounting.risk import FIGURES, Epsilon, MaxAdvantage, MaxTpr, larges
 from dpexp.accounting.tradeoff import TAIL, advantage, gaussian_bound, regret, true_positives, type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
-from dpexp.privacy.plan.options import Target
 from dpexp.reporting.wording import in_words, up
 
 # riskcal 1.5.1: get_advantage_from_pld(p), 1 - get_beta_from_pld(p, alpha=[0.001, 0.01]) of p =
@@ -33,22 +32,15 @@ RISKCAL = [
     (0.8, 0.01, 500, 0.1628758, 0.00494604, 0.0322062),
     (1.0, 0.1, 30, 0.2479656, 0.01159357, 0.0589893),
     (4.753, 0.3563, 113, 0.3102861, 0.01136045, 0.0644942),
-    (5.0, 0.2, 1000, 0.4749022, 0.03504881, 0.1468885),
-    (20.0, 0.3, 3000, 0.3188501, 0.01167253, 0.0662835),
-    (0.6, 0.02, 20, 0.0915869, 0.00673539, 0.0322954),
 ]
 # riskcal 1.5.1: find_noise_multiplier_for_advantage(advantage, q, rounds, grid_step=1e-4, advantage_tol=1e-5)
 NOISE_FOR_ADVANTAGE = [
     (0.01, 1000, 0.05, 2.61381),
     (0.5, 10, 0.3, 2.04993),
-    (0.3563, 113, 0.05, 30.20284),
-    (0.002, 5000, 0.02, 2.91078),
-    (0.05, 300, 0.6, 0.72149),
 ]
 # and find_noise_multiplier_for_err_rates(fpr, 1 - tpr, q, rounds, grid_step=1e-4, beta_tol=1e-6)
 NOISE_FOR_TPR = [
     (0.01, 1000, 0.01, 0.03, 0.98162),
-    (0.3563, 113, 0.01, 0.05, 5.62491),
     (0.5, 10, 0.01, 0.05, 2.46135),
 ]
 
@@ -61,21 +53,18 @@ def test_riskcal_finds_the_same_risk():
         assert found == pytest.approx(rates, rel=2e-3), (z, q, rounds)
 
 
-@pytest.mark.parametrize("q, rounds, most, z", NOISE_FOR_ADVANTAGE)
-def test_riskcal_solves_for_the_same_noise_at_an_advantage(q, rounds, most, z):
-    solved = solve("noise_multiplier", lambda noise: ledger(noise, q, rounds), MaxAdvantage(most), start=1.0)
-    assert solved.value == pytest.approx(z, rel=2e-3)
-    assert solved.figures == (("advantage", solved.cost),) and most * (1 - 1e-3) <= solved.cost <= most
+def test_riskcal_solves_for_the_same_noise():
+    for q, rounds, most, z in NOISE_FOR_ADVANTAGE:
+        solved = solve("noise_multiplier", partial(ledger, q=q, rounds=rounds), MaxAdvantage(most), start=1.0)
+        assert solved.value == pytest.approx(z, rel=2e-3)
+        assert solved.figures == (("advantage", solved.cost),) and most * (1 - 1e-3) <= solved.cost <= most
+    for q, rounds, fpr, tpr, z in NOISE_FOR_TPR:
+        solved = solve("noise_multiplier", partial(ledger, q=q, rounds=rounds), MaxTpr({fpr: tpr}), start=1.0)
+        assert solved.value == pytest.approx(z, rel=2e-3)
+        assert tpr * (1 - 1e-3) <= dict(solved.figures)[f"TPR at FPR {fpr}"] <= tpr
 
 
-@pytest.mark.parametrize("q, rounds, fpr, tpr, z", NOISE_FOR_TPR)
-def test_riskcal_solves_for_the_same_noise_at_a_true_positive_rate(q, rounds, fpr, tpr, z):
-    solved = solve("noise_multiplier", lambda noise: ledger(noise, q, rounds), MaxTpr({fpr: tpr}), start=1.0)
-    assert solved.value == pytest.approx(z, rel=2e-3)
-    assert tpr * (1 - 1e-3) <= dict(solved.figures)[f"TPR at FPR {fpr}"] <= tpr
-
-
-@pytest.mark.parametrize("mu", [1e-3, 0.1, 0.7, 2.0, 6.0])
+@pytest.mark.parametrize("mu", [1e-3, 0.7, 6.0])
 def test_the_gaussian_mechanism(mu):
     """G_μ(α) = Φ(Φ^-1(1-α) - μ) (Dong, Roth & Su 2022, equation 6): exactly, and as the sum of ten discrete losses."""
     rounds = 9
@@ -93,7 +82,7 @@ def test_the_gaussian_mechanism(mu):
         assert exact * (1 - 1e-9) <= true_positives(losses, fpr) <= min(exact * (1 + 2e-3), exact + 2e-3)
 
 
-@pytest.mark.parametrize("z", [1e-3, 0.019, 0.021, 0.5, 2.0])
+@pytest.mark.parametrize("z", [0.019, 0.021, 0.5])
 def test_one_sampled_round_in_closed_form(z):
     """(1-q)N(0, 1) + qN(1/z, 1) against N(0, 1): δ(0) = q(2Φ(1/2z) - 1), and 1 is never said of it."""
     for q in (0.01, 0.5):
@@ -127,17 +116,7 @@ def directly(z, q, rounds):
     return one.self_compose(rounds).get_delta_for_epsilon
 
 
-def test_one_lucky_sample_makes_the_tail():
-    """By dp-accounting's δ, of which riskcal's curve falls short here: at an FPR of 0.001 it has a TPR of 0.00155 with
-    h = 7.8e-5, and of less than the FPR with h = 2e-5."""
-    epsilons = np.linspace(0, 1, 400)
-    deltas = np.array(directly(0.7, 0.001, 2000)(epsilons.tolist()))
-    for fpr in (0.001, 0.01):
-        expected = (deltas + np.exp(epsilons) * fpr).min()
-        assert largest_tpr(ledger(0.7, 0.001, 2000), fpr) == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("z, q, rounds", [(4.753, 0.3563, 113), (1.0, 0.02, 500), (2.0, 0.05, 300)])
+@pytest.mark.parametrize("z, q, rounds", [(4.753, 0.3563, 113), (1.0, 0.02, 500)])
 def test_mu_and_regret_by_their_definitions(z, q, rounds):
     """μ by solving for it at each ε, the regret by shifting the curve, both of dp-accounting's δ."""
     found = risk(ledger(z, q, rounds))
@@ -184,15 +163,14 @@ def random_ledger(random, policy):
 
 
 @pytest.mark.parametrize("policy", ["poisson", "fixed_size", "truncated_poisson", "shuffle"])
-@pytest.mark.parametrize("seed", range(2))
-def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy, seed):
+def test_the_gaussian_curve_is_nowhere_above_the_guarantee(policy):
     """At any ε and any α; and with a μ that is 3 % smaller it is."""
-    random = np.random.default_rng([seed, len(policy)])
+    random = np.random.default_rng([0, len(policy)])
     run = random_ledger(random, policy)
     found, exact = risk(run), guarantee(run)
     bound, less = GaussianMechanism(found.mu), GaussianMechanism(0.97 * found.mu)
     ends = exact.epsilon(TAIL)
-    epsilons = np.concatenate([random.uniform(0.01, 1.1, 60), np.linspace(0.01, 1, 60)]) * ends
+    epsilons = np.concatenate([random.uniform(0.01, 1.1, 20), np.linspace(0.01, 1, 60)]) * ends
     above = [exact.delta(e) - bound.delta(e) for e in epsilons]
     assert max(above) <= 1e-9 and exact.delta(0.0) <= bound.delta(0.0) + 1e-9
     assert max(exact.delta(e) - less.delta(e) for e in [0.0, *epsilons]) > TAIL
@@ -224,15 +202,6 @@ def test_figures_do_not_depend_on_earlier_calls():
     assert (largest_tpr(run, 0.01), largest_advantage(run)) == (first.tpr[0.01], first.advantage)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "moments", "strong", "basic"])
-def test_looser_accountants_show_more_risk(accountant):
-    for run in (ledger(3.0, 1.0, 1), ledger(8.0, 0.05, 20)):
-        tight, loose = risk(run), risk(run, accountant)
-        assert loose.advantage >= tight.advantage * (1 - 1e-9) and loose.mu >= tight.mu * (1 - 1e-3)
-        assert all(loose.tpr[fpr] >= tight.tpr[fpr] * (1 - 1e-6) for fpr in tight.tpr)
-        assert all(loose.tpr[fpr] < 1 for fpr in tight.tpr) and loose.advantage < 1
-
-
 def test_next_to_no_noise_and_next_to_no_release():
     nothing = risk(Ledger("add_remove", {}))
     assert (nothing.mu, nothing.advantage, nothing.tpr) == (0, 0, {0.001: 0.001, 0.01: 0.01})
@@ -243,43 +212,15 @@ def test_next_to_no_noise_and_next_to_no_release():
     assert "mu" not in risk(ledger(1.0, 0.01, 1000), "basic").figures()
 
 
-CALIBRATABLE = {
-    "noise_multiplier": lambda z: ledger(z, 0.05, 200),
-    "sampling_rate": lambda q: ledger(4 * q / 0.05, q, 200),
-    "sampling_rate_at_fixed_noise": lambda q: ledger(1.5, q, 200),
-    "steps": lambda steps: ledger(1.5, 0.05, int(steps)),
-    "clip_norm": lambda scale: ledger(2 / scale, 0.05, 200),
-}
-TARGETS = [MaxAdvantage(0.1), MaxTpr({0.01: 0.03}), MaxTpr({0.001: 0.01, 0.1: 0.15})]
-
-
-@pytest.mark.parametrize("knob, target", zip(CALIBRATABLE, itertools.cycle(TARGETS), strict=False), ids=str)
-def test_every_knob(knob, target):
-    start = 0.05 if knob.startswith("sampling_rate") else 50 if knob == "steps" else 1.0
-    solved = solve(knob, CALIBRATABLE[knob], target, start=start)
-    at = CALIBRATABLE[knob](solved.value)
-    if isinstance(target, MaxAdvantage):
-        reached, most = [risk(at).advantage], [target.limit]
-    else:
-        reached, most = [largest_tpr(at, fpr) for fpr in target.rates], [*target.rates.values()]
-    assert all(found <= limit for found, limit in zip(reached, most, strict=True))
-    assert [figure for _, figure in solved.figures] >= reached
-    factor = 0.985 if knob in ("sampling_rate", "noise_multiplier") else 1.015
-    better = solved.value + 1 if knob == "steps" else solved.value * factor
-    assert target.cost(CALIBRATABLE[knob](better), "pld") > target.limit, "the next better value would cost more"
-
-
 @pytest.mark.parametrize(
     "target, accountant, message",
     [
         (MaxAdvantage(0.2), "gdp", r"privacy\.max_advantage=0\.2 needs a bound.*accountant=gdp is an approximation"),
         (MaxTpr({0.01: 0.2}), "gdp", r"privacy\.max_tpr_at_fpr=\{0\.01: 0\.2\} needs a bound"),
         (MaxAdvantage(0.05), "moments", r"privacy\.max_advantage=0\.05 cannot be reached.*the best is advantage=0\.0"),
-        (MaxAdvantage(1.0), "pld", r"privacy\.max_advantage=1 must lie strictly between 0 and 1"),
-        (MaxAdvantage(math.nan), "pld", "must lie strictly between"),
+        (MaxAdvantage(math.nan), "pld", "must lie strictly between 0 and 1"),
         (MaxTpr({}), "pld", "such as {0.01: 0.05}"),
         (MaxTpr({0.01: 0.01}), "pld", r"privacy\.max_tpr_at_fpr=\{0\.01: 0\.01\} must be .* 0 < FPR < TPR < 1"),
-        (MaxTpr({0.01: 1.0}), "pld", "0 < FPR < TPR < 1"),
         (MaxTpr({"a": 0.1}), "pld", "must hold numbers"),
         (Epsilon(0.0, 1e-5), "pld", r"privacy\.epsilon=0"),
     ],
@@ -287,24 +228,6 @@ def test_every_knob(knob, target):
 def test_targets_out_of_range_are_refused(target, accountant, message):
     with pytest.raises(ConfigError, match=message):
         solve("noise_multiplier", lambda z: ledger(z, 0.1, 10), target, accountant, start=1.0)
-
-
-@pytest.mark.parametrize(
-    "given, calibrate, explicit, message",
-    [
-        ({"epsilon": 3.0, "max_advantage": 0.1}, "noise_multiplier", False,
-         r"privacy\.epsilon=3\.0 and privacy\.max_advantage=0\.1 are 2 targets; give one"),
-        ({"max_advantage": 0.1, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "are 2 targets"),
-        ({"noise_multiplier": 2.0, "max_tpr_at_fpr": {0.01: 0.1}}, "noise_multiplier", False, "exactly one of"),
-        ({"max_tpr_at_fpr": 0.1}, "noise_multiplier", False, r"privacy\.max_tpr_at_fpr=0\.1 must be {FPR: largest"),
-        ({"max_tpr_at_fpr": {0.01: 0.1}}, "sampling_rate", False,
-         r"target privacy\.max_tpr_at_fpr={0\.01: 0\.1} from the noise .*give both"),
-        ({"max_advantage": 0.1}, "noise_multiplier", True, "allocation=explicit fixes the noise"),
-    ],
-)  # fmt: skip
-def test_contradictory_targets(given, calibrate, explicit, message):
-    with pytest.raises(ConfigError, match=message):
-        Target(**{"delta": 1e-5} | given).check(calibrate, explicit)
 
 
 def test_a_job_shows_it_everywhere(dpexp_job, capsys):

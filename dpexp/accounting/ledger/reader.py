@@ -122,7 +122,7 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
     chain = Chain()
     builder = _LedgerBuilder(path, _linked(f"{path}, line 1", first, 1, chain.add(first)))
     counts: dict[bytes, int] = {}  # by spec, as round lines name it
-    partial, closed_at, spec, before = False, 0, b"", ""
+    partial, closed_at, before = False, 0, ""
     for line in file:
         if line[-1] != NEWLINE:
             partial = True
@@ -130,9 +130,6 @@ def _version_2(path: Path, first: bytes, file: Iterable[bytes]) -> Contents:
         if line[0] == BRACE:
             before = chain.sha256()
         link = chain.add(line)
-        if spec in counts and line == b'[%d,%b,"%b"]\n' % (chain.lines, spec, link):  # as in the line before
-            counts[spec] += 1
-            continue
         spec = line[line.find(b",") + 1 : -9]
         if spec in counts and line == b'[%d,%b,"%b"]\n' % (chain.lines, spec, link):
             counts[spec] += 1
