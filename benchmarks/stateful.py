@@ -1836,7 +1836,7 @@ class property_made_once(Net):
 
 @plain("kept, not read")
 class list_of_outputs(Net):
-    """self.outputs.append(loss.detach()), emptied at the epoch's end."""
+    """self.outputs.append(loss.detach()), which no hook reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1846,9 +1846,6 @@ class list_of_outputs(Net):
         loss = self.error(*batch)
         self.outputs.append(loss.detach())
         return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.outputs.clear()
 
 
 @plain("kept, not read")
