@@ -201,7 +201,6 @@ COLUMNS: dict[str, float | tuple[str, ...]] = {
         "El-Salvador", "Trinadad&Tobago", "Peru", "Hong", "Holand-Netherlands",
     ),
 }  # fmt: skip
-FEATURES = sum(len(values) if isinstance(values, tuple) else 1 for values in COLUMNS.values())
 
 
 class Adult(TensorData):
