@@ -33,7 +33,6 @@ FUNCTIONS = {
     "account": "dpexp.commands.account",
     "evaluate": "dpexp.commands.saved_jobs",
     "predict": "dpexp.commands.saved_jobs",
-    "report": "dpexp.commands.report",
 }
 HELP = {"--help", "-h"}
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)

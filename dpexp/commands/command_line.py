@@ -58,14 +58,6 @@ RUN is a job's folder or an MLflow run id. Options:
     data=FILE             inputs, one per row: .npy, .npz (its first array), .pt (a tensor) or .csv (numbers)
     out=predictions.csv   where the predictions go: for a classifier, class and probabilities
     uri=sqlite:///outputs/mlflow.db""",
-    "report": """\
-`python -m dpexp report [SOURCE ...] [key=value ...]` writes a page that compares the trials of sweeps and their costs.
-
-A SOURCE is the name of an MLflow experiment (default: dpexp), a parent run's id (which stands for its children) or a
-single run's id.
-
-    out=FOLDER    for report.html and the figures; default: outputs/report
-    uri=…         where MLflow runs are; default: $MLFLOW_TRACKING_URI, or outputs/mlflow.db here""",
     "resume": """\
 `python -m dpexp resume RUN` continues an interrupted training in the same folder, ledger and MLflow run.
 

@@ -185,8 +185,7 @@ _sweep: "Sweep | None" = None  # the tracked sweep that runs in this process
 
 class Sweep:
     def __init__(self, config: DictConfig) -> None:
-        from dpexp.tracking.provenance import without_passwords
-        from dpexp.tracking.run_labels import swept_keys
+        from dpexp.tracking.provenance import swept_keys, without_passwords
         from dpexp.tracking.sweep_run import SweepRun
 
         sweeper = OmegaConf.to_container(config.hydra.sweeper, resolve=True)

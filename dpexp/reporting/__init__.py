@@ -1,1 +1,1 @@
-"""Terminal output, figures, model cards and report pages."""
+"""Terminal output, figures and model cards."""

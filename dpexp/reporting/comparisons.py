@@ -3,7 +3,7 @@
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ _IN_CAPTIONS = ("optimizer.", "sampling.", "clip_norm.", EPSILON, Z, "privacy.de
 # Keys that follow from a choice
 _IMPLIED = ("_target_", "policy", "n", "classes", "shape", "root", "module._target_")
 _SECTIONS = ("optimizer.", "sampling.", "privacy.")  # omitted from names
-_MAX_VALUES = 4  # of a key, in a label
 _UNSET = "not set"
 WITHOUT_PRIVACY = "no: trained without privacy"
 CONFIDENCE = 0.95
@@ -100,35 +99,6 @@ def fixed_settings(trials: DataFrame, first: Sequence[str] = (), width: int = 12
     if following:
         text += f" Not fixed, but following: {', '.join(names[key] for key in following)}."
     return textwrap.fill(text, width, break_long_words=False)
-
-
-def common_label(table: DataFrame, everywhere: DataFrame) -> str:
-    """A label for rows of settings that are drawn as one, which fits no other row of `everywhere`.
-
-    It names the values that these rows have in common, or, where that would fit other rows too, the first row and the
-    number of rows like it.
-    """
-    if len(table) == len(everywhere):
-        return "the only configuration" if len(table) == 1 else f"all {len(table)} configurations"
-    values = {key: [*dict.fromkeys(table[key])] for key in table if set(table[key]) != set(everywhere[key])}
-    order = [*values]
-    for key in sorted(order, key=lambda key: (-len(values[key]), -order.index(key))):
-        others = {name: some for name, some in values.items() if name != key}
-        if _count(everywhere, others) == len(table):
-            values = others
-    if _count(everywhere, values) > len(table) or any(len(some) > _MAX_VALUES for some in values.values()):
-        varied = [key for key in everywhere if everywhere[key].nunique() > 1]
-        return f"{labels(table.head(1), varied)[0]} and {len(table) - 1} alike"
-    names = short_names([*values])
-    words = [f"{names[key]}={' or '.join(_value(key, value) for value in values[key])}" for key in values]
-    return " · ".join(words) + (f" ({len(table)} configurations)" if len(table) > 1 else "")
-
-
-def _count(table: DataFrame, allowed: Mapping[str, Sequence[str]]) -> int:
-    """The number of rows whose values are all allowed."""
-    for key, values in allowed.items():
-        table = table[table[key].isin(values)]
-    return len(table)
 
 
 def finished(trials: DataFrame) -> DataFrame:

@@ -1,28 +1,21 @@
-"""Figures of runs: ε over rounds and by accountant, trade-off curves, values released with noise."""
+"""Figures of runs: ε over rounds, trade-off curves, values released with noise."""
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from pandas import DataFrame
+from matplotlib.ticker import MaxNLocator
 
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.coverage import is_bound
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
-from dpexp.accounting.releases import releases
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.privacy.private_metrics import GradientSignal, MetricEstimates, signal_curve
-from dpexp.reporting.comparisons import common_label
-from dpexp.reporting.panels import caption
 from dpexp.reporting.wording import up
 
 POINTS = 25
-_MAX_RUNS = 12
 _MAX_PANELS = 8
 
 
@@ -97,78 +90,6 @@ def trade_off(ledger: Ledger, delta: float, accountants: Sequence[str]) -> Figur
     right.set_aspect("equal")
     right.grid(alpha=0.3)
     right.legend()
-    return figure
-
-
-def same_cost(runs: Mapping[str, tuple[Ledger, float, str]]) -> list[list[str]]:
-    """Groups of run ids with equal releases, δ and accountant."""
-    equal: dict[tuple, list[str]] = {}
-    for run_id, (ledger, delta, accountant) in runs.items():
-        costs = [(f"{release.z:.6g}", replace(release, z=1.0), count) for release, count in releases(ledger).items()]
-        equal.setdefault((frozenset(costs), delta, accountant), []).append(run_id)
-    return list(equal.values())
-
-
-def epsilon_of_runs(runs: Mapping[str, tuple[Ledger, float, str]], settings: DataFrame, fixed: str = "") -> Figure:
-    """ε against rounds; runs of equal cost share a line. At most twelve lines are drawn.
-
-    Args:
-        runs: ledger, δ and accountant by run id.
-        fixed: caption with the fixed settings.
-    """
-    distinct = same_cost(runs)
-    drawn = distinct[:_MAX_RUNS]
-    figure = Figure(figsize=(9, 4.2 + 0.12 * len(drawn)), layout="constrained")
-    deltas = {delta for _, delta, _ in runs.values()}
-    axes = figure.add_subplot(
-        xlabel=_rounds([runs[members[0]][0] for members in drawn]),
-        ylabel=f"ε at δ = {up(deltas.pop(), 4)}" if len(deltas) == 1 else "ε, each at its δ",
-    )
-    for k, members in enumerate(drawn):
-        ledger, delta, accountant = runs[members[0]]
-        total = ledger.training_rounds
-        marks = sorted({min(1, total), *(round(total * part / POINTS) for part in range(POINTS + 1))})
-        values = [epsilon(_first(ledger, mark), delta, accountant) for mark in marks]
-        label = common_label(settings.loc[members], settings.loc[[*runs]])
-        axes.plot(marks, values, color=f"C{k % 10}", linestyle="-" if k < 10 else "--", label=label)
-        axes.plot(marks[-1], values[-1], marker="o", markersize=4, color=f"C{k % 10}")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.grid(alpha=0.3)
-    omitted = len(drawn) < len(distinct)
-    caption(figure, fixed, f"{len(drawn)} of {len(distinct)} that differ in cost." if omitted else "")
-    figure.legend(loc="outside lower center", fontsize="small", ncols=2)
-    return figure
-
-
-def epsilon_by_accountant(costs: DataFrame, fixed: str = "") -> Figure:
-    """ε by each accountant, as bars, of at most twelve configurations.
-
-    Args:
-        costs: a row per label; a column per accountant, NaN where it has no bound.
-        fixed: caption with the fixed settings.
-    """
-    shown = costs.head(_MAX_RUNS)
-    width = 0.85 / len(costs.columns)
-    figure = Figure(figsize=(9, 1.4 + 0.17 * len(costs.columns) * len(shown)), layout="constrained")
-    axes = figure.add_subplot(xlabel="ε", xscale="log")
-    for k, name in enumerate(costs.columns):
-        values = shown[name].where(np.isfinite(shown[name]) & (shown[name] > 0)).to_numpy()
-        approximate = not is_bound(name)
-        places = np.arange(len(shown)) + (k - (len(costs.columns) - 1) / 2) * width
-        bars = axes.barh(places, values, width * 0.9, color=f"C{k}", alpha=0.8, hatch="///" if approximate else None,
-                         edgecolor="white" if approximate else None, label=accountant_label(name))  # fmt: skip
-        axes.bar_label(bars, ["" if np.isnan(value) else f" {value:.3g}" for value in values], fontsize="x-small")
-    axes.set_yticks(range(len(shown)), [textwrap.fill(str(label), 48) for label in shown.index], fontsize="small")
-    axes.invert_yaxis()
-    axes.margins(x=0.08)
-    axes.grid(axis="x", alpha=0.3)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    caption(figure, fixed, f"{len(shown)} of {len(costs)} that differ in cost." if len(shown) < len(costs) else "")
-    figure.legend(loc="outside lower center", ncols=6, fontsize="small")
     return figure
 
 

@@ -4,19 +4,18 @@ A frame of trials has the columns of `dpexp.tracking.read.TRIAL`; every point is
 seeds, with their standard deviation.
 """
 
+import itertools
 import json
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from pandas import DataFrame, to_numeric
 
-from dpexp.privacy.noise.correlated import max_noise_std
 from dpexp.reporting.comparisons import (
     DRAW,
     EPSILON,
@@ -24,7 +23,6 @@ from dpexp.reporting.comparisons import (
     Z,
     best,
     best_baselines,
-    common_label,
     configurations,
     finished,
     fixed_settings,
@@ -33,116 +31,138 @@ from dpexp.reporting.comparisons import (
     short_names,
     trained,
 )
-from dpexp.reporting.panels import NotDrawn, arrange, caption, grid, legend, parts, percent, scale, styles_of
+
+LINES, PANELS = 6, 12  # at most: lines in a panel, panels in a figure
+_TICKS = 8
+_MARKERS = "osD^vP"
+
+
+class NotDrawn(Exception):
+    """A figure would mislead or be unreadable; the message says why."""
+
+
+def arrange(points: DataFrame, by: Sequence[str], max_panels: int = PANELS) -> tuple[list[str], list[str]]:
+    """Splits settings into those that make panels and those that make lines: as few panels as possible, of few lines.
+
+    Data sets and models never share a panel.
+
+    Raises:
+        NotDrawn: there are too many.
+    """
+    separate = [key for key in by if key in ("data", "model")]
+    free = [key for key in by if key not in separate]
+    found = []
+    for size in range(len(free) + 1 if len(free) <= _TICKS else 0):
+        for chosen in itertools.combinations(free, size):
+            panels, lines = [*separate, *chosen], [key for key in free if key not in chosen]
+            count = len(points[panels].drop_duplicates()) if panels else 1
+            fullest = max(len(part[lines].drop_duplicates()) if lines else 1 for _, part in parts(points, panels))
+            if count <= max_panels and fullest <= LINES:
+                found.append((count, panels, lines))
+    if not found:
+        names = ", ".join(short_names(by).values())
+        raise NotDrawn(
+            f"{len(points[[*by]].drop_duplicates())} settings of {names} do not fit into {max_panels} "
+            f"panels of {LINES} lines; draw fewer trials at a time."
+        )
+    _, panels, lines = min(found, key=lambda option: option[0])
+    return panels, lines
+
+
+def parts(points: DataFrame, keys: Sequence[str]) -> Iterator[tuple[str, DataFrame]]:
+    """(label, rows) for each combination of values of the keys; all rows together if there are no keys."""
+    if not keys:
+        yield "", points
+        return
+    for _, part in points.groupby([*keys], sort=False):
+        yield labels(part.head(1), keys)[0], part
+
+
+def grid(count: int, width: float = 4.0, height: float = 3.4, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels with shared axes."""
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    size = (max(8.0, width * columns) if columns > 1 else 8.0, height * rows + 1.4)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for spare in axes.flat[count:]:
+        spare.remove()
+    for column in axes.T[count % columns or columns :]:  # the last row is short
+        column[rows - 2].xaxis.set_tick_params(labelbottom=True)
+    return figure, list(axes.flat[:count])
+
+
+def styles_of(labels_: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each line."""
+    return {
+        label: {"color": f"C{k % 10}", "marker": _MARKERS[k % len(_MARKERS)], "linestyle": ("-", "--")[k // 10 % 2]}
+        for k, label in enumerate(dict.fromkeys(labels_))
+    }
+
+
+def legend(figure: Figure, columns: int = 2) -> None:
+    """Adds one legend for all panels, if any line has a label."""
+    found = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if found:
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize="small")
+
+
+def caption(figure: Figure, *texts: str) -> None:
+    """Writes notes above the figure, such as the fixed settings."""
+    figure.suptitle("\n".join(filter(None, texts)), fontsize="x-small", color="dimgrey")
+
+
+def scale(axes: Axes, which: str, values: Iterable[float], logarithmic: bool | None = None, digits: int = 6) -> None:
+    """Scales an axis: ticks at the values if they are few; nearly equal values are not magnified.
+
+    Args:
+        which: x or y.
+        values: all that are drawn along the axis; non-finite ones are ignored.
+        logarithmic: by default, if the values lie far apart.
+        digits: significant digits of the ticks.
+    """
+    axis: Axis = getattr(axes, f"{which}axis")
+    finite = sorted(value for value in values if math.isfinite(value))
+    if finite:
+        lowest, highest = finite[0], finite[-1]
+        if logarithmic is None:
+            logarithmic = highest > 4 * lowest
+        logarithmic = logarithmic and lowest > 0
+        if logarithmic:
+            getattr(axes, f"set_{which}scale")("log")
+        size = max(abs(lowest), abs(highest))
+        if highest - lowest <= 5e-3 * size:
+            getattr(axes, f"set_{which}lim")(lowest - (0.1 * size or 1), highest + (0.1 * size or 1))
+        ticks = sorted({float(f"{value:.{digits}g}") for value in finite})
+        if len(ticks) <= _TICKS:
+            axis.set_major_locator(FixedLocator(_spaced(ticks, logarithmic)))
+            axis.set_minor_locator(NullLocator())
+        elif logarithmic:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _spaced(ticks: list[float], logarithmic: bool) -> list[float]:
+    """Drops ticks whose label would overlap the one before."""
+    places = [math.log(tick) for tick in ticks] if logarithmic else ticks
+    room = 0.06 * (places[-1] - places[0])
+    kept: list[int] = []
+    for k, place in enumerate(places):
+        if not kept or place - places[kept[-1]] > room:
+            kept.append(k)
+    return [ticks[k] for k in kept]
+
+
+def percent(axes: Axes, which: str) -> None:
+    """Formats an axis in percent."""
+    axis: Axis = getattr(axes, f"{which}axis")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
+
 
 _MAX_ROWS = 60
-_BAR_CHARACTERS = 65  # that fit into a bar of full width
-_TOLERANCE = 1.1  # plans that differ by a smaller factor are drawn as one
-
-
-def groups_of(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a plan.json: name, share of the budget, and magnitudes per coordinate of the released average.
-
-    `record` = αS/(qn√d): the most that one record adds; `noise` = ασ̃/(qn), or more if it is correlated; `average` =
-    αS/√d: the most that a sample of expected size comes to. α is the largest scale of the group's vectors, for the
-    noise the root mean square over its coordinates.
-    """
-    expected = plan["sampling"]["q"] * plan["n"]
-    found = []
-    for group in plan["groups"]:
-        dims, alphas = [vector["d"] for vector in group["vectors"]], group["alphas"]
-        average = max(alphas) * group["S"] / math.sqrt(sum(dims))
-        scale = math.sqrt(sum(d * alpha**2 for d, alpha in zip(dims, alphas, strict=True)) / sum(dims))
-        noise = scale * max_noise_std(group["sigma"], group["bands"])
-        numbers = {"record": average / expected, "noise": noise / expected, "average": average}
-        found.append({"group": group["name"], "share": group["share"]} | numbers)
-    return found
-
-
-def noise_and_signal(plans: Mapping[str, Sequence[dict]], settings: DataFrame, fixed: str = "") -> Figure:
-    """The magnitudes of `groups_of` for each group of each plan. Plans within 10 % of one another are drawn as one.
-
-    Args:
-        fixed: caption with the fixed settings.
-    """
-    blocks: list[tuple[list[str], Sequence[dict]]] = []
-    for run_id, groups in plans.items():
-        found = next((members for members, other in blocks if _are_close(groups, other)), None)
-        if found is None:
-            blocks.append(([run_id], groups))
-        else:
-            found.append(run_id)
-    rows: list[dict | str] = []
-    drawn = 0
-    for members, groups in blocks:
-        if not rows or len(rows) + 1 + len(groups) <= _MAX_ROWS:
-            rows += [common_label(settings.loc[members], settings.loc[[*plans]]), *groups]
-            drawn += 1
-    figure = Figure(figsize=(9, 1.6 + 0.24 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="per coordinate of the released average")
-    at = [(y, row) for y, row in enumerate(rows) if isinstance(row, dict)]
-    y = [place for place, _ in at]
-    record, noise, average = ([row[key] for _, row in at] for key in ("record", "noise", "average"))
-    axes.hlines(y, record, average, color="lightgrey", linewidth=3, zorder=1)
-    axes.scatter(record, y, color="C0", marker="o", label="one record, at most: αS/(qn√d)")
-    axes.scatter(noise, y, color="C3", marker="|", s=90, linewidths=2.5, label="noise: ασ̃/(qn)")
-    axes.scatter(average, y, facecolors="white", edgecolors="C0", label="a whole sample, at most: αS/√d")
-    axes.set_yticks(y, [row["group"] for _, row in at], fontsize="small")
-    for place, row in enumerate(rows):
-        if isinstance(row, str):
-            axes.text(0.01, place, row, transform=axes.get_yaxis_transform(), va="center", fontsize="small",
-                      fontweight="bold")  # fmt: skip
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.grid(axis="x", alpha=0.3)
-    caption(figure, fixed, f"{drawn} of {len(blocks)} plans that differ." if drawn < len(blocks) else "")
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-    return figure
-
-
-def _are_close(plan: Sequence[dict], other: Sequence[dict]) -> bool:
-    return [group["group"] for group in plan] == [group["group"] for group in other] and all(
-        math.isclose(one[key], two[key], rel_tol=1 - 1 / _TOLERANCE)
-        for one, two in zip(plan, other, strict=True)
-        for key in ("record", "noise", "average")
-    )
-
-
-def budget_shares(plans: Mapping[str, Sequence[dict]], settings: DataFrame, fixed: str = "") -> Figure:
-    """The budget share w_g of each group, stacked to 1; one bar for all plans with the same shares.
-
-    Args:
-        fixed: caption with the fixed settings.
-    """
-    bars: dict[tuple, list[str]] = {}
-    for run_id, plan in plans.items():
-        bars.setdefault(tuple((group["group"], round(group["share"], 3)) for group in plan), []).append(run_id)
-    bars = dict(sorted(bars.items()))
-    groups = list(dict.fromkeys(group for shares in bars for group, _ in shares))
-    figure = Figure(figsize=(10, 1.3 + 0.5 * len(bars)), layout="constrained")
-    axes = figure.add_subplot(xlabel="share w of the budget", xlim=(0, 1))
-    colors = colormaps["tab10" if len(groups) <= 10 else "tab20"]
-    named = set()
-    for y, shares in enumerate(bars):
-        left = 0.0
-        for group, share in shares:
-            axes.barh(y, share, 0.7, left=left, color=colors(groups.index(group) % colors.N), alpha=0.75,
-                      edgecolor="white", label=None if group in named else group)  # fmt: skip
-            named.add(group)
-            named_in_bar = len(group) + 5 < _BAR_CHARACTERS * share
-            text = f"{group} {share:.0%}" if named_in_bar else f"{share:.0%}" if share > 0.04 else ""
-            axes.text(left + share / 2, y, text, ha="center", va="center", fontsize="small")
-            left += share
-    if any(len(group) + 5 >= _BAR_CHARACTERS * share for shares in bars for group, share in shares):
-        figure.set_figheight(figure.get_figheight() + 0.4 + 0.22 * -(-len(groups) // 5))
-        figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-    everywhere = settings.loc[[*plans]]
-    names = [textwrap.fill(common_label(settings.loc[members], everywhere), 42) for members in bars.values()]
-    axes.set_yticks(range(len(bars)), names, fontsize="small")
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    caption(figure, fixed)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    return figure
 
 
 def frontier(trials: DataFrame) -> Figure:

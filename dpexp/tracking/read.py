@@ -89,25 +89,6 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     return frame.sort_values("test_accuracy", ascending=False, kind="stable", ignore_index=True)
 
 
-def selections(uri: str, run_ids: Iterable[str]) -> list[tuple[str, dict[str, float]]]:
-    """The name and the metrics `selection/…`, without that prefix, of each parent run that has such metrics."""
-    client = existing(uri)
-    found = []
-    for run_id in run_ids:
-        try:
-            run = client.get_run(run_id)
-        except MlflowException:  # deleted, or in another store
-            continue
-        metrics = {
-            key.removeprefix("selection/"): value
-            for key, value in sorted(run.data.metrics.items())
-            if key.startswith("selection/")
-        }
-        if metrics:
-            found.append((run.info.run_name or run_id, metrics))
-    return found
-
-
 @contextmanager
 def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Path]:
     """A temporary folder with those of the named artifacts that a run has.

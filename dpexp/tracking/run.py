@@ -36,10 +36,22 @@ from dpexp.tracking.client import (
 )
 from dpexp.tracking.data_budget import data_tags, reserved
 from dpexp.tracking.job_folder import BEGUN, RESERVED, RUN, exclusive
-from dpexp.tracking.provenance import HOST, PATCH_RESUMED, provenance_of_resume, without_passwords, write_patch
+from dpexp.tracking.provenance import (
+    HOST,
+    PATCH_RESUMED,
+    choices,
+    config_hash,
+    params,
+    parent_id,
+    provenance_of_resume,
+    run_name,
+    tags,
+    valid_name,
+    without_passwords,
+    write_patch,
+)
 from dpexp.tracking.registered_model import check_name, description
 from dpexp.tracking.run_costs import LEDGER_STATE
-from dpexp.tracking.run_labels import choices, config_hash, params, parent_id, run_name, tags, valid_name
 
 
 class _MetricsLogger(Logger):

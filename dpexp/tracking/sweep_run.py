@@ -19,12 +19,21 @@ from pandas import DataFrame
 from dpexp.accounting.ledger import Ledger, ledger_so_far
 from dpexp.errors import ConfigError
 from dpexp.reporting.comparisons import configurations, finished, fixed_settings, targets, trained
-from dpexp.reporting.panels import NotDrawn
-from dpexp.reporting.sweep_figures import against, compared, frontier, needed, progress, swept_numbers
+from dpexp.reporting.sweep_figures import NotDrawn, against, compared, frontier, needed, progress, swept_numbers
 from dpexp.tracking.client import OUTPUT, address, end_dead_runs, open_store, send_unsent, set_view
-from dpexp.tracking.provenance import HOST, PATCH, PATCH_RESUMED, provenance, provenance_of_resume, write_patch
+from dpexp.tracking.provenance import (
+    HOST,
+    MAX_NAME,
+    PARENT,
+    PATCH,
+    PATCH_RESUMED,
+    params,
+    provenance,
+    provenance_of_resume,
+    shared_values,
+    write_patch,
+)
 from dpexp.tracking.read import downloaded_run, trials
-from dpexp.tracking.run_labels import MAX_NAME, PARENT, params, shared_values
 
 _MAX_TRIALS = 10_000
 _MAX_PROGRESS = 6  # configurations in the figure of accuracy during training

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 FENCED = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-COMMANDS = ("account", "evaluate", "help", "predict", "report", "resume")
+COMMANDS = ("account", "evaluate", "help", "predict", "resume")
 
 
 def blocks(page, *languages):

@@ -11,7 +11,6 @@ from dpexp.reporting.comparisons import (
     best,
     best_baselines,
     best_of_trials,
-    common_label,
     configurations,
     distinguishing,
     finished,
@@ -20,7 +19,6 @@ from dpexp.reporting.comparisons import (
     settings,
     trained,
 )
-from dpexp.reporting.report_page import Documents, write_page
 from dpexp.reporting.sweep_figures import swept_numbers
 from tests.trials import TWIN, trials
 
@@ -79,17 +77,6 @@ def test_names_that_would_be_the_same_are_whole():
     frame = trials(*({"optimizer.size": a, "sampling.size": b} for a in (1, 2) for b in (1, 2)))
     table = settings(frame)
     assert labels(table, distinguishing(table))[0] == "optimizer.size=1 · sampling.size=1"
-
-
-def test_several_drawn_as_one_are_named_by_what_no_others_are():
-    rows = [{"group": g, "optimizer.lr": lr} for g in ("flat", "conv_fc", "per_layer") for lr in (1, 2)]
-    table = settings(trials(*rows))[["group", "optimizer.lr"]]
-    assert common_label(table, table) == "all 6 configurations"
-    assert common_label(table[:2], table) == "group=flat (2 configurations)"
-    assert common_label(table[:4], table) == "group=flat or conv_fc (4 configurations)"
-    assert common_label(table[:1], table) == "group=flat · lr=1"
-    assert common_label(table.iloc[[0, 3]], table) == "group=flat · lr=1 and 1 alike"
-    assert common_label(table[:1], table[:1]) == "the only configuration"
 
 
 RANDOM = np.random.default_rng(1)
@@ -153,24 +140,13 @@ def test_draws_of_private_selection_are_not_averaged():
     assert swept_numbers(frame) == []
 
 
-def test_terminal_and_report_have_one_best(tmp_path):
-    frame = scored([[0.83, 0.84, 0.85], [0.80, 0.81, 0.90], [0.4, 0.41, 0.42]], **{"privacy.epsilon": 3.0})
-    said = best_of_trials(frame)
-    page = write_page("a", frame, [], Documents({}, {}, []), tmp_path).read_text()
-    assert f"Best on digits: {said['name']}, with test accuracy {said['test_accuracy']:.2%} at ε = 2.997" in page
-    assert f"<td>{said['name'].partition(' (')[0]}</td>" in page and (tmp_path / "accuracy.png").exists()
-
-
-def test_each_data_set_has_its_best(tmp_path):
+def test_each_data_set_has_its_best():
     rows = [{"data": d, "data.n": n, "optimizer.lr": lr, "test_accuracy": n / 10 + lr / 100}
             for d, n in (("a", 5), ("b", 8)) for lr in (1, 2)]  # fmt: skip
     said = best_of_trials(trials(*rows))
     sure = "(1 run, no interval; not significantly above the only other)"
     assert said["name"] == f"on a: lr=2 {sure}, test accuracy 52.00%; on b: lr=2 {sure}"
     assert said["test_accuracy"] == pytest.approx(0.82)
-    page = write_page("a", trials(*rows), [], Documents({}, {}, []), tmp_path).read_text()
-    for data, accuracy in (("a", "52.00%"), ("b", "82.00%")):
-        assert f"Best on {data}: lr=2 {sure}, with test accuracy {accuracy}" in page
 
 
 def test_the_best_is_private_unless_nothing_is():

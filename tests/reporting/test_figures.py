@@ -3,41 +3,25 @@
 import itertools
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from matplotlib import pyplot
-from pandas import DataFrame
-from plans import plan_of
 from test_accountants import ledger
 
-from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import concatenate
-from dpexp.privacy.plan.clipping import DimensionClipNorm, Joint
-from dpexp.privacy.plan.groups import conv_fc
 from dpexp.reporting.comparisons import distinguishing, settings
-from dpexp.reporting.panels import NotDrawn, arrange, scale
-from dpexp.reporting.report_page import Documents, by_accountant, write_page
-from dpexp.reporting.run_figures import (
-    epsilon_by_accountant,
-    epsilon_of_runs,
-    epsilon_over_rounds,
-    same_cost,
-    trade_off,
-)
+from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
 from dpexp.reporting.sweep_figures import (
+    NotDrawn,
     against,
-    budget_shares,
+    arrange,
     compared,
     frontier,
-    groups_of,
     needed,
-    noise_and_signal,
     progress,
+    scale,
     swept_numbers,
 )
-from dpexp.reporting.terminal import plan_json
-from dpexp.training.models import cnn
 from tests.trials import TWIN, trials
 
 
@@ -50,12 +34,6 @@ def grid_of(seeds=(0,), **values):
         score = sum((k + 1) * 0.02 * values[name].index(value) for k, (name, value) in enumerate(given.items()))
         rows += [given | {"seed": str(seed), "test_accuracy": 0.4 + score + 0.001 * seed} for seed in seeds]
     return rows
-
-
-def varied_settings(frame, by=None):
-    """The settings in which runs differ, by run id."""
-    table = settings(frame).set_axis(frame["run_id"])
-    return table[by or distinguishing(settings(frame))]
 
 
 def lines(axes):
@@ -141,14 +119,11 @@ def test_data_sets_have_panels_and_ceilings_of_their_own():
     assert ceilings == {"data=a": [("without privacy (the best of 2)", 0.91)], "data=b": [("without privacy", 0.92)]}
 
 
-def test_too_many_settings_are_refused_in_a_sentence(tmp_path):
+def test_too_many_settings_are_refused_in_a_sentence():
     frame = trials(*grid_of(**{"privacy.epsilon": [1, 8], "optimizer.lr": [*range(1, 10)],
                                "sampling.epochs": [*range(1, 10)]}))  # fmt: skip
     with pytest.raises(NotDrawn, match=r"^81 settings of lr, epochs do not fit into 12 panels"):
         frontier(frame)
-    page = write_page("a", frame, [], Documents({}, {}, []), tmp_path).read_text()
-    assert "frontier.png is not drawn. 81 settings of lr, epochs" in page and "<td>lr=9 · epochs=9</td>" not in page
-    assert "target ε=8 · lr=9 · epochs=9" in page and not (tmp_path / "frontier.png").exists()
 
 
 def test_few_panels_are_chosen():
@@ -280,100 +255,7 @@ def test_progress_shows_every_training_of_a_configuration():
     assert figure.get_suptitle() == "Fixed: a\nThe 2 best of 5 configurations."
 
 
-# Plans
-
-
-def plan(**choices):
-    made = plan_of(cnn([1, 8, 8], 10), n=1000, q=0.1, steps=5, noise_multiplier=2.0, group=conv_fc(), **choices)
-    return made, groups_of(json.loads(plan_json(made)))
-
-
-def test_noise_and_signal_per_coordinate():
-    made, rows = plan()
-    for group, row in zip(made.groups, rows, strict=True):
-        assert row["noise"] == pytest.approx(group.sigma / 100)
-        assert row["record"] == pytest.approx(group.S / 100 / math.sqrt(group.d))
-        assert row["average"] == pytest.approx(100 * row["record"])
-        assert row["noise"] / row["record"] == pytest.approx(2 * math.sqrt(group.d / row["share"]))
-    made, rows = plan(mechanism=Joint(), clip_norm=DimensionClipNorm(1.0))
-    for group, row in zip(made.groups, rows, strict=True):
-        noise = sum(
-            v.d * (alpha * group.sigma / 100) ** 2 for v, alpha in zip(group.vectors, group.alphas, strict=True)
-        )
-        assert group.d * row["noise"] ** 2 == pytest.approx(noise)
-        assert row["record"] == pytest.approx(max(group.alphas) * group.S / 100 / math.sqrt(group.d))
-
-
-def blocks(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
-
-
-def test_plans_that_are_nearly_the_same_are_one_block():
-    """Seventeen used to be drawn."""
-    frame = trials(*grid_of(group=["flat", "conv_fc"], **{"optimizer.lr": [1, 2, 3, 4, 5, 6, 7, 8]}), {"group": "far"})
-    _, rows = plan()
-
-    def noisier(factor):
-        return [row | {"noise": factor * row["noise"]} for row in rows]
-
-    plans = {f"run{k}": noisier(1 + 0.01 * (k % 8) if k < 16 else 2) for k in range(17)}
-    figure = noise_and_signal(plans, varied_settings(frame), "Fixed: data=digits.")
-    assert blocks(figure) == ["group=flat or conv_fc (16 configurations)", "group=far"]
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [row["group"] for row in rows] * 2
-    _, record, noises, _ = axes.collections
-    assert record.get_offsets()[:, 0].tolist() == pytest.approx([row["record"] for row in rows] * 2)
-    assert noises.get_offsets()[:, 0].tolist() == pytest.approx([f * row["noise"] for f in (1, 2) for row in rows])
-    assert noises.get_offsets()[:, 1].tolist() == [1, 2, 4, 5] and figure.get_suptitle() == "Fixed: data=digits."
-
-
-def test_the_rest_of_many_plans_is_counted():
-    frame = trials(*grid_of(**{"optimizer.lr": [*range(1, 91)]}))
-    plans = {f"run{k}": [{"group": "all", "record": 1.0, "noise": 1.2**k, "average": 5.0}] for k in range(90)}
-    figure = noise_and_signal(plans, varied_settings(frame))
-    assert (
-        len(blocks(figure)) == 30 == len(set(blocks(figure))) and figure.get_suptitle() == "30 of 90 plans that differ."
-    )
-
-
-def test_shares_are_one_bar_for_plans_that_share_alike():
-    frame = trials(*grid_of(allocation=["proportional", "min_variance"], **{"optimizer.lr": [1, 2]}))
-    shares = [(0.5, 0.5), (0.5, 0.5), (0.7, 0.3), (0.6, 0.4)]
-    plans = {f"run{k}": [{"group": g, "share": s} for g, s in zip(("conv", "fc"), pair, strict=True)]
-             for k, pair in enumerate(shares)}  # fmt: skip
-    (axes,) = budget_shares(plans, varied_settings(frame)).axes
-    names = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
-    assert names == ["allocation=proportional (2 configurations)", "allocation=min_variance · lr=2",
-                     "allocation=min_variance · lr=1"]  # fmt: skip
-    widths = {}
-    for patch in axes.patches:
-        widths.setdefault(round(patch.get_y(), 6), []).append(patch.get_width())
-    assert [*widths.values()] == [pytest.approx(pair) for pair in ([0.5, 0.5], [0.6, 0.4], [0.7, 0.3])]
-    assert {"conv 60%", "fc 30%"} <= {text.get_text() for text in axes.texts}
-
-
-# Spending
-
-
-def test_epsilon_over_rounds_draws_runs_that_cost_the_same_once():
-    frame = trials(*grid_of(**{"optimizer.lr": [1, 2], "sampling.steps": [300, 40]}))
-    first, second = ledger(2.0, 0.05, 300), ledger(3.0, 0.05, 40)
-    runs = {
-        "run0": (first, 1e-5, "pld"),
-        "run1": (second, 1e-5, "rdp"),
-        "run2": (ledger(2 + 1e-12, 0.05, 300), 1e-5, "pld"),
-    }
-    assert same_cost(runs) == [["run0", "run2"], ["run1"]]
-    figure = epsilon_of_runs(runs, varied_settings(frame), "Fixed: a.")
-    drawn = {line.get_label(): line.get_data() for line in figure.axes[0].lines if line.get_marker() != "o"}
-    assert list(drawn) == ["steps=300 (2 configurations)", "steps=40"] == legend(figure)
-    x, y = drawn["steps=40"]
-    assert (x[0], y[0]) == (0, 0) and (x[-1], y[-1]) == (40, epsilon(second, 1e-5, "rdp"))
-    assert y[1] == epsilon(ledger(3.0, 0.05, 1), 1e-5, "rdp")
-    assert figure.axes[0].get_ylabel() == "ε at δ = 1e-05" and figure.get_suptitle() == "Fixed: a."
-    many = {f"run{k}": (ledger(2.0 + k, 1.0, 1), 1e-5, "pld") for k in range(15)}
-    figure = epsilon_of_runs(many, varied_settings(trials(*grid_of(**{"optimizer.lr": [*range(1, 16)]}))))
-    assert len(set(legend(figure))) == 12 and figure.get_suptitle() == "12 of 15 that differ in cost."
+# Of one run
 
 
 def test_rounds_whose_order_a_ledger_does_not_keep_are_not_said_to_have_one():
@@ -388,27 +270,3 @@ def test_an_approximation_bounds_no_error():
     run = ledger(2.0, 0.05, 30)
     assert trade_off(run, 1e-5, ["pld", "gdp"]).axes[1].get_ylabel() == "type II error, at least (by pld)"
     assert trade_off(run, 1e-5, ["gdp"]).axes[1].get_ylabel() == "type II error, about (by gdp)"
-
-
-def test_every_accountant_that_has_a_bound_and_no_other():
-    poisson = ledger(2.0, 0.05, 30)
-    fixed = {replace(r, sampling=replace(r.sampling, policy="fixed_size")): c for r, c in poisson.rounds.items()}
-    costs = DataFrame.from_dict(
-        {
-            "poisson": by_accountant(poisson, 1e-5),
-            "fixed": by_accountant(replace(poisson, adjacency="replace_one", rounds=fixed), 1e-5),
-        },
-        orient="index",
-    )
-    assert costs.loc["fixed"].dropna().index.tolist() == ["pld", "rdp"]
-    assert costs.loc["poisson"].to_dict() == {name: epsilon(poisson, 1e-5, name) for name in costs.columns}
-    figure = epsilon_by_accountant(costs, "Fixed: a.")
-    (axes,) = figure.axes
-    bars = {bar.get_label(): [patch.get_width() for patch in bar] for bar in axes.containers}
-    assert bars["rdp"] == pytest.approx([costs["rdp"]["poisson"], costs["rdp"]["fixed"]])
-    assert "gdp (approximation, no bound)" in bars and math.isnan(bars["moments"][1])
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["poisson", "fixed"]
-    assert set(legend(figure)) == set(bars) and figure.get_suptitle() == "Fixed: a."
-    many = DataFrame({"pld": [1.0 + k for k in range(15)]}, index=[f"lr={k}" for k in range(15)])
-    figure = epsilon_by_accountant(many)
-    assert len(figure.axes[0].patches) == 12 and figure.get_suptitle() == "12 of 15 that differ in cost."

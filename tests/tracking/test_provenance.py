@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from dpexp import config
 from dpexp.commands import train
+from dpexp.tracking import provenance as labels
 from dpexp.tracking import provenance as module
-from dpexp.tracking import run_labels
 from dpexp.tracking.client import address
 from dpexp.tracking.provenance import provenance, write_patch
 
@@ -124,9 +124,9 @@ def test_names_differ_where_runs_differ(dpexp_job, tmp_path):
 
 def test_a_job_without_overrides_is_named_after_its_groups(monkeypatch):
     hydra = {"overrides": {"task": ["tracking.resume=false"]}, "runtime": {"choices": dict.fromkeys(GROUPS, "x")}}
-    monkeypatch.setattr(run_labels.HydraConfig, "get", lambda: OmegaConf.create(hydra))
-    monkeypatch.setattr(run_labels, "parent_id", lambda: None)
-    assert run_labels.run_name(OmegaConf.create({"tracking": {"run_name": None}})) == "x x x x"
+    monkeypatch.setattr(labels.HydraConfig, "get", lambda: OmegaConf.create(hydra))
+    monkeypatch.setattr(labels, "parent_id", lambda: None)
+    assert labels.run_name(OmegaConf.create({"tracking": {"run_name": None}})) == "x x x x"
 
 
 def test_a_sweep_has_the_parameters_that_its_trials_share(dpexp_job, tmp_path):

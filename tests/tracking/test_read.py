@@ -1,0 +1,43 @@
+"""Trials read from MLflow."""
+
+import math
+
+import pytest
+from mlflow import MlflowClient
+
+from dpexp.errors import ConfigError
+from dpexp.tracking import read
+
+
+def test_sources_are_experiments_parents_and_runs(tmp_path, monkeypatch, empty_store):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("mine", str(tmp_path))
+    parent, empty = (client.create_run(experiment, tags={"dpexp.sweep_hash": k}).info.run_id for k in "ab")
+    tags = {"dpexp.group": "flat", "mlflow.parentRunId": parent}
+    children = [client.create_run(experiment, tags=tags).info.run_id for _ in range(3)]
+    single = client.create_run(experiment, tags={"dpexp.group": "flat"}).info.run_id
+    params = {"privacy.delta": "1e-06", "calibrate": "steps", "accountant.names": '["rdp"]', "tracking.uri": "x"}
+    for k, run_id in enumerate(children):
+        for key, value in (params | {"seed": str(k), "optimizer.lr": str(k // 2)}).items():
+            client.log_param(run_id, key, value)
+    client.log_metric(children[1], "test_accuracy", 0.5)
+    client.log_metric(children[2], "test_accuracy", 0.75)
+    client.log_metric(children[1], "steps", 70)
+    monkeypatch.setattr(read, "PAGE", 2)
+    frame = read.trials(uri, [parent])
+    assert list(frame["run_id"]) == [children[2], children[1], children[0]]
+    assert set(frame["parent_id"]) == {parent} and set(frame["accountant"]) == {"rdp"} and set(frame["delta"]) == {1e-6}
+    assert frame["knob_value"].tolist()[1] == 70 and math.isnan(frame["test_accuracy"][2])
+    configuration = frame.set_index("seed")["configuration"]
+    assert configuration["0"] == configuration["1"] != configuration["2"]
+    assert set(read.trials(uri, ["mine"])["run_id"]) == {*children, single}
+    assert set(read.trials(uri, [single, children[0]])["run_id"]) == {single, children[0]}
+    assert read.trials(uri, [empty]).empty and list(read.trials(uri, [empty]).columns) == list(read.TRIAL)
+    for missing, where, message in (
+        ("dpexp", uri, "dpexp is neither an experiment nor a run of sqlite"),
+        ("mine", f"sqlite:///{tmp_path}/no.db", "does not exist, so there are no runs"),
+        ("mine", "x:y", "uri=x:y cannot be"),
+    ):
+        with pytest.raises(ConfigError, match=f"^[^\n]*{message}[^\n]*$"):
+            read.trials(where, [missing])
