@@ -6,7 +6,7 @@ losses and moments, or as ε-DP mechanisms. `dpexp.accounting.coverage` states w
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -94,10 +94,9 @@ class FixedSizeRdpAccountant:
     """Rényi DP of rounds with samples of fixed size, among others, at integer orders (Wang, Balle & Kasiviswanathan
     2018). That bound holds for any mechanism, and may be above that without sampling."""
 
-    def __init__(self, counts: Mapping[Release, int]) -> None:
-        self._total = sum(count * fixed_size_rdp(release) for release, count in counts.items())
-        z, times = np.array([release.z for release in counts]), np.array([float(count) for count in counts.values()])
-        self._unsampled = RdpAccountant(z, np.ones(len(z)), times, _laplace(counts))
+    def __init__(self, found: Sequence[Release], z: Array, times: Array, laplace: Mask) -> None:
+        self._total = sum(count * fixed_size_rdp(release) for release, count in zip(found, times, strict=True))
+        self._unsampled = RdpAccountant(z, np.ones(len(z)), times, laplace)
 
     def epsilon(self, delta: float) -> float:
         sampled = max(0.0, float(rdp.compute_epsilon(INTEGER_ORDERS, self._total, delta)[0]))
@@ -135,29 +134,23 @@ def _pair(release: Release) -> Pair:
     raise ConfigError(f"accountant=pld is not stated for releases by {release.policy}.")
 
 
-def _privacy_loss(counts: Mapping[Release, int]) -> Guarantee:
+def _privacy_loss(found: Sequence[Release], z: Array, q: Array, times: Array, laplace: Mask) -> Guarantee:
     """Full batches, and rounds that sampling hardly amplifies, are together one Gaussian release. For hundreds of
     millions of rounds no grid is fine enough, and Rényi DP is tighter."""
     # If nulling a record lets another one into a full sample, a sum moves by up to 2S.
-    z = np.array([release.z / 2 if release.policy == "truncated_poisson" else release.z for release in counts])
-    times = np.array([float(count) for count in counts.values()])
-    laplace = _laplace(counts)
-    full = ~laplace & np.array([release.q == 1 or release.z < MIN_AMPLIFIED_Z for release in counts])
+    z = np.where([release.policy == "truncated_poisson" for release in found], z / 2, z)
+    full = ~laplace & (q == 1)
     above = np.where(laplace, 1 / gaussian_above(1 / z), z)
     unsampled = composed(above, times)
     if full.all():
         return unsampled
-    if times.sum() > _MAX_PLD_ROUNDS and all(release.policy in ("poisson", "laplace") for release in counts):
-        return RdpAccountant(z, np.where(full, 1.0, [release.q for release in counts]), times, laplace)
-    pairs = [_pair(release) for release, certain in zip(counts, full, strict=True) if not certain]
+    if times.sum() > _MAX_PLD_ROUNDS and all(release.policy in ("poisson", "laplace") for release in found):
+        return RdpAccountant(z, q, times, laplace)
+    pairs = [_pair(release) for release, certain in zip(found, full, strict=True) if not certain]
     if full.any():
         pairs.append(PoissonPair(1 / composed(z[full], times[full]).mu, 1.0, 0.5))
     times = np.append(times[~full], np.ones(int(full.any())))
     return ComposedLoss(pairs, times, unsampled)
-
-
-def _laplace(counts: Iterable[Release]) -> Mask:
-    return np.array([release.policy == "laplace" for release in counts])
 
 
 _BY_ARRAYS: dict[str, Callable[[Array, Array, Array, Mask], Guarantee]] = {
@@ -181,18 +174,20 @@ def guarantee(ledger: Ledger, accountant: str = "pld", use_cache: bool = True) -
 
 @lru_cache(maxsize=8)
 def _guarantee(counts: tuple[tuple[Release, int], ...], accountant: str) -> Guarantee:
+    found = [release for release, _ in counts]
+    z = np.array([release.z for release in found])
+    q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release in found])
+    times = np.array([float(count) for _, count in counts])
+    laplace = np.array([release.policy == "laplace" for release in found])
     if accountant == "pld":
-        return _privacy_loss(dict(counts))
-    policies = {release.policy for release, _ in counts}
+        return _privacy_loss(found, z, q, times, laplace)
+    policies = {release.policy for release in found}
     if accountant == "rdp" and "fixed_size" in policies and policies <= {"fixed_size", "poisson", "laplace"}:
-        return FixedSizeRdpAccountant(dict(counts))
+        return FixedSizeRdpAccountant(found, z, times, laplace)
     if not policies <= {"poisson", "laplace"}:
         raise ConfigError(f"accountant={accountant} is not stated for releases by {', '.join(sorted(policies))}.")
-    z = np.array([release.z for release, _ in counts])
-    q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release, _ in counts])
-    times = np.array([float(count) for _, count in counts])
     build = _BY_ARRAYS.get(accountant) or named(accountant)
-    return build(z, q, times, _laplace(release for release, _ in counts))
+    return build(z, q, times, laplace)
 
 
 def epsilon(ledger: Ledger, delta: float, accountant: str = "pld") -> float:

@@ -90,7 +90,7 @@ def solve(
     cheap, costly = (low, high) if limits.epsilon_rises else (high, low)
     search = _Search(lambda v: target.cost(ledger_at(v), accountant), target.limit, precision, limits.is_integer)
     if knob == "sampling_rate":
-        found = search.from_cheap_end(cheap, costly, math.log(0.75))
+        found = search.walk(cheap, costly, -math.log(0.75), 1) if search.affords(cheap) else None
     else:
         near, step = min(max(math.log(start), low), high), math.log(4)
         if accountant == "pld" and hasattr(target, "estimate"):
@@ -123,34 +123,25 @@ class _Search:
         self.trace: list[tuple[float, float]] = []
 
     def around(self, start: float, cheap: float, costly: float, step: float) -> tuple[float, float] | None:
-        """Doubles the steps from `start` towards one end until the target lies between two probes."""
-        inner, outer = (start, costly) if self._affordable(start) else (start, cheap)
+        """Doubles the steps from `start` towards the end on the other side of the target."""
+        return self.walk(start, costly if self.affords(start) else cheap, step, 2)
+
+    def walk(self, inner: float, outer: float, step: float, growth: float) -> tuple[float, float] | None:
+        """Takes steps to `outer` until the target lies between two probes."""
+        affordable = self.affords(inner)
         step = math.copysign(step, outer - inner)
-        towards_costly = outer == costly
         while inner != outer:
             following = min(inner + step, outer) if step > 0 else max(inner + step, outer)
-            if self._affordable(following) != towards_costly:
+            if self.affords(following) != affordable:
                 return self._root(inner, following)
-            inner, step = following, 2 * step
-        return self._best() if towards_costly else None
-
-    def from_cheap_end(self, cheap: float, costly: float, step: float) -> tuple[float, float] | None:
-        """Takes equal steps from the cheap end."""
-        if not self._affordable(cheap):
-            return None
-        inner = cheap
-        while inner != costly:
-            following = max(inner + step, costly)
-            if not self._affordable(following):
-                return self._root(inner, following)
-            inner = following
-        return self._value(costly), self._cost(costly)
+            inner, step = following, growth * step
+        return (self._value(outer), self._cost(outer)) if affordable else None
 
     def _root(self, one: float, other: float) -> tuple[float, float]:
         if self._is_integer:
             while abs(self._value(one) - self._value(other)) > 1:
                 middle = math.log((self._value(one) + self._value(other)) // 2)
-                if self._affordable(middle) == self._affordable(one):
+                if self.affords(middle) == self.affords(one):
                     one = middle
                 else:
                     other = middle
@@ -174,7 +165,7 @@ class _Search:
         value, cost = max((probe for probe in reversed(self.trace) if probe[1] <= self._target), key=lambda p: p[1])
         return value, cost
 
-    def _affordable(self, t: float) -> bool:
+    def affords(self, t: float) -> bool:
         return self._cost(t) <= self._target
 
     def _value(self, t: float) -> float:

@@ -10,7 +10,7 @@ that P against Q is the worse direction).
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 _WIDTH = 12.0  # standard deviations on each side of an integrand's peak; the mass beyond is below 1e-31
-_MAX_CELLS = 2**22  # of the arrays in memory at once
+MAX_CELLS = 2**22  # of the arrays in memory at once
 LARGEST_ORDER = 2.0**30
 
 
@@ -34,23 +34,20 @@ def log_moments(z: Array, q: Array, alpha: float) -> Array:
     """
     closed = q == 1
     result = alpha * (alpha - 1) / (2 * z**2)
-    for some in _batches(np.flatnonzero(~closed), z, alpha):
+    widths = _points(z, alpha)
+    sampled = np.flatnonzero(~closed)
+    for some in batches(sampled[np.argsort(widths[sampled])], widths):
         result[some] = _by_trapezoids(z[some], q[some], alpha)
     return result
 
 
-def _batches(indices: NDArray[np.intp], z: Array, alpha: float) -> list[NDArray[np.intp]]:
-    """Batches of rounds that need about equally many points, which fit in memory."""
-    if not len(indices):
-        return []
-    ordered = indices[np.argsort(_points(z[indices], alpha))]
-    batches = []
-    while len(ordered):
-        most = np.maximum.accumulate(_points(z[ordered], alpha))
-        fits = int(np.searchsorted(most * np.arange(1, len(most) + 1) > _MAX_CELLS, True))
-        batches.append(ordered[: max(1, fits)])
-        ordered = ordered[max(1, fits) :]
-    return batches
+def batches(order: NDArray[np.intp], widths: Array, most: int | None = None) -> Iterator[NDArray[np.intp]]:
+    """Batches of rounds, in this order, whose arrays of these widths fit in memory; each of at most `most`."""
+    while len(order):
+        widest = np.maximum.accumulate(widths[order[:most]])
+        size = max(1, int(np.count_nonzero(widest * np.arange(1, len(widest) + 1) <= MAX_CELLS)))
+        yield order[:size]
+        order = order[size:]
 
 
 def _points(z: Array, alpha: float) -> Array:

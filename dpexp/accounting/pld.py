@@ -7,17 +7,16 @@ afterwards. Any θ gives a bound, and one for which the mean of the tilted loss 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 from scipy.signal import lfilter
 
-from dpexp.accounting.composition import Array, GaussianMechanism
+from dpexp.accounting.composition import MAX_CELLS, Array, GaussianMechanism, batches
 from dpexp.accounting.dominating_pairs import Pair
 from dpexp.accounting.pld_numerics import Convolution, Cumulants, Window, cumulants_of, log_rounding
 
@@ -28,7 +27,6 @@ _LEVEL, _LOWEST_LEVEL = 7.0, -100  # nats of δ per level, for which one tilt is
 _NODES = 1 + 1e-12  # allows for rounding errors of the grid's losses
 _CACHED, _CACHED_FIRST = 4, 6  # composed losses kept, and those for a first guess by level
 _MANY_PAIRS = 1000  # different rounds, above which the grid is half as fine
-_MAX_CELLS = 2**22  # of the arrays in memory at once
 
 
 class PrivacyLoss:
@@ -240,14 +238,14 @@ def compose(
     smallest, largest = cumulants.range
     lowest = np.maximum((at.logs - 40) / theta, smallest)  # below it, the tilted mass is negligible
     far = max(abs(window.low), abs(window.high))
-    least = max(window.width / _MAX_POINTS, float((largest - lowest).max()) / _MAX_CELLS, 2.0**-40 * far)
+    least = max(window.width / _MAX_POINTS, float((largest - lowest).max()) / MAX_CELLS, 2.0**-40 * far)
     h = max(min(h, window.width / _MIN_POINTS), least)
     spread = 4 * h * math.sqrt(total)  # rounding to the grid hardly ever moves the sum further
     first = max(math.floor((window.low - spread) / h), math.floor((at.mean - 650 / theta) / h) + 1)
     size = next_fast_len(max(math.ceil((window.high + spread) / h) - first, 1) + 1, real=True)
     convolution = Convolution(size)
     log, log_above, infinite, exponents = 0.0, 0.0, 0.0, 0.0
-    for rows in _batches(np.argsort(-at.variances), (largest - lowest) / h + 1):
+    for rows in batches(np.argsort(-at.variances), (largest - lowest) / h + 1, most=64):
         starts, tilted = [], []
         for r in rows:
             # A tilt would magnify the negligible mass above the largest loss.
@@ -289,12 +287,3 @@ def _norm(theta: float, h: float, size: int) -> float:
     r, s = math.exp(-2 * theta * h), math.exp(-h)
     denominator = (1 - r) * (1 - r * s) * (1 - r * s**2)
     return math.sqrt(min(r * (1 - s) ** 2 * (1 + r * s) / denominator, size) if denominator > 0 else size)
-
-
-def _batches(order: NDArray[np.intp], widths: Array) -> Iterator[NDArray[np.intp]]:
-    """Batches of rounds that fit in memory."""
-    while len(order):
-        widest = np.maximum.accumulate(widths[order[:64]])
-        size = max(1, int(np.count_nonzero(widest * np.arange(1, len(widest) + 1) <= _MAX_CELLS)))
-        yield order[:size]
-        order = order[size:]

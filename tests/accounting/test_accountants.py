@@ -174,14 +174,6 @@ def test_fixed_size_is_sampling_without_replacement():
     assert ours == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-2)
 
 
-def test_truncated_poisson_is_dp_accountings():
-    accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL)
-    accountant.compose(dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 0.1, 110, 4.0), 20)
-    truncated = epsilon(of("truncated_poisson", "replace_null", maximum=110), 1e-5)
-    assert truncated == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
-    assert truncated > epsilon(of("poisson", "replace_null"), 1e-5)
-
-
 def test_an_epoch_of_shuffled_batches_costs_one_release():
     """Each record is in one batch an epoch; the costliest of the epoch's batches is what it may have been in."""
     queries = {z: (SumQueryEvent("all", 1.0, z),) for z in (4.0, 8.0)}

@@ -115,17 +115,6 @@ def test_a_whole_ledger_is_written_as_a_run_would_write_it(tmp_path):
         assert ledger_so_far(tmp_path / "other.jsonl") == ledger
 
 
-def test_runs_that_did_the_same_have_ledgers_of_their_own(tmp_path):
-    one, other = write(tmp_path / "one.jsonl", 3), write(tmp_path / "other.jsonl", 3)
-    position = one.position
-    one.close(), other.close()
-    with pytest.raises(ConfigError, match="so it is another run's"):
-        LedgerWriter(tmp_path / "other.jsonl", resume=True, position=position)
-    before = (tmp_path / "one.jsonl").read_bytes()
-    LedgerWriter(tmp_path / "one.jsonl", resume=True, position=position).close()
-    assert (tmp_path / "one.jsonl").read_bytes() == before, "nothing was added to a closed ledger"
-
-
 def test_a_resumed_run_stays_private_or_not_private(tmp_path):
     LedgerWriter(tmp_path / "open.jsonl", not_private_reason="the noise seed is known").close()
     again = LedgerWriter(tmp_path / "open.jsonl", resume=True)

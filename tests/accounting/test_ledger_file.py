@@ -143,7 +143,7 @@ def written(path, noise):
 
 
 @pytest.mark.parametrize(
-    "noise", [[4, 90, 90], [4, 90, 4, 4], [4, 4]], ids=["one cheaper", "another order", "lost at the end"]
+    "noise", [[4, 90, 90], [4, 4, 90], [4, 4]], ids=["one cheaper", "another run that did the same", "lost at the end"]
 )
 def test_only_a_ledger_that_begins_as_the_checkpoints_is_continued(tmp_path, noise):
     """However many rounds it has, and although its links are right."""
@@ -212,7 +212,7 @@ time.sleep(60)
         path,
     ) as parent:
         child, said = parent.stdout.readline().split(maxsplit=1)
-        assert "is closed, or belongs to the process that" in said
+        assert "is closed, or belongs to the process that forked" in said
         with pytest.raises(ConfigError, match="being written by another process"):
             LedgerWriter(path, resume=True)
         parent.kill()
@@ -243,18 +243,16 @@ print(committed + 2)
 """
 
 
-@pytest.mark.parametrize("room_for_the_end", [True, False])
-def test_a_full_disk_stops_the_run_and_leaves_a_whole_ledger(tmp_path, room_for_the_end):
+def test_a_full_disk_stops_the_run_and_leaves_a_whole_ledger(tmp_path):
     """The writes that the limit cuts short put 0, 1, 2, … bytes into the file."""
     path = tmp_path / "l.jsonl"
-    script = FULL if room_for_the_end else FULL + "resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, -1))\n"
-    job = started(script + "writer.close()\n", path)
+    job = started(FULL + "resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, -1))\nwriter.close()\n", path)
     printed, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     *said, rounds = printed.splitlines()
     assert len(said) == 20 and set(said) == {f"ledger={path} cannot be written (File too large)."}
-    expected = Ledger("add_remove", {Round(SAMPLING, ALL): int(rounds)}, incomplete=not room_for_the_end)
+    expected = Ledger("add_remove", {Round(SAMPLING, ALL): int(rounds)}, incomplete=True)
     assert ledger_so_far(path) == expected
     numbers = [json.loads(line)[0] for line in path.read_text().splitlines() if line.startswith("[")]
     assert numbers == list(range(3, int(rounds) + 3))
-    assert ("could not be closed" in errors) == (not room_for_the_end)
+    assert "could not be closed" in errors

@@ -5,8 +5,8 @@ import hashlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,11 +83,9 @@ class LedgerWriter:
         exists = self.path.exists()
         if not resume and exists:
             self._refuse_used()
-        try:
+        with self._refusing_errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab+", opener=opener)
-        except OSError as error:
-            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
         _OPEN.add(self)
 
     def _refuse_used(self) -> None:
@@ -171,8 +169,7 @@ class LedgerWriter:
     @property
     def ledger(self) -> Ledger:
         """The committed rounds."""
-        reason = self._not_private_reason
-        return Ledger(self._adjacency, dict(self._counts), not_private_reason=reason, record=self._record)
+        return Ledger(self._adjacency, dict(self._counts), False, self._not_private_reason, self._record)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -199,12 +196,9 @@ class LedgerWriter:
             raise RuntimeError("a round needs a sampling event and at least one sum query event.")
         round_ = Round(self._sampling, tuple(self._queries))
         chain = self._chain.copy()
-        spec = self._specs.get(round_)
-        lines = b""
-        if spec is None:
-            spec = chain.specs
-            lines = chain.spec(round_)
-        self._write(lines + chain.round(spec), chain)
+        spec = self._specs.get(round_, chain.specs)
+        described = b"" if round_ in self._specs else chain.spec(round_)
+        self._write(described + chain.round(spec), chain)
         self._closed = False
         self._specs[round_] = spec
         self._counts[round_] += 1
@@ -216,11 +210,16 @@ class LedgerWriter:
         self._write(chain.not_private(reason), chain)
         self._not_private_reason, self._closed = self._not_private_reason or reason, False
 
-    def _write(self, lines: bytes, chain: Chain) -> None:
+    @contextmanager
+    def _refusing_errors(self) -> Iterator[None]:
         try:
-            self._append(lines, chain)
+            yield
         except OSError as error:
             raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
+
+    def _write(self, lines: bytes, chain: Chain) -> None:
+        with self._refusing_errors():
+            self._append(lines, chain)
 
     def _append(self, lines: bytes, chain: Chain) -> None:
         """Appends lines, after which `chain` describes the file. If anything fails, none of them are appended."""
@@ -239,9 +238,7 @@ class LedgerWriter:
 
     def _check_file(self) -> None:
         if self._file.closed:
-            raise RuntimeError(
-                f"the ledger {self.path} is closed, or belongs to the process that this one was forked from."
-            )
+            raise RuntimeError(f"the ledger {self.path} is closed, or belongs to the process that forked this one.")
         try:
             found = os.stat(self.path)
             if not os.path.samestat(found, os.fstat(self._file.fileno())):
@@ -284,10 +281,8 @@ class LedgerWriter:
             return
         self._times = None
         self._check_file()
-        try:
+        with self._refusing_errors():
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise ConfigError(f"ledger={self.path} cannot be written ({error.strerror}).") from error
         write_end(self.path, self.position)
 
     def close(self) -> None:
