@@ -13,7 +13,7 @@ from test_accountants import ledger, of
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
-from dpexp.accounting.ledger import Ledger, LedgerWriter, concatenate, read_ledger
+from dpexp.accounting.ledger import LedgerWriter, concatenate, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
 from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
@@ -126,10 +126,6 @@ def test_the_trade_off_of_a_gaussian_mechanism():
     exact = norm.cdf(norm.ppf(1 - alpha) - math.sqrt(9) / 4)
     found = type_two_errors(ledger(4.0, 1.0, 9), alpha.tolist())
     assert np.all(found <= exact + 1e-9) and np.max(exact - found) < 1e-3
-
-
-def test_nothing_released_leaves_only_guessing():
-    assert type_two_errors(Ledger("add_remove", {}), [0.1, 0.5]).tolist() == [0.9, 0.5]
 
 
 def test_figures_show_what_was_computed():

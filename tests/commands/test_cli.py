@@ -5,9 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -143,8 +141,6 @@ def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callb
 
 # arguments -> words of the refusal, before anything is released
 BAD = {
-    "trainer.num_worker=3": "trainer has no key 'num_worker'; did you mean 'num_workers'",
-    "clip_norm.totl=1": "clip_norm has no key 'totl'; did you mean 'total'",
     "trainer.accelerator=abacus": "(trainer.accelerator=abacus, trainer.precision=32-true)",
     "trainer.precision=12": "trainer: Precision '12' is invalid",
     "privacy.epsilon=1e-9 privacy.delta=1e-12 sampling.sampling_rate=1 sampling.steps=1000000": "cannot be reached",
@@ -152,7 +148,6 @@ BAD = {
     "mechanism=joint mechanism.alpha=[1,-1,1,1]": "mechanism.alpha[1]=-1 must be a finite number above 0",
     "mechanism=joint mechanism.clip_norm=3": "mechanism.clip_norm=3.0 of group all must lie in (0, √k]",
     "clip_norm=fixed clip_norm.value={fc:1}": "clip_norm.value names the groups fc; the model has all",
-    "clip_rule=psac clip_rule.r=-1": "clip_rule.r=-1 must be a finite number above 0",
     "clip_rule=global": "clip_rule.threshold must be given",
     "clip_rule._target_=builtins.dict": "clip_rule={} is no clip rule; give a frozen dataclass with a name",
     "group=conv_fc allocation=weighted allocation.weights={conv:0.5,fc:0.4}": "add up to 0.9; they must add up to 1",
@@ -459,12 +454,3 @@ def test_bash_completes_groups_options_and_values(tmp_path):
     assert completed == [
         "group=conv_fc group=custom group=flat group=per_layer", "group=per_layer", "privacy.enabled= privacy.epsilon=",
     ]  # fmt: skip
-
-
-def test_configuration_files_ship_with_the_package():
-    """Every folder of conf/ and sweeps/ that a wheel must hold is declared."""
-    top = Path(__file__).parents[2]
-    declared = tomllib.loads((top / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert declared["package-dir"]["dpexp.conf"] == "conf" and declared["package-dir"]["dpexp.conf.sweep"] == "sweeps"
-    files = [path.relative_to(top) for path in (top / "dpexp").rglob("*.py") if "conf" not in path.parts]
-    assert {".".join(path.parent.parts) for path in files} <= set(declared["packages"])
