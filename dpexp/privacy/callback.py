@@ -24,7 +24,6 @@ from dpexp.privacy.distributed import (
     ledger_of,
     restore_strategy,
 )
-from dpexp.privacy.gradients.physical_batch import first_batch
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.normalization import (
@@ -42,7 +41,7 @@ from dpexp.privacy.private_metrics import UNCLIPPED, GradientSignal, MetricEstim
 from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.running_epsilon import RunningEpsilon
 from dpexp.privacy.sampling.loader import RoundLoader, SealedSample
-from dpexp.privacy.training_step import PrivateTrainingStep
+from dpexp.privacy.training_step import PrivateTrainingStep, first_batch
 
 
 class PrivacyCallback(pl.Callback):

@@ -26,15 +26,10 @@ Later = Callable[[], AbstractContextManager]
 
 
 def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module, later: Later) -> None:
-    """Finds mistakes of a step and chooses its execution mode, on synthetic or public records.
+    """Raises ConfigError for mistakes of a step, and chooses its execution mode, on synthetic or public records.
 
-    Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched.
-
-    Args:
-        later: a context that imitates a later round, in which the step must be the same.
-
-    Raises:
-        ConfigError: the step has a mistake.
+    Of the training set only shapes, dtypes and structure are used, of the first record that can be fetched. `later` is
+    a context that imitates a later round, in which the step must be the same.
     """
     data = rounds.training_data
     data.memory.refuse([*module.named_parameters(), *module.named_buffers()])

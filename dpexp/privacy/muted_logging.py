@@ -38,11 +38,8 @@ def loggers_muted(trainer: pl.Trainer) -> Iterator[None]:
 def mute(module: pl.LightningModule, logged: set[str] | None = None) -> None:
     """Replaces `log` and metrics of torchmetrics until `unmute`, since in training their values are not private.
 
-    `log` passes the value on for private release; it is dropped unless the plan has a metric of that name. Metrics
-    that `training_step` updates stay empty, and later hooks cannot read them.
-
-    Args:
-        logged: receives the names of logged values.
+    `log` adds the name to `logged` and passes the value on for private release; it is dropped unless the plan has a
+    metric of that name. Metrics that `training_step` updates stay empty, and later hooks cannot read them.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,13 +94,11 @@ _SIGNALS = [
 
 @contextmanager
 def signals_deferred(trainer: pl.Trainer) -> Iterator[None]:
-    """Defers Python's signal handlers to the end of the block.
+    """Defers Python's signal handlers to the end of the block; raises StateFound if `trainer.should_stop` changes in
+    it.
 
-    A handler may save a checkpoint, or set `trainer.should_stop`, which would look like a change by the step. A second
-    Ctrl-C is not deferred and ends the step.
-
-    Raises:
-        StateFound: `trainer.should_stop` changed in the block.
+    A handler may save a checkpoint, or set `should_stop`, which would look like a change by the step. A second Ctrl-C
+    is not deferred and ends the step.
     """
     stops = trainer.should_stop
     if threading.current_thread() is not threading.main_thread():
@@ -151,11 +146,10 @@ def log_diagnostics(pl_module: pl.LightningModule, engine: PrivateRound) -> None
 def as_in_round(
     trainer: pl.Trainer, t: int, place: tuple[int, int], args: list[Any]
 ) -> Callable[[], AbstractContextManager]:
-    """A context in which the Trainer's counters say round `t`, and optimizers' settings are halved.
+    """A context in which the Trainer's counters say round `t` at (epoch, batch index), and optimizers' settings are
+    halved.
 
-    Args:
-        place: (epoch, batch index) of that round.
-        args: of training_step after the batch, batch_idx first; changed in place.
+    `args` of training_step after the batch, batch_idx first, are changed in place.
     """
 
     @contextmanager
@@ -193,11 +187,7 @@ def _is_number(value: Any) -> bool:
 
 @contextmanager
 def collectives_refused() -> Iterator[None]:
-    """Hides other processes in the block and refuses collectives, which would tell other processes of a record.
-
-    Raises:
-        ConfigError: a collective of the default group was called.
-    """
+    """Hides other processes in the block; a collective, which would tell them of a record, raises a ConfigError."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return

@@ -31,11 +31,8 @@ STEP_CHANGED = (
 
 
 class StateFound(ConfigError):
-    """A step or a data set keeps state of a record.
-
-    Attributes:
-        last_clean_round: the last round, counted from 1, whose check found nothing; 0: none.
-    """
+    """A step or a data set keeps state of a record; `last_clean_round` is the last round, counted from 1, whose check
+    found nothing; 0: none."""
 
     def __init__(self, message: str, last_clean_round: int = 0) -> None:
         super().__init__(message)
@@ -43,11 +40,8 @@ class StateFound(ConfigError):
 
 
 class StateCheck:
-    """Compares a step's results and a module's state before and after other records are processed.
-
-    Args:
-        probe: computes losses and gradients of fixed synthetic records from a fixed random state.
-    """
+    """Compares a step's results and a module's state before and after other records are processed. `probe` computes
+    losses and gradients of fixed synthetic records from a fixed random state."""
 
     def __init__(self, module: nn.Module, probe: Callable[[], list[Tensor]]) -> None:
         self._module, self._probe = module, probe
@@ -62,11 +56,7 @@ class StateCheck:
             self._expected = [*map(digest, self._probe())]
 
     def after(self, done: int = 0) -> None:
-        """Compares; `done` rounds were completed before this one.
-
-        Raises:
-            StateFound: something has changed.
-        """
+        """Raises StateFound if something has changed; `done` rounds were completed before this one."""
         now = digests(self._module) | digests_of_training(self._module)
         changed = [name for name, was in self._saved.items() if now.get(name) != was]
         if changed:

@@ -8,8 +8,8 @@ import torch
 from plans import plan_of
 from torch import nn
 
-from dpexp.privacy.gradients import physical_batch
-from dpexp.privacy.gradients.physical_batch import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
+from dpexp.privacy import training_step
+from dpexp.privacy.training_step import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 
@@ -53,20 +53,20 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
                 name, lambda: None
             )
 
-    monkeypatch.setattr(physical_batch.torch, "cuda", Memory())
+    monkeypatch.setattr(training_step.torch, "cuda", Memory())
     expected, _ = Digits().test[0]
 
     def loss_of(batch):
         return module.training_step(batch)
 
-    real = physical_batch.PrivateRound.add_chunk
+    real = training_step.PrivateRound.add_chunk
 
     def accumulate(engine, loss_of, batch, size):
         assert torch.equal(batch[0], expected.expand(size, 1, 1, 8, 8))
         seen.append(size)
         return real(engine, loss_of, batch, size)
 
-    monkeypatch.setattr(physical_batch.PrivateRound, "add_chunk", accumulate)
+    monkeypatch.setattr(training_step.PrivateRound, "add_chunk", accumulate)
     assert largest_fitting_batch(plan, module, loss_of, run) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None

@@ -27,11 +27,8 @@ class DataDependent(RuntimeError):
 
 
 class HiddenNumber:
-    """Placeholder for a number that depends on a record: it may be logged; every other use raises `DataDependent`.
-
-    Attributes:
-        tensor: where the number comes from; None: it was never computed, as a metric's.
-    """
+    """Placeholder for a number that depends on a record, computed from `tensor` (None: it was never computed, as a
+    metric's): it may be logged; every other use raises `DataDependent`."""
 
     def __init__(self, tensor: Tensor | None = None) -> None:
         self.__dict__["tensor"] = tensor
@@ -64,13 +61,9 @@ _MAY_BE_LOGGED = {Tensor.item, Tensor.tolist, Tensor.numpy}
 
 
 def read_value(read: Callable[..., Any], tensor: Tensor, anchor: Tensor) -> Any:
-    """The result of one of `DATA_READS`, if it is the same for all records, or a `HiddenNumber`.
+    """The result of one of `DATA_READS`, if it is the same for all records, or a `HiddenNumber`; raises DataDependent.
 
-    Args:
-        anchor: a tensor that is batched by the vmap over records.
-
-    Raises:
-        DataDependent: the result may differ between records.
+    `anchor` is a tensor that is batched by the vmap over records.
     """
     if level_of(tensor) != level_of(anchor):
         return read(tensor)  # the same for all records, or batched by a vmap inside the model

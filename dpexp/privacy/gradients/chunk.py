@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients.index_checks import table_size
+from dpexp.privacy.gradients.torch_functions import table_size
 from dpexp.privacy.sampling.batches import flattened
 
 LossOf = Callable[[Any], Tensor]
@@ -41,11 +41,7 @@ class Chunk:
 
     @classmethod
     def of(cls, loss_of: LossOf, batch: Any, size: int) -> "Chunk":
-        """The chunk of a batch.
-
-        Raises:
-            ConfigError: the batch cannot be split into records.
-        """
+        """The chunk of a batch; raises ConfigError if it cannot be split into records."""
         leaves, structure = flattened(batch)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != size):

@@ -48,14 +48,8 @@ _OPTIONS = {
 
 
 class Compiled:
-    """A graph compiled for inputs of these shapes, strides and dtypes.
-
-    Args:
-        num_state: how many of the inputs, from the first on, are parameters and buffers.
-
-    Raises:
-        Exception: it cannot be compiled; for example, there is no C++ compiler.
-    """
+    """A graph compiled for inputs of these shapes, strides and dtypes, of which the first `num_state` are parameters
+    and buffers. An error says why it cannot be; for example, there is no C++ compiler."""
 
     def __init__(self, run: fx.GraphModule, inputs: Sequence[Tensor], num_state: int) -> None:
         run = fx.GraphModule(run, copy.deepcopy(run.graph))  # with the same constants
@@ -168,11 +162,8 @@ class CompileDecision:
         self._sizes = [max(1.0, mean + std * z) for z in NormalDist().quantiles(100)] if std else [mean]
 
     def rows(self, usual: int, flops: float, parameters: int) -> int:
-        """The rows of a chunk for which a sample takes the fewest operations, padding included.
-
-        Args:
-            flops: of a usual chunk.
-        """
+        """The rows of a chunk for which a sample takes the fewest operations, padding included; `flops`: of a usual
+        chunk."""
         fixed = _FIXED_FLOPS + _FLOPS_PER_PARAMETER * parameters
         candidates = {max(2, math.ceil(usual / k)) for k in range(1, _MAX_CHUNKS + 1)}
         return min(

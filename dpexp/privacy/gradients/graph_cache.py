@@ -50,13 +50,8 @@ class Graphs:
         """Traces a usual chunk, and again with other records, one row less, and the settings of a later round.
 
         If the graphs are equal but for the number of rows, the step is the same in every round. Caches that the first
-        trace fills are allowed for. Graphs for other numbers of rows are made from these two.
-
-        Returns:
-            How the step differs from trace to trace; None: it does not, and the graph is proved.
-
-        Raises:
-            Exception: the step cannot be traced, or its graph cannot be proved.
+        trace fills are allowed for. Graphs for other numbers of rows are made from these two. Returns how the step
+        differs from trace to trace, or None if the graph is proved; an error says why it cannot be traced or proved.
         """
         self._synthetic, rows = synthetic, self._usual
         self.tracer.draws = False
@@ -110,13 +105,10 @@ class Graphs:
     def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on a chunk, adds to `sums`, and returns each record's loss, norms and flags.
 
-        Rows of padding are copies of the first record, which no operator refuses that accepts the records. Records
-        with a norm that is not finite add nothing: a graph that draws random numbers, which may be the cause, sets
-        their gradients to zero; other graphs run again with copies of another record in their place. Rows with
-        doubtful norms are added by a graph that computes their norms in float64.
-
-        Raises:
-            Exception: there is no proved graph for such records, or it cannot process these; nothing was added.
+        Rows of padding are copies of the first record, which no operator refuses that accepts the records. Records with
+        a norm that is not finite add nothing: a graph that draws random numbers, which may be the cause, sets their
+        gradients to zero; other graphs run again with copies of another record in their place. Rows with doubtful norms
+        are added by a graph that computes their norms in float64. If an error is raised, nothing was added.
         """
         key = chunk.key
         rows = self._rows_for(chunk, key)
@@ -238,13 +230,8 @@ class Graphs:
         self._late = {key: reads for key, reads in self._late.items() if kept(key)}
 
     def _check_unchanged(self, chunk: Chunk) -> None:
-        """Checks that the step is still the one that the graphs of this round's other records were traced from.
-
-        Otherwise how a record is processed would depend on which shapes other records have.
-
-        Raises:
-            StateFound: the trace of a usual chunk, or of one of this shape, differs.
-        """
+        """Raises StateFound unless the step is still the one that the graphs of this round's other records were traced
+        from: how a record is processed would otherwise depend on which shapes other records have."""
         assert self._reference is not None
         usual = replace(self._reference, loss_of=chunk.loss_of)
         for sample in {usual.key: usual, chunk.key: chunk}.values():
@@ -276,12 +263,8 @@ class Graphs:
             return explain(error)
 
     def _check_same(self, graph: Graph, chunk: Chunk, rows: int, kind: str, reads: Reads) -> None:
-        """Checks that a second trace of a new shape is equal but for the number of rows, and that an exact graph
-        agrees with the plain one.
-
-        Raises:
-            NotTraceable: it is not so.
-        """
+        """Raises NotTraceable unless a second trace of a new shape is equal but for the number of rows, and an exact
+        graph agrees with the plain one."""
         known = self._graphs.get((chunk.key, rows, PLAIN))
         if kind == EXACT and known is not None:
             if not self.tracer.agree(graph, rows, known, rows, chunk, self._synthetic, kind):

@@ -25,15 +25,16 @@ from dpexp.privacy.gradients.batched_functions import (
 )
 from dpexp.privacy.gradients.branches import DATA_READS, HiddenGradFn, read_value
 from dpexp.privacy.gradients.derived_parameters import DerivedParameters, unbatched_fully
-from dpexp.privacy.gradients.index_checks import INDEXED, clamp_indices
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
 from dpexp.privacy.gradients.layer_rules import RULES, LayerCall
 from dpexp.privacy.gradients.recurrent import CELLS, recurrent_layer
 from dpexp.privacy.gradients.rewritten import EXTREMA, REWRITES, Extremum, multi_head_attention
 from dpexp.privacy.gradients.torch_functions import (
     BATCH_NORMS,
+    INDEXED,
     OPERATORS,
     MixingRefused,
+    clamp_indices,
     is_from_torch,
     leaves_of,
     refuse_mixing,

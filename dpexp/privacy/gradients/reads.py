@@ -53,11 +53,8 @@ class Reads:
     @contextmanager
     def variables_recorded(self, found: Callable[[Any, str], None] = lambda owner, name: None) -> Iterator[None]:
         """Records the variables that functions outside libraries name: globals, attributes of classes and Python
-        modules, and variables of enclosing functions.
-
-        Args:
-            found: is called with each (owner, name) before the function runs.
-        """
+        modules, and variables of enclosing functions. Calls `found` with each (owner, name) before the function
+        runs."""
         called, inner = dict[int, CodeType](), set[int]()  # by identity, since not all can be hashed
 
         def on_call(frame: FrameType, event: str, _: Any) -> None:

@@ -107,15 +107,10 @@ class Step:
         return digest_as_integer(f"{self.mode} {self.graphs.digest()}".encode())
 
     def decide(self, chunk: Chunk, settings: _Settings = nullcontext) -> None:
-        """Decides `mode` for the job, on synthetic records.
+        """Decides `mode` for the job, on synthetic records of which only shapes and types are those of `chunk`.
 
-        Args:
-            chunk: records, of which only shapes and types are used.
-            settings: those of a later round; a step is traced only if its graph is the same under them.
-
-        Raises:
-            StateFound: the step keeps state of records, or changes a weight.
-            ConfigError: the step fails.
+        A step is traced only if its graph is the same under `settings`, those of a later round. Raises StateFound if
+        the step keeps state of records or changes a weight, ConfigError if it fails.
         """
         before = self._digests()
         with own_state(self._device):
@@ -144,11 +139,10 @@ class Step:
         return weights | digests_of_training(self._module)
 
     def trace_again(self, loss_of: LossOf, completed: int, epoch_begins: bool = False) -> None:
-        """Traces the step of a traced job again if hooks may have changed it between rounds.
+        """Traces the step of a traced job again, and proves it if it has changed, since hooks may change it.
 
         That is done whenever a value that the step reads has changed, and, within 2 % of the time, at the start of
-        epochs and in rounds 2, 4, 8, …. A changed step is proved again. A step that changes more than three times is
-        no longer traced.
+        epochs and in rounds 2, 4, 8, …. A step that changes more than three times is no longer traced.
         """
         if self.mode != TRACED or self._template is None:
             return
@@ -202,27 +196,17 @@ class Step:
         self._checking += time.perf_counter() - began
 
     def check_state(self, t: int) -> None:
-        """Compares what `begin_round` noted with what it is after the round's records.
-
-        Raises:
-            StateFound: something has changed.
-        """
+        """Compares what `begin_round` noted with what it is after the round's records."""
         if self._check is not None:
             began = time.perf_counter()
             self._check.after(t)
             self._checking += time.perf_counter() - began
 
     def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> Iterator[dict[str, Tensor] | Exception]:
-        """Adds the clipped vectors of a chunk's records to `sums`.
+        """Adds the clipped vectors of a chunk's records to `sums`; `clip_norms`: see `ClippedSums.clip_norms`.
 
-        Args:
-            clip_norms: see `ClippedSums.clip_norms`.
-
-        Yields:
-            losses, norms and flags of some of the records in order, or the error of a record without a loss.
-
-        Raises:
-            ConfigError: the step keeps state, or has changed unseen.
+        Yields losses, norms and flags of some of the records in order, or the error of a record without a loss. Raises
+        ConfigError if the step keeps state, or has changed unseen.
         """
         if self.mode == TRACED:
             yield from self._add_by_graph(chunk, clip_norms, sums)

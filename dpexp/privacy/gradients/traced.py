@@ -83,11 +83,7 @@ class Inputs:
 
 
 def trace(run: Callable[..., dict[str, Tensor]], inputs: Inputs, others: Sequence[Tensor]) -> Graph:
-    """Traces `run(*others)`, which reads the module's parameters and buffers.
-
-    Raises:
-        Exception: an operator cannot be traced, or is refused.
-    """
+    """Traces `run(*others)`, which reads the module's parameters and buffers; an error says what cannot be traced."""
     state, input_specs = inputs.tensors(), inputs.input_specs()  # before the step replaces a buffer by a larger one
     outputs: list[str] = []
 
@@ -224,19 +220,13 @@ def _check_writes(graph: fx.GraphModule) -> set[fx.Node]:
 def prove(
     run: Callable[[Chunk, Tensor], dict[str, Tensor]], records: Chunk, others: Chunk, zeroing: bool = False
 ) -> None:
-    """Proves that a row's results depend on no other row.
+    """Raises MixesRecords unless a row's results are proved to depend on no other row.
 
-    From one random state the pass runs on a chunk as it is, and with one row replaced: the first, a middle and the last
-    one by another record, and then by large values, by NaN, and by zeros respectively; integers are put out of range
-    unless an operator refuses that. Losses, norms and flags of all other rows, and their sums, must be bit-equal.
-    Sums are compared only if all norms are finite or `zeroing`, since they are not used otherwise.
-
-    Args:
-        run: (records, which rows count [B]) -> outputs, always from the same random state.
-        records, others: synthetic records; rows of the second replace those of the first.
-
-    Raises:
-        MixesRecords: a result differs.
+    From one random state the pass `run(records, which rows count)` runs on a chunk as it is, and with one row replaced:
+    the first, a middle and the last one by a row of `others`, and then by large values, by NaN, and by zeros
+    respectively; integers are put out of range unless an operator refuses that. Losses, norms and flags of all other
+    rows, and their sums, must be bit-equal. Sums are compared only if all norms are finite or `zeroing`, since they are
+    not used otherwise.
     """
     size = records.size
     if size == 1:
@@ -296,9 +286,6 @@ def size_of_samples(policy: Policy, n: int) -> tuple[float, float]:
 
 
 def rows_of_graph(count: int, usual: int) -> int:
-    """Rows of the graph for `count` records: the usual number plus or minus a multiple of its ninth, rounded up.
-
-    Padding then adds at most 6 % on average.
-    """
+    """Rows of the graph for `count` records: the usual number plus or minus a multiple of its ninth, rounded up."""
     step = max(1, round(usual / 9))
     return usual + math.ceil((count - usual) / step) * step

@@ -32,11 +32,9 @@ def side_effects_undone(
     module: nn.Module, reads: Sequence[Reads], device: torch.device
 ) -> Iterator[Callable[[Any, str], None]]:
     """Restores attributes of all modules, variables that the step reads, the entries of their containers and plain
-    objects, and the states of random generators. Entries of tensors are not restored: no trace may write to a tensor
-    that it did not make.
+    objects, and the states of random generators, but not the entries of tensors, to which no trace may write.
 
-    Yields:
-        a function to call with each further variable (owner, name) before it changes.
+    Yields a function to call with each further variable (owner, name) before it changes.
     """
     saved: dict[int, tuple[Any, Any]] = {}
     variables = []
@@ -125,11 +123,7 @@ class Tracer:
         self.draws = False
 
     def prove_untraced(self, chunk: Chunk, synthetic: SyntheticRecords) -> None:
-        """Proves that the untraced pass keeps records apart.
-
-        Raises:
-            Exception: it does not, or vmap cannot process such records.
-        """
+        """Proves that the untraced pass keeps records apart."""
         rows = max(2, min(self.usual, _MAX_UNTRACED_ROWS))
         some, others = (synthetic.records(chunk, rows, seed) for seed in (0, 1))
         clip_norms, state = self._clip.clip_norms((), self.device), random_state(self.device)
@@ -141,12 +135,8 @@ class Tracer:
         prove(run, some, others)
 
     def traced(self, records: Chunk, reads: Reads, kind: str = PLAIN, late: Reads | None = None) -> Graph:
-        """A trace on synthetic records.
-
-        Args:
-            late: given if private records made this trace necessary, whose side effects are then undone: what the
-                step reads for other records.
-        """
+        """A trace on synthetic records. `late` is given if private records made it necessary, whose side effects are
+        then undone: what the step reads for other records."""
         other = next((leaf for leaf in records.leaves if not isinstance(leaf, Tensor | bool | None)), None)
         if other is not None:
             raise NotTraceable(f"a batch holds a {type(other).__name__} besides tensors; leave out what is not used")
@@ -211,11 +201,7 @@ class Tracer:
         return flops_of(lambda: graph(self._inputs(records), self.device))
 
     def compiled(self, graph: Graph, records: Chunk) -> Graph:
-        """The graph compiled, after comparison with the uncompiled one.
-
-        Raises:
-            NotTraceable: they differ, or an operator refuses some records.
-        """
+        """The graph compiled; raises NotTraceable if it differs from the uncompiled one, or refuses some records."""
         inputs, state = self._inputs(records), random_state(self.device)
         self._check_refuses_none(graph, records)
         fast = graph.compile(inputs, self.device)
