@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,15 +70,6 @@ NAME is a configuration group, a value or section of the configuration, or a com
 of your own.""",
 }
 INTERNAL = {"rounds": "follows from sampling; give sampling.steps", "draw": "is set by hydra/sweeper=private_selection"}
-# Options of hydra/launcher and hydra/sweeper that need an extra: option -> (extra, its distribution)
-EXTRAS = {
-    "joblib": ("joblib", "hydra-joblib-launcher"),
-    "submitit_local": ("slurm", "hydra-submitit-launcher"),
-    "submitit_slurm": ("slurm", "hydra-submitit-launcher"),
-    "ray": ("ray", "hydra-ray-launcher"),
-    "ray_aws": ("ray", "hydra-ray-launcher"),
-    "optuna": ("optuna", "hydra-optuna-sweeper"),
-}
 # The field's short names -> the key that means the same here
 SYNONYMS = {
     "max_grad_norm": "clip_norm", "S": "clip_norm", "q": "sampling_rate", "sample_rate": "sampling_rate",
@@ -121,12 +111,6 @@ def check(arguments: Sequence[str]) -> None:
             for option in value.split(","):
                 if option not in options and option.replace("_", "").isalnum():
                     raise ConfigError(f"{argument}: {key} has no option {option!r}{_nearest(option, options)}")
-        if key in ("hydra/launcher", "hydra/sweeper") and value in EXTRAS:
-            extra, distribution = EXTRAS[value]
-            try:
-                version(distribution)
-            except PackageNotFoundError:
-                raise ConfigError(f"{argument} needs a plugin: pip install 'dpexp[{extra}]'.") from None
 
 
 def as_audit(arguments: Sequence[str]) -> list[str]:
@@ -170,6 +154,9 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         return f"{error.override}: {override}; quote values with brackets or spaces for the shell."
     if override.startswith("Ambiguous value"):
         return f"{override}: several values need -m, which runs each of them; a list is written [1,2]."
+    if plugin := re.search(r"Could not find '(hydra/\w+)/(\w+)'", override):
+        extras = "joblib, slurm, ray or optuna"
+        return f"{plugin[1]}={plugin[2]} is not installed; pip install 'dpexp[EXTRA]' with EXTRA {extras}."
     if isinstance(cause, OmegaConfBaseException):
         return f"{cause.full_key if cause is error else override}: {str(cause).splitlines()[0].rstrip('.')}."
     return f"{override}."
