@@ -228,18 +228,18 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
 
 def _refuse_for_own_module(cfg: DictConfig) -> None:
     """Refuses what dpexp's classifier does to a plain model, for a LightningModule of the user's."""
-    for key, is_chosen, instead in (
-        ("preprocessing", bool(cfg.preprocessing),
+    weights = OmegaConf.select(cfg, "data.class_weights")
+    for key, value, instead in (
+        ("preprocessing", [*(cfg.preprocessing or [])] or None,
          "use PreprocessedModel of dpexp.privacy.preprocessing_methods within it"),
-        ("augment", bool(cfg.augment) and cfg.augment._target_ is not None,
+        ("augment", cfg.augment._target_ if cfg.augment else None,
          "let its training_step begin with batch = dpexp.views(batch, augment, K)"),
-        ("data.class_weights", OmegaConf.select(cfg, "data.class_weights") is not None,
-         "let its training_step call dpexp.weigh(w[y].mean() / w.max())"),
+        ("data.class_weights", weights, "let its training_step call dpexp.weigh(w[y].mean() / w.max())"),
     ):  # fmt: skip
-        if is_chosen:
+        if value is not None:
             raise ConfigError(
-                f"{key}={OmegaConf.select(cfg, key)} is for a plain model, and model={cfg.model._target_} is a "
-                f"LightningModule; {instead}, and leave {key} out."
+                f"{key}={value} is for a plain model, and model={cfg.model._target_} is a LightningModule; "
+                f"{instead}, and leave {key} out."
             )
 
 
