@@ -87,7 +87,6 @@ def _guarantee(names: Mapping[str, str], result: Mapping[str, Any], plan: Privac
     lines += [
         f"{result['rounds']} rounds with sampling {plan.sampling.name} at q = {q} of n = {plan.n} "
         f"{plan.privacy_unit.plural}; "
-        + ("discrete Gaussian noise, " if plan.discrete else "")
         + _correlated(plan)
         + (f"clip {plan.clip_rules}, " if plan.clip_rules else "")
         + f"noise multiplier z = {_range(now.noise_multiplier for now in stages)}"

@@ -45,9 +45,6 @@ def arrange(points: DataFrame, by: Sequence[str], max_panels: int = PANELS) -> t
     """Splits settings into those that make panels and those that make lines: as few panels as possible, of few lines.
 
     Data sets and models never share a panel.
-
-    Raises:
-        NotDrawn: there are too many.
     """
     separate = [key for key in by if key in ("data", "model")]
     free = [key for key in by if key not in separate]
@@ -170,9 +167,6 @@ def frontier(trials: DataFrame) -> Figure:
 
     A line joins configurations that differ only in their target ε (or in z, if no target differs); other settings make
     further lines and panels.
-
-    Raises:
-        NotDrawn: there are no two values of ε, or too many settings.
     """
     runs = trained(trials)
     if runs["level"].nunique() < 2:
@@ -213,9 +207,6 @@ def compared(trials: DataFrame) -> Figure:
     """Test accuracy of each configuration, for trials of one data set and one ε.
 
     The best is on top; filled points are the best and those that are not significantly lower.
-
-    Raises:
-        NotDrawn: there is no trained private trial, or they differ in data set or ε.
     """
     runs = trained(trials)
     if runs["data"].nunique() != 1 or runs["level"].nunique() != 1:
@@ -282,9 +273,6 @@ def against(trials: DataFrame, key: str) -> Figure:
     """ε (left) and test accuracy, or without training the calibrated parameter (right), against a parameter.
 
     A line joins configurations that differ only in this parameter; other settings make further lines and rows.
-
-    Raises:
-        NotDrawn: there are too many settings.
     """
     runs = finished(trials)
     points, by = configurations(runs, [key])
@@ -324,9 +312,6 @@ def needed(trials: DataFrame) -> Figure:
     """The calibrated parameter against the target ε.
 
     A line joins configurations that differ only in their target; other settings make further lines and panels.
-
-    Raises:
-        NotDrawn: there are no two targets, several parameters were calibrated, or there are too many settings.
     """
     runs = finished(trials)
     runs = runs[runs["knob_value"].notna()]

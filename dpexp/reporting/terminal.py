@@ -19,7 +19,6 @@ from rich.table import Table
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import POWER, Audit
 from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, ParallelQueryEvent, Round, SamplingEvent, ledger_so_far
-from dpexp.accounting.membership_inference import Membership
 from dpexp.accounting.releases import unamplified
 from dpexp.privacy.callback import PrivacyCallback
 from dpexp.privacy.noise.correlated import max_noise_std
@@ -55,7 +54,6 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> Non
         f"n = {plan.n} (about {plan.sampling.q * plan.n:.0f} {plan.privacy_unit.plural}), z = "
         f"{plan.noise_multiplier:.4g}"
         + (", on a schedule" if plan.schedule != Schedule() else "")
-        + (", discrete Gaussian noise" if plan.discrete else "")
         + (f", noise correlated over {len(plan.bands)} rounds" if len(plan.bands) > 1 else "")
         + (f", clip {plan.clip_rules}" if plan.clip_rules else "")
     )
@@ -316,49 +314,6 @@ def print_audit(audit: Audit) -> None:
 
 def _marked(value: float, refuted: bool) -> str:
     return f"[bold red]{value:.4g}[/]" if refuted else f"{value:.4g}"
-
-
-def print_membership_audit(audit: Membership, trainings: int, delta: float) -> None:
-    """Prints the results of a membership audit, next to what is claimed, and its cost.
-
-    Args:
-        trainings: the number of trainings of the audit; delta: of the ε of everything that was shown.
-    """
-    private = math.isfinite(audit.total_epsilon)
-    low, high = audit.interval
-    allowed = f", {up(100 * audit.share_allowed, 4)}% allowed" if private else ""
-    _print(
-        f"[bold]Audit[/]: {audit.coins} coins of mislabelled records; by the losses of final models the attacker "
-        f"guesses {audit.right / audit.coins:.1%} right ({low:.1%} to {high:.1%} at {audit.confidence:.0%}{allowed})"
-    )
-    table = Table("", "found", "allowed")
-    for name, found, limit in (
-        ("TPR - FPR", audit.advantage, audit.advantage_allowed), ("TPR at FPR 1 %", audit.tpr, audit.tpr_allowed)
-    ):  # fmt: skip
-        table.add_row(name, f"{found:.3f}", up(limit, 3))
-    for bound in audit.bounds:
-        least = _marked(bound.found, bound.found > bound.claimed)
-        table.add_row(f"ε at δ = {bound.delta:g}", f"at least {least}", up(bound.claimed, 4))
-    console.print(table)
-    if not private:
-        _print("Without privacy nothing is claimed, and no ε covers what is shown.")
-        return
-    _print(
-        f"The whole claimed trade-off curve: p = {audit.p:.2g}; with the bounds on ε at {audit.confidence:.0%} "
-        f"together. The audit took {trainings} more trainings on the data: with them, all that this job shows costs "
-        f"ε = {up(audit.total_epsilon, 4)} at δ = {up(delta, 4)}."
-    )
-    if not audit.exceeded:
-        _print("No claim is refuted. That proves no ε: another attacker may get more.")
-
-
-def print_earlier_audit(summary: dict[str, float]) -> None:
-    """Prints that an audit is not repeated."""
-    _print(
-        "[bold]Audit[/]: an earlier start of this job has shown it (result.json, audit.png). It is not repeated, since "
-        "its trainings on the data would be more releases; with those that were, all that this job shows costs ε = "
-        f"{up(summary.get('epsilon_together', math.inf), 4)}."
-    )
 
 
 def print_metrics(metrics: dict[str, float]) -> None:

@@ -59,11 +59,7 @@ def published_error(error: Exception, output: Path) -> str:
 
 
 def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[MlflowClient, str]:
-    """A client, and the id of the experiment, which is created if it does not exist.
-
-    Raises:
-        ConfigError: the store cannot be used.
-    """
+    """A client, and the id of the experiment, which is created if it does not exist."""
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="mlflow")

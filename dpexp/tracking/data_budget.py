@@ -47,11 +47,7 @@ _PATIENCE = 600  # seconds for other jobs that hold the lock
 
 
 def budget_of(cfg: DictConfig) -> Budget | None:
-    """`privacy.budget`.
-
-    Raises:
-        ConfigError: it is no budget.
-    """
+    """`privacy.budget`."""
     if cfg.privacy.budget is None:
         return None
     return budget(OmegaConf.to_container(cfg.privacy.budget, resolve=True))
@@ -71,9 +67,6 @@ def reserved(cfg: DictConfig, client: MlflowClient, plan: Ledger | None, output:
 
     Args:
         plan: the most that the job will have released at its end; None if it is not private.
-
-    Raises:
-        ConfigError: with it the runs would exceed `privacy.budget`, or their cost is unknown.
     """
     if cfg.data.id is None:
         yield
@@ -182,11 +175,7 @@ class BudgetUse:
 
 
 def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetUse:
-    """What the runs have used of a budget.
-
-    Raises:
-        ConfigError: a run is not private, of unknown cost, or without a Rényi bound, or adjacencies differ.
-    """
+    """What the runs have used of a budget."""
     for run in costs:
         if run.not_private_reason is not None:
             raise ConfigError(

@@ -19,11 +19,7 @@ _PATIENCE = 1.0  # seconds: longer than another process takes to look whether th
 
 @contextmanager
 def exclusive(output: Path) -> Iterator[None]:
-    """Holds the lock of a job's folder: two processes that resume one job would write to the same run.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
+    """Holds the lock of a job's folder: two processes that resume one job would write to the same run."""
     lock = _lock(output)
     try:
         lock.acquire(timeout=_PATIENCE)

@@ -20,11 +20,7 @@ from dpexp.tracking.provenance import without_passwords
 
 @contextmanager
 def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
-    """A temporary folder with a run's ledger and configuration.
-
-    Raises:
-        ConfigError: there is no such run, or it has no ledger.
-    """
+    """A temporary folder with a run's ledger and configuration."""
     try:
         existing(uri).get_run(run_id)
     except (ConfigError, MlflowException) as error:
@@ -36,11 +32,7 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
 
 
 def output_of(uri: str, run_id: str) -> Path:
-    """The folder of a run's job on this machine.
-
-    Raises:
-        ConfigError: there is no such run, or its folder is not here.
-    """
+    """The folder of a run's job on this machine."""
     try:
         folder = existing(uri).get_run(run_id).data.tags.get(OUTPUT, "")
     except (ConfigError, MlflowException) as error:
@@ -91,11 +83,7 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
 
 @contextmanager
 def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Path]:
-    """A temporary folder with those of the named artifacts that a run has.
-
-    Raises:
-        ConfigError: there is no such run, or they cannot be fetched.
-    """
+    """A temporary folder with those of the named artifacts that a run has."""
     client = existing(uri)
     try:
         client.get_run(run_id)
@@ -112,11 +100,7 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
 
 
 def existing(uri: str) -> MlflowClient:
-    """A client of an existing store: MLflow would create a missing SQLite file.
-
-    Raises:
-        ConfigError: there is no such store.
-    """
+    """A client of an existing store: MLflow would create a missing SQLite file."""
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
         raise ConfigError(
             f"uri={uri} does not exist, so there are no runs to read; run a job first, or name its store."

@@ -74,9 +74,6 @@ def costs_in(uri: str, data_id: str) -> list[RunCost]:
     """The costs of all runs of a store with that `data.id`, oldest first.
 
     Runs of all experiments count, also deleted, failed, killed and running ones.
-
-    Raises:
-        ConfigError: there is no such store, or it cannot be read.
     """
     client = existing(uri)
     return [cost_of_run(client, run) for run in runs_on(client, uri, data_id)]
@@ -89,11 +86,7 @@ def budgets_in(uri: str, data_id: str) -> list[str]:
 
 
 def runs_on(client: MlflowClient, uri: str, data_id: str) -> list[Run]:
-    """The runs with that `data.id`, oldest first. One without a folder never reached its training.
-
-    Raises:
-        ConfigError: the store cannot be read.
-    """
+    """The runs with that `data.id`, oldest first. One without a folder never reached its training."""
     try:
         experiments, token = [], None
         while token != "":
