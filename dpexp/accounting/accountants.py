@@ -7,8 +7,7 @@ losses and moments, or as ε-DP mechanisms. `dpexp.accounting.coverage` states w
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import dp_accounting
@@ -21,12 +20,12 @@ from dpexp.accounting.composition import (
     BasicComposition,
     GaussianMechanism,
     Mask,
+    Rounds,
     StrongComposition,
     best_order,
     central_limit,
     composed,
     laplace_moments,
-    moments_of,
 )
 from dpexp.accounting.coverage import check_delta, check_names
 from dpexp.accounting.dominating_pairs import (
@@ -56,31 +55,23 @@ class Guarantee(Protocol):
     def __hash__(self) -> int: ...
 
 
-@dataclass(frozen=True, eq=False)
-class RdpAccountant:
-    """Rényi DP of Poisson-sampled Gaussian rounds, and of Laplace queries on all records (where `laplace`)."""
-
-    z: Array
-    q: Array
-    counts: Array
-    laplace: Mask | None = None
+class RdpAccountant(Rounds):
+    """Rényi DP of Poisson-sampled Gaussian rounds, and of Laplace queries on all records."""
 
     def epsilon(self, delta: float) -> float:
-        return best_order(self._total, delta)[0]
+        return best_order(self.moment, delta)[0]
 
     def order(self, delta: float) -> float:
         """The Rényi order that gives ε."""
-        return best_order(self._total, delta)[1]
-
-    def _total(self, alpha: float) -> float:
-        return float(np.dot(self.counts, moments_of(self.z, self.q, alpha, self.laplace)))
+        return best_order(self.moment, delta)[1]
 
 
-class MomentsAccountant:
+class MomentsAccountant(Rounds):
     """The moments accountant of Abadi et al. 2016, theorem 2: δ = min_λ exp(α(λ) - λε) over integers λ <= 32."""
 
-    def __init__(self, z: Array, q: Array, counts: Array, laplace: Mask | None = None) -> None:
-        self._moments = {k: float(np.dot(counts, moments_of(z, q, 1.0 + k, laplace))) for k in MOMENTS}
+    @cached_property
+    def _moments(self) -> dict[int, float]:
+        return {k: self.moment(1.0 + k) for k in MOMENTS}
 
     def epsilon(self, delta: float) -> float:
         return self.best(delta)[0]

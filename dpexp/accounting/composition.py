@@ -121,14 +121,9 @@ def best_order(total: Callable[[float], float], delta: float) -> tuple[float, fl
     return max(0.0, seen[t]), 1 + math.exp(t)
 
 
-def moments_of(z: Array, q: Array, alpha: float, laplace: Mask | None = None) -> Array:
-    """log E_Q[e^(αL)] of rounds (z, q) [R], for one real order α.
-
-    Args:
-        laplace: [R], which of them are Laplace queries on all records, which are 1/z-DP.
-    """
-    if laplace is None or not laplace.any():
-        return log_moments(z, q, alpha)
+def moments_of(z: Array, q: Array, alpha: float, laplace: Mask) -> Array:
+    """log E_Q[e^(αL)] of rounds (z, q) [R], for one real order α; those of `laplace` [R] are Laplace queries on all
+    records, which are 1/z-DP."""
     result = np.empty(len(z))
     result[laplace] = laplace_moments(1 / z[laplace], alpha)
     result[~laplace] = log_moments(z[~laplace], q[~laplace], alpha)
@@ -182,32 +177,36 @@ def central_limit(z: Array, q: Array, counts: Array) -> GaussianMechanism:
     return GaussianMechanism(math.sqrt(float(np.dot(counts, squares))))
 
 
-def amplified(z: Array, q: Array, delta: float, laplace: Mask | None = None) -> Array:
-    """Each round's amplified ε [R] at `delta`; for rounds of `laplace` [R] it holds at δ = 0."""
-    pure = np.zeros(len(z), dtype=bool) if laplace is None else laplace
-    each = np.array([
-        1 / z_r if pure_r else GaussianMechanism(1 / z_r).epsilon(min(delta / q_r, 1 - 1e-12))
-        for z_r, q_r, pure_r in zip(z, q, pure, strict=True)
-    ])  # fmt: skip
-    return np.where(each > 700, each + np.log(q), np.log1p(q * np.expm1(np.minimum(each, 700))))
-
-
 @dataclass(frozen=True, eq=False)
-class BasicComposition:
-    """Sequential composition: ε and δ add up. Every round has the same δ."""
+class Rounds:
+    """Distinct rounds (z, q) [R], which happened `counts` [R] times; those of `laplace` [R] are Laplace queries."""
 
     z: Array
     q: Array
     counts: Array
-    laplace: Mask | None = None
+    laplace: Mask
+
+    def moment(self, alpha: float) -> float:
+        """log A_α of all rounds."""
+        return float(np.dot(self.counts, moments_of(self.z, self.q, alpha, self.laplace)))
+
+    def amplified(self, delta: float) -> Array:
+        """Each round's amplified ε [R] at `delta`; that of a Laplace query holds at δ = 0."""
+        each = np.array([
+            1 / z if pure else GaussianMechanism(1 / z).epsilon(min(delta / q, 1 - 1e-12))
+            for z, q, pure in zip(self.z, self.q, self.laplace, strict=True)
+        ])  # fmt: skip
+        return np.where(each > 700, each + np.log(self.q), np.log1p(self.q * np.expm1(np.minimum(each, 700))))
+
+
+class BasicComposition(Rounds):
+    """Sequential composition: ε and δ add up. Every round has the same δ."""
 
     def epsilon(self, delta: float) -> float:
-        each = amplified(self.z, self.q, delta / self.counts.sum(), self.laplace)
-        return float(np.dot(self.counts, each))
+        return float(np.dot(self.counts, self.amplified(delta / self.counts.sum())))
 
 
-@dataclass(frozen=True, eq=False)
-class StrongComposition(BasicComposition):
+class StrongComposition(Rounds):
     """Strong composition (Kairouz, Oh & Viswanath 2015, arXiv 1311.0776, theorem 3.5), at the best split of δ between
     the rounds and the composition."""
 
@@ -215,7 +214,7 @@ class StrongComposition(BasicComposition):
         return best_split(lambda share: self._at(delta, share))
 
     def _at(self, delta: float, share: float) -> float:
-        each = amplified(self.z, self.q, -math.expm1(math.log1p(-share * delta) / self.counts.sum()), self.laplace)
+        each = self.amplified(-math.expm1(math.log1p(-share * delta) / self.counts.sum()))
         slack = -math.expm1(math.log1p(-delta) - math.log1p(-share * delta))  # 1 - (1-slack)(1-share·δ) = δ
         return strong(each, self.counts, slack)
 

@@ -116,24 +116,3 @@ def test_bands_that_are_not_the_same_in_every_round_of_a_block_are_refused():
     for other in (Round(round_().sampling, both), round_(c=(0.8, 0.6)), round_(parts=5, c=(1.0,)), round_(q=0.06)):
         with pytest.raises(ConfigError, match="block 0 have different rates, numbers of partitions or bands"):
             epsilon(Ledger("add_remove", {round_(): 4, other: 4}), 1e-5)
-
-
-@pytest.mark.parametrize(
-    "facts, message",
-    [
-        ({"parts": 11}, "at most 10 partitions"),
-        ({"parts": 0}, "at least 1"),
-        ({"parts": 2, "block": None}, "block=None"),
-        ({"parts": 2, "block": -1}, "at least 0"),
-        ({"policy": "poisson", "parts": 2, "block": None}, "only for cyclic_poisson"),
-    ],
-)
-def test_invalid_sampling_is_refused(facts, message):
-    with pytest.raises(ConfigError, match=message):
-        SamplingEvent(**{"policy": "cyclic_poisson", "q": 0.1, "n": N, "block": 0} | facts)
-
-
-@pytest.mark.parametrize("c", [(), (0.0, 1.0), (1.0, math.inf), [1.0], ("1",), (1e9,), (1e-9,)])
-def test_invalid_bands_are_refused(c):
-    with pytest.raises(ConfigError, match="bands="):
-        SumQueryEvent("all", 1.0, 1.0, bands=c)

@@ -203,20 +203,9 @@ def test_version_1_is_read(tmp_path):
         path.write_text(early)
         with pytest.warns(UserWarning, match="ends early"):
             assert len(read_ledger(path)) == early.count("round")
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("nonsense", "not JSON"),
+    for line, message in (
         ('{"round": true}', "names round spec True, which it has not defined before"),
         ('{"round": 7, "times": -5}', "neither a spec nor a round"),
         (FIRST[1][:-1], "twice"),
-        (json.dumps(SPEC | {"spec": 8, "sampling": {"policy": "poisson", "q": 0.02, "n": 60_000}}), "the header says"),
-    ],
-)
-def test_a_line_of_version_1_that_makes_no_sense_is_refused(tmp_path, line, message):
-    path = tmp_path / "l.jsonl"
-    path.write_text("".join(FIRST) + line + "\n")
-    with pytest.raises(ConfigError, match=message):
-        read_ledger(path)
+    ):
+        assert message in refused(path, [("".join(FIRST) + line + "\n").encode()])

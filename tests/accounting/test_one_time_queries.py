@@ -230,19 +230,6 @@ def test_lines_in_a_ledger(tmp_path, read_lines):
     assert parts["parts_by"] == "class" and [query["scale"] for query in parts["queries"]] == [20.0, 10.0, 15.0]
 
 
-@pytest.mark.parametrize(
-    "facts, wrong",
-    [
-        ({"noise": "cauchy"}, "noise='cauchy' is unknown"), ({"S": 0.0}, "S=0.0"), ({"scale": math.inf}, "scale"),
-        ({"S_replaced": 2.1}, "above 2S"), ({"S_replaced": True}, "S_replaced=True"), ({"query": 3}, "name"),
-        ({"scale": 1e-9}, "between 1e-8 and 1e8"),
-    ],
-)  # fmt: skip
-def test_invalid_queries_are_refused(facts, wrong):
-    with pytest.raises(ConfigError, match=wrong):
-        OneTimeQueryEvent(**{"query": "a", "noise": "laplace", "S": 1.0, "S_replaced": 2.0, "scale": 1.0} | facts)
-
-
 @pytest.mark.parametrize("sampling, others", [(POISSON, ()), (EVERYONE, (SumQueryEvent("all", 1.0, 1.0),))])
 def test_sampling_amplifies_none_and_no_sum_hides_one(sampling, others):
     with pytest.raises(ConfigError, match="'pca' must be the only query of its round, and on all records"):

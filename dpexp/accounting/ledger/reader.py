@@ -80,21 +80,18 @@ def contents(path: Path) -> Contents:
             first = file.readline()
             header = _parse(f"{path}, line 1", first) if first.endswith(b"\n") else {}
             version = header.get("dpexp_ledger") if isinstance(header, dict) else None
-            if version == 1:
-                unverified = "it is of version 1, which is not closed, so that lines may be missing at its end"
-                return _finished(_version_1(path, header, file), lost, unverified)
-            if version == VERSION:
-                name = end_of(path).name
-                unverified = f"there is no {name} next to it, so that it may have been cut at an earlier closing line"
-                if end:
-                    unverified = f"if it and {name} were both restored to an earlier state, nothing would show it"
-                return _finished(_version_2(path, first, file), lost, unverified)
+            if version not in (1, VERSION):
+                raise ConfigError(f"{path} is not a dpexp ledger of version 1 or {VERSION}.")
+            read = _version_1(path, header, file) if version == 1 else _version_2(path, first, file)
     except OSError as error:
         raise ConfigError(f"the ledger {path} cannot be read ({error.strerror}).") from error
-    raise ConfigError(f"{path} is not a dpexp ledger of version 1 or {VERSION}.")
-
-
-def _finished(read: Contents, lost: str | None, unverified: str) -> Contents:
+    name = end_of(path).name
+    if version == 1:
+        unverified = "it is of version 1, which is not closed, so that lines may be missing at its end"
+    elif end:
+        unverified = f"if it and {name} were both restored to an earlier state, nothing would show it"
+    else:
+        unverified = f"there is no {name} next to it, so that it may have been cut at an earlier closing line"
     incomplete = read.ledger.incomplete or lost is not None
     ledger = replace(read.ledger, incomplete=incomplete, lost=lost, unverified=None if incomplete else unverified)
     return replace(read, ledger=ledger)
