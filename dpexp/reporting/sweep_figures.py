@@ -160,6 +160,8 @@ def percent(axes: Axes, which: str) -> None:
 
 
 _MAX_ROWS = 60
+_MAX_PANEL_ROWS = 4
+_FILLS = {"highest mean": "C0", "not significantly lower": "lightskyblue", "significantly lower": "white"}
 
 
 def frontier(trials: DataFrame) -> Figure:
@@ -179,18 +181,13 @@ def frontier(trials: DataFrame) -> Figure:
     count = len(points[panels].drop_duplicates()) if panels else 1
     figure, grid_ = grid(count)
     for axes, (title, panel) in zip(grid_, parts(points, panels), strict=True):
-        for name, line in panel.sort_values("epsilon").groupby("line", sort=False):
-            axes.errorbar(line["epsilon"], line["accuracy"], line["spread"], label=name or None, capsize=3,
-                          elinewidth=1, markersize=5, **styles[str(name)])  # fmt: skip
+        _draw(axes, title, panel, ("epsilon", "ε"), ("accuracy", "test accuracy"), styles)
         if top := tops.get((panel["data"].iloc[0], panel["model"].iloc[0])):
             accuracy, spread = top.row["accuracy"], top.row["spread"]
             axes.axhline(accuracy, label=_baseline_label(top), color="black", linestyle=":")
             if spread > 0:
                 axes.axhspan(accuracy - spread, accuracy + spread, color="black", alpha=0.08, lw=0)
-        axes.set(xlabel="ε", ylabel="test accuracy")
         axes.label_outer()
-        axes.set_title(title, fontsize="small")
-        axes.grid(alpha=0.3)
     scale(grid_[0], "x", points["epsilon"], digits=2)
     percent(grid_[0], "y")
     caption(figure, fixed_settings(runs))
@@ -215,17 +212,20 @@ def compared(trials: DataFrame) -> Figure:
     points = points.sort_values("accuracy", kind="stable")
     top = best(points)
     everything, points = len(points), points.tail(_MAX_ROWS)
-    names = [f"{row['label'] or 'the only one'} ({_runs(row['runs'])})" for row in points.to_dict("records")]
+    rows = points.to_dict("records")
+    names = [f"{row['label'] or 'the only one'} ({row['runs']} run{'s' * (row['runs'] > 1)})" for row in rows]
     wide = max(9, 5 + 0.075 * max(map(len, names)))
     figure = Figure(figsize=(wide, 1.8 + 0.28 * max(4, len(points))), layout="constrained")
     axes = figure.add_subplot(xlabel=f"test accuracy at ε = {points['level'].iloc[-1]}")
-    kinds = ["the best" if row["label"] == top.row["label"] else "tied" if row["label"] in top.tied else "lower"
-             for row in points.to_dict("records")]  # fmt: skip
-    for kind, (name, fill) in _KINDS.items():
+    best_one, tied, lower = _FILLS
+    kinds = points["label"].map(
+        lambda name: best_one if name == top.row["label"] else tied if name in top.tied else lower
+    )
+    for kind, fill in _FILLS.items():
         at = [y for y, found in enumerate(kinds) if found == kind]
         if at:
-            rows = points.iloc[at]
-            axes.errorbar(rows["accuracy"], at, xerr=rows["spread"], fmt="o", capsize=2, color="C0", label=name,
+            one = points.iloc[at]
+            axes.errorbar(one["accuracy"], at, xerr=one["spread"], fmt="o", capsize=2, color="C0", label=kind,
                           markerfacecolor=fill)  # fmt: skip
     models = points["model"].unique()
     for (data, model), ceiling in best_baselines(trials).items():
@@ -242,20 +242,6 @@ def compared(trials: DataFrame) -> Figure:
     omitted = f"The {len(points)} best of {everything}." if len(points) < everything else ""
     caption(figure, fixed_settings(runs), omitted)
     return figure
-
-
-_KINDS = {
-    "the best": ("highest mean", "C0"),
-    "tied": ("not significantly lower", "lightskyblue"),
-    "lower": ("significantly lower", "white"),
-}
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
-
-
-_MAX_PANEL_ROWS = 4
 
 
 def swept_numbers(trials: DataFrame) -> list[str]:
@@ -279,20 +265,18 @@ def against(trials: DataFrame, key: str) -> Figure:
     panels, lines = arrange(points, [name for name in by if name != key], _MAX_PANEL_ROWS)
     points = points.assign(x=to_numeric(points[key]), line=labels(points, lines))
     styles = styles_of(points["line"])
-    second = "accuracy" if points["accuracy"].notna().any() else "knob_value"
+    is_trained = bool(points["accuracy"].notna().any())
     knob = " or ".join(sorted(points["knob"].unique()))
+    second = ("accuracy", "test accuracy") if is_trained else ("knob_value", f"{knob} needed")
     rows = list(parts(points, panels))
     figure = Figure(figsize=(10, 1.4 + 3.2 * len(rows)), layout="constrained")
     drawn = figure.subplots(len(rows), 2, squeeze=False, sharex=True, sharey="col")
     for (title, panel), pair in zip(rows, drawn, strict=True):
-        for axes, column in zip(pair, ("epsilon", second), strict=True):
-            _lines(axes, panel, column, styles)
-            name = {"epsilon": "ε", "accuracy": "test accuracy", "knob_value": f"{knob} needed"}[column]
-            axes.set(xlabel=key, ylabel=name)
-            axes.set_title(title, fontsize="small")
+        for axes, y in zip(pair, (("epsilon", "ε"), second), strict=True):
+            _draw(axes, title, panel, ("x", key), y, styles)
     scale(drawn[0, 0], "x", points["x"])
     scale(drawn[0, 0], "y", points["epsilon"], digits=2)
-    if second == "accuracy":
+    if is_trained:
         percent(drawn[0, 1], "y")
     else:
         scale(drawn[0, 1], "y", points["knob_value"], digits=3)
@@ -301,10 +285,15 @@ def against(trials: DataFrame, key: str) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, points: DataFrame, column: str, styles: Mapping[str, dict]) -> None:
-    for name, line in points.sort_values("x").groupby("line", sort=False):
-        spread = line["spread"] if column == "accuracy" else None
-        axes.errorbar(line["x"], line[column], spread, label=name or None, capsize=2, markersize=5, **styles[str(name)])
+def _draw(
+    axes: Axes, title: str, points: DataFrame, x: tuple[str, str], y: tuple[str, str], styles: Mapping[str, dict]
+) -> None:
+    """Draws the lines of a panel; `x` and `y` are a column and its name."""
+    for name, line in points.sort_values(x[0]).groupby("line", sort=False):
+        spread = line["spread"] if y[0] == "accuracy" else None
+        axes.errorbar(line[x[0]], line[y[0]], spread, label=name or None, capsize=2, markersize=5, **styles[str(name)])
+    axes.set(xlabel=x[1], ylabel=y[1])
+    axes.set_title(title, fontsize="small")
     axes.grid(alpha=0.3)
 
 
@@ -328,15 +317,12 @@ def needed(trials: DataFrame) -> Figure:
     panels, lines = arrange(points, [name for name in by if name not in (EPSILON, *irrelevant)])
     points = points.assign(target=to_numeric(points[EPSILON]), line=labels(points, lines))
     styles = styles_of(points["line"])
-    sorted_panels = list(parts(points, panels))
-    figure, grid_ = grid(len(sorted_panels))
-    for axes, (title, panel) in zip(grid_, sorted_panels, strict=True):
-        for name, line in panel.sort_values("target").groupby("line", sort=False):
-            axes.plot(line["target"], line["knob_value"], label=name or None, markersize=5, **styles[str(name)])
-        axes.set(xlabel="target ε", ylabel=f"{points['knob'].iloc[0]} needed")
+    knob = f"{points['knob'].iloc[0]} needed"
+    drawn = list(parts(points, panels))
+    figure, grid_ = grid(len(drawn))
+    for axes, (title, panel) in zip(grid_, drawn, strict=True):
+        _draw(axes, title, panel, ("target", "target ε"), ("knob_value", knob), styles)
         axes.label_outer()
-        axes.set_title(title, fontsize="small")
-        axes.grid(alpha=0.3)
     scale(grid_[0], "x", points["target"], logarithmic=True)
     scale(grid_[0], "y", points["knob_value"], logarithmic=True, digits=3)
     note = f"The same for every {', '.join(short_names(irrelevant).values())}." if irrelevant else ""

@@ -15,7 +15,6 @@ from dpexp.reporting.comparisons import (
     distinguishing,
     finished,
     fixed_settings,
-    labels,
     settings,
     trained,
 )
@@ -71,12 +70,6 @@ def test_what_follows_from_the_rest_is_not_said_to_be_fixed():
     assert distinguishing(settings(frame)) == ["optimizer.lr"]
     assert distinguishing(settings(frame), ["sampling.epochs"]) == ["sampling.epochs"]
     assert "Not fixed, but following: epochs." in fixed_settings(frame).replace("\n", " ")
-
-
-def test_names_that_would_be_the_same_are_whole():
-    frame = trials(*({"optimizer.size": a, "sampling.size": b} for a in (1, 2) for b in (1, 2)))
-    table = settings(frame)
-    assert labels(table, distinguishing(table))[0] == "optimizer.size=1 · sampling.size=1"
 
 
 RANDOM = np.random.default_rng(1)

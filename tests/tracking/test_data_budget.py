@@ -1,6 +1,5 @@
 """What is spent on a data set, and a budget for all its runs."""
 
-import hashlib
 import json
 import math
 import multiprocessing
@@ -25,7 +24,7 @@ from dpexp.accounting.multiple_runs import budget, rho
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.tracking.client import open_store
-from dpexp.tracking.data_budget import _lock, _percent, budget_used
+from dpexp.tracking.data_budget import _lock, budget_used
 from dpexp.tracking.job_folder import BEGUN, RUN, is_running
 from dpexp.tracking.provenance import HOST
 from dpexp.tracking.run_costs import BUDGET, costs_in, distinct_runs, reserve
@@ -185,20 +184,15 @@ def test_what_ended_before_its_first_round_spent_nothing(run_on):
 
 
 def test_a_folder_that_is_gone_is_replaced_by_what_the_store_was_sent(run_on, store):
-    sent, unsent = run_on(count=3), run_on(count=4)
+    sent, unsent, other = run_on(count=3), run_on(count=4), run_on(count=5)
+    (other / RUN).write_text("another")  # a folder of the same name, with another run
     store[1].log_artifact(sent.name, str(sent / "ledger.jsonl"))
     for output in (sent, unsent):
         output.rename(output.with_name(f"{output.name}.away"))
-    first, second = run_on.charges()
+    first, second, third = run_on.charges()
     assert len(first.ledger) == 3 and not first.ledger_missing
-    assert second.ledger is None and second.ledger_missing and "missing" in second.note
-
-
-def test_a_folder_of_the_same_name_with_another_run_is_not_taken_for_it(run_on):
-    output = run_on(count=3)
-    (output / RUN).write_text("another")
-    (charge,) = run_on.charges()
-    assert charge.ledger is None and charge.ledger_missing
+    for charge in (second, third):
+        assert charge.ledger is None and charge.ledger_missing and "missing" in charge.note
 
 
 def test_a_run_without_privacy_leaves_no_budget(run_on, capsys):
@@ -274,12 +268,6 @@ def test_different_adjacencies_are_refused_by_name(run_on):
         budget_used(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
 
 
-def test_an_overdrawn_budget_is_said(run_on, capsys):
-    run_on(z=1.0, count=9)
-    found = run_on.account("budget={epsilon: 3, delta: 1e-5}")
-    assert found["spent"] > found["limit"] and "It is overdrawn" in capsys.readouterr().out
-
-
 def test_another_budget_than_the_one_that_was_kept_is_said(run_on, capsys):
     kept = budget({"epsilon": 3, "delta": 1e-5})
     run_on(z=1.0, count=9, **{BUDGET: json.dumps(asdict(kept))})
@@ -288,11 +276,6 @@ def test_another_budget_than_the_one_that_was_kept_is_said(run_on, capsys):
     assert found["spent"] < found["limit"] and f"Not the budget that the jobs kept, which is {kept}" in printed
     assert printed.index(f"Budget of {kept}") < printed.index("It is overdrawn") < printed.index("Budget of ε = 90")
     assert ": 1 run; ε by pld" in printed
-
-
-def test_more_than_a_budget_is_a_plain_number():
-    kept = budget({"epsilon": 3, "delta": 1e-5})
-    assert _percent(14.051 * kept.limit, kept) == "1406 %" and _percent(0.9871 * kept.limit, kept) == "98.8 %"
 
 
 # Jobs
@@ -348,7 +331,7 @@ def racing(barrier, results, number, *arguments):
 
 def test_of_processes_that_race_for_the_last_of_a_budget_exactly_one_runs(dpexp_job, tmp_path):
     dpexp_job(*QUICK, KEPT, "privacy.epsilon=1")  # the store is there
-    count = 3
+    count = 2
     barrier, results = FORK.Barrier(count), FORK.Queue()
     asked = (KEPT, "privacy.epsilon=2.2")  # one of which is left, and no two
     processes = [FORK.Process(target=racing, args=(barrier, results, k, *asked)) for k in range(count)]
@@ -530,13 +513,6 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dpexp", *arguments])
     with pytest.raises(SystemExit, match=f"(?s)^dpexp: [^\n]*{message}"):
         main()
-
-
-def test_marks_tell_runs_apart(run_on):
-    output = run_on()
-    (charge,) = run_on.charges()
-    assert charge.identity == hashlib.sha256((output / "ledger.jsonl").read_bytes()).hexdigest()
-    assert json.loads((output / "ledger.jsonl").read_text().splitlines()[0])["run"]
 
 
 def test_a_lock_that_was_cleared_away_does_not_end_a_run(run_on):

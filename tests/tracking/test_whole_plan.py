@@ -10,7 +10,7 @@ import pytest
 from dp_accounting import pld, rdp
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
-from test_data_budget import EVENT, FORK, QUICK, held, job, killed_in_round, racing, rounds, run_on, store
+from test_data_budget import EVENT, FORK, QUICK, held, job, killed_in_round, rounds, run_on, store
 
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, concatenate, read_ledger
@@ -53,7 +53,7 @@ def ask(run_on, tmp_path):
     return ask
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 0.5, 2.0, 8.0])
+@pytest.mark.parametrize("epsilon", [0.1, 8.0])
 def test_a_budget_allows_the_plan_that_costs_it(ask, epsilon, capsys):
     given, z = {"epsilon": epsilon, "delta": 1e-5}, plan_of(epsilon)
     accountant = pld.PLDAccountant(value_discretization_interval=1e-4)
@@ -91,10 +91,9 @@ def test_the_second_run_is_planned_from_the_first_ones_result(run_on, ask, capsy
         ask(alone)
 
 
-@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
-@pytest.mark.parametrize("done", [1, 7, PLANNED])
+@pytest.mark.parametrize("done, status", [(PLANNED, "FINISHED"), (7, "FAILED"), (1, "KILLED")])
 def test_a_whole_plan_gives_nothing_back(run_on, ask, done, status, capsys):
-    run_on(z=Z, count=done, planned=PLANNED, status=status, **TAG)
+    output = run_on(z=Z, count=done, planned=PLANNED, status=status, **TAG)
     (charge,) = run_on.charges()
     assert len(charge.ledger) == PLANNED and not charge.ledger_missing and "its whole plan was admitted" in charge.note
     for plan in (rounds(1e7, 1), rounds(Z, 1), rounds(Z, PLANNED)):
@@ -104,6 +103,11 @@ def test_a_whole_plan_gives_nothing_back(run_on, ask, done, status, capsys):
     assert 0.495 < found["whole"] <= 0.5
     printed = " ".join(capsys.readouterr().out.split())
     assert "the first run's whole plan takes it" in printed and "overdrawn" not in printed
+    (output / RESERVED).unlink()  # without its plan, nobody knows how it was admitted
+    (charge,) = run_on.charges()
+    assert charge.ledger is None and charge.ledger_missing
+    with pytest.raises(ConfigError, match="is unknown"):
+        ask(rounds(1e6, 1))
 
 
 def test_who_runs_or_has_reserved_a_plan_may_have_shown_a_result(run_on, ask):
@@ -135,15 +139,6 @@ def test_a_run_that_keeps_no_budget_ends_what_a_whole_plan_was_good_for(run_on, 
     run_on(z=Z, count=PLANNED, planned=PLANNED, **TAG)
     run_on(z=Z, count=2, planned=2)
     assert "whole" not in run_on.account() and "It is overdrawn" in capsys.readouterr().out
-
-
-def test_whoever_lost_the_plan_may_have_been_admitted_whole(run_on, ask):
-    output = run_on(z=Z, count=2, planned=PLANNED, **TAG)
-    (output / RESERVED).unlink()
-    (charge,) = run_on.charges()
-    assert charge.ledger is None and charge.ledger_missing
-    with pytest.raises(ConfigError, match="is unknown"):
-        ask(rounds(1e6, 1))
 
 
 def test_a_whole_plan_of_which_only_the_store_knows(run_on, ask, store):
@@ -200,22 +195,6 @@ def test_a_job_that_the_filter_admitted_is_resumed_by_the_filter(run_on, ask):
     with pytest.raises(ConfigError, match="this job's plan asks for"):
         ask(rounds(60.0, most + 1), output, resume=True)
     ask(rounds(60.0, most), output, resume=True)
-
-
-def test_jobs_that_race_for_a_budget_of_one_plan(dpexp_job, tmp_path):
-    asked = ("privacy.budget={epsilon: 1, delta: 1e-4}", "privacy.epsilon=1")
-    dpexp_job(*QUICK, "data.id=other")  # the store is there
-    barrier, results = FORK.Barrier(2), FORK.Queue()
-    processes = [FORK.Process(target=racing, args=(barrier, results, k, *asked)) for k in range(2)]
-    for process in processes:
-        process.start()
-    came_of = dict(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(60)
-    assert sorted(result == "ran" for result in came_of.values()) == [False, True], came_of
-    uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
-    (charge,) = [charge for charge in costs_in(uri, "digits") if charge.ledger.rounds]
-    assert len(charge.ledger) == 4
 
 
 def test_a_killed_job_of_a_whole_plan_leaves_nothing_and_goes_on(dpexp_job, tmp_path, monkeypatch, capfd):
