@@ -15,13 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibratable:
-    """A parameter of a plan that can be solved for.
-
-    Attributes:
-        epsilon_rises: whether ε rises with it.
-        lowest, highest: the range of the search.
-        is_integer: whether it must be an integer.
-    """
+    """A parameter of a plan that can be solved for: whether ε rises with it, the range of the search, and whether it
+    must be an integer."""
 
     epsilon_rises: bool
     lowest: float
@@ -46,8 +41,7 @@ class Calibration:
 
     Attributes:
         knob, value: the name of the parameter, one of CALIBRATABLE, and its value.
-        target, cost: the name of the target, and the plan's cost in terms of it.
-        figures: the cost, as (name, figure) to show.
+        target, cost: the name of the target, and the plan's cost in terms of it; figures: as (name, figure) to show.
         trace: (value, cost) of every value tried, in order.
     """
 

@@ -28,8 +28,7 @@ class Cells(NamedTuple):
     """P's mass between the edges h·(first + 0, 1, …).
 
     Attributes:
-        mass: of each cell.
-        excess: of each cell, P's mass minus e^(lower edge) times Q's mass.
+        mass, excess: of each cell; the latter is P's mass minus e^(lower edge) times Q's mass.
         below, beyond: P's mass below the first and above the last edge.
     """
 

@@ -9,13 +9,7 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 
 from dpexp.accounting.accountants import epsilon
-from dpexp.accounting.ledger import (
-    Ledger,
-    Round,
-    SamplingEvent,
-    SumQueryEvent,
-    concatenate,
-)
+from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, concatenate
 from dpexp.accounting.releases import Release, releases
 from dpexp.errors import ConfigError
 

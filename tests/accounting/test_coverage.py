@@ -8,14 +8,7 @@ from test_accountants import ledger
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import NAMES, Coverage, adjacencies, check_covered, coverage, is_bound
-from dpexp.accounting.ledger import (
-    Ledger,
-    OneTimeQueryEvent,
-    Round,
-    SamplingEvent,
-    SumQueryEvent,
-    write_ledger,
-)
+from dpexp.accounting.ledger import Ledger, OneTimeQueryEvent, Round, SamplingEvent, SumQueryEvent, write_ledger
 from dpexp.accounting.releases import releases, unamplified
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError

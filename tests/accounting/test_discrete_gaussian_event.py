@@ -7,13 +7,7 @@ import pytest
 
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.coverage import NAMES
-from dpexp.accounting.ledger import (
-    DiscreteSumQueryEvent,
-    Ledger,
-    Round,
-    SamplingEvent,
-    SumQueryEvent,
-)
+from dpexp.accounting.ledger import DiscreteSumQueryEvent, Ledger, Round, SamplingEvent, SumQueryEvent
 from dpexp.accounting.ledger.events import SMOOTHING
 
 

@@ -254,16 +254,13 @@ class _LedgerBuilder:
 
 def _query(**facts: Any) -> Query:
     if "parts_by" in facts:
-        return _parallel_query(**facts)
+        facts["queries"] = tuple(OneTimeQueryEvent(**part) for part in facts.get("queries", ()))
+        return ParallelQueryEvent(**facts)
     if "query" in facts:
         return OneTimeQueryEvent(**facts)
     if isinstance(facts.get("bands"), list):
         facts["bands"] = tuple(facts["bands"])
     return DiscreteSumQueryEvent(**facts) if "sigma2" in facts else SumQueryEvent(**facts)
-
-
-def _parallel_query(query: str, parts_by: str, queries: list[dict[str, Any]]) -> ParallelQueryEvent:
-    return ParallelQueryEvent(query, parts_by, tuple(OneTimeQueryEvent(**part) for part in queries))
 
 
 def _parse(where: str, line: bytes) -> Any:
