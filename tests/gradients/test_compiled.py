@@ -135,14 +135,6 @@ def test_functions_with_vectorized_code_are_not_compiled(function):
     assert "would depend on another record" in reason_of(engine) and not compiled_graphs(engine)
 
 
-@needs_compiler
-def test_a_sine_of_positions_is_compiled():
-    module, loss = classifier()
-    engine = engine_of(module)
-    sums_of(engine, lambda one: loss((one[0] + torch.arange(8.0).sin(), one[1])), rows())
-    assert compiled_graphs(engine)
-
-
 def test_a_graph_that_raises_an_error_for_some_records_is_not_compiled():
     """With an index out of range, compiled code ends the process or reads another row."""
     module, loss = classifier()

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -16,14 +14,11 @@ import torch
 from plans import plan_of
 from reference import clipped_sums, stacked
 from test_clipped_sums import relative_error
-from test_isolation import Items, Model, trained
-from test_isolation import rows as labelled
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients import graph_cache, interception, tracer
+from dpexp.privacy.gradients import graph_cache, interception
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
@@ -456,7 +451,23 @@ class Longest:
     length = 1
 
 
-@pytest.mark.parametrize("kept", ["attribute", "buffer", "list", "ordered", "array", "global", "class"])
+def kept_in_buffer(module, length):
+    module.scale = torch.ones(max(length, len(module.scale)))
+    return module.scale.sum()
+
+
+LONGEST = {
+    "attribute": lambda m, length: setattr(m, "longest", max(m.longest, length)) or m.longest,
+    "class": lambda m, length: setattr(Longest, "length", max(Longest.length, length)) or Longest.length,
+    "buffer": kept_in_buffer,
+    "list": lambda m, length: m.lengths.append(length) or max(m.lengths),
+    "ordered": lambda m, length: 1 + m.order.setdefault(length, len(m.order)),
+    "array": lambda m, length: m.array.put(0, max(m.array[0], length)) or m.array[0],
+    "global": lambda m, length: LENGTHS.update(longest=max(LENGTHS["longest"], length)) or LENGTHS["longest"],
+}
+
+
+@pytest.mark.parametrize("kept", LONGEST)
 def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
     """The others' step would else depend on which shapes there are."""
     module, _ = classifier()
@@ -464,24 +475,7 @@ def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
     module.register_buffer("scale", torch.ones(1))
 
     def loss_of(one):
-        length = one[0].shape[-2]
-        if kept == "attribute":
-            factor = module.longest = max(module.longest, length)
-        elif kept == "list":
-            module.lengths.append(length)
-            factor = max(module.lengths)
-        elif kept == "ordered":
-            factor = 1 + module.order.setdefault(length, len(module.order))
-        elif kept == "array":
-            factor = module.array[0] = max(module.array[0], length)
-        elif kept == "class":
-            factor = Longest.length = max(Longest.length, length)
-        elif kept == "global":
-            factor = LENGTHS["longest"] = max(LENGTHS["longest"], length)
-        else:
-            module.scale = torch.ones(max(length, len(module.scale)))
-            factor = module.scale.sum()
-        return flat_loss(module, one) / factor
+        return flat_loss(module, one) / LONGEST[kept](module, one[0].shape[-2])
 
     engine, batch = engine_of(module, clip_norm=100.0), rows()
     before = sums_of(engine, loss_of, batch)
@@ -490,62 +484,7 @@ def test_the_trace_of_a_new_shape_leaves_nothing_behind(kept):
     engine.step.trace_again(loss_of, 1, epoch_begins=True)
     after = sums_of(engine, loss_of, batch)
     assert longer_ones["0.weight"].any() and all(torch.equal(after[name], before[name]) for name in before)
-    assert LENGTHS == {"longest": 1}
-
-
-@dataclass
-class Head:
-    beta: float = 1.0
-
-
-@dataclass
-class Net:
-    head: Head = field(default_factory=Head)
-
-
-NESTED = SimpleNamespace(net=SimpleNamespace(head=SimpleNamespace(beta=Net())))
-
-
-def test_nested_settings_are_the_same_until_they_change():
-    module, _ = classifier()
-    engine = engine_of(module)
-    sums_of(engine, lambda one: flat_loss(module, one) * NESTED.net.head.beta.head.beta, rows())
-    reads = engine.step.graphs.reads
-    assert reads.changed() is None and reads.signatures() == reads.signatures()
-    NESTED.net.head.beta = Net(Head(2.0))
-    assert reads.changed() == "NESTED"
-
-
-def test_a_buffer_that_the_step_makes_longer_is_traced_once_a_shape(monkeypatch):
-    module, _ = classifier()
-    module.register_buffer("table", torch.ones(1))
-
-    def loss_of(one):
-        length = one[0].shape[-2]
-        if length > len(module.table):
-            module.table = torch.arange(1.0, length + 1)
-        return flat_loss(module, one) * module.table[:length].sum()
-
-    engine, traced = engine_of(module, clip_norm=100.0), []
-    sums_of(engine, loss_of, rows())
-    found = sums_of(engine, loss_of, longer(), 2)
-    monkeypatch.setattr(tracer.Tracer, "traced", lambda *args, **more: traced.append(1))
-    again = sums_of(engine, loss_of, longer(), 2)
-    assert not traced and found["0.weight"].any() and relative_error(again, found) < 1e-6
-
-
-def test_attention_is_traced_alike_in_the_middle_of_a_round():
-    torch.manual_seed(0)
-    module = nn.Linear(8, 8)
-
-    def loss_of(one):
-        x = module(one[0])[:, None]
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
-
-    engine = engine_of(module)
-    for length in (3, 5):
-        found = sums_of(engine, loss_of, (torch.randn(4, 1, length, 8),), 4)
-        assert engine.mode == "traced" and found["weight"].any()
+    assert LENGTHS == {"longest": 1} and Longest.length == 1
 
 
 @pytest.mark.parametrize("into", ["buffer", "parameter", "data", "global", "out"])
@@ -578,24 +517,6 @@ def test_a_new_shape_writes_to_nothing(into):
     assert all(torch.equal(total, usual[name]) for name, total in sums_of(engine, loss_of, rows()).items())
 
 
-def test_what_only_a_new_shape_reads_lets_others_not_be_traced_anew(monkeypatch):
-    module, _ = classifier()
-    module.scale = 1.0
-
-    def loss_of(one):
-        return flat_loss(module, one) * (module.scale if one[0].dim() > 2 else 1.0)
-
-    engine = traced_engine(module, loss_of, clip_norm=100.0)
-    engine.step.trace_again(loss_of, 1)
-    found = sums_of(engine, loss_of, longer(), 2)
-    module.scale = 0.5
-    with monkeypatch.context() as patch:
-        patch.setattr(graph_cache.Graphs, "changed", lambda *_: pytest.fail("traced anew"))
-        engine.step.trace_again(loss_of, 2)
-    half = sums_of(engine, loss_of, longer(), 2)
-    assert relative_error({name: 2 * total for name, total in half.items()}, found) < 1e-6
-
-
 def test_a_doubtful_record_does_not_change_the_step_of_others():
     """Its graph in float64 is not of the same step then: the job ends, as not private."""
     torch.manual_seed(0)
@@ -623,26 +544,6 @@ def test_a_doubtful_record_does_not_change_the_step_of_others():
     alone = sums_of(engine, loss_of, tuple(part[1:] for part in cancelling), 3)
     others = sums_of(engine, loss_of, tuple(part[1:] for part in (x, g)), 3)
     assert relative_error(alone, others) < 1e-6 and float((mixed["weight"] - others["weight"]).norm()) <= 1e-3 * 1.0001
-
-
-def test_changes_that_leave_the_step_as_it_is_are_compared_three_times(monkeypatch):
-    module, _ = classifier()
-    module.count = 0
-
-    def loss_of(one):
-        return flat_loss(module, one) if module.count >= 0 else None
-
-    engine, traced = engine_of(module), []
-    trace = tracer.Tracer.traced
-    sums_of(engine, loss_of, rows())
-    monkeypatch.setattr(tracer.Tracer, "traced", lambda *args, **more: (traced.append(1), trace(*args, **more))[1])
-    counts = []
-    for t in range(32, 52):
-        module.count += 1
-        engine.step.trace_again(loss_of, t)
-        sums_of(engine, loss_of, longer(), 2)
-        counts.append(len(traced))
-    assert engine.mode == "traced" and counts[-1] == counts[6]
 
 
 class Kind(enum.Enum):
@@ -766,54 +667,6 @@ def test_a_record_that_runs_by_itself_shows_no_other():
         sums.append(sums_of(engine, strided, (x, y, index)))
     moved = sum(float((sums[0][name] - sums[1][name]).square().sum()) for name in sums[0]) ** 0.5
     assert 0 < moved <= 2 * S * (1 + 1e-6)
-
-
-def test_the_dry_run_leaves_what_a_batch_holds_as_it_is(tmp_path):
-    """Also what is no tensor."""
-    weights = [np.ones(1) for _ in range(6)]
-
-    class Writing(Model):
-        def training_step(self, batch, batch_idx):
-            x, y, w = batch
-            w *= 2
-            return F.cross_entropy(self.net(x), y) * float(w[0])
-
-    def collate(items):
-        x, y, w = items[0]
-        if len(items) > 1:
-            raise ValueError
-        return x[None], y[None], w
-
-    data = DataLoader(Items([(x, y, w) for (x, y), w in zip(labelled(6), weights, strict=True)]), collate_fn=collate)
-    trained(tmp_path, Writing(), data)
-    assert all(w[0] == 1 for w in weights)
-
-
-def test_a_validation_between_rounds_lets_no_step_be_traced_anew(tmp_path, monkeypatch):
-    traced, trace = [], tracer.Tracer.traced
-    monkeypatch.setattr(
-        tracer.Tracer, "traced", lambda *args, **options: (traced.append(1), trace(*args, **options))[1]
-    )
-
-    class Validated(Model):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss)
-            return loss
-
-        def validation_step(self, batch, batch_idx):
-            self.log("loss", super().training_step(batch, batch_idx))
-
-        def val_dataloader(self):
-            return DataLoader(Items(labelled(4)), batch_size=2)
-
-    counts = []
-    for module in (Model(), Validated()):
-        traced.clear()
-        (folder := tmp_path / type(module).__name__).mkdir()
-        trained(folder, module, labelled(6), steps=9, check_val_every_n_epoch=1)
-        counts.append(len(traced))
-    assert counts[0] == counts[1] > 0
 
 
 def of_the_first_scale(x):
@@ -956,7 +809,7 @@ def test_processes_trace_the_same_graph():
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
             stdout=subprocess.PIPE, text=True,
         )
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     ]  # fmt: skip
     digests = [process.communicate()[0].split()[-1] for process in started]
     assert len(set(digests)) == 1 and digests[0].isdigit()

@@ -82,16 +82,10 @@ class Chunk:
 
     def padded(self, rows: int) -> "Chunk":
         """This chunk, with copies of its first record appended up to `rows` records."""
-        more = rows - self.size
-        if not more:
+        if rows == self.size:
             return self
-        longer = [torch.cat([leaf.detach(), leaf.detach()[:1].expand(more, *leaf.shape[1:])]) for leaf in self.tensors]
-        return self.with_tensors(
-            [
-                with_layout_of(new, leaf).requires_grad_(leaf.requires_grad)
-                for new, leaf in zip(longer, self.tensors, strict=True)
-            ]
-        )
+        index = torch.arange(rows, device=self.tensors[0].device)
+        return self.rows(torch.where(index < self.size, index, 0))
 
     def row(self, i: int) -> "Chunk":
         """A chunk of one record, copied: a step may read the memory around a tensor."""
