@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients import graph_cache, interception
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
+from dpexp.privacy.gradients.reads import Reads
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
@@ -544,6 +545,18 @@ def test_a_doubtful_record_does_not_change_the_step_of_others():
     alone = sums_of(engine, loss_of, tuple(part[1:] for part in cancelling), 3)
     others = sums_of(engine, loss_of, tuple(part[1:] for part in (x, g)), 3)
     assert relative_error(alone, others) < 1e-6 and float((mixed["weight"] - others["weight"]).norm()) <= 1e-3 * 1.0001
+
+
+def test_a_value_that_changes_three_times_in_vain_is_no_longer_compared():
+    module, reads = nn.Linear(1, 1), Reads()
+    module.count = 0
+    with reads.recorded():
+        assert module.count == 0
+    for k in range(5):
+        module.count += 1
+        assert reads.changed() == ("count" if k < 3 else None)
+        reads.note_step_unaffected()
+        reads.record_values()
 
 
 class Kind(enum.Enum):
