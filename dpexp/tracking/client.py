@@ -20,7 +20,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from dpexp.errors import ConfigError, is_own
-from dpexp.tracking.provenance import HOST
+from dpexp.tracking.provenance import HOST, without_passwords
 from dpexp.tracking.registered_model import send_model
 
 # The metric that has the value of a calibrated parameter, where their names differ
@@ -36,8 +36,8 @@ _OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning")  
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line."""
-    return " ".join(str(error).split())
+    """The message of an error in one line, without passwords of addresses."""
+    return without_passwords(" ".join(str(error).split()))
 
 
 def published_error(error: Exception, output: Path) -> str:
@@ -69,7 +69,7 @@ def open_store(uri: str, experiment: str, artifacts: str | None) -> tuple[Mlflow
             found = client.get_experiment_by_name(experiment)
             return client, found.experiment_id if found else client.create_experiment(experiment, artifacts)
     except (MlflowException, OSError, sqlite3.Error) as error:
-        raise ConfigError(f"tracking.uri={uri} cannot be used: {one_line(error)}") from error
+        raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
 
 
 @contextmanager
@@ -98,15 +98,13 @@ def end_dead_runs(client: MlflowClient, experiment_id: str) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    if pid <= 0:
-        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
-    return True
+    except PermissionError:  # another user's
+        pass
+    return pid > 0
 
 
 class Outbox:

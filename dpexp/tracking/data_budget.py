@@ -110,10 +110,12 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, plan:
                 f"data.id={data_id}, which is {before} (order {before.order:g}); a budget holds only if it was fixed "
                 "before the first run was looked at, so give that one."
             )
-    used = budget_used([cost_of_run(client, run) for run in runs], kept, data_id)
-    for name, note in used.lost:
-        warnings.warn(f"data.id={data_id}: of the run {name}, {note}")
-    _check_same_adjacency([*used.costs, RunCost("this job", "", "", "", plan, "")], data_id)
+    costs = [cost_of_run(client, run) for run in runs]
+    used = budget_used(costs, kept, data_id)
+    for run_cost in costs:
+        if run_cost.ledger_missing:
+            warnings.warn(f"data.id={data_id}: of the run {run_cost.name}, {run_cost.note}")
+    _check_same_adjacency([*costs, RunCost("this job", "", "", "", plan, "")], data_id)
     cost = rho(plan, kept.order)
     shown, worth = escape(data_id), f"ε = {up(kept.gaussian(cost), 3)}"
     admitted = ledger_so_far(output / RESERVED) if resumes else plan
@@ -125,7 +127,7 @@ def _refuse_overdraft(cfg: DictConfig, client: MlflowClient, kept: Budget, plan:
             soft_wrap=True,
         )
         return
-    if by_whole_plan and not any(run.has_released for run in used.costs):
+    if by_whole_plan and not any(run.has_released for run in costs):
         planned = epsilon(plan, kept.delta)
         worth = f"ε = {up(planned, 4)} by pld"
         if not _repeats_allowed(admitted, plan):
@@ -160,18 +162,14 @@ class BudgetUse:
     """What runs have used of a budget.
 
     Attributes:
-        costs: of the runs.
         spent: ρ at the budget's order, of the runs' ledgers, and of the plans of runs that run or lost theirs.
         whole: ε by pld of the only run's whole plan, if that plan keeps the budget and the filter does not.
         description: the use and the remaining budget.
-        lost: (name, note) of runs whose ledger is lost.
     """
 
-    costs: list[RunCost]
     spent: float
     whole: float | None
     description: str
-    lost: list[tuple[str, str]]
 
 
 def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetUse:
@@ -209,7 +207,7 @@ def budget_used(costs: Sequence[RunCost], kept: Budget, data_id: str) -> BudgetU
         if whole is None
         else f"the first run's whole plan takes it, with ε = {up(whole, 4)} by pld, and nothing is left"
     )
-    return BudgetUse(list(costs), spent, whole, description, [(c.name, c.note) for c in costs if c.ledger_missing])
+    return BudgetUse(spent, whole, description)
 
 
 def _percent(part: float, kept: Budget) -> str:

@@ -21,10 +21,6 @@ from dpexp.tracking.provenance import without_passwords
 @contextmanager
 def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
     """A temporary folder with a run's ledger and configuration."""
-    try:
-        existing(uri).get_run(run_id)
-    except (ConfigError, MlflowException) as error:
-        raise ConfigError(f"{run_id} is neither a file, nor a folder, nor a run of {uri}: {one_line(error)}") from error
     with downloaded_files(uri, run_id, ["ledger.end.json", "ledger.jsonl", "config.yaml"]) as folder:
         if not (folder / "ledger.jsonl").exists():
             raise ConfigError(f"the MLflow run {run_id} has no ledger.jsonl among its artifacts.")
@@ -33,10 +29,8 @@ def downloaded_run(uri: str, run_id: str) -> Iterator[Path]:
 
 def output_of(uri: str, run_id: str) -> Path:
     """The folder of a run's job on this machine."""
-    try:
-        folder = existing(uri).get_run(run_id).data.tags.get(OUTPUT, "")
-    except (ConfigError, MlflowException) as error:
-        raise ConfigError(f"{run_id} is neither a folder nor a run of {uri}: {one_line(error)}") from error
+    _, run = _run(uri, run_id)
+    folder = run.data.tags.get(OUTPUT, "")
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"the folder {folder} of the MLflow run {run_id} is not on this machine.")
     return Path(folder)
@@ -74,7 +68,7 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
     try:
         runs = {run.info.run_id: run for source in sources for run in _named(client, source, uri)}
     except MlflowException as error:
-        raise ConfigError(f"uri={uri} cannot be read: {one_line(error)}") from error
+        raise ConfigError(f"uri={without_passwords(uri)} cannot be read: {one_line(error)}") from error
     parents = {_parent(run) for run in runs.values()}
     rows = [_trial(run) for run_id, run in runs.items() if run_id not in parents and not _is_parent(run)]
     frame = DataFrame(rows, columns=list(TRIAL)).astype(dict.fromkeys(_NUMBERS, float))
@@ -84,11 +78,7 @@ def trials(uri: str, sources: Sequence[str]) -> DataFrame:
 @contextmanager
 def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Path]:
     """A temporary folder with those of the named artifacts that a run has."""
-    client = existing(uri)
-    try:
-        client.get_run(run_id)
-    except MlflowException as error:
-        raise ConfigError(f"{run_id} is no folder here, and no run of {without_passwords(uri)}.") from error
+    client, _ = _run(uri, run_id)
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = {artifact.path for artifact in client.list_artifacts(run_id)}
@@ -99,16 +89,23 @@ def downloaded_files(uri: str, run_id: str, names: Iterable[str]) -> Iterator[Pa
         yield Path(folder)
 
 
+def _run(uri: str, run_id: str) -> tuple[MlflowClient, Run]:
+    try:
+        client = existing(uri)
+        return client, client.get_run(run_id)
+    except (ConfigError, MlflowException) as error:
+        store = without_passwords(uri)
+        raise ConfigError(f"{run_id} is no file or folder here, and no run of {store}: {one_line(error)}") from error
+
+
 def existing(uri: str) -> MlflowClient:
     """A client of an existing store: MLflow would create a missing SQLite file."""
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-        raise ConfigError(
-            f"uri={uri} does not exist, so there are no runs to read; run a job first, or name its store."
-        )
+        raise ConfigError(f"uri={uri} does not exist, so there are no runs to read; run a job, or name its store.")
     try:
         return MlflowClient(tracking_uri=uri)
     except MlflowException as error:
-        raise ConfigError(f"uri={uri} cannot be used: {one_line(error)}") from error
+        raise ConfigError(f"uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
 
 
 def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
@@ -118,7 +115,7 @@ def _named(client: MlflowClient, source: str, uri: str) -> list[Run]:
     try:
         run = client.get_run(source)
     except MlflowException as error:
-        raise ConfigError(f"{source} is neither an experiment nor a run of {uri}.") from error
+        raise ConfigError(f"{source} is neither an experiment nor a run of {without_passwords(uri)}.") from error
     children = search(client, [run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
     return list(children) or [run]
 
@@ -141,7 +138,7 @@ def _parent(run: Run) -> str | None:
 
 
 def _is_parent(run: Run) -> bool:
-    return "dpexp.sweep_hash" in run.data.tags or any(key.startswith("selection/") for key in run.data.metrics)
+    return "dpexp.sweep_hash" in run.data.tags
 
 
 def _trial(run: Run) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class TrackedRun:
                 run = earlier or client.create_run(experiment_id, tags=all_tags, run_name=run_name(cfg))
                 (output / RUN).write_text(run.info.run_id)
         except MlflowException as error:
-            raise ConfigError(f"tracking.uri={uri} cannot be used: {one_line(error)}") from error
+            raise ConfigError(f"tracking.uri={without_passwords(uri)} cannot be used: {one_line(error)}") from error
         self.resumed = earlier is not None
         self.run_id: str = run.info.run_id
         client.set_tag(self.run_id, OUTPUT, str(output.resolve()))

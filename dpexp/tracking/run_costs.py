@@ -24,7 +24,7 @@ from dpexp.tracking.read import existing, search
 
 DATA_ID = "dpexp.data_id"  # tags
 BUDGET = "dpexp.budget"
-AUDITS = "dpexp.audit_trainings"  # number of further trainings on the data by the job's audit
+AUDITS = "dpexp.audit_trainings"  # of jobs whose audit trained on the data too; none does any more
 LEDGER_STATE = "dpexp.ledger_state"  # "nothing": the run ended before its ledger was begun
 _LEDGER = "ledger.jsonl"
 _FILES = ("ledger*.jsonl", "ledger*.end.json", RESERVED)

@@ -93,13 +93,8 @@ class SweepRun:
                 self._client.log_artifact(run_id, str(patch))
 
     def _earlier(self, key: str) -> Run | None:
-        found = self._client.search_runs(
-            [self._experiment],
-            f"tags.`dpexp.sweep_hash` = '{key}'",
-            order_by=["attributes.start_time DESC"],
-            max_results=1,
-        )
-        return found[0] if found else None
+        same, newest = f"tags.`dpexp.sweep_hash` = '{key}'", ["attributes.start_time DESC"]
+        return next(iter(self._client.search_runs([self._experiment], same, order_by=newest, max_results=1)), None)
 
     def _has_artifact(self, name: str) -> bool:
         return any(artifact.path == name for artifact in self._client.list_artifacts(self.run_id))

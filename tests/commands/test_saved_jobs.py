@@ -170,7 +170,7 @@ def test_the_card_gives_a_schedule_in_full_and_no_delta_below_the_true_one(dpexp
         (["evaluate", "a", "b"], "needs one job's folder"),
         (["evaluate", "{job}", "size=3"], "size is unknown; known: uri"),
         (["evaluate", "{empty}"], "only a job that has finished its training"),
-        (["evaluate", "nowhere"], "nowhere is no folder here, and no run of sqlite:///"),
+        (["evaluate", "nowhere"], "nowhere is no file or folder here, and no run of sqlite:///"),
         (["predict", "{job}"], "needs data=FILE"),
         (["predict", "{job}", "data=x.txt"], "must be a file that ends in .npy"),
         (["predict", "{job}", "data=missing.npy"], "cannot be read"),

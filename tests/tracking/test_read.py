@@ -41,3 +41,9 @@ def test_sources_are_experiments_parents_and_runs(tmp_path, monkeypatch, empty_s
     ):
         with pytest.raises(ConfigError, match=f"^[^\n]*{message}[^\n]*$"):
             read.trials(where, [missing])
+
+
+def test_a_store_that_cannot_be_read_is_named_without_its_password():
+    with pytest.raises(ConfigError, match="no run of") as refused:
+        read.output_of("unknown://me:hunter2@host/x", "a")
+    assert "hunter2" not in str(refused.value) and "unknown://me:…@host/x" in str(refused.value)
