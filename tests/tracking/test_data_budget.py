@@ -27,7 +27,7 @@ from dpexp.tracking.client import open_store
 from dpexp.tracking.data_budget import _lock, budget_used
 from dpexp.tracking.job_folder import BEGUN, RUN, is_running
 from dpexp.tracking.provenance import HOST
-from dpexp.tracking.run_costs import BUDGET, costs_in, distinct_runs, reserve
+from dpexp.tracking.run_costs import AUDITS, BUDGET, costs_in, distinct_runs, reserve
 
 FORK = multiprocessing.get_context("fork")
 KEPT = "privacy.budget={epsilon: 4, delta: 1e-5}"
@@ -155,6 +155,12 @@ def test_a_lost_ledger_is_unknown_and_never_zero(run_on, how, capsys):
     assert found["unknown"] == 1 and "more than" in printed and "cannot be kept any more" in printed
     with pytest.raises(ConfigError, match=r"what the run z=4.0 spent is unknown"):
         budget_used(run_on.charges(), budget({"epsilon": 4, "delta": 1e-5}), run_on.data_id)
+
+
+def test_a_job_whose_audit_trained_on_the_data_counts_as_its_whole_plan(run_on):
+    run_on(count=3, planned=10, **{AUDITS: "4"})
+    (charge,) = run_on.charges()
+    assert len(charge.ledger) == 10 and "its audit trains on the data too" in charge.note
 
 
 def test_a_ledger_that_was_rescued_counts(run_on):
@@ -366,20 +372,28 @@ def killed_in_round(number, *arguments):
     main()
 
 
-def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_resumed(dpexp_job, tmp_path, monkeypatch):
-    dpexp_job(*QUICK, KEPT, "privacy.epsilon=0.5")
-    process = FORK.Process(target=killed_in_round, args=(3, KEPT, "privacy.epsilon=2", "checkpoint.every_n_rounds=1"))
+def killed(folder, number, *arguments):
+    """The folder of a job that was killed as it wrote a round."""
+    process = FORK.Process(target=killed_in_round, args=(number, *arguments, "checkpoint.every_n_rounds=1"))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    (checkpoint,) = folder.glob("outputs/*/*/last.ckpt")
+    return checkpoint.parent
+
+
+def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_resumed(dpexp_job, tmp_path, monkeypatch):
+    dpexp_job(*QUICK, KEPT, "privacy.epsilon=0.5")
+    folder = killed(tmp_path, 3, KEPT, "privacy.epsilon=2")
     uri, kept = f"sqlite:///{tmp_path}/outputs/mlflow.db", budget({"epsilon": 4, "delta": 1e-5})
     before, crashed = costs_in(uri, "digits")
     assert len(crashed.ledger) == 3 and "ends early" in crashed.note
-    (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
     promised = read_ledger(folder / "reserved_ledger.jsonl")
     left = kept.limit - rho(before.ledger, kept.order) - rho(crashed.ledger, kept.order)
     assert len(promised) == 4 and rho(promised, kept.order) > rho(crashed.ledger, kept.order)
     # The third round was written and not finished, so that a resumed job does it again: two more, five in all.
+    backup = tmp_path / "backup"
+    shutil.copytree(folder, backup)
     monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
     main()
     assert len(read_ledger(folder / "reserved_ledger.jsonl")) == 5
@@ -387,35 +401,8 @@ def test_a_crashed_job_gives_back_what_it_did_not_release_and_asks_again_when_re
     assert len(resumed.ledger) == 5 and not resumed.note
     spent = rho(resumed.ledger, kept.order) - rho(crashed.ledger, kept.order)
     assert 0 < spent < left
-
-
-def test_a_resumed_job_is_refused_what_others_have_taken_meanwhile(dpexp_job, tmp_path, monkeypatch):
-    dpexp_job(*QUICK, KEPT, "privacy.epsilon=0.5")
-    process = FORK.Process(target=killed_in_round, args=(2, KEPT, "privacy.epsilon=2", "checkpoint.every_n_rounds=1"))
-    process.start()
-    process.join(60)
-    (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
-    promised = (folder / "reserved_ledger.jsonl").read_bytes()
-    job(monkeypatch, KEPT, "privacy.epsilon=2.2")
-    monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
-    with pytest.raises(SystemExit, match="is spent or reserved by 2 runs"):
-        main()
-    assert (folder / "reserved_ledger.jsonl").read_bytes() == promised
-
-
-def test_a_folder_that_is_put_back_is_not_resumed(dpexp_job, tmp_path, monkeypatch):
-    """What its job has done meanwhile would count nowhere."""
-    process = FORK.Process(target=killed_in_round, args=(2, KEPT, "privacy.epsilon=2", "checkpoint.every_n_rounds=1"))
-    monkeypatch.chdir(tmp_path)
-    process.start()
-    process.join(60)
-    (folder,) = [path.parent for path in tmp_path.glob("outputs/*/*/last.ckpt")]
-    backup = tmp_path / "backup"
-    shutil.copytree(folder, backup)
-    monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
-    main()
+    # The folder is put back to before: what its job has done meanwhile would count nowhere.
     done = (folder / "ledger.jsonl").read_bytes()
-    rounds_done = len(read_ledger(folder / "ledger.jsonl"))
     shutil.rmtree(folder)
     for now in (backup, folder):
         if now == folder:
@@ -423,11 +410,22 @@ def test_a_folder_that_is_put_back_is_not_resumed(dpexp_job, tmp_path, monkeypat
         monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(now)])
         with pytest.raises(SystemExit, match=r"lacks rounds that the ledger of its run .* in MLflow holds"):
             main()
-        (charge,) = costs_in(f"sqlite:///{tmp_path}/outputs/mlflow.db", "digits")
-        assert len(charge.ledger) == rounds_done
+        _, charge = costs_in(uri, "digits")
+        assert len(charge.ledger) == 5
     (folder / "ledger.jsonl").write_bytes(done)
     main()
-    assert len(read_ledger(folder / "ledger.jsonl")) == 8
+    assert len(read_ledger(folder / "ledger.jsonl")) == 7
+
+
+def test_a_resumed_job_is_refused_what_others_have_taken_meanwhile(dpexp_job, tmp_path, monkeypatch):
+    dpexp_job(*QUICK, KEPT, "privacy.epsilon=0.5")
+    folder = killed(tmp_path, 2, KEPT, "privacy.epsilon=2")
+    promised = (folder / "reserved_ledger.jsonl").read_bytes()
+    job(monkeypatch, KEPT, "privacy.epsilon=2.2")
+    monkeypatch.setattr(sys, "argv", ["dpexp", "resume", str(folder)])
+    with pytest.raises(SystemExit, match="is spent or reserved by 2 runs"):
+        main()
+    assert (folder / "reserved_ledger.jsonl").read_bytes() == promised
 
 
 def test_another_job_in_a_folder_that_was_half_cleared_is_another_job(dpexp_job, tmp_path, monkeypatch):

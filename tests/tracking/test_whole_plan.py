@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from dataclasses import asdict
 
 import dp_accounting
@@ -10,7 +9,7 @@ import pytest
 from dp_accounting import pld, rdp
 from mlflow import MlflowClient
 from omegaconf import OmegaConf
-from test_data_budget import EVENT, FORK, QUICK, held, job, killed_in_round, rounds, run_on, store
+from test_data_budget import EVENT, QUICK, held, job, killed, rounds, run_on, store
 
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.ledger import Ledger, Round, SamplingEvent, SumQueryEvent, concatenate, read_ledger
@@ -198,12 +197,9 @@ def test_a_job_that_the_filter_admitted_is_resumed_by_the_filter(run_on, ask):
 
 
 def test_a_killed_job_of_a_whole_plan_leaves_nothing_and_goes_on(dpexp_job, tmp_path, monkeypatch, capfd):
-    asked = ("privacy.budget={epsilon: 1, delta: 1e-4}", "privacy.epsilon=1", "checkpoint.every_n_rounds=1")
+    asked = ("privacy.budget={epsilon: 1, delta: 1e-4}", "privacy.epsilon=1")
     dpexp_job(*QUICK, "data.id=other")
-    process = FORK.Process(target=killed_in_round, args=(2, *asked))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    killed(tmp_path, 2, *asked)
     uri = f"sqlite:///{tmp_path}/outputs/mlflow.db"
     (charge,) = costs_in(uri, "digits")
     assert len(charge.ledger) == 4 and "its whole plan was admitted" in charge.note
