@@ -252,11 +252,13 @@ def test_a_module_that_holds_records_keeps_them_to_itself_and_is_made_again(dpex
 def test_evaluate_and_predict_compute_as_the_job_did(dpexp_job, tmp_path, precision, capsys):
     output = dpexp_job(*QUICK, f"trainer.precision={precision}")
     assert evaluate([str(output)]) == result_of(output)["metrics"]
-    np.save(tmp_path / "x.npy", images())
+    np.save(tmp_path / "x.npy", images(20))
     table = predict([str(output), f"data={tmp_path}/x.npy", f"out={tmp_path}/p.csv"])
     kept = mlflow.pyfunc.load_model(str(output / "mlflow_model"))
-    found = kept.predict(images().astype(np.float64) if precision == "64-true" else images())
-    assert (np.asarray(found).argmax(1) == table["class"]).all()
+    found = np.asarray(kept.predict(images(20).astype(np.float64) if precision == "64-true" else images(20)))
+    second, first = np.sort(found.astype(np.float64), axis=1)[:, -2:].T
+    is_clear = first - second > 0.05  # of what is closer, bfloat16 may choose either
+    assert is_clear.sum() >= 10 and (found.argmax(1) == table["class"])[is_clear].all()
 
 
 def test_mlflows_model_takes_batches_of_any_size_through_preparations(dpexp_job):
