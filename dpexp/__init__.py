@@ -22,6 +22,7 @@ _NAMES = {
     "dpexp.privacy.plan.groups": "Groups flat per_layer conv_fc",
     "dpexp.privacy.sampling.privacy_unit": "Example Microbatch User LocalTraining",
     "dpexp.privacy.callback": "PrivacyCallback",
+    "dpexp.privacy.private": "Private",
     "dpexp.privacy.private_metrics": "release weigh",
     "dpexp.training.classifier": "Classifier views",
     "dpexp.accounting.ledger": "Ledger read_ledger",

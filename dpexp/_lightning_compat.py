@@ -1,15 +1,43 @@
-"""The private names of Lightning that dpexp uses, wrapped in functions; no other module uses them."""
+"""The Lightning that a job uses, and the private names of it that dpexp uses, wrapped in functions.
 
+Lightning is published as two packages of the same code, `pytorch_lightning` and `lightning`, whose classes do not mix.
+dpexp uses `lightning` if it is imported before dpexp's classes are.
+"""
+
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.core.optimizer import _MockOptimizer as NoOptimizer
-from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+if TYPE_CHECKING or "lightning.pytorch" not in sys.modules:
+    import pytorch_lightning as pl
+else:
+    import lightning.pytorch as pl
 
-__all__ = ["NoOptimizer"]
+from dpexp.errors import ConfigError
+
+MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
+NoOptimizer = pl.core.optimizer._MockOptimizer  # where configure_optimizers returns none
+TrainerFn = pl.trainer.states.TrainerFn
+is_overridden = pl.utilities.model_helpers.is_overridden
+
+__all__ = ["MisconfigurationException", "NoOptimizer", "TrainerFn", "is_overridden", "pl"]
+
+
+def environment(name: str) -> Any:
+    """A class that says how processes were started."""
+    return getattr(import_module(f"{pl.__name__}.plugins.environments"), name)
+
+
+def refuse_mixed(trainer: Any) -> None:
+    """Refuses a Trainer of the other of Lightning's two packages."""
+    if not isinstance(trainer, pl.Trainer):
+        package = type(trainer).__module__.partition(".")[0]
+        raise ConfigError(
+            f"the Trainer is of the package {package}, and dpexp uses {pl.__name__}, as {package} was not imported "
+            f"before dpexp; import {package} first, or use one package."
+        )
 
 
 def training_loader(trainer: pl.Trainer) -> Any:
@@ -33,7 +61,7 @@ def validation_loader(trainer: pl.Trainer) -> Any:
 def results_dropped(trainer: pl.Trainer) -> Iterator[None]:
     """Drops what the module logs within this context."""
     loop = trainer.fit_loop.epoch_loop
-    before, loop._results = loop._results, _ResultCollection(training=True)
+    before, loop._results = loop._results, type(loop._results)(training=True)
     try:
         yield
     finally:
@@ -45,13 +73,13 @@ def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint()
 
 
-def start_method(strategy: DDPStrategy) -> str:
+def start_method(strategy: pl.strategies.DDPStrategy) -> str:
     return strategy._start_method
 
 
-def syncs_batch_norm(strategy: DDPStrategy) -> bool:
+def syncs_batch_norm(strategy: pl.strategies.DDPStrategy) -> bool:
     return strategy._layer_sync is not None
 
 
-def has_comm_hook(strategy: DDPStrategy) -> bool:
+def has_comm_hook(strategy: pl.strategies.DDPStrategy) -> bool:
     return strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None

@@ -15,6 +15,7 @@ from torch._C import _disabled_torch_dispatch_impl, _functorch
 from torch._functorch import autograd_function
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as outside_vmap
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributions import Distribution
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # base class of all
@@ -41,6 +42,8 @@ current_level: Callable[[], Any] = _functorch.maybe_current_level
 batched: Callable[[Tensor, Any, int], Tensor] = _functorch._add_batch_dim  # (tensor, dimension, level)
 
 PACK_PADDED_SEQUENCE = torch._VF._pack_padded_sequence  # the only function by which a mode sees the public one
+ctc_of_tensors = torch.ops.aten._ctc_loss.Tensor  # the public one makes constants of lengths
+PAD_PACKED_SEQUENCE = torch._VF._pad_packed_sequence
 CHECKS_ERRORS = torch.ops.aten._linalg_check_errors.default
 EMBEDDING_BAGS = (
     torch.ops.aten._embedding_bag,
@@ -109,6 +112,17 @@ def checkpointing_disabled(on_call: Callable[[Any], None]) -> Iterator[None]:
 
     with patch.object(checkpoint, "_checkpoint_without_reentrant_generator", keep):
         yield
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Meanwhile distributions do not check their arguments, which would be a branch on a record's values."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)
 
 
 def vmap_rules_refused(refuse: Callable[..., Any]) -> AbstractContextManager[Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from torch import Tensor
 
+from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.auditing import Audit, Mask, level_of_checks
 from dpexp.accounting.auditing import audit as judged

@@ -78,10 +78,10 @@ def _read_cluster_environment() -> None:
         if JobEnvironment().num_tasks > 1:
             TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         return
-    from pytorch_lightning.plugins.environments import SLURMEnvironment
+    from dpexp._lightning_compat import environment
 
-    if SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1:
-        slurm = SLURMEnvironment()
+    if environment("SLURMEnvironment").detect() and int(os.environ["SLURM_NTASKS"]) > 1:
+        slurm = environment("SLURMEnvironment")()
         _set_environment(
             slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port,
             GROUP_RANK=slurm.node_rank(),

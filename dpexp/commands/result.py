@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 from omegaconf import DictConfig
 
+from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, ParallelQueryEvent
 from dpexp.accounting.risk import risk
@@ -28,7 +28,7 @@ def check_objective(cfg: DictConfig, module: pl.LightningModule, trainer: pl.Tra
     """Refuses an unknown objective before training, if all metrics are known: with dpexp's classifier and callbacks."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     homes = {type(part).__module__.partition(".")[0] for part in (module, *callbacks)}
-    if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning"}):
+    if cfg.train and not (isinstance(module, Classifier) and homes <= {"dpexp", "pytorch_lightning", "lightning"}):
         return
     known = [*Classifier.METRICS] if cfg.train else []
     if any(isinstance(callback, LastWeights) for callback in callbacks):

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from yaml import YAMLError
 
+from dpexp._lightning_compat import MisconfigurationException, pl
 from dpexp.commands.build import make, module_of, silence_lightning, spent_before
 from dpexp.commands.validate import check
 from dpexp.config import tracking_uri

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pytorch_lightning as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from dpexp._lightning_compat import MisconfigurationException, pl
 from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger
 from dpexp.commands import processes, sweep
 from dpexp.commands.build import (

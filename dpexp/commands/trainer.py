@@ -4,14 +4,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
+from dpexp._lightning_compat import MisconfigurationException, environment, pl
 from dpexp.commands import processes, sweep
 from dpexp.commands.build import accountants, make, rounds_of
 from dpexp.commands.saved_jobs import CHECKPOINT
@@ -154,7 +152,8 @@ def _placement(cfg: DictConfig, count: int) -> dict[str, Any]:
 
     Trials of a sweep take turns among several GPUs."""
     if count > 1:
-        plugins = [TorchElasticEnvironment()] if processes.is_started() else None  # None: the job is only checked
+        started = processes.is_started()  # otherwise the job is only checked
+        plugins = [environment("TorchElasticEnvironment")()] if started else None
         return {"plugins": plugins, "use_distributed_sampler": False}
     hydra = HydraConfig.get()
     devices: int | list[int] = 1

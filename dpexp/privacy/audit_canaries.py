@@ -21,7 +21,6 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from numpy.typing import NDArray
 from scipy.stats import norm
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset
 
+from dpexp._lightning_compat import pl
 from dpexp.accounting.auditing import (
     POWER,
     Check,

@@ -17,14 +17,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from dpexp._lightning_compat import has_comm_hook, start_method, syncs_batch_norm
+from dpexp._lightning_compat import has_comm_hook, pl, start_method, syncs_batch_norm
 from dpexp._torch_compat import tree_leaves
 from dpexp.accounting.ledger import Ledger, LedgerWriter, Round, SamplingEvent
 from dpexp.accounting.ledger.events import Query
@@ -251,10 +249,10 @@ def disable_gradient_averaging(trainer: pl.Trainer, module: pl.LightningModule) 
         ConfigError: another strategy, or an option that needs DistributedDataParallel.
     """
     strategy = trainer.strategy
-    if isinstance(strategy, SingleDeviceStrategy):
+    if isinstance(strategy, pl.strategies.SingleDeviceStrategy):
         return
     name = type(strategy).__name__
-    if type(strategy) is not DDPStrategy:
+    if type(strategy) is not pl.strategies.DDPStrategy:
         raise ConfigError(f"trainer.strategy={name} is not supported: {REASONS.get(name, OTHERS)}.")
     if start_method(strategy) != "popen":
         raise ConfigError(

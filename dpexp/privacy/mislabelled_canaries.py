@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
+from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.fetching import sampled_dataset

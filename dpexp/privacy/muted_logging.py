@@ -2,32 +2,29 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers.logger import DummyLogger
 from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 
-from dpexp._lightning_compat import results_dropped
+from dpexp._lightning_compat import pl, results_dropped
 from dpexp._torch_compat import without_process_group
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.branches import HiddenNumber
 from dpexp.privacy.gradients.torch_functions import EXCHANGES
 from dpexp.privacy.private_metrics import release
 from dpexp.privacy.round import PrivateRound
-from dpexp.privacy.state_checks import KEEPS_STATE, StateFound
 
 
 @contextmanager
 def loggers_muted(trainer: pl.Trainer) -> Iterator[None]:
     """Discards what is logged through the module or the Trainer in the block."""
     loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in loggers]
     try:
         with results_dropped(trainer):
             yield
@@ -93,14 +90,12 @@ _SIGNALS = [
 
 
 @contextmanager
-def signals_deferred(trainer: pl.Trainer) -> Iterator[None]:
-    """Defers Python's signal handlers to the end of the block; raises StateFound if `trainer.should_stop` changes in
-    it.
+def signals_deferred() -> Iterator[None]:
+    """Defers Python's signal handlers to the end of the block.
 
-    A handler may save a checkpoint, or set `should_stop`, which would look like a change by the step. A second Ctrl-C
-    is not deferred and ends the step.
+    A handler may save a checkpoint, or set `trainer.should_stop`, which would look like a change by the step. A second
+    Ctrl-C is not deferred and ends the step.
     """
-    stops = trainer.should_stop
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,8 +112,6 @@ def signals_deferred(trainer: pl.Trainer) -> Iterator[None]:
         signal.signal(number, defer)
     try:
         yield
-        if trainer.should_stop != stops:
-            raise StateFound(KEEPS_STATE.format(what="trainer.should_stop is changed inside training_step"))
     finally:
         for number, handler in deferred.items():
             signal.signal(number, handler)
@@ -159,26 +152,35 @@ def as_in_round(
         batches = loop.epoch_loop.batch_progress.current
         counts = [(loop.epoch_progress.current, epoch), (steps, t), (batches, batch)]
         before = [dict(vars(count)) for count, _ in counts]
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        settings = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
         original_args, is_last = [*args], loop.epoch_loop.batch_progress.is_last_batch
         try:
             for count, number in counts:
                 vars(count).update(dict.fromkeys(vars(count), number))
-            for group, key, value in settings:
-                group[key] = value / 2
             loop.epoch_loop.batch_progress.is_last_batch = not is_last
             args[:1] = [batch] if args else []
-            yield
+            with later_settings(trainer.optimizers):
+                yield
         finally:
             for (count, _), was in zip(counts, before, strict=True):
                 vars(count).update(was)
-            for group, key, value in settings:
-                group[key] = value
             loop.epoch_loop.batch_progress.is_last_batch = is_last
             args[:] = original_args
 
     return other
+
+
+@contextmanager
+def later_settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Halves the optimizers' settings in the block, as a scheduler may do."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    settings = [(group, key, value) for group in groups for key, value in group.items() if _is_number(value)]
+    try:
+        for group, key, value in settings:
+            group[key] = value / 2
+        yield
+    finally:
+        for group, key, value in settings:
+            group[key] = value
 
 
 def _is_number(value: Any) -> bool:

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpexp._lightning_compat import training_loader
+from dpexp._lightning_compat import pl, training_loader
 from dpexp._torch_compat import tree_map
 from dpexp.accounting.ledger import LedgerWriter, SamplingEvent
 from dpexp.errors import ConfigError
@@ -24,7 +23,7 @@ from dpexp.privacy.sampling.fetching import all_records
 
 
 def prepare(
-    module: pl.LightningModule,
+    module: nn.Module,
     plan: PrivacyPlan,
     loader: Any,
     physical_batch: int,
@@ -62,7 +61,7 @@ def prepare(
     for k, (name, step) in [*enumerate(steps.items())][done:]:
         event, earlier = plan.preprocessing[k], [*steps.values()][:k]
         total = torch.zeros(step.d, dtype=torch.float64)
-        with processes.fail_together(), own_randomness(module.device, randomness):
+        with processes.fail_together(), own_randomness(next(module.parameters()).device, randomness):
             if processes.is_main:
                 total = _total(name, step, earlier, loader, physical_batch, randomness)
         ledger.sample(SamplingEvent("all", 1.0, plan.n))

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.profilers import PassThroughProfiler
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from dpexp._lightning_compat import NoOptimizer
+from dpexp._lightning_compat import NoOptimizer, is_overridden, pl
 from dpexp._torch_compat import (
     BatchNorm,
     InstanceNorm,
@@ -26,6 +23,7 @@ from dpexp._torch_compat import (
 )
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.branches import HiddenNumber
+from dpexp.privacy.plan.groups import parameters
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan.plan import PrivacyPlan
@@ -74,7 +72,6 @@ def refuse_hooks(module: nn.Module) -> None:
 
 def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: int) -> None:
     """Refuses settings of the module and the Trainer that private training cannot honour."""
-    refuse_mixing_layers(pl_module)
     if not pl_module.automatic_optimization:
         raise ConfigError(
             f"model: {type(pl_module).__name__} has automatic_optimization=False, so that a sample is not tied to one "
@@ -102,7 +99,7 @@ def refuse_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, rounds: 
             "sampling.steps or sampling.epochs sets the length of training."
         )
     profiler = trainer.profiler  # type: ignore[attr-defined]
-    if not isinstance(profiler, PassThroughProfiler):
+    if not isinstance(profiler, pl.profilers.PassThroughProfiler):
         raise ConfigError(
             f"trainer.profiler={type(profiler).__name__}: its counts and times reveal the size of each sample, which "
             "is private; profile a training without the PrivacyCallback."
@@ -188,13 +185,13 @@ def _refuse_unlogged(
             )
 
 
-_OURS = ("pytorch_lightning.", "dpexp.")
+_OURS = ("pytorch_lightning.", "lightning.", "dpexp.")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
-def refuse_other_sizes(pl_module: pl.LightningModule, plan: "PrivacyPlan") -> None:
+def refuse_other_sizes(module: nn.Module, plan: "PrivacyPlan") -> None:
     """Refuses a module whose parameters have the plan's names but other sizes."""
-    sizes = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in parameters(module).items()}
     for vector in (vector for group in plan.groups for vector in group.vectors if not vector.is_value):
         d = sum(sizes.get(name, 0) for name in vector.parameters)
         if d != vector.d and sizes.keys() >= {*vector.parameters}:
@@ -226,17 +223,22 @@ def refuse_optimizers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Non
             "optimizer: configure_optimizers returns None, so that nothing would be learnt from the releases; let it "
             "return an optimizer of self.parameters()."
         )
-    known = {id(parameter) for parameter in pl_module.parameters()}
     for optimizer in trainer.optimizers:
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ConfigError(
-                "optimizer: one of its parameters is not among the module's own, so no group releases it; "
-                "register the layer that owns it as an attribute of the module."
-            )
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise ConfigError("optimizer: SparseAdam takes no dense gradients, and noise is dense; choose Adam.")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("optimizer: LBFGS computes several losses a step, each a release; choose SGD or Adam.")
+        refuse_optimizer(optimizer, pl_module)
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Refuses an optimizer that needs several releases a round or trains parameters of no group."""
+    known = {id(parameter) for parameter in module.parameters()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "optimizer: one of its parameters is not among the module's own, so no group releases it; "
+            "register the layer that owns it as an attribute of the module."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError("optimizer: SparseAdam takes no dense gradients, and noise is dense; choose Adam.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("optimizer: LBFGS computes several losses a step, each a release; choose SGD or Adam.")
 
 
 def refuse_kept_losses(module: nn.Module, before: dict[str, Any], as_written: bool) -> None:

@@ -32,7 +32,15 @@ MAX_METRICS = 1000  # per request, MLflow's own limit
 SEND_INTERVAL = 2.0  # seconds between requests
 RETRY_INTERVAL = 0.5  # seconds
 _PATIENCE = 120  # seconds for other processes that open the same database
-_OWN_PACKAGES = ("dpexp", "hydra", "omegaconf", "mlflow", "pytorch_lightning")  # their messages quote no record
+# Their messages quote no record.
+_OWN_PACKAGES = (
+    "dpexp",
+    "hydra",
+    "omegaconf",
+    "mlflow",
+    "pytorch_lightning",
+    "lightning",
+)  # their messages quote no record
 
 
 def one_line(error: BaseException) -> str:

@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Run
 from mlflow.exceptions import MlflowException
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.loggers.logger import Logger
 
+from dpexp._lightning_compat import pl
 from dpexp.accounting.accountants import epsilon
 from dpexp.accounting.ledger import Ledger, contains_lines, ledger_so_far, write_ledger
 from dpexp.errors import ConfigError
@@ -54,7 +54,7 @@ from dpexp.tracking.registered_model import check_name, description
 from dpexp.tracking.run_costs import LEDGER_STATE
 
 
-class _MetricsLogger(Logger):
+class _MetricsLogger(pl.loggers.logger.Logger):
     """Sends Lightning's metrics, except its epoch count, at the number of completed rounds.
 
     Lightning logs validation one step early; accuracy and ε must have the same step to be charted together.

@@ -10,17 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from dpexp._lightning_compat import checkpoint_of
+from dpexp._lightning_compat import TrainerFn, checkpoint_of, is_overridden, pl
 from dpexp.errors import ConfigError
 from dpexp.training.classifier import Classifier
 
@@ -116,7 +112,7 @@ class LastWeights(pl.Callback):
         self.weights = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
 
 
-class WarmAveraging(WeightAveraging):
+class WarmAveraging(pl.callbacks.WeightAveraging):
     """Exponential moving average of the weights with a warm-up (De et al. 2022, arXiv 2204.13650, section 3.2).
 
     After n averaged rounds the decay is min(decay, (1 + n)/(10 + n)), so that also short trainings forget their initial

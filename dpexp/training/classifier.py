@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import dpexp
+from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError, RecordError
 
 Augment = Callable[[Tensor], Tensor]

@@ -741,7 +741,7 @@ FIRST = SubsetRandomSampler(range(10))
         (Model, {"options": {"limit_train_batches": 1}}, "truncate samples"),
         (Model, {"options": {"fast_dev_run": True}}, "truncate samples"),
         (Model, {"options": {"profiler": "simple"}}, r"trainer\.profiler=SimpleProfiler: its counts"),
-        (Model, {"data": DataLoader(Stream())}, "can be indexed"),
+        (Model, {"data": DataLoader(Stream())}, "streams its records"),
         (Model, loader(sampler=FIRST), r" sampler of its own \(SubsetRandomSampler"),
         (Model, loader(sampler=SequentialSampler(range(10))), r" sampler of its own \(SequentialSampler"),
         (Model, loader(batch_sampler=BatchSampler(FIRST, 4, False)), r"batch_sampler of its own \(SubsetRandomSampler"),

@@ -321,7 +321,11 @@ def test_a_job_is_only_resumed_as_it_was(dpexp_job, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, expected",
-    [([], "needs one job's folder"), (["nosuch"], "no file or folder here, and no run"), (["{empty}"], "holds no checkpoint")],
+    [
+        ([], "needs one job's folder"),
+        (["nosuch"], "no file or folder here, and no run"),
+        (["{empty}"], "holds no checkpoint"),
+    ],
 )
 def test_what_cannot_be_resumed_is_told(dpexp_job, tmp_path, arguments, expected):
     (tmp_path / "empty").mkdir()

@@ -21,6 +21,7 @@ ROOMS = {
     "privacy": ({"accounting", *PRIVACY}, APPLICATION | {"dp_accounting"}),
     "reporting": ({"accounting", *PRIVACY} - {"privacy/gradients", "privacy/sampling"}, HEAVY),
     "tracking": ({"accounting", "reporting", *PRIVACY}, set()),
+    "integrations": ({"accounting", *PRIVACY}, APPLICATION),
     "commands": ({"accounting", "reporting", "tracking", "training", *PRIVACY}, {"mlflow"}),
 }
 WATCHES_A_TRAINING = {"reporting/terminal.py": {"pytorch_lightning", "omegaconf"}}

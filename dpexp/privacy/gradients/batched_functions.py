@@ -1,5 +1,6 @@
 """Replacements of intercepted functions that run on the whole chunk at once, outside of vmap."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from dpexp._torch_compat import (
     base_of,
     batch_dim,
     batched,
+    ctc_of_tensors,
     current_level,
     is_batched,
     level_of,
@@ -20,6 +22,7 @@ from dpexp._torch_compat import (
     unbatched,
     version_of,
 )
+from dpexp.privacy.gradients.inner_gradients import is_inner
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient
 from dpexp.privacy.gradients.layer_rules import LayerCall
 from dpexp.privacy.gradients.recurrent import Recurrence
@@ -90,6 +93,8 @@ class BatchedLayerCall(BatchedFunction):
             saved = [saved[0].to(y.dtype)]  # under autocast, what autograd would have saved
 
         def on_gradient(g: Tensor) -> None:
+            if is_inner():
+                return
             x = saved.pop()
             if version_of(x) != version:
                 raise RuntimeError("an input of a layer was modified in place after the layer had used it.")
@@ -157,6 +162,44 @@ class _Attention(BatchedFunction):
 def _join_batch(t: Tensor, heads: tuple[int, ...]) -> Tensor:
     """[B, ..., heads, positions, d] -> [B·..., heads, positions, d], with one head if there is no such dimension."""
     return t.flatten(0, -4) if heads else t[:, None]
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """F.ctc_loss of log_probs [T, N, C] and padded targets [N, S], and whether all lengths were in range.
+
+    Returns:
+        None for other shapes, such as concatenated targets.
+    """
+    if log_probs.dim() != 3 or targets.dim() != 2:
+        return None
+    lengths = [torch.as_tensor(of, device=log_probs.device) for of in (input_lengths, target_lengths)]
+    mosts = log_probs.shape[0], targets.shape[1]
+    in_range = torch.stack([((of >= 0) & (of <= most)).all() for of, most in zip(lengths, mosts, strict=True)]).all()
+    lengths = [of.clamp(0, most) for of, most in zip(lengths, mosts, strict=True)]
+    losses = _CtcLoss.apply(log_probs, targets, *lengths, blank)
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, 0.0, losses)
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1)).mean(), in_range
+    return losses.sum() if reduction == "sum" else losses, in_range
+
+
+class _CtcLoss(BatchedFunction):
+    """The CTC losses [N] of all records."""
+
+    @staticmethod
+    def vmap(
+        B: int, in_dims: Any, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor,
+        blank: int,
+    ) -> tuple[Tensor, int]:  # fmt: skip
+        own = (log_probs, targets, input_lengths, target_lengths)
+        scores, *others = (_batch_first(t, B, dim) for t, dim in zip(own, in_dims, strict=False))
+        of_all = [t.flatten(0, 1) for t in others]  # [B·N, ...]
+        losses, _ = ctc_of_tensors(scores.transpose(1, 2).flatten(0, 1).transpose(0, 1), *of_all, blank)
+        return losses.unflatten(0, (B, -1)), 0
 
 
 class BatchedRecurrence(BatchedFunction):

@@ -35,6 +35,10 @@ class DerivedParameters:
         """Whether it is one of the parameters, and the step has not exempted it from gradients."""
         return id(tensor) in self._trainable and tensor.requires_grad
 
+    def of_module(self, tensor: Tensor) -> bool:
+        """Whether it is one of the parameters, whatever the step says of its gradients."""
+        return id(tensor) in self._trainable
+
     def contains(self, tensor: Tensor) -> bool:
         """Whether it is a trainable parameter, or computed from parameters alone."""
         return self.is_trainable(tensor) or (not is_wrapped(tensor) and tensor.requires_grad and not tensor.is_leaf)

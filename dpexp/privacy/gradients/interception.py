@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from dpexp._torch_compat import (
     EMBEDDING_BAGS,
     PACK_PADDED_SEQUENCE,
+    batched,
     has_own_dispatch,
     is_batched,
+    level_of,
     no_torch_functions,
     version_of,
 )
@@ -22,11 +24,14 @@ from dpexp.privacy.gradients.batched_functions import (
     PerRecordCopy,
     RecordGradient,
     attention,
+    ctc_loss,
 )
 from dpexp.privacy.gradients.branches import DATA_READS, HiddenGradFn, read_value
 from dpexp.privacy.gradients.derived_parameters import DerivedParameters, unbatched_fully
+from dpexp.privacy.gradients.inner_gradients import CopiesNeeded, gradient, is_inner, require_gradient
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
 from dpexp.privacy.gradients.layer_rules import RULES, LayerCall
+from dpexp.privacy.gradients.packed import PackedSequences
 from dpexp.privacy.gradients.recurrent import CELLS, recurrent_layer
 from dpexp.privacy.gradients.rewritten import EXTREMA, REWRITES, Extremum, multi_head_attention
 from dpexp.privacy.gradients.torch_functions import (
@@ -49,16 +54,21 @@ class Interceptor(MixingRefused):
         anchor: [B] zeros that require gradients, batched by vmap. Every intercepted output depends on it, so that it is
             batched and receives gradients.
         record: is called in the backward pass with a parameter and its per-example gradients by one use.
+        copies: use no layer rules, but a copy of the parameters per record, so that gradients can be differentiated.
 
     Attributes:
         in_range: for each call with indices, whether all were in range (0-d, of each record).
     """
 
-    def __init__(self, derived: DerivedParameters, anchor: Tensor, record: RecordGradient) -> None:
+    def __init__(
+        self, derived: DerivedParameters, anchor: Tensor, record: RecordGradient, copies: bool = False
+    ) -> None:
         super().__init__()
         self._derived = derived
         self.anchor = anchor
         self.record = record
+        self._all_copied = copies
+        self._packed: PackedSequences | None = None
         self._copies: dict[int, Tensor] = {}
         self._watched: list[tuple[Tensor, int]] = []
         self.in_range: list[Tensor] = []
@@ -79,6 +89,13 @@ class Interceptor(MixingRefused):
             if safe is not None:
                 args, kwargs, in_range = safe
                 self.in_range.append(in_range)
+        if func is PACK_PADDED_SEQUENCE and is_batched(args[1]):
+            self._packed = self._packed or PackedSequences(self._recurrence)
+        if self._packed is not None:
+            with self:
+                result = self._packed.run(_public_name(func), args, leaves)
+            if result is not None:
+                return result
         if _is_ordinary[func] and func not in RULES and all(map(_is_data, leaves)):
             return func(*args, **kwargs)
         refuse_mixing(func, args, kwargs)
@@ -94,6 +111,16 @@ class Interceptor(MixingRefused):
         if func is Tensor.__contains__:
             with self:
                 return bool((args[1] == args[0]).any())  # as PyTorch implements it, but intercepted
+        if func is Tensor.requires_grad_:
+            level = None if self._derived.of_module(args[0]) else level_of(self.anchor)
+            return require_gradient(args[0], kwargs.get("requires_grad", (*args, True)[1]), level)
+        if func is torch.autograd.grad:
+            if kwargs.get("create_graph", (*args, *[False] * 5)[4]) and not self._all_copied:
+                raise CopiesNeeded("a gradient is differentiated again.")
+            return gradient(level_of(self.anchor), *args, **kwargs)
+        if func is torch.empty and not kwargs.get("requires_grad"):
+            one, all_anchors = func(*args, **kwargs), unbatched_fully(self.anchor)
+            return batched(one.new_empty(len(all_anchors), *one.shape), 0, level_of(self.anchor))
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass for each record.")
         if func is Tensor.__setitem__ and _fills_where_true(*args):
@@ -104,13 +131,13 @@ class Interceptor(MixingRefused):
         if _generator(func, args, kwargs) not in (None, torch.default_generator):
             raise RuntimeError("a generator other than torch's default one draws by a record's place in the chunk.")
         known = _public_name(func)
-        if known in RULES:
+        if known in RULES and not self._all_copied:
             call = RULES[known](*args, **kwargs)
             if call is not None and self._applies(call):
                 if func in _INDEXING:
                     self.watch_inputs((args, kwargs))
                 return BatchedLayerCall.apply(self.anchor, self.with_copies(call.input), call, self.record)
-        if known in CELLS and self._is_supported_recurrence(args):
+        if known in CELLS and not self._all_copied and self._is_supported_recurrence(args):
             with self:
                 return recurrent_layer(CELLS[known], self._recurrence, *args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -131,7 +158,10 @@ class Interceptor(MixingRefused):
             raise RuntimeError(f"PyTorch's vmap gets {known.__name__} wrong.")
         if of_all and known in EXTREMA:
             return Extremum.apply(args[0], EXTREMA[known])
-        if known is F.scaled_dot_product_attention:
+        if known is F.ctc_loss and (found := ctc_loss(*args, **kwargs)) is not None:
+            self.in_range.append(found[1])
+            return found[0]
+        if known is F.scaled_dot_product_attention and not self._all_copied:
             return attention(*self.with_copies(args), **self.with_copies(kwargs))
         call_checked = super().__torch_function__
         derived = self._derived.compute(
@@ -191,6 +221,8 @@ class Interceptor(MixingRefused):
         self, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         def on_gradient(states: Tensor, gates: Tensor, records: int) -> None:
+            if is_inner():
+                return
             dtype = torch.promote_types(torch.float32, weight.dtype)
             x, g = (t.reshape(records, -1, t.shape[-1]).to(dtype) for t in (states, gates))
             if weight.requires_grad:
@@ -230,7 +262,7 @@ _INDEXING = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _BACKWARD = {
     Tensor.backward, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad,
-    Tensor.requires_grad_, torch.autograd.grad, torch.autograd.backward,
+    torch.autograd.backward,
 }  # fmt: skip
 
 
@@ -319,6 +351,7 @@ def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
 
 _SPECIAL: set[Any] = {
     *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD, *CELLS,
+    Tensor.requires_grad_, torch.autograd.grad, torch.empty, F.ctc_loss,
     *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_WRONG_UNDER_VMAP,
     *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip

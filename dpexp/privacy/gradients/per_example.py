@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpexp._torch_compat import checkpointing_disabled, tree_unflatten
+from dpexp._torch_compat import checkpointing_disabled, distributions_unchecked, tree_unflatten
 from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
 from dpexp.privacy.gradients.derived_parameters import DerivedParameters
+from dpexp.privacy.gradients.inner_gradients import CopiesNeeded
 from dpexp.privacy.gradients.interception import Interceptor
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.norms import full_precision
@@ -70,12 +71,20 @@ class VmapPass:
         self._module = module
         self._parameters = parameters
         self._values = values
+        self._copies = False
 
     def __call__(self, chunk: Chunk) -> ChunkGradients:
         """
         Raises:
             Exception: the records cannot be processed together.
         """
+        try:
+            return self._gradients(chunk)
+        except CopiesNeeded:
+            self._copies = True
+            return self._gradients(chunk)
+
+    def _gradients(self, chunk: Chunk) -> ChunkGradients:
         size = chunk.size
         uses: dict[int, list[LayerGradient]] = defaultdict(list)
 
@@ -89,7 +98,7 @@ class VmapPass:
         seed = torch.default_generator.initial_seed()
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            interceptor = Interceptor(derived, anchor, record)
+            interceptor = Interceptor(derived, anchor, record, self._copies)
             hooks = torch.autograd.graph.disable_saved_tensors_hooks(
                 "hooks on saved tensors would see those of all records."
             )
@@ -99,6 +108,7 @@ class VmapPass:
                 hooks,
                 custom_vmap_rules_refused(),
                 no_seeds(),
+                distributions_unchecked(),
                 interceptor,
             ):
                 loss = chunk.loss_of(tree_unflatten(list(leaves), chunk.structure))

@@ -26,7 +26,8 @@ _ADVANCE = 1_000_000  # of counters
 _MAX_UNRELATED = 3  # changes of a value without a change of the step, after which it is no longer compared
 _MUTABLE = object()
 _LIBRARIES = {
-    "torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "dpexp", "numpy", "transformers", "logging",
+    "torch", "pytorch_lightning", "lightning_fabric", "lightning", "torchmetrics", "dpexp", "numpy", "transformers",
+    "logging",
 }  # fmt: skip
 _LIBRARY_PATHS = tuple(
     f"{path}{os.sep}"

@@ -121,18 +121,27 @@ def conv_fc() -> Groups:
 
 def owners(module: nn.Module) -> dict[str, nn.Module]:
     """The layer that owns each trainable parameter, by the parameter's name (once, if tied)."""
-    modules = dict(module.named_modules())
+    modules = {uncompiled(name): part for name, part in module.named_modules() if not hasattr(part, "_orig_mod")}
     return {name: modules[name.rpartition(".")[0]] for name in trainable(module)}
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that training changes: those that require gradients, and have elements."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    return {name: p for name, p in parameters(module).items() if p.requires_grad and p.numel()}
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters, by the names that they have before torch.compile wraps a part of the module."""
+    return {uncompiled(name): p for name, p in module.named_parameters()}
+
+
+def uncompiled(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace("._orig_mod", "")
 
 
 def vectors(module: nn.Module, members: Sequence[str], by: str = "layer") -> tuple[Vector, ...]:
     """The vectors of a group's parameters, in the model's order; `by`: one of `VECTORS`."""
-    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in parameters(module).items()}
     parts: dict[str, list[str]] = {}
     for name in members:
         parts.setdefault((name.rpartition(".")[0] or "(root)") if by == "layer" else name, []).append(name)

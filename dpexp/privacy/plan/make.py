@@ -158,6 +158,7 @@ def make_plan(
             return PrivacyPlan(
                 in_turn if q == policy.q else replace(in_turn, q=q), records, steps, tuple(groups), adjacency,
                 schedules.over(steps), adaptive, preprocessing=preprocessing, privacy_unit=privacy_unit,
+                delta=target.delta,
             )  # fmt: skip
 
         if z is not None and calibrate == "noise_multiplier":

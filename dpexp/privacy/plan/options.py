@@ -27,7 +27,7 @@ class Sampling:
     Args:
         policy: `poisson`, `truncated_poisson`, `fixed_size`, `shuffle`, `full_batch`, `cyclic_poisson`; or the dotted
             name of your own `Policy` class.
-        sampling_rate: q in (0, 1]; or `expected_batch_size` = q·n, in examples.
+        sampling_rate: q in (0, 1]; or `expected_batch_size` = q·n, in examples. full_batch needs neither.
         max_batch_size: of truncated_poisson, in records.
         partitions: of cyclic_poisson; by default as many as the noise has bands.
         steps: rounds T; or `epochs` E, for T = ⌈E/q⌉.
@@ -45,6 +45,8 @@ class Sampling:
     epochs: float | None = None
 
     def __post_init__(self) -> None:
+        if self.policy == "full_batch" and self.sampling_rate is self.expected_batch_size is None:
+            object.__setattr__(self, "sampling_rate", 1.0)
         exactly_one("sampling", sampling_rate=self.sampling_rate, expected_batch_size=self.expected_batch_size)
         exactly_one("sampling", steps=self.steps, epochs=self.epochs)
         policy_class(self.policy)

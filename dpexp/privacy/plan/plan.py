@@ -88,6 +88,7 @@ class PrivacyPlan:
         calibration: the value that was calibrated, if one was.
         preprocessing: the queries over all records before the first round.
         privacy_unit: what a record is.
+        delta: the δ at which ε is stated, if one was given.
     """
 
     sampling: Policy
@@ -100,6 +101,7 @@ class PrivacyPlan:
     calibration: Calibration | None = None
     preprocessing: tuple[OneTimeQueryEvent | ParallelQueryEvent, ...] = ()
     privacy_unit: Example = field(default_factory=Example)
+    delta: float | None = None
 
     @property
     def noise_multiplier(self) -> float:

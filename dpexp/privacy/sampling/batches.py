@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import default_collate
 
+from dpexp._lightning_compat import pl
 from dpexp._torch_compat import TreeSpec, register_pytree_node, tree_children, tree_flatten, tree_map, tree_unflatten
 from dpexp.errors import ConfigError, is_own, words_of
 
@@ -62,7 +62,7 @@ class RecordBatch:
     batch: Any
 
     def to(self, device: torch.device) -> "RecordBatch":
-        return RecordBatch(self.size, move_data_to_device(self.batch, device))
+        return RecordBatch(self.size, pl.utilities.move_data_to_device(self.batch, device))
 
     def pin_memory(self) -> "RecordBatch":
         return RecordBatch(

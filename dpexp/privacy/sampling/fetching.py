@@ -162,7 +162,14 @@ def unpacked(records: list[RecordBatch | FailedRecord | PackedBatch]) -> list[Re
 
 def sampled_dataset(loader: Any) -> Dataset:
     """The data set of a DataLoader; a ConfigError if the loader chooses records by itself."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    streamed = loader if isinstance(loader, IterableDataset) else getattr(loader, "dataset", None)
+    if isinstance(streamed, IterableDataset):
+        raise ConfigError(
+            f"data: {type(streamed).__name__} streams its records in an order of its own, which no accountant covers: "
+            "samples are drawn at random. Give a data set with __getitem__ and __len__, such as memory-mapped Arrow "
+            "(datasets.load_from_disk), a numpy.memmap or an index of the files."
+        )
+    if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"data: the training loader is a {type(loader).__name__}; sampling needs one DataLoader over "
             "a data set that can be indexed."

@@ -5,6 +5,7 @@ each record is collated as a batch of one, and only batches of equal shapes are 
 `SealedSample` a round, so that they count rounds, and nothing that they keep, log or save depends on a record.
 """
 
+import copy
 import math
 import warnings
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
+from torch.utils.data.dataloader import default_collate
 
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_rows
@@ -34,6 +36,7 @@ from dpexp.privacy.sampling.fetching import (
     sampled_dataset,
     unpacked,
 )
+from dpexp.privacy.sampling.padding import PaddedCollation
 from dpexp.privacy.sampling.policies import Policy
 from dpexp.privacy.sampling.privacy_unit import Units
 from dpexp.privacy.sampling.training_data import TrainingData
@@ -229,7 +232,11 @@ class RoundLoader:
         randomness: KeyStream,
         processes: Processes | None = None,
         dealing: KeyStream | None = None,
+        pad_to: Sequence[int] = (),
     ) -> None:
+        if pad_to and loader.collate_fn is not default_collate:
+            loader = copy.copy(loader)
+            loader.collate_fn = PaddedCollation(loader.collate_fn, pad_to)
         dataset = sampled_dataset(loader)
         units = plan.privacy_unit.units(dataset)
         size = len(dataset if units is None else units)  # type: ignore[arg-type]

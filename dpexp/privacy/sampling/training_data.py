@@ -12,13 +12,13 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
+from dpexp._lightning_compat import pl
 from dpexp._torch_compat import is_wrapped, no_subclasses
 from dpexp.errors import ConfigError
 from dpexp.privacy.gradients.torch_functions import leaves_of

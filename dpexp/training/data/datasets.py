@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 import pooch
-import pytorch_lightning as pl
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
 
 

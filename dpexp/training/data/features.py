@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-import pytorch_lightning as pl
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from dpexp._lightning_compat import pl
 from dpexp.errors import ConfigError
 from dpexp.training.data.datasets import TensorData
 from dpexp.training.pretrained import load_weights

@@ -1,0 +1,1 @@
+"""Private training in the trainers of other libraries."""

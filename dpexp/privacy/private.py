@@ -1,0 +1,125 @@
+"""Private training in a loop of one's own, in plain PyTorch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, Dataset
+
+from dpexp.accounting.accountants import epsilon
+from dpexp.errors import ConfigError
+from dpexp.privacy import refusals
+from dpexp.privacy.distributed import Processes
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.sampling.loader import SealedSample
+from dpexp.privacy.training import Loop, PrivateTraining, device_of
+
+
+class Private(PrivateTraining):
+    """Trains any `nn.Module` by DP-SGD, as `plan` says, in a loop of one's own.
+
+        private = dpexp.Private(model, optimizer, plan, "ledger.jsonl")
+        for sample in private.rounds(dataset):
+            private.step(loss_of, sample)  # loss_of(model, record) -> its loss
+
+    The model satisfies the (ε, δ) of the ledger, as one trained with a `PrivacyCallback` does, under the same
+    conditions. If torch.distributed is initialized, all processes train one model, each on a part of every sample.
+    To resume, load what `state_dict` returned before the loop.
+
+    Args:
+        model: the plan's module.
+        optimizer: of the model's parameters; `step` calls it once a round.
+        plan: from `make_plan`.
+        ledger: path of the ledger file; must not exist unless the training resumes.
+        delta: the δ of `epsilon()`; by default the plan's.
+        accountant: its name.
+        max_physical_batch_size: records processed at once; affects memory and speed only.
+        compile: compile a traced step by torch's inductor; None: if that saves at least three times its cost.
+        noise_seed: makes sampling and noise reproducible, and not private towards anyone who knows the seed.
+        pad_to: public lengths to which a `collate_fn` that pads pads each record (see `PaddedCollation`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: PrivacyPlan,
+        ledger: str | Path,
+        *,
+        delta: float | None = None,
+        accountant: str = "pld",
+        max_physical_batch_size: int = 256,
+        compile: bool | None = None,
+        noise_seed: int | None = None,
+        pad_to: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            plan, ledger, delta=delta, accountant=accountant, max_physical_batch_size=max_physical_batch_size,
+            compile=compile, noise_seed=noise_seed, pad_to=pad_to,
+        )  # fmt: skip
+        self.model, self.optimizer = model, optimizer
+        self._loop = Loop([optimizer])
+
+    def rounds(
+        self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
+    ) -> Iterator[SealedSample]:
+        """One sample a round, for `step`; ends after the plan's rounds.
+
+        Args:
+            dataset: of the training records; it supports indexing.
+            collate_fn: makes a batch of one record, as `DataLoader` passes it; by default PyTorch's.
+            num_workers: processes that fetch records.
+
+        Raises:
+            ConfigError: the model, the optimizer or the data cannot be trained on privately, or a round had no `step`.
+        """
+        loader = DataLoader(dataset, collate_fn=collate_fn, num_workers=num_workers)
+        resumed_from = "given" if self._position is not None else None
+        self.model.train()
+        try:
+            self._begin(self.model, loader, self._processes_of_torch(), resumed_from, self._check)
+            self._preprocess()
+            while self.rounds_done < self.plan.rounds:
+                assert self._rounds
+                for sample in self._rounds:
+                    self._begin_round()
+                    yield sample
+                    if not self._released:
+                        raise ConfigError(f"round {self.rounds_done + 1} ended without private.step(loss_of, sample).")
+        finally:
+            self._close()
+
+    def step(self, loss_of: Callable[[nn.Module, Any], Tensor], sample: SealedSample) -> None:
+        """One round: releases the sample's average gradient with noise, and lets the optimizer step.
+
+        Args:
+            loss_of: the loss of one record, from the model and the record as a batch of one.
+            sample: the present one of `rounds`.
+        """
+        if not isinstance(sample, SealedSample) or int(sample.round) != self.rounds_done:
+            raise ConfigError("private.step takes the present sample of private.rounds.")
+        self._sum_sample(self.model, lambda record: loss_of(self.model, record), self._loop, False)
+        self._release(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._end_round()
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """The ε spent so far, at `delta` or the one that was given at first."""
+        delta = self.delta if delta is None else delta
+        if delta is None:
+            raise ConfigError("epsilon needs a delta: private.epsilon(1e-5), or Target(…, delta=1e-5) in the plan.")
+        return epsilon(self._ledger.ledger, delta, self.accountant) if self._ledger else 0.0
+
+    def _check(self) -> None:
+        refusals.refuse_optimizer(self.optimizer, self.model)
+
+    def _processes_of_torch(self) -> Processes:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return Processes()
+        processes = Processes(distributed.get_rank(), distributed.get_world_size(), device_of(self.model))
+        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        processes.broadcast({name: tensor.detach() for name, tensor in state.items()})
+        return processes

@@ -1,0 +1,106 @@
+"""Pads each record to one of a few lengths, so that records of different lengths can be processed together.
+
+A `collate_fn` that pads to the longest record of its batch lets others decide on a record's padding. Here it gets the
+record and a longer copy of it: the copy is of the next length of a public list, and decides on the padding.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpexp.privacy.sampling.batches import flattened
+
+
+def lengths_for(module: nn.Module) -> tuple[int, ...]:
+    """Lengths 8, 12, 16, 24, … up to the positions of the module's model of transformers; empty: it has none."""
+    configs = [part.config for part in module.modules() if hasattr(getattr(part, "config", None), "model_type")]
+    most = min((n for c in configs if isinstance(n := getattr(c, "max_position_embeddings", None), int)), default=0)
+    usual = (1 << k for k in range(3, most.bit_length()))
+    return (*(length for length in usual if length < most), most) if most > 0 else ()
+
+
+class PaddedCollation:
+    """A `collate_fn` for one record, which pads it to the next of `lengths`; longer ones keep their length.
+
+    A record is left as it is if `collate` does not pad it: if it refuses records of different lengths, or changes
+    anything else about the record.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], lengths: Sequence[int]) -> None:
+        self.collate, self._lengths = collate, sorted(lengths)
+        self.__name__ = getattr(collate, "__name__", type(collate).__name__)
+
+    def __call__(self, items: list[Any]) -> Any:
+        alone = self.collate(items)
+        if len(items) != 1:
+            return alone
+        longer = self._lengthened(items[0])
+        if longer is None:
+            return alone
+        try:
+            padded = self.collate([items[0], longer])
+            return _first_of(padded, alone)
+        except Exception:
+            return alone
+
+    def _lengthened(self, item: Any) -> Any:
+        """A copy of a record whose sequences have the next lengths; None: they have these already."""
+        parts = dict(item) if isinstance(item, dict) else dict(enumerate(item)) if type(item) in (tuple, list) else None
+        if parts is None or not parts:
+            return None
+        longer = {key: self._sequence(part) for key, part in parts.items()}
+        if all(_length(longer[key]) == _length(part) for key, part in parts.items()):
+            return None
+        return type(item)(longer) if isinstance(item, dict) else type(item)(longer.values())
+
+    def _sequence(self, part: Any) -> Any:
+        length = _length(part)
+        at = bisect_left(self._lengths, length)
+        if length == 0 or at == len(self._lengths):
+            return part
+        more = self._lengths[at] - length
+        if isinstance(part, Tensor):
+            return torch.cat([part, part[-1:].expand(more, *part.shape[1:])])
+        return (
+            np.concatenate([part, part[-1:].repeat(more, 0)])
+            if isinstance(part, np.ndarray)
+            else part + part[-1:] * more
+        )
+
+
+def _length(part: Any) -> int:
+    """The length of a sequence; 0 for anything else."""
+    if isinstance(part, Tensor | np.ndarray):
+        return len(part) if part.ndim else 0
+    return len(part) if type(part) is list else 0
+
+
+def _first_of(batch: Any, alone: Any) -> Any:
+    """The first of a batch of two records.
+
+    Raises:
+        ValueError: it is not the record of a batch of one, padded at one end.
+    """
+    from dpexp._torch_compat import tree_unflatten
+
+    (leaves, structure), (own, _) = flattened(batch), flattened(alone)
+    return tree_unflatten([_first(leaf, one) for leaf, one in zip(leaves, own, strict=True)], structure)
+
+
+def _first(leaf: Any, one: Any) -> Any:
+    if not isinstance(one, Tensor) or not one.dim():
+        if type(leaf) is not type(one) or leaf != one:
+            raise ValueError("a value of a batch depends on its records.")
+        return one
+    records = next(d for d in range(one.dim()) if one.shape[d] == 1 and leaf.shape[d] == 2)
+    first = leaf.narrow(records, 0, 1)
+    if first.shape == one.shape and torch.equal(first, one):
+        return one
+    inner = [slice(0, n) for n in one.shape], [slice(m - n, m) for n, m in zip(one.shape, first.shape, strict=True)]
+    if not any(torch.equal(first[tuple(part)], one) for part in inner):
+        raise ValueError("a record's values depend on its padding.")
+    return first

@@ -1,0 +1,357 @@
+"""The rounds of a private training, whichever loop runs them: a Lightning Trainer, or a loop of one's own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp._transformers_compat import trained_privately
+from dpexp.accounting.coverage import check_covered, check_delta, check_names
+from dpexp.accounting.ledger import LedgerWriter
+from dpexp.errors import ConfigError, positive_integer
+from dpexp.privacy import refusals
+from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan, ledger_of
+from dpexp.privacy.dry_run import dry_run
+from dpexp.privacy.gradients.chunk import LossOf
+from dpexp.privacy.gradients.per_example import loss_of_step
+from dpexp.privacy.gradients.step import TRACED
+from dpexp.privacy.muted_logging import collectives_refused, later_settings, signals_deferred
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.randomness import KeyStream, own_randomness
+from dpexp.privacy.normalization import (
+    RunningNorm,
+    power_iteration,
+    private_norm_layers,
+    refuse_unreleased,
+    spectral_norms,
+)
+from dpexp.privacy.physical_batch import first_batch
+from dpexp.privacy.plan.adaptive_clipping import AdaptiveState
+from dpexp.privacy.plan.groups import parameters, value_key
+from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.preprocessing import prepare
+from dpexp.privacy.private_metrics import UNCLIPPED, GradientSignal, MetricEstimates
+from dpexp.privacy.round import PrivateRound
+from dpexp.privacy.running_epsilon import RunningEpsilon
+from dpexp.privacy.sampling.batches import FailedRecord
+from dpexp.privacy.sampling.loader import RoundLoader
+from dpexp.privacy.sampling.padding import lengths_for
+from dpexp.privacy.state_checks import StateFound, digest_of_weights
+
+
+class Loop:
+    """What surrounds the rounds in a training loop of one's own; a Trainer's is in `callback`."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def during_sample(self) -> AbstractContextManager:
+        """While the loss of records is computed."""
+        return nullcontext()
+
+    def signals_deferred(self) -> AbstractContextManager:
+        """While a chunk is processed."""
+        return signals_deferred()
+
+    def in_round(self, t: int, place: tuple[int, int]) -> Callable[[], AbstractContextManager]:
+        """A context that imitates round `t`, at (epoch, batch) `place`."""
+        return lambda: later_settings(self.optimizers)
+
+    def public_record(self) -> Any:
+        """A batch of one public record; None: there is none."""
+        return None
+
+    def largest_fitting_batch(self, loss_of: LossOf) -> int | None:
+        """Records of the largest chunk that fits into a GPU's memory; None: it is not sought."""
+        return None
+
+    def after_dry_run(self, step_is_traced: bool) -> None:
+        """Refuses what would read private values later."""
+
+
+class PrivateTraining:
+    """Carries out a plan round by round; see `PrivacyCallback` and `Private`, which run it, for the arguments."""
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        ledger: str | Path,
+        *,
+        delta: float | None = None,
+        accountant: str = "pld",
+        max_physical_batch_size: int | None = 256,
+        compile: bool | None = None,
+        noise_seed: int | None = None,
+        unsafe_diagnostics: bool = False,
+        pad_to: Sequence[int] | None = None,
+    ) -> None:
+        if max_physical_batch_size is not None:
+            positive_integer("trainer.max_physical_batch_size", max_physical_batch_size)
+        delta = plan.delta if delta is None else delta
+        if delta is not None:
+            check_delta(delta)
+            check_names([accountant])
+            check_covered(plan.sampling.name, plan.adjacency, accountant)
+        self.plan, self.delta, self.accountant = plan, delta, accountant
+        self.ledger_path = Path(ledger)
+        self.readings = RunningEpsilon(plan, delta, accountant) if delta is not None else None
+        self.max_physical_batch_size = max_physical_batch_size
+        self.compile, self.compiling = compile, ""  # the decision and its reason
+        self.unsafe_diagnostics = unsafe_diagnostics
+        self.pad_to = pad_to
+        self.estimates = MetricEstimates()
+        self.signals = GradientSignal()
+        self.adaptive_state = AdaptiveState(plan.adaptive) if plan.adaptive else None
+        self.rounds_done = 0
+        self._noise_seed = noise_seed
+        self._position: dict[str, Any] | None = None  # in the ledger, of the checkpoint resumed from
+        self._preprocessed = 0  # completed preprocessing steps
+        self._preprocessing: Iterator[None] = iter(())
+        self._sample_pending = False  # a sample was drawn but not processed
+        self._released = False  # in this round
+        self._until_closed = ExitStack()  # undoes replacements
+        self._indicators = torch.zeros(0)  # released averages for adaptive clipping
+        self._metrics: dict[str, float] = {}  # released in this round
+        self._norm_layers: list[RunningNorm] = []
+        self._spectral: list[Any] = []
+        self._rounds_lost = 0  # rounds in the ledger that the resumed checkpoint does not contain
+        self._search_batch_size = False
+        self._rounds: RoundLoader | None = None
+        self._ledger: LedgerWriter | SharedLedger | None = None
+        self._processes = Processes()
+        self._engine: PrivateRound | None = None
+
+    @property
+    def current_plan(self) -> PrivacyPlan:
+        """The plan of the current round, or of the next one between rounds."""
+        plan = self.plan.at_round(self.rounds_done)
+        return self.adaptive_state.plan_of_round(plan) if self.adaptive_state else plan
+
+    @property
+    def ledger_opened(self) -> bool:
+        """Whether a ledger was opened."""
+        return self._ledger is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to resume; its rounds are on disk."""
+        if self._ledger is not None:
+            self._ledger.sync()
+        position = self._ledger.position if self._ledger is not None else self._position
+        multipliers = self.adaptive_state.multipliers if self.adaptive_state else []
+        return {
+            "completed": self.rounds_done, "prepared": self._preprocessed, "ledger": position, "bounds": multipliers,
+            "values": self.estimates.history, "signals": self.signals.history, "compiled": self.compile,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resumes from what `state_dict` returned."""
+        self.rounds_done, self._position = state_dict["completed"], state_dict.get("ledger")
+        self._preprocessed = state_dict["prepared"]
+        self.estimates = MetricEstimates(state_dict["values"])
+        self.signals = GradientSignal(state_dict["signals"])
+        if self.adaptive_state:
+            self.adaptive_state.restore(state_dict["bounds"])
+        if self.compile is None:
+            self.compile = state_dict["compiled"]
+        self._ledger = None
+
+    def _begin(
+        self, module: nn.Module, loader: Any, processes: Processes, resumed_from: Any, check: Callable[[], None]
+    ) -> None:
+        """Opens the ledger and prepares the rounds; nothing is released.
+
+        Args:
+            loader: of the training set; its data set, collation and workers are used.
+            resumed_from: the checkpoint, for messages; None: the training begins.
+            check: refuses more, in all processes together.
+        """
+        self._processes = processes
+        sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
+        self._until_closed.enter_context(trained_privately(module))
+        device = device_of(module)
+        max_records = self.max_physical_batch_size or first_batch(device)
+        with processes.fail_together():
+            refusals.refuse_mixing_layers(module)
+            check()
+            if self.unsafe_diagnostics:
+                processes.refuse_several_processes("diagnostics=unsafe shows one process's records")
+            refuse_unreleased(module, self.plan)
+            refusals.refuse_other_sizes(module, self.plan)
+            self._norm_layers, self._spectral = [*private_norm_layers(module)], spectral_norms(module)
+            pad_to = lengths_for(module) if self.pad_to is None else self.pad_to
+            rounds = RoundLoader(loader, self.plan, max_records, sampling, randomness, processes, dealing, pad_to)
+            self._engine = PrivateRound(
+                self.plan, module, GaussianNoise(noise), self.unsafe_diagnostics, self.adaptive_state, processes,
+                max(1, max_records // self.plan.privacy_unit.max_examples_in_round), rounds.training_data.memory,
+                self.compile if self.compile is not None or processes.is_single else False,
+            )  # fmt: skip
+            if resumed_from is not None and self._position is None:
+                raise ConfigError(refusals.NO_POSITION.format(checkpoint=resumed_from, ledger=self.ledger_path))
+        processes.assert_equal(plan=digest_of_plan(self.plan), records=rounds.digest)
+        header = (
+            self.plan.adjacency, self.plan.sampling_events(), resumed_from is not None, self._position,
+            self._not_private_reason(), self.plan.privacy_unit.to_header(),
+        )  # fmt: skip
+        self._ledger = ledger_of(processes, lambda: LedgerWriter(self.ledger_path, *header))
+        begun = self._ledger.ledger.training_rounds
+        if self.readings:
+            self.readings.begin(self._ledger.ledger, self.rounds_done)
+        if self._noise_seed is not None:
+            own = "randomness" if processes.is_main else f"randomness of process {processes.rank}"
+            for purpose, stream in zip(("sampling", "dealing", "noise", own), streams, strict=True):
+                stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
+        processes.share(sampling)
+        processes.share(dealing)
+        if self.plan.preprocessing:
+            self._preprocessing = prepare(
+                module, self.plan, loader, max_records, self._ledger, noise, randomness, self._preprocessed, processes
+            )
+        self._rounds, rounds.sampler.completed = rounds, self.rounds_done
+        self._rounds_lost = begun - self.rounds_done
+        self._search_batch_size = self.max_physical_batch_size is None and device.type == "cuda"
+
+    def _not_private_reason(self) -> str | None:
+        if self._noise_seed is not None:
+            return "the noise seed is known"
+        return "unsafe diagnostics" if self.unsafe_diagnostics else None
+
+    def _preprocess(self) -> None:
+        for _ in self._preprocessing:
+            self._preprocessed += 1
+
+    def _begin_round(self) -> None:
+        if self.rounds_done >= self.plan.rounds:
+            raise ConfigError(f"the plan's {self.plan.rounds} rounds are spent; training beyond them is refused.")
+        self._sample_pending, self._released = True, False
+        if self._spectral:
+            power_iteration(self._spectral)
+
+    def _sum_sample(self, module: nn.Module, step: Callable[[Any], Any], loop: Loop, epoch_begins: bool) -> None:
+        """Adds up the clipped gradients of the round's sample.
+
+        Args:
+            step: from a batch of one record to its loss, or to a dictionary that holds it.
+        """
+        assert self._rounds and self._engine
+        if not self._sample_pending:
+            raise ConfigError("a round's sample was processed twice, or outside of its round; each time is a release.")
+        self._sample_pending = False
+        engine, device, step_digest = self._engine, device_of(module), 0
+
+        def loss_of(record: Any) -> Tensor:
+            return loss_of_step(lambda: step(record))
+
+        with (
+            self._state_recorded(), self._processes.fail_together(), collectives_refused(), loop.during_sample()
+        ):  # fmt: skip
+            if self._search_batch_size and (largest := loop.largest_fitting_batch(loss_of)) is not None:
+                self._rounds.sampler.max_physical_batch_size = largest
+            self._search_batch_size = False
+            if engine.step.mode is None:
+                self._dry_run(module, loss_of, loop)
+                step_digest = engine.step.digest
+            else:
+                engine.step.trace_again(loss_of, self.rounds_done, epoch_begins=epoch_begins)
+            random = engine.step.mode != TRACED or engine.step.is_random or not self._rounds.only_rows
+            with own_randomness(device, self._rounds.randomness) if random else nullcontext():
+                sample_digest = self._process_sample(loss_of, device, loop)
+                engine.check_state()
+        with self._state_recorded(), self._processes.fail_together():
+            engine.end()
+        if not self._processes.is_single:
+            self._processes.assert_equal(
+                plan=digest_of_plan(engine.current_plan), step=step_digest, sample=sample_digest,
+                weights=digest_of_weights(module),
+            )  # fmt: skip
+
+    def _dry_run(self, module: nn.Module, loss_of: LossOf, loop: Loop) -> None:
+        assert self._rounds and self._engine
+        step = self._engine.step
+        step.public = loop.public_record()
+        refusals.refuse_hooks(module)
+        last_round = loop.in_round(self.plan.rounds - 1, self._rounds.sampler.last_position())
+        with loop.signals_deferred():
+            dry_run(step, self._rounds, loss_of, module, last_round)
+        loop.after_dry_run(step.mode == TRACED)
+        compiling = step.graphs.compiling
+        self.compile, self.compiling = compiling.decided, compiling.reason
+
+    @contextmanager
+    def _state_recorded(self) -> Iterator[None]:
+        """Records in the ledger that the training step kept state, which voids the guarantee."""
+        try:
+            yield
+        except StateFound as found:
+            if self.rounds_done and self._ledger:
+                since = f"the bound may not have held since round {found.last_clean_round + 1}"
+                self._ledger.not_private(f"{since} ({found})")
+            raise
+
+    def _process_sample(self, loss_of: LossOf, device: torch.device, loop: Loop) -> int:
+        """Adds this process's part of the sample; returns the sample's digest."""
+        assert self._rounds and self._engine and self._ledger
+        engine = self._engine
+        for position, parts in self._rounds.sample(device, engine.step.graphs.versions):
+            if position.first:
+                epoch = position.epoch + self._rounds_lost
+                self._ledger.sample(self.plan.at_round(self.rounds_done).sampling.event(self.plan.n, epoch))
+                engine.begin(self.rounds_done)
+            for records in parts:
+                if isinstance(records, FailedRecord):
+                    engine.skip(1, records.reason)
+                    continue
+                try:
+                    records = records.to(device)
+                except Exception as error:
+                    engine.skip(records.size, error)
+                else:
+                    with loop.signals_deferred():
+                        engine.add_chunk(loss_of, records.batch, records.size)
+        return position.digest
+
+    def _release(self, module: nn.Module) -> None:
+        """Sets each parameter's gradient to the noisy average of the sample's clipped gradients."""
+        assert self._ledger and self._engine
+        released = self._engine.release(self._ledger)
+        self._metrics = self.estimates.add(self._engine.current_plan, self.rounds_done + 1, released)
+        self.signals.add(self._engine.current_plan, self.rounds_done + 1, released)
+        if self.adaptive_state:
+            self._indicators = released[value_key(UNCLIPPED)]
+        for layer in self._norm_layers:
+            if (key := value_key(str(layer.metric_name))) in released:
+                layer.update(released[key])
+        for name, parameter in parameters(module).items():
+            parameter.grad = released[name].to(parameter.dtype) if name in released else None
+        self._released = True
+
+    def _end_round(self) -> None:
+        """Counts a round, after the optimizer's step."""
+        assert self._rounds and self._engine
+        if not self._released:
+            raise ConfigError(
+                f"round {self.rounds_done} released no average, because the optimizer did not step through Lightning's "
+                "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
+            )
+        if self.adaptive_state:
+            self._metrics |= self.adaptive_state.record_and_update(
+                self._engine.current_plan, self._indicators, self.rounds_done + 1, self.estimates.history
+            )
+        self.rounds_done = self._rounds.sampler.completed = self.rounds_done + 1
+
+    def _close(self) -> None:
+        self._until_closed.close()
+        if self._ledger is not None:
+            self._ledger.close()
+        if self._rounds is not None:
+            self._rounds.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._rounds = self._engine = None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's parameters."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))

@@ -1,0 +1,228 @@
+"""Steps of ordinary training code: records together have the gradients that each has alone, by ordinary autograd."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal, kl_divergence
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from dpexp._transformers_compat import trained_privately
+from dpexp.privacy.gradients.chunk import Chunk
+from dpexp.privacy.gradients.per_example import VmapPass, gradients_of_one_record
+from dpexp.privacy.plan.groups import trainable
+from dpexp.privacy.private_metrics import Values
+
+B, T, D = 5, 6, 3
+
+
+def assert_gradients_equal(module, loss_of, batch):
+    """Each record's gradients in a pass of the chunk are those of the record alone, in float64."""
+    parameters = {**trainable(module)}
+    values = Values({}, next(iter(parameters.values())))
+    chunk = Chunk.of(loss_of, tuple(t.unsqueeze(1) for t in batch), B)
+    found = VmapPass(module, parameters, values)(chunk)
+    assert found.in_range.all()
+    for i in range(B):
+        alone, loss = gradients_of_one_record(loss_of, tuple(t[i : i + 1] for t in batch), parameters, values)
+        assert found.losses[i].item() == pytest.approx(loss.item(), rel=1e-12)
+        assert found.by_name.keys() == alone.keys()
+        for name, gradient in alone.items():
+            together = found.by_name[name].materialize()[i]
+            torch.testing.assert_close(together, gradient, rtol=1e-9, atol=1e-12, msg=f"{name} of record {i}")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def sequences():
+    return torch.randn(B, T, D, dtype=torch.float64), torch.tensor([6, 3, 1, 4, 3])
+
+
+class Packed(nn.Module):
+    """A recurrent layer over the first positions of x [1, T, D], with or without first states."""
+
+    def __init__(self, kind, states=False, **options):
+        super().__init__()
+        self.layer = getattr(nn, kind)(D, 4, batch_first=True, **options).double()
+        ends = (2 if options.get("bidirectional") else 1) * options.get("num_layers", 1)
+        self.state = nn.Parameter(torch.randn(ends, 1, 4, dtype=torch.float64)) if states else None
+
+    def forward(self, x, length):
+        packed = pack_padded_sequence(x, length, batch_first=True, enforce_sorted=False)
+        state = self.state if self.state is None or not isinstance(self.layer, nn.LSTM) else (self.state, self.state**2)
+        outputs, last = self.layer(packed, state)
+        padded, lengths = pad_packed_sequence(outputs, batch_first=True, total_length=T)
+        ends = torch.cat([h.flatten() for h in (last if isinstance(last, tuple) else (last,))])
+        return padded.sin().sum() + (padded[:, lengths - 1] ** 2).sum() + (ends**3).sum()
+
+
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_of_packed_sequences(kind, options, states):
+    module = Packed(kind, states, **options)
+    assert_gradients_equal(module, lambda batch: module(*batch), sequences())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda packed: packed.data.mean(),
+        lambda packed: pad_packed_sequence(packed, batch_first=True)[0].mean(),
+        lambda packed: PackedSequence(packed.data.relu(), packed.batch_sizes).data.sum(),
+    ],
+)
+def test_other_uses_of_packed_sequences_run_one_record_at_a_time(use):
+    module = nn.LSTM(D, 4, batch_first=True).double()
+
+    def loss_of(batch):
+        return use(module(pack_padded_sequence(*batch, batch_first=True, enforce_sorted=False))[0])
+
+    with pytest.raises(RuntimeError, match=r"one record at a time|each record its own length"):
+        assert_gradients_equal(module, loss_of, sequences())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_ctc_loss(reduction, zero_infinity):
+    module = nn.Linear(D, 4).double()
+    x, _ = sequences()
+    batch = x, torch.randint(1, 4, (B, 3)), torch.tensor([6, 5, 6, 4, 6]), torch.tensor([3, 2, 1, 2, 3])
+
+    def loss_of(batch):
+        x, y, *lengths = batch
+        scores = module(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, y, *lengths, reduction=reduction, zero_infinity=zero_infinity)
+
+    assert_gradients_equal(module, loss_of, batch)
+
+
+def test_a_length_of_ctc_out_of_range_concerns_its_record_alone():
+    module = nn.Linear(D, 4).double()
+    x, _ = sequences()
+    lengths = torch.tensor([3, 2, 9, 2, -1])
+
+    def loss_of(batch):
+        scores = module(batch[0]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, batch[1], torch.full((1,), T), batch[2])
+
+    chunk = Chunk.of(loss_of, tuple(t.unsqueeze(1) for t in (x, torch.randint(1, 4, (B, 3)), lengths)), B)
+    found = VmapPass(module, {**trainable(module)}, Values({}, module.weight))(chunk)
+    assert found.in_range.tolist() == [True, True, False, True, False]
+
+
+def network():
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def fgsm(net, x, y):
+    x = x.clone().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(F.cross_entropy(net(x), y), x)
+    return F.cross_entropy(net((x + 0.1 * gradient.sign()).detach()), y)
+
+
+def pgd(net, x, y):
+    delta = torch.zeros_like(x)
+    for _ in range(2):
+        delta.requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(net(x + delta), y), [delta])
+        delta = delta.detach() + 0.1 * gradient
+    return F.cross_entropy(net(x + delta), y)
+
+
+def gradient_penalty(net, x, y):
+    x.requires_grad_()
+    out = net(x)
+    gradient = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True, retain_graph=True)[0]
+    return F.cross_entropy(out, y) + (gradient.norm(2, 1) - 1).square().mean()
+
+
+def second_derivative(net, x, y):
+    x.requires_grad_()
+    first = torch.autograd.grad(net(x)[:, 0].sum(), x, create_graph=True)[0]
+    second = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)[0]
+    return (second[:, 0] + first[:, 1] * y).square().mean()
+
+
+@pytest.mark.parametrize("step", [fgsm, pgd, gradient_penalty, second_derivative])
+def test_gradients_that_the_step_takes(step):
+    net = network()
+    batch = torch.randn(B, D, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    assert_gradients_equal(net, lambda batch: step(net, *batch), batch)
+
+
+def test_gradients_that_the_step_takes_through_a_recurrent_layer():
+    layer = nn.GRU(D, 4, batch_first=True).double()
+
+    def loss_of(batch):
+        x = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+        return layer(x.detach() + gradient)[1].sum()
+
+    assert_gradients_equal(layer, loss_of, sequences()[:1])
+
+
+@pytest.mark.parametrize(
+    "inputs", [lambda net: net[0].weight, lambda net: torch.zeros(1, D, dtype=torch.float64).requires_grad_()]
+)
+def test_gradients_of_what_all_records_share_run_one_record_at_a_time(inputs):
+    net = network()
+
+    def loss_of(batch):
+        shared = inputs(net)
+        x = batch[0] + shared if shared.shape == batch[0].shape else batch[0]
+        return torch.autograd.grad(net(x).square().sum(), shared)[0].sum() + net(x).sum()
+
+    with pytest.raises(RuntimeError, match="one record at a time"):
+        assert_gradients_equal(net, loss_of, (torch.randn(B, D, dtype=torch.float64),))
+
+
+def test_a_parameter_that_is_exempt_for_a_while():
+    net = network()
+
+    def loss_of(batch):
+        net[0].requires_grad_(False)
+        frozen = net(batch[0]).square().sum()
+        net[0].requires_grad_(True)
+        return frozen + net(batch[0]).sum()
+
+    assert_gradients_equal(net, loss_of, (torch.randn(B, D, dtype=torch.float64),))
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_distributions_draw_for_each_record():
+    net = nn.Linear(D, 2).double()
+
+    def loss_of(batch):
+        mean, scale = net(batch[0]).chunk(2, -1)
+        q = Normal(mean, scale.exp())
+        return q.rsample().square().sum() + kl_divergence(q, Normal(torch.zeros_like(mean), 1.0)).sum()
+
+    chunk = Chunk.of(loss_of, torch.ones(B, 1, D, dtype=torch.float64), B)
+    losses = VmapPass(net, {**trainable(net)}, Values({}, net.weight))(chunk).losses
+    assert len(losses.unique()) == B  # equal records, other draws
+
+
+@pytest.mark.parametrize("name", ["Mixtral"])
+def test_experts_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_experts": 3, "num_local_experts": 3, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=20, num_key_value_heads=1, head_dim=4, **sizes, **experts
+    )
+    module = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    module.set_experts_implementation("eager")  # the default takes no float64
+    ids = torch.randint(20, (B, T))
+
+    def loss_of(batch):
+        return module(input_ids=batch[0], labels=batch[0]).loss
+
+    losses = [loss_of((ids[i : i + 1],)).item() for i in range(B)]
+    with pytest.warns(UserWarning, match="use_cache=False"), trained_privately(module):
+        assert [loss_of((ids[i : i + 1],)).item() for i in range(B)] == pytest.approx(losses, rel=1e-9)
+        assert_gradients_equal(module, loss_of, (ids,))
+    assert module.config.use_cache

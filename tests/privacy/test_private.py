@@ -1,0 +1,246 @@
+"""Loops of one's own: the same weights as by a Trainer, the same ledger, the same refusals."""
+
+import itertools
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpexp
+
+N, DELTA = 300, 1e-4
+
+
+def records():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(N, 6, generator=generator)
+    return TensorDataset(x, x.unflatten(1, (3, 2)).sum(2).argmax(1))
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def plan_of(module):
+    sampling, target = dpexp.Sampling(sampling_rate=0.1, steps=6), dpexp.Target(noise_multiplier=1.0, delta=DELTA)
+    return dpexp.make_plan(module, n=N, sampling=sampling, target=target)
+
+
+def loss_of(model, record):
+    x, y = record
+    return F.cross_entropy(model(x), y)
+
+
+class Loop:
+    """A model, its optimizer and its private training."""
+
+    def __init__(self, path, seed=3, model=None, **options):
+        self.model = model or network()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.private = dpexp.Private(self.model, self.optimizer, plan_of(self.model), path, noise_seed=seed, **options)
+
+    def run(self, rounds=None, step=loss_of, dataset=None):
+        samples = self.private.rounds(dataset or records())
+        for sample in itertools.islice(samples, rounds):
+            self.private.step(step, sample)
+        samples.close()
+
+    def states(self):
+        copies = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return copies, self.optimizer.state_dict(), self.private.state_dict()
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = network()
+
+    def training_step(self, batch):
+        return loss_of(self.model, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+
+def test_a_loop_and_a_trainer_give_the_same_weights_and_ledger(tmp_path):
+    module = Module()
+    callback = dpexp.PrivacyCallback(plan_of(module), tmp_path / "trainer.jsonl", noise_seed=3)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    pl.Trainer(max_epochs=-1, callbacks=[callback], **quiet).fit(module, DataLoader(records(), 64))
+    loop = Loop(tmp_path / "loop.jsonl")
+    loop.run()
+    for own, trained in zip(loop.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(own, trained) and not torch.equal(own, torch.zeros_like(own))
+    ledgers = [dpexp.read_ledger(tmp_path / f"{name}.jsonl") for name in ("loop", "trainer")]
+    assert ledgers[0].rounds == ledgers[1].rounds
+    assert loop.private.epsilon() == dpexp.epsilon(ledgers[0], delta=DELTA)
+
+
+def test_a_killed_loop_resumes_and_counts_the_lost_rounds(tmp_path):
+    loop = Loop(tmp_path / "ledger.jsonl")
+    loop.run(2)
+    weights, optimizer, private = loop.states()
+    for sample in itertools.islice(Loop(tmp_path / "other.jsonl").private.rounds(records()), 1):
+        assert int(sample.round) == 0
+    again = Loop(tmp_path / "ledger.jsonl")
+    again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(optimizer)
+    again.private.load_state_dict(private)
+    again.run()
+    assert again.private.rounds_done == 6
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 6
+
+
+def test_what_a_killed_loop_released_after_its_checkpoint_is_counted(tmp_path):
+    loop = Loop(tmp_path / "ledger.jsonl")
+    samples = loop.private.rounds(records())
+    for sample in samples:
+        loop.private.step(loss_of, sample)
+        if loop.private.rounds_done == 2:
+            weights, _, private = loop.states()
+        if loop.private.rounds_done == 5:
+            break
+    samples.close()
+    again = Loop(tmp_path / "ledger.jsonl")
+    again.model.load_state_dict(weights)
+    again.private.load_state_dict(private)
+    again.run()
+    assert again.private.rounds_done == 6
+    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 5 + 4
+
+
+def twice(loop):
+    for sample in loop.private.rounds(records()):
+        loop.private.step(loss_of, sample)
+        loop.private.step(loss_of, sample)
+
+
+def never(loop):
+    list(loop.private.rounds(records()))
+
+
+def another_optimizer(loop):
+    loop.private.optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    loop.run()
+
+
+def batch_norm(loop):
+    loop.model.append(nn.BatchNorm1d(3))
+    loop.run()
+
+
+def stateful(loop):
+    def step(model, record):
+        model[0].bias.data.add_(record[0].sum() * 1e-3)
+        return loss_of(model, record)
+
+    loop.run(step=step)
+
+
+def streamed(loop):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(records())
+
+    loop.run(dataset=Stream())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (twice, "takes the present sample"),
+        (never, "round 1 ended without private.step"),
+        (another_optimizer, "not among the module's own"),
+        (batch_norm, "mixes the records of a batch"),
+        (stateful, "changed inside training_step"),
+        (streamed, "streams its records in an order of its own"),
+    ],
+)
+def test_mistakes_are_refused(tmp_path, mistake, words):
+    with pytest.raises(dpexp.ConfigError, match=words):
+        mistake(Loop(tmp_path / "ledger.jsonl", seed=None))
+
+
+def test_records_of_different_lengths_are_padded_and_processed_together(tmp_path):
+    class Words(torch.utils.data.Dataset):
+        def __len__(self):
+            return N
+
+        def __getitem__(self, i):
+            return torch.full((i % 7 + 1,), i % 9 + 1), torch.tensor(i % 3)
+
+    def collate(items):
+        words = nn.utils.rnn.pad_sequence([words for words, _ in items], batch_first=True)
+        shapes.add(words.shape[1])
+        return words, torch.stack([y for _, y in items])
+
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 3)
+
+        def forward(self, words):
+            return self.head(self.words(words).sum(1))
+
+    shapes: set[int] = set()
+    loop = Loop(tmp_path / "ledger.jsonl", model=Bag(), pad_to=(4, 8))
+    seen = []
+
+    def step(model, record):
+        seen.append(record[0].shape[-1])
+        return loss_of(model, record)
+
+    for sample in loop.private.rounds(Words(), collate_fn=collate):
+        loop.private.step(step, sample)
+    assert {*seen} <= {4, 8} <= shapes
+    assert loop.private.rounds_done == 6
+
+
+def test_a_trainer_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from dpexp.integrations.transformers import PrivateTrainer
+
+    def trainer(name, **others):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        ids = torch.randint(20, (N, 6), generator=torch.Generator().manual_seed(1))
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        args = transformers.TrainingArguments(
+            str(tmp_path / name), report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=2,
+            eval_strategy="steps", eval_steps=3, logging_steps=2, learning_rate=0.01, **others,
+        )  # fmt: skip
+        options = {"noise_seed": 1}
+        return PrivateTrainer(
+            model, args, train_dataset=rows, eval_dataset=rows[:20], plan=plan_of(model), options=options
+        )
+
+    whole, part = trainer("whole"), trainer("part")
+    assert whole.train().global_step == 6
+    assert [log["epsilon"] for log in whole.state.log_history if "epsilon" in log][-1] == whole.private.epsilon()
+    assert sum("eval_loss" in log for log in whole.state.log_history) == 2
+    kill_at(4, part)
+    with pytest.raises(KeyboardInterrupt):
+        part.train()
+    part = trainer("part")
+    part.train(resume_from_checkpoint=True)
+    assert part.private.rounds_done == 6
+    assert dpexp.read_ledger(tmp_path / "part" / "ledger.jsonl").training_rounds == 6
+    with pytest.raises(dpexp.ConfigError, match="gradient_accumulation_steps"):
+        trainer("other", gradient_accumulation_steps=2).train()
+
+
+def kill_at(step, trainer):
+    """Interrupts a training after a step of which a checkpoint was saved."""
+    from transformers import TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            if state.global_step == step:
+                raise KeyboardInterrupt
+
+    trainer.add_callback(Interrupt())
