@@ -17,13 +17,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dpexp import config
 from dpexp.commands import sweep, validate
-from dpexp.commands.command_line import COMMANDS, as_audit, check, help, sentence
+from dpexp.commands.command_line import COMMANDS, as_audit, check, help, import_targets, sentence
 from dpexp.errors import ConfigError, RecordError
 
 config.register()
@@ -77,6 +77,9 @@ def _dispatch(arguments: list[str]) -> None:
         about = [command] if command not in (None, "help") else [a for a in arguments if a not in ("help", *HELP)]
         print(help(about), flush=True)
     elif command in FUNCTIONS:
+        for path in (Path(argument) / "config.yaml" for argument in arguments[1:]):
+            if path.is_file():
+                import_targets(path.read_text())
         getattr(import_module(FUNCTIONS[command]), command)(arguments[1:])
     elif command == "resume":
         from dpexp.commands.saved_jobs import resume
@@ -117,6 +120,7 @@ def job(cfg: DictConfig) -> float | None:
     """One job, or one trial of a sweep; returns its objective."""
     try:
         validate.check(cfg)
+        import_targets(OmegaConf.to_yaml(cfg))
         from dpexp.commands.train import run
 
         return run(cfg)

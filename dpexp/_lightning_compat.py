@@ -30,13 +30,14 @@ def environment(name: str) -> Any:
     return getattr(import_module(f"{pl.__name__}.plugins.environments"), name)
 
 
-def refuse_mixed(trainer: Any) -> None:
-    """Refuses a Trainer of the other of Lightning's two packages."""
-    if not isinstance(trainer, pl.Trainer):
-        package = type(trainer).__module__.partition(".")[0]
+def refuse_mixed(what: str, value: Any) -> None:
+    """Refuses a Trainer, module or data module of the other of Lightning's two packages."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+    other = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}[pl.__name__.partition(".")[0]]
+    if other in packages:
         raise ConfigError(
-            f"the Trainer is of the package {package}, and dpexp uses {pl.__name__}, as {package} was not imported "
-            f"before dpexp; import {package} first, or use one package."
+            f"{what}: {type(value).__name__} is of the package {other}, and dpexp uses {pl.__name__}, since {other} "
+            f"was not imported before dpexp; import {other} first, and use one of the two packages."
         )
 
 

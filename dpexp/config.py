@@ -19,7 +19,8 @@ class Data:
     """The data set and its public constants.
 
     `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
-    that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `module`: the `_target_` of a
+    that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
+    the next of which each record is padded by a `collate_fn` that pads. `module`: the `_target_` of a
     LightningDataModule, with its arguments."""
 
     id: str | None = None
@@ -28,6 +29,7 @@ class Data:
     shape: list[int] | None = None
     classes: int | None = None
     class_weights: Any = None
+    pad_to: list[int] | None = None
     root: str | None = None
     module: dict[str, Any] = MISSING
 

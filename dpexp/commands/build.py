@@ -18,7 +18,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from dpexp._lightning_compat import pl
+from dpexp._lightning_compat import pl, refuse_mixed
 from dpexp.accounting.coverage import CLAIMS
 from dpexp.accounting.ledger import Ledger
 from dpexp.accounting.releases import applicable_accountants, releases
@@ -134,13 +134,15 @@ def accountants(cfg: DictConfig, plan: PrivacyPlan) -> list[str]:
 
 def make(section: str, node: Any, **arguments: Any) -> Any:
     """Instantiates a `_target_` section; a mistake in it becomes a ConfigError."""
+    target = str(node.get("_target_")) if node else ""
+    if target.startswith("pytorch_lightning."):  # the job may use the other of Lightning's two packages
+        node = {**node, "_target_": target.replace("pytorch_lightning", pl.__name__, 1)}
     try:
         return instantiate(node, _convert_="all", **arguments)
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         cause = error.__cause__ or str(error).splitlines()[0]
-        target = node.get("_target_") if node else None
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
         if unknown and unknown[1] in node:
             key = f"{section}.{unknown[1]}"
@@ -181,8 +183,9 @@ def add_scheduler(cfg: DictConfig, module: pl.LightningModule, rounds: int) -> N
 
 def silence_lightning() -> None:
     """Silences Lightning's advice, which is about the training loop."""
-    for name in ("pytorch_lightning", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for package in ("pytorch_lightning", "lightning.pytorch"):
+        for name in (package, f"{package}.utilities.rank_zero"):  # an import of the package sets the level of the first
+            logging.getLogger(name).setLevel(logging.ERROR)
     for words in ("many workers", "LeafSpec", "GPU available but not used", "sync_dist=True"):
         warnings.filterwarnings("ignore", f".*{words}.*")
 
@@ -200,6 +203,7 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
         raise ConfigError(
             f"model: {cfg.model._target_} gives an object of type {type(model).__name__}, not a torch.nn.Module."
         )
+    refuse_mixed("model", model)
     normalise = _batchnorm(cfg)
     if normalise is not None and (cfg.privacy.enabled or not isinstance(normalise, PrivateBatchNorm)):
         model = normalise(model)

@@ -6,8 +6,10 @@ Hydra's own messages take several lines, and advise to add a misspelt group as a
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -75,6 +77,15 @@ SYNONYMS = {
     "max_grad_norm": "clip_norm", "S": "clip_norm", "q": "sampling_rate", "sample_rate": "sampling_rate",
     "z": "noise_multiplier", "sigma": "noise_multiplier",
 }  # fmt: skip
+
+
+def import_targets(configuration: str) -> None:
+    """Imports the modules of the classes that a configuration names, before dpexp imports Lightning: if they use
+    `lightning`, so does dpexp."""
+    for target in {*re.findall(r"_target_: *['\"]?([\w.]+)\.\w+", configuration)}:
+        if target.partition(".")[0] not in ("dpexp", "torch", "pytorch_lightning", "hydra"):
+            with suppress(Exception):  # it is imported again where its objects are made
+                import_module(target)
 
 
 def check(arguments: Sequence[str]) -> None:

@@ -16,9 +16,9 @@ from dpexp.commands.saved_jobs import CHECKPOINT
 from dpexp.commands.validate import sampling_of
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
+from dpexp.privacy.physical_batch import CPU_BATCH
 from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.preprocessing import NonPrivatePreprocessing
-from dpexp.privacy.training_step import CPU_BATCH
 from dpexp.reporting.terminal import RoundBar
 from dpexp.training.callbacks import Checkpoints, LastCheckpoint, LastWeights, Watch
 
@@ -60,6 +60,7 @@ def callback_for(cfg: DictConfig, plan: PrivacyPlan, ledger: Path) -> PrivacyCal
         compile=chosen(cfg.trainer.compile),
         noise_seed=cfg.privacy.noise_seed,
         unsafe_diagnostics=cfg.diagnostics == "unsafe",
+        pad_to=cfg.data.pad_to,
     )
 
 

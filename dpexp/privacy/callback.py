@@ -52,7 +52,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._logged, self._validated = set(), set()
-            refuse_mixed(trainer)
+            refuse_mixed("trainer", trainer)
             refusals.refuse_callbacks(trainer)
             steps = refusals.check_length(trainer, self.plan)
             self._until_closed.enter_context(patch.object(type(trainer), "estimated_stepping_batches", steps))

@@ -5,7 +5,7 @@ import json
 import pytest
 import pytorch_lightning as pl
 import torch
-from dpexp.privacy.training_step import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
+from dpexp.privacy.physical_batch import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
 from plans import plan_of
 from torch import nn
 
