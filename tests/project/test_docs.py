@@ -59,14 +59,17 @@ def rules():
 def test_python_runs(page, written, rules, tmp_path, dpexp_job):
     """A page's blocks one after the other, in one namespace."""
     written(page)
+    if page.name == "own_loop.md":
+        written(DOCS / "own.md")
     if page.name == "models.md":
         dpexp_job("model=logistic", "sampling.steps=2", "tracking=none").rename("trained")
     namespace = {"__name__": "page"}
     for title, content in blocks(page, "python"):
         if not title:
             exec(compile(content, name(page), "exec"), namespace)
-    if page.name == "own.md":
-        assert len(read_ledger(tmp_path / "ledger.jsonl")) == 50
+    if page.name == "own_loop.md":
+        rounds = [len(read_ledger(tmp_path / name)) for name in ("ledger.jsonl", "loop.jsonl", "adapter/ledger.jsonl")]
+        assert rounds == [50, 50, 20]
 
 
 def commands(page):
