@@ -81,6 +81,11 @@ def has_backward_hooks(layer: nn.Module) -> bool:
     return bool(layer._backward_hooks or layer._backward_pre_hooks)
 
 
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether torch.compile was applied to it."""
+    return layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
+
+
 def forward_pre_hooks(layer: nn.Module) -> Iterable[Any]:
     return layer._forward_pre_hooks.values()
 

@@ -1,5 +1,6 @@
 """The rounds of a private training, whichever loop runs them: a Lightning Trainer, or a loop of one's own."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp._torch_compat import is_compiled
 from dpexp._transformers_compat import trained_privately
 from dpexp.accounting.coverage import check_covered, check_delta, check_names
 from dpexp.accounting.ledger import LedgerWriter
@@ -172,6 +174,11 @@ class PrivateTraining:
         sampling, dealing, noise, randomness = streams = [KeyStream() for _ in range(4)]
         self._until_closed.enter_context(trained_privately(module))
         device = device_of(module)
+        if any(map(is_compiled, module.modules())):
+            warnings.warn(
+                "model: torch.compile is not used in private rounds, which run a graph of the whole step; "
+                "trainer.compile (compile=True) compiles that graph."
+            )
         max_records = self.max_physical_batch_size or first_batch(device)
         with processes.fail_together():
             refusals.refuse_mixing_layers(module)

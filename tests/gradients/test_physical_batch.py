@@ -9,7 +9,7 @@ from dpexp.privacy.physical_batch import FIRST_ON_GPU, double_while_fitting, lar
 from plans import plan_of
 from torch import nn
 
-from dpexp.privacy import training_step
+from dpexp.privacy import physical_batch
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 

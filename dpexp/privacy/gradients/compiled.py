@@ -170,6 +170,11 @@ class CompileDecision:
             sorted(candidates, reverse=True), key=lambda rows: self.chunks(rows) * (rows * flops / usual + fixed)
         )
 
+    @property
+    def records(self) -> float:
+        """The records that the whole job processes, on average."""
+        return self._rounds * fmean(self._sizes)
+
     def chunks(self, rows: int) -> float:
         """The mean number of chunks in a sample."""
         return fmean(math.ceil(size / rows) for size in self._sizes)

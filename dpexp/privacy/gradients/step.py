@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Step:
         self._calls = 1
         self._last_traced_round = 0  # rounds completed then
         self._step_changes = 0
-        self._tracing = self._checking = 0.0  # seconds
+        self._tracing = self._checking = self._seconds_of_record = 0.0
         self._began = time.perf_counter()
 
     @property
@@ -317,11 +318,13 @@ class Step:
                 with suppress(Exception):  # the step may not accept such values
                     self.gradients_of_record(scaled, 0)
                     probed.append(scaled)
+            began = time.perf_counter()
             for count in _OTHER_RECORDS:
                 check.before()
                 for _ in range(count):
                     self._gradients(others.pop(), 0)  # which may have none
                 check.after(-1)
+            self._seconds_of_record = (time.perf_counter() - began) / sum(_OTHER_RECORDS)
         except ConfigError:
             raise
         except Exception as error:  # caused by what an earlier pass left behind
@@ -372,7 +375,11 @@ class Step:
         if self.mode == VMAP:
             how = "by vmap of training_step in every round, which is slower than a traced graph"
         elif self.mode != TRACED and not (self._training or self._one_at_a_time):
-            how = "one at a time, which is slow"
+            total = timedelta(seconds=round(self._seconds_of_record * self.graphs.compiling.records))
+            how = (
+                f"one at a time, which is slow: about {1 / max(self._seconds_of_record, 1e-6):.0f} records a second, "
+                f"and about {total} (h:mm:ss) for this job"
+            )
         else:
             return
         warnings.warn(f"this model's records are processed {how}: {self.reason}")
