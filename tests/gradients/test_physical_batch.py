@@ -53,20 +53,20 @@ def test_tries_change_no_weights_and_see_one_public_record(monkeypatch):
                 name, lambda: None
             )
 
-    monkeypatch.setattr(training_step.torch, "cuda", Memory())
+    monkeypatch.setattr(physical_batch.torch, "cuda", Memory())
     expected, _ = Digits().test[0]
 
     def loss_of(batch):
         return module.training_step(batch)
 
-    real = training_step.PrivateRound.add_chunk
+    real = physical_batch.PrivateRound.add_chunk
 
     def accumulate(engine, loss_of, batch, size):
         assert torch.equal(batch[0], expected.expand(size, 1, 1, 8, 8))
         seen.append(size)
         return real(engine, loss_of, batch, size)
 
-    monkeypatch.setattr(training_step.PrivateRound, "add_chunk", accumulate)
+    monkeypatch.setattr(physical_batch.PrivateRound, "add_chunk", accumulate)
     assert largest_fitting_batch(plan, module, loss_of, run) == 64
     assert seen == [16, 32, 64, 128]
     assert torch.equal(model[1].weight, before) and model[1].weight.grad is None
