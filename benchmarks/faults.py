@@ -47,7 +47,7 @@ def fault(name: str, file: str, old: str, new: str, tests: str) -> Fault:
 
 
 NOISE, ENGINE, SAMPLING = "privacy/noise/continuous.py", "privacy/round.py", "privacy/sampling/policies.py"
-MECHANISM, PLAN, CALLBACK = "privacy/mechanism.py", "privacy/plan/plan.py", "privacy/callback.py"
+MECHANISM, PLAN, TRAINING = "privacy/mechanism.py", "privacy/plan/plan.py", "privacy/training.py"
 ROUNDING, WRITING, EVENTS = "privacy/gradients/norms.py", "accounting/ledger/writer.py", "accounting/ledger/events.py"
 PREPARING, CLAIMS = "privacy/preprocessing.py", "accounting/releases.py"
 
@@ -68,7 +68,7 @@ FAULTS = [
           "return (0).to_bytes", "continuous"),
     fault("every run has the same key", "privacy/noise/randomness.py", "secrets.token_bytes(32)", "bytes(32)",
           "continuous -k twice"),
-    fault("a resumed run with a seed begins its streams anew", CALLBACK, "known(self._noise_seed, purpose, begun)",
+    fault("a resumed run with a seed begins its streams anew", TRAINING, "known(self._noise_seed, purpose, begun)",
           "known(self._noise_seed, purpose, 0)", "callback -k known_seed"),
     fault("noise without its scale α", MECHANISM, "alpha * group.sigma, group.bands", "group.sigma, group.bands",
           "callback -k by_hand"),
@@ -178,7 +178,7 @@ FAULTS = [
           "ledger_file -k begins"),
     fault("a changed ledger is written on", WRITING, "elif found.st_size != self._chain.size:", "elif False:",
           "ledger_file -k lost"),
-    fault("a resume loses a round", CALLBACK, 'state_dict["completed"], state_dict.get("ledger")',
+    fault("a resume loses a round", TRAINING, 'state_dict["completed"], state_dict.get("ledger")',
           'state_dict["completed"] + 1, state_dict.get("ledger")', "callback -k resuming"),
     fault("edited lines are read", "accounting/ledger/reader.py",
         "if own_link != link.decode() or line[-7:-3] != link:",

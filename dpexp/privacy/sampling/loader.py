@@ -301,6 +301,12 @@ class RoundLoader:
             return None
         return mixing(self._users_loader, lambda: draw_record(self.sampler.size, None, KeyStream()))
 
+    def say_padding(self) -> None:
+        """Says to which lengths records are padded, once one was."""
+        collation = self._users_loader.collate_fn
+        if isinstance(collation, PaddedCollation) and collation.pads:
+            warnings.warn(collation.said())
+
     def close(self) -> None:
         """Ends the loader's processes, and deletes the keys."""
         self._chunks = iter(())

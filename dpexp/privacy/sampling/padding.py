@@ -32,6 +32,7 @@ class PaddedCollation:
 
     def __init__(self, collate: Callable[[list[Any]], Any], lengths: Sequence[int]) -> None:
         self.collate, self._lengths = collate, sorted(lengths)
+        self.pads = False  # it has padded a record
         self.__name__ = getattr(collate, "__name__", type(collate).__name__)
 
     def __call__(self, items: list[Any]) -> Any:
@@ -42,10 +43,19 @@ class PaddedCollation:
         if longer is None:
             return alone
         try:
-            padded = self.collate([items[0], longer])
-            return _first_of(padded, alone)
+            padded = _first_of(self.collate([items[0], longer]), alone)
         except Exception:
             return alone
+        self.pads = True
+        return padded
+
+    def said(self) -> str:
+        """A line that says which lengths records have."""
+        lengths = ", ".join(map(str, self._lengths))
+        return (
+            f"data: each record is padded by {self.__name__} to the next of the lengths {lengths}, so that records are "
+            "processed together; data.pad_to (pad_to=…) sets other public lengths."
+        )
 
     def _lengthened(self, item: Any) -> Any:
         """A copy of a record whose sequences have the next lengths; None: they have these already."""
