@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from dpexp._lightning_compat import pl
 from dpexp.accounting.auditing import (
@@ -41,12 +41,12 @@ from dpexp.accounting.auditing import (
 from dpexp.accounting.composition import Array
 from dpexp.errors import ConfigError
 from dpexp.privacy.callback import PrivacyCallback
-from dpexp.privacy.mislabelled_canaries import replace_records
 from dpexp.privacy.noise.continuous import SMALL
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan.clipping import unbounded_clip_factors
 from dpexp.privacy.plan.plan import Group, PrivacyPlan
 from dpexp.privacy.plan.schedules import CONSTANT
+from dpexp.privacy.sampling.fetching import sampled_dataset
 from dpexp.privacy.sampling.loader import RoundSampler
 from dpexp.privacy.sampling.policies import CyclicPoisson, FullBatch, Policy
 from dpexp.privacy.sampling.privacy_unit import User
@@ -140,7 +140,7 @@ class Canaries(pl.Callback):
 
     def put_into(self, data: pl.LightningDataModule) -> None:
         """Lets a data module's training loader give canaries too."""
-        replace_records(data, self._records, _Collate)
+        _replace_records(data, self._records, _Collate)
 
     @property
     def middle(self) -> float:
@@ -372,3 +372,25 @@ class Contributions:
 def _error(values: Array) -> float:
     """The standard deviation of the noise; above 0 also where there is none."""
     return max(float(values[-_BLANK:].std()), float(np.finfo(float).eps))
+
+
+def _replace_records(
+    data: pl.LightningDataModule, records: Callable[[Any], Dataset], collation: Callable[[Any], Any]
+) -> None:
+    """Maps the data set of a data module's training loader by `records`, and its collate function by `collation`."""
+    original = data.train_dataloader
+
+    def train_dataloader() -> DataLoader:
+        loader = original()
+        return DataLoader(
+            records(sampled_dataset(loader)),
+            batch_size=loader.batch_size,
+            shuffle=True,
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            collate_fn=collation(loader.collate_fn),
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+
+    data.train_dataloader = train_dataloader  # type: ignore[method-assign]

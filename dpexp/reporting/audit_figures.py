@@ -9,9 +9,7 @@ from scipy.special import ndtr, ndtri
 
 from dpexp.accounting.auditing import Audit
 from dpexp.accounting.ledger import Ledger
-from dpexp.accounting.membership_inference import Membership
 from dpexp.accounting.tradeoff import type_two_errors
-from dpexp.reporting.wording import up
 
 _MIN_RATE = 1e-3  # of logarithmic axes
 
@@ -60,41 +58,4 @@ def _errors(axes: Axes, audit: Audit, ledger: Ledger, accountant: str) -> None:
     axes.set(xlabel="type I error: guessed included, was not", ylabel="type II error: was included, guessed not",
              xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))  # fmt: skip
     axes.legend(fontsize="small", loc="upper right")
-    axes.grid(alpha=0.3)
-
-
-def membership_figure(found: Membership, ledger: Ledger | None, accountant: str = "pld") -> Figure:
-    """The attacker's ROC curve and the claimed bound: left on linear, right on logarithmic scales.
-
-    If the claim is true, the points lie below the bound or, by sampling error, in the grey band.
-    """
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes in (left, right):
-        _rates(axes, found, ledger, accountant)
-    left.set_ylim(-0.03, 1.03)
-    right.set(xscale="log", yscale="log", xlim=(_MIN_RATE, 1), ylim=(_MIN_RATE, 1.1))
-    left.legend(fontsize="small", loc="lower right")
-    low, high = found.interval
-    allowed = "" if ledger is None else f", {up(100 * found.share_allowed, 4)}% allowed"
-    figure.suptitle(
-        f"{found.coins} coins of mislabelled records; {found.right / found.coins:.1%} guessed right "
-        f"({low:.1%} to {high:.1%}{allowed})" + (": the claim is refuted" if found.exceeded else ""),
-        fontsize="small",
-    )  # fmt: skip
-    return figure
-
-
-def _rates(axes: Axes, found: Membership, ledger: Ledger | None, accountant: str) -> None:
-    alpha = np.concatenate([np.geomspace(_MIN_RATE, 0.02, 40), np.linspace(0.02, 1, 150)])
-    if ledger is not None:
-        limit = 1 - type_two_errors(ledger, alpha.tolist(), accountant)
-        counts = found.coins / 2
-        off = 2.6 * np.sqrt(np.maximum(limit * (1 - limit), 1 / counts) / counts)
-        axes.fill_between(alpha, limit, limit + off, color="lightgrey", label="sampling error")
-        axes.plot(alpha, limit, color="C0", label=f"claimed: no attacker above (by {accountant})")
-    axes.plot(found.errors[:, 0], 1 - found.errors[:, 1], ".", color="C3", markersize=4,
-              label="the attacker, by threshold")  # fmt: skip
-    axes.plot(alpha, alpha, color="grey", linestyle=":", linewidth=0.8, label="guessing")
-    axes.set(xlabel="FPR: guessed included, was not", ylabel="TPR: was included, guessed so")
     axes.grid(alpha=0.3)

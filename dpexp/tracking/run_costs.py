@@ -160,6 +160,7 @@ def cost_of_job(folder: Path) -> RunCost:
     if privacy.get("enabled") is False:
         return replace(known, note="it was trained without privacy", not_private_reason="trained without privacy")
     not_begun = (folder / RESERVED).exists() and not (folder / BEGUN).exists()
+    # The audit of such a run of an earlier version also trained on the data.
     audits = isinstance(audit, Mapping) and audit.get("canary_type") == "mislabelled"
     return _from_folder(known, folder, is_running(folder) is not False, not_begun, audits)
 
