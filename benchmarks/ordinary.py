@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 import dpexp
 
 B, N, STEPS, WARM_UP = 32, 512, 30, 10
-PAGES = ("part2",)
+PAGES = ("steps",)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,5 @@ if __name__ == "__main__":
         plain, private = got["plain"], got["private"]
         price = f"{private['step'] / plain['step']:.2f}" if "step" in private and "step" in plain else "–"
         note = plain.get("error") or private.get("error") or private.get("reason") or ""
-        print(
-            f"| {name} | {CASES[name].source} | {private.get('mode', 'refused')} | {price} | {note[:400]} | {'; '.join(private.get('warnings', []))[:400]}",
-            flush=True,
-        )
+        mode, said = private.get("mode", "refused"), "; ".join(private.get("warnings", []))[:400]
+        print(f"| {name} | {CASES[name].source} | {mode} | {price} | {note[:400]} | {said} |", flush=True)

@@ -89,7 +89,6 @@ def _module_and_options(what):
         "plain": {},
         "adaptive": {"clip_norm": AdaptiveClipNorm(initial=0.3)},
         "metrics": {"private_metrics": {"train_loss": {"clip_norm": 4.0, "budget_share": 0.1, "every_n_rounds": 2}}},
-        "exact": {"noise": "discrete_gaussian"},
         "banded": {"sampling": "cyclic_poisson", "noise": Noise("banded", 3, "sqrt")},
         "shuffled": {"sampling": "shuffle", "q": 3 / N},
     }[what]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from dpexp._torch_compat import has_gradient_hooks
 from dpexp.accounting.ledger import LedgerWriter
 from dpexp.errors import ConfigError, RecordError, words_of
-from dpexp.privacy.discrete_sums import IntegerNoise, IntegerSums
 from dpexp.privacy.distributed import Processes, SharedLedger
 from dpexp.privacy.gradients.chunk import Chunk, LossOf
 from dpexp.privacy.gradients.clipped_sums import ClippedSums
@@ -65,7 +64,6 @@ class PrivateRound:
         self._processes = processes or Processes()
         self._adaptive = adaptive_state or (AdaptiveState(plan.adaptive) if plan.adaptive else None)
         self._correlated = CorrelatedNoise(noise)
-        self._integer_noise = IntegerNoise(noise.stream) if plan.discrete else None
         self._module = module
         self._parameters: dict[str, Tensor] = {**trainable(module)}
         vectors = [vector for group in plan.groups for vector in group.vectors]
@@ -81,7 +79,7 @@ class PrivateRound:
                 raise ConfigError(f"model: the parameter {name} is complex; give its real and imaginary parts as two.")
         self._sums: dict[str, Tensor] = {}
         joint = self._adaptive is not None and self._adaptive.joint
-        self._clip = (IntegerSums if plan.discrete else ClippedSums)(plan.groups, joint, self._values.dtype)
+        self._clip = ClippedSums(plan.groups, joint, self._values.dtype)
         self._names = [name for _, _, name in by_parameter(plan.groups)]
         run_pass = VmapPass(module, self._parameters, self._values)
         tracer = Tracer(
@@ -91,10 +89,9 @@ class PrivateRound:
         compiling = CompileDecision(compiled, *size_of_samples(plan.sampling, plan.n), plan.rounds)
         local = plan.privacy_unit.local_training
         training = LocalTrainer(module, self._parameters, self._values, local) if local else None
-        # Discrete noise: records one at a time, as rounding in a batch could change the integers.
         self.step = Step(
             module, self._parameters, self._values, Graphs(tracer, compiling), run_pass, self._clip, training,
-            plan.discrete, self._device,
+            self._device,
         )  # fmt: skip
         self._round = 0
         self._succeeded = False
@@ -212,22 +209,16 @@ class PrivateRound:
         self._sums = {}
         self._processes.reduce_to_main(released)
         if self._processes.is_main:
-            released = self._noised(released)
+            plan = self.current_plan
+            add_noise(plan.groups, released, self._correlated, plan.sampling.q * plan.n)
         else:
-            released = {name: self._zeros(name, released=True) for name in names}
+            released = {name: self._zeros(name) for name in names}
         self._processes.broadcast(released)
         return released
 
     def close(self) -> None:
         """Deletes the noise generators, with their key and unused random numbers."""
-        del self._correlated, self._integer_noise
-
-    def _noised(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._integer_noise:
-            noisy = self._integer_noise.add_noise_and_average(self.current_plan, sums)
-            return {name: mean.to(*self._device_and_dtype(name)) for name, mean in noisy.items()}
-        add_noise(self.current_plan.groups, sums, self._correlated, self.current_plan.sampling.q * self.current_plan.n)
-        return sums
+        del self._correlated
 
     def _size_of(self, parameters: Iterable[str]) -> int:
         return sum(self._parameters[name].numel() for name in parameters)
@@ -237,11 +228,9 @@ class PrivateRound:
         summand = self._parameters.get(name, self._values)
         return summand.device, torch.promote_types(torch.float32, summand.dtype)
 
-    def _zeros(self, name: str, released: bool = False) -> Tensor:
+    def _zeros(self, name: str) -> Tensor:
         shape = self._parameters[name].shape if name in self._parameters else (self._values.sizes[name],)
         device, dtype = self._device_and_dtype(name)
-        if self._integer_noise and not released:
-            device, dtype = torch.device("cpu"), torch.int64
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def _note(self, found: dict[str, Tensor]) -> None:

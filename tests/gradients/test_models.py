@@ -49,8 +49,6 @@ EXPECTED = {
     "checkpointed, reentrant": "one at a time",
     "early exits": "one at a time",
     "Fourier layer, complex": "refused",
-    "LSTM, packed": "one at a time",
-    "GRU, both ways, packed": "one at a time",
     "experts, routed": "one at a time",
     "ELECTRA, discriminator": "one at a time",
     "DeBERTa": "one at a time",

@@ -5,11 +5,11 @@ import json
 import pytest
 import pytorch_lightning as pl
 import torch
-from dpexp.privacy.physical_batch import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
 from plans import plan_of
 from torch import nn
 
 from dpexp.privacy import physical_batch
+from dpexp.privacy.physical_batch import FIRST_ON_GPU, double_while_fitting, largest_fitting_batch
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Digits
 

@@ -248,7 +248,6 @@ def test_bounds_go_on_where_a_checkpoint_left_them(tmp_path):
         ({"clip_norm": AdaptiveClipNorm(learning_rate=-1)}, r"clip_norm.learning_rate=-1"),
         ({"clip_norm": AdaptiveClipNorm(budget_share=1.0)}, r"leave 0 of the budget"),
         ({"clip_norm": AdaptiveClipNorm(), "mechanism": Joint(alpha=1.0)}, r"mechanism.alpha=null"),
-        ({"clip_norm": AdaptiveClipNorm(), "noise": "discrete_gaussian"}, r"noise=discrete_gaussian"),
         ({"allocation": AdaptiveMinVariance()}, r"choose clip_norm=adaptive"),
         (
             {"clip_norm": AdaptiveClipNorm(), "private_metrics": {UNCLIPPED: {"clip_norm": 1, "budget_share": 0.1}}},

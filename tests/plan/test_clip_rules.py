@@ -22,7 +22,6 @@ from dpexp.privacy.gradients.layer_gradients import DenseGradient, OuterProductG
 from dpexp.privacy.gradients.norms import LARGEST, UNIT, norms
 from dpexp.privacy.mechanism import GroupMechanism, clip_factors
 from dpexp.privacy.noise.continuous import GaussianNoise
-from dpexp.privacy.noise.discrete_gaussian import lattice
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, check_clip_rule, unbounded_clip_factors
 from dpexp.privacy.round import PrivateRound
@@ -226,42 +225,6 @@ def test_one_record_moves_the_sum_by_at_most_s(clip, data, records):
 def test_a_rule_sees_one_norm_at_a_time():
     x = torch.tensor([1.0, 2.0, 1e6], dtype=torch.float64)
     assert unbounded_clip_factors(Middling(), x, number(1.0)).tolist() == pytest.approx([1.0, 0.5, 1e-6])
-
-
-# Exact noise
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.sampled_from(RULES + WRONG + EXTREME), st.lists(st.floats(width=64), min_size=1, max_size=9),
-    st.floats(1e-3, 1e3), st.floats(0.1, 1e3),
-)  # fmt: skip
-def test_exact_noise_takes_every_rule(clip, vector, S, z):
-    at, row = lattice(S, z * S), torch.tensor([vector], dtype=torch.float64)
-    found = norms(row)
-    whole = at.rounded(row, found, unbounded_clip_factors(clip, found, number(S)))
-    assert sum(int(number) ** 2 for number in whole[0].tolist()) <= at.S2
-    norm = float(found)
-    if clip in RULES and 1e-100 < norm < 1e100 and at.S2 > 1e4:
-        expected = row[0] * factor(clip, norm, S) / at.grid
-        assert ((whole[0] - expected).abs() <= 1 + 1e-9 * expected.abs()).all()
-
-
-@named
-def test_exact_and_gaussian_noise_are_given_the_same_sums(clip):
-    module, batch = case("mlp")
-    sums = []
-    for noise in ("discrete_gaussian", "gaussian"):
-        plan = own_plan(
-            module, clip_rule=clip, noise=noise, clip_norm=clipping.FixedClipNorm(1.0), group=groups.per_layer()
-        )
-        engine = PrivateRound(plan, module, GaussianNoise())
-        found = sums_of(engine, lambda one: cross_entropy(module(one[0]), one[1]), batch)
-        units = {
-            name: g.lattice.grid if g.discrete else 1 for g in plan.groups for v in g.vectors for name in v.parameters
-        }
-        sums.append({name: total * units[name] for name, total in found.items()})
-    assert relative_error(*sums) < 1e-5
 
 
 # The plan

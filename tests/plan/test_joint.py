@@ -44,7 +44,6 @@ def test_it_is_said_where_bounds_and_noise_are_equal(overrides, differs):
         ("group=conv_fc", "clip_norm=adaptive"),
         ("group=conv_fc", "clip_norm=fixed"),  # √2 of what separate would clip to
         ("group=conv_fc", "clip_rule=automatic"),  # γ is a length
-        ("group=conv_fc", "noise=discrete_gaussian"),
         ("group=conv_fc", "mechanism.clip_norm=1"),
     ],
 )

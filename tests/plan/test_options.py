@@ -58,7 +58,7 @@ def test_a_policy_is_chosen_by_its_dotted_name():
         (dpexp.Target, {"max_advantage": 2}, r"privacy\.max_advantage=2"),
         (dpexp.Target, {"max_tpr_at_fpr": {2: 0.5}}, r"privacy\.max_tpr_at_fpr"),
         (dpexp.Target, {"epsilon": 1, "max_advantage": 0.1}, r"privacy\.epsilon=1 and .* are 2 targets"),
-        (dpexp.Noise, {"kind": "laplace"}, "noise=laplace is unknown; choose gaussian, discrete_gaussian or banded"),
+        (dpexp.Noise, {"kind": "laplace"}, "noise=laplace is unknown; choose gaussian or banded"),
         (dpexp.Noise, {"bands": 2}, r"noise\.bands=2 is an option of noise=banded, but noise=gaussian is chosen"),
         (dpexp.Noise, {"kind": "banded", "bands": 0}, r"noise\.bands=0 must be an integer .* or auto"),
         (dpexp.Noise, {"kind": "banded", "coefficients": "cubic"}, r"noise\.coefficients=cubic .* optimal, sqrt"),

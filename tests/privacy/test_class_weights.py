@@ -108,28 +108,6 @@ def test_a_record_more_moves_the_sum_by_at_most_S_whatever_its_weight(mode, tmp_
         assert moved <= S + 1e-5 and moved == pytest.approx(w * S, abs=1e-5)
 
 
-def test_exact_noise_takes_weights(tmp_path, recwarn):
-    """No noise multiplier is small there: what differs between two jobs is noise; so clipping is looked at."""
-    from dpexp.privacy.discrete_sums import IntegerSums
-    from dpexp.privacy.gradients.layer_gradients import DenseGradient
-    from dpexp.privacy.gradients.per_example import ChunkGradients
-    from dpexp.privacy.private_metrics import WEIGHT
-
-    plan = plan_of(
-        net(), n=N, q=0.1, steps=1, clip_norm=FixedClipNorm(S), noise_multiplier=1.0, noise="discrete_gaussian"
-    )
-    clip = IntegerSums(plan.groups, False, torch.float64)
-    found = {}
-    for weighed in (False, True):
-        total = {name: torch.zeros(p.shape, dtype=torch.int64) for name, p in net().named_parameters()}
-        of = {name: DenseGradient(torch.ones(1, *p.shape, dtype=torch.float64)) for name, p in net().named_parameters()}
-        of |= {WEIGHT: DenseGradient(torch.full((1, 1), 0.25))} if weighed else {}
-        given = ChunkGradients(of, torch.zeros(1), torch.ones(1, dtype=torch.bool))
-        clip.add(given, clip.clip_norms(plan.groups, torch.device("cpu")), total)
-        found[weighed] = torch.cat([t.flatten() for t in total.values()]).double()
-    torch.testing.assert_close(found[True], found[False] / 4, rtol=0, atol=1)
-
-
 def test_a_weight_of_several_numbers_or_given_twice_is_an_error(tmp_path, recwarn):
     model = net()
 

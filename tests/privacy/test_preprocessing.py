@@ -620,8 +620,6 @@ def test_mlflow_has_their_noise_and_the_counts(dpexp_job, tmp_path):
         (("preprocessing=[pca]", "preprocessing.pca.budget_share=1.5"), "share=1.5 must lie strictly between 0 and 1"),
         (("preprocessing=[class_counts]", "preprocessing.class_counts.noise=cauchy"), "noise=cauchy is unknown"),
         (("preprocessing=[class_counts]", "accountant.names=[pld,gdp]"), "gdp is not stated for the noise"),
-        (("preprocessing=[class_counts]", "noise=discrete_gaussian"),
-        "noise=discrete_gaussian does not support preprocessing=class_counts"),
         (("preprocessing=[class_counts]", "privacy.noise_multiplier=2"), "share=0.01 needs privacy.epsilon"),
         (("preprocessing=[class_counts]", "preprocessing.class_counts.noise_multiplier=2",
         "preprocessing.class_counts.budget_share=0.1"),

@@ -63,7 +63,6 @@ class Step:
 
     Args:
         training: local training of users; None: a record's vector is its gradient.
-        one_at_a_time: forces `LOOP`.
 
     Attributes:
         graphs: of a traced step.
@@ -83,12 +82,11 @@ class Step:
         run_pass: VmapPass,
         clip: ClippedSums,
         training: LocalTrainer | None,
-        one_at_a_time: bool,
         device: torch.device,
     ) -> None:
         self._module, self._parameters, self._values = module, parameters, values
         self.graphs, self._pass, self._clip = graphs, run_pass, clip
-        self._training, self._one_at_a_time, self._device = training, one_at_a_time, device
+        self._training, self._device = training, device
         self.mode: str | None = None
         self.reason = ""
         self.is_random = True
@@ -121,7 +119,7 @@ class Step:
                 raise NoLoss(self._failure_message(chunk, error)) from error
             if synthetic is None and not self._training:
                 raise NoLoss(NO_LOSS)
-            if synthetic is None or self._training or self._one_at_a_time:
+            if synthetic is None or self._training:
                 self.mode = LOOP
             else:
                 self._trace(chunk, settings)
@@ -374,7 +372,7 @@ class Step:
     def _warn_if_slow(self) -> None:
         if self.mode == VMAP:
             how = "by vmap of training_step in every round, which is slower than a traced graph"
-        elif self.mode != TRACED and not (self._training or self._one_at_a_time):
+        elif self.mode != TRACED and not self._training:
             total = timedelta(seconds=round(self._seconds_of_record * self.graphs.compiling.records))
             how = (
                 f"one at a time, which is slow: about {1 / max(self._seconds_of_record, 1e-6):.0f} records a second, "

@@ -160,7 +160,7 @@ def same_as_separate(plan: "PrivacyPlan", clip_norm: ClipNorm, explicit_noise: b
     for name, group in groups.items():
         alpha = group.alphas[0]
         equal = math.isclose(alpha * group.S, scaled * separate[name].clip_norm, rel_tol=1e-9)
-        unscaled = explicit_noise or group.discrete or group.clip_rule != Abadi()  # they have lengths of their own
+        unscaled = explicit_noise or group.clip_rule != Abadi()  # they have lengths of their own
         if len({*group.alphas}) > 1 or not equal or (alpha != 1 and unscaled):
             return False
     return True

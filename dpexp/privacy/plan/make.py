@@ -118,17 +118,12 @@ def make_plan(
             "choose smaller shares."
         )
     if adaptive is not None:
-        schedules.check_adaptive(calibrate, noise)
+        schedules.check_adaptive(calibrate)
     preprocessing = queries(module, adjacency, privacy_target.mu if privacy_target else None)
     if preprocessing and privacy_unit != Example():
         raise ConfigError(
             f"preprocessing={preprocessing[0].query} bounds what an example contributes, not a {privacy_unit}; choose "
             "privacy_unit=example."
-        )
-    if preprocessing and noise.kind == "discrete_gaussian":
-        raise ConfigError(
-            f"noise=discrete_gaussian does not support preprocessing={preprocessing[0].query}, which is in float64; "
-            "choose noise=gaussian."
         )
     shares = allocation.shares(grouped, clipped)
     gradients = {name: MetricRelease(grouped[name], own, remaining * shares[name]) for name, own in clipped.items()}
@@ -147,14 +142,9 @@ def make_plan(
             groups = []
             for name, release in (gradients | metrics).items():
                 S, w = release.clipping.clip_norm * (scale if name in gradients else 1.0), release.budget_share
-                sigma, discrete = z * S / math.sqrt(w), noise.kind == "discrete_gaussian"
-                for_gradients = (clipping.clip_rule, c) if name in gradients else ()
-                groups.append(
-                    Group(
-                        name, release.vectors, release.clipping.scales, S, sigma, w, discrete, release.every_n_rounds,
-                        *for_gradients,
-                    )
-                )  # fmt: skip
+                sigma, for_gradients = z * S / math.sqrt(w), (clipping.clip_rule, c) if name in gradients else ()
+                scales = release.clipping.scales
+                groups.append(Group(name, release.vectors, scales, S, sigma, w, release.every_n_rounds, *for_gradients))
             return PrivacyPlan(
                 in_turn if q == policy.q else replace(in_turn, q=q), records, steps, tuple(groups), adjacency,
                 schedules.over(steps), adaptive, preprocessing=preprocessing, privacy_unit=privacy_unit,
@@ -224,7 +214,7 @@ def _metrics(
 
 
 def _checked(plan: PrivacyPlan) -> PrivacyPlan:
-    """The plan, if float32 can hold its bounds, and discrete noise supports every group and round."""
+    """The plan, if float32 can hold its bounds."""
     multipliers = [multiplier for _, multiplier in plan.schedule.S]
     bounds = [
         (f"group {group.name}: the clipping norm S", group.S * by)
@@ -240,8 +230,4 @@ def _checked(plan: PrivacyPlan) -> PrivacyPlan:
     for what, number in bounds:
         if not 1e-20 <= number <= 1e20:
             raise ConfigError(f"{what}={number:g} must lie between 1e-20 and 1e20.")
-    if plan.discrete:
-        for start, _ in plan.schedule.segments(plan.rounds):
-            for group in plan.at_round(start).groups:
-                group.lattice.check(group.name, group.d, plan.n)
     return plan

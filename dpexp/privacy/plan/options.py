@@ -15,7 +15,7 @@ from dpexp.errors import ConfigError, exactly_one, positive, positive_integer
 from dpexp.privacy.plan.schedules import Schedule, schedule, segments
 from dpexp.privacy.sampling.policies import POLICIES, Policy, check_rate, make_policy, policy_class
 
-NOISES = ("gaussian", "discrete_gaussian", "banded")
+NOISES = ("gaussian", "banded")
 COEFFICIENTS = ("optimal", "sqrt")
 AUTO = "auto"
 
@@ -152,8 +152,8 @@ class Noise:
     """The noise mechanism.
 
     Args:
-        kind: `gaussian`; `discrete_gaussian` (see `dpexp.privacy.noise.discrete_gaussian`); or `banded`, correlated
-            over rounds (see `dpexp.privacy.noise.correlated`), which takes the other arguments.
+        kind: `gaussian`; or `banded`, correlated over rounds (see `dpexp.privacy.noise.correlated`), which takes the
+            other arguments.
         bands: b, or `auto`, the default, for the power of two with the least predicted error.
         coefficients: `optimal`, the default, for the workload; or `sqrt`, its square root, cut off after b.
         momentum: β of the optimizer, in [0, 1).
@@ -169,7 +169,7 @@ class Noise:
 
     def __post_init__(self) -> None:
         if self.kind not in NOISES:
-            raise ConfigError(f"noise={self.kind} is unknown; choose {', '.join(NOISES[:-1])} or {NOISES[-1]}.")
+            raise ConfigError(f"noise={self.kind} is unknown; choose {' or '.join(NOISES)}.")
         for key, default in {"bands": AUTO, "coefficients": "optimal", "momentum": 0.0}.items():
             value = getattr(self, key)
             if self.kind == "banded":
@@ -251,7 +251,7 @@ class Schedules:
         if calibrate.startswith("sampling_rate") and not varies:
             raise ConfigError(f"calibrate={calibrate} needs a q that can take any value; choose sampling=poisson.")
 
-    def check_adaptive(self, calibrate: str, noise: Noise) -> None:
+    def check_adaptive(self, calibrate: str) -> None:
         """Raises ConfigError: adaptive clipping norms do not go with the other options."""
         if self.S is not None:
             raise ConfigError(f"schedule.S={self.S} and clip_norm=adaptive both say how S varies; choose one.")
@@ -259,11 +259,6 @@ class Schedules:
             raise ConfigError(
                 "calibrate=clip_norm solves for a clipping norm that clip_norm=adaptive would change; calibrate "
                 "something else."
-            )
-        if noise.kind == "discrete_gaussian":
-            raise ConfigError(
-                "noise=discrete_gaussian needs constant clipping norms; choose noise=gaussian, or another clip_norm "
-                "than adaptive."
             )
 
 

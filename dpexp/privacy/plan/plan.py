@@ -10,7 +10,6 @@ import numpy as np
 
 from dpexp.accounting.calibration import Calibration
 from dpexp.accounting.ledger import (
-    DiscreteSumQueryEvent,
     Ledger,
     OneTimeQueryEvent,
     ParallelQueryEvent,
@@ -18,7 +17,6 @@ from dpexp.accounting.ledger import (
     SamplingEvent,
     SumQueryEvent,
 )
-from dpexp.privacy.noise.discrete_gaussian import SIGMA2, Lattice, lattice
 from dpexp.privacy.plan.adaptive_clipping import AdaptiveTargets
 from dpexp.privacy.plan.clipping import Abadi, ClipRule, describe
 from dpexp.privacy.plan.groups import Vector
@@ -35,7 +33,6 @@ class Group:
         alphas: α_j of each vector; all 1 under separate clipping.
         S: clipping norm of a record's scaled vector; sigma: σ̃, the standard deviation of the noise on the scaled sum.
         share: w_g of the budget.
-        discrete: noise is a discrete Gaussian on integers (`dpexp.privacy.noise.discrete_gaussian`).
         every_n_rounds: it is released in the rounds whose number, from 1, is a multiple of this.
         clip_rule: the factor of a record's vector; a record adds at most S under any rule.
         bands: c, the noise's correlation over rounds: σ̃ y_t with C y = Z; (1,): it is independent.
@@ -47,7 +44,6 @@ class Group:
     S: float
     sigma: float
     share: float
-    discrete: bool = False
     every_n_rounds: int = 1
     clip_rule: ClipRule = field(default_factory=Abadi)
     bands: tuple[float, ...] = (1.0,)
@@ -61,15 +57,8 @@ class Group:
     def d(self) -> int:
         return sum(vector.d for vector in self.vectors)
 
-    @property
-    def lattice(self) -> Lattice:
-        """The quantization of discrete noise."""
-        return lattice(self.S, self.sigma)
-
-    def query(self) -> SumQueryEvent | DiscreteSumQueryEvent:
+    def query(self) -> SumQueryEvent:
         """The event of one release of this group."""
-        if self.discrete:
-            return DiscreteSumQueryEvent(self.name, self.lattice.grid, self.lattice.S2, SIGMA2)
         return SumQueryEvent(self.name, self.S, self.sigma, self.bands if len(self.bands) > 1 else None)
 
 
@@ -112,10 +101,6 @@ class PrivacyPlan:
     def bands(self) -> tuple[float, ...]:
         """c of the gradients' noise."""
         return max((group.bands for group in self.groups), key=len)
-
-    @property
-    def discrete(self) -> bool:
-        return any(group.discrete for group in self.groups)
 
     @property
     def clip_rules(self) -> str:

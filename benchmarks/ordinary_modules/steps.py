@@ -377,32 +377,37 @@ for name, cls in {"Falcon-H1": "FalconH1", "LFM2": "Lfm2", "Qwen3-Next": "Qwen3N
     def hybrid(name=name, cls=cls):
         import transformers
 
-        options = dict(
-            vocab_size=WORDS,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
+        options = {
+            "vocab_size": WORDS,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         own = {
-            "FalconH1": dict(
-                mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8, head_dim=8
-            ),
-            "Lfm2": dict(layer_types=["conv", "full_attention"]),
-            "Qwen3Next": dict(
-                layer_types=["linear_attention", "full_attention"],
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=4,
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-                head_dim=8,
-            ),
-            "Mamba": dict(state_size=8),
+            "FalconH1": {
+                "mamba_d_ssm": 32,
+                "mamba_n_heads": 4,
+                "mamba_d_head": 8,
+                "mamba_d_state": 8,
+                "mamba_chunk_size": 8,
+                "head_dim": 8,
+            },
+            "Lfm2": {"layer_types": ["conv", "full_attention"]},
+            "Qwen3Next": {
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "shared_expert_intermediate_size": 16,
+                "head_dim": 8,
+            },
+            "Mamba": {"state_size": 8},
         }[cls]
         config = getattr(transformers, cls + "Config")(**options | own)
         return Tuned(getattr(transformers, cls + "ForCausalLM")(config)), Text(), {"collate_fn": pad_fixed_causal}
