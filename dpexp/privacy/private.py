@@ -1,7 +1,9 @@
 """Private training in a loop of one's own, in plain PyTorch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dpexp.accounting.accountants import epsilon
+from dpexp.accounting.ledger import read_ledger
 from dpexp.errors import ConfigError
 from dpexp.privacy import refusals
 from dpexp.privacy.distributed import Processes
@@ -61,6 +64,7 @@ class Private(PrivateTraining):
         )  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self._loop = Loop([optimizer])
+        self._code: Any = None  # of the first round's loss_of
 
     def rounds(
         self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
@@ -100,6 +104,14 @@ class Private(PrivateTraining):
         """
         if not isinstance(sample, SealedSample) or int(sample.round) != self.rounds_done:
             raise ConfigError("private.step takes the present sample of private.rounds.")
+        code = _code(loss_of)
+        if self._code is None:
+            self._code = code
+        if code != self._code:
+            raise ConfigError(
+                "private.step: loss_of is another function than in the first round, or a number that it uses has "
+                "changed; let it read what changes from an attribute or a buffer of the model."
+            )
         self._sum_sample(self.model, lambda record: loss_of(self.model, record), self._loop, False)
         self._release(self.model)
         self.optimizer.step()
@@ -111,7 +123,10 @@ class Private(PrivateTraining):
         delta = self.delta if delta is None else delta
         if delta is None:
             raise ConfigError("epsilon needs a delta: private.epsilon(1e-5), or Target(…, delta=1e-5) in the plan.")
-        return epsilon(self._ledger.ledger, delta, self.accountant) if self._ledger else 0.0
+        if self._ledger is None and not self.ledger_path.exists():
+            return 0.0
+        ledger = self._ledger.ledger if self._ledger else read_ledger(self.ledger_path)
+        return epsilon(ledger, delta, self.accountant)
 
     def _check(self) -> None:
         refusals.refuse_optimizer(self.optimizer, self.model)
@@ -123,3 +138,33 @@ class Private(PrivateTraining):
         state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         processes.broadcast({name: tensor.detach() for name, tensor in state.items()})
         return processes
+
+
+def _code(function: Any) -> Any:
+    """What a function computes: its code, and the numbers and words that it uses from outside its arguments."""
+    if isinstance(function, partial):
+        return _code(function.func), _plain(function.args), _plain(tuple(sorted(function.keywords.items())))
+    if isinstance(function, MethodType):
+        return _code(function.__func__), id(function.__self__)
+    if not isinstance(function, FunctionType):
+        return id(function)
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    return function.__code__, _plain(tuple(cells)), _plain((function.__defaults__, function.__kwdefaults__))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet set
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, words and functions; of other objects, which may be filled meanwhile, the type."""
+    if isinstance(value, int | float | str | bytes | type(None)):
+        return type(value), value
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((key, _plain(item)) for key, item in value.items())
+    return _code(value) if isinstance(value, partial | MethodType | FunctionType) else type(value)

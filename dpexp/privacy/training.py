@@ -245,6 +245,8 @@ class PrivateTraining:
         assert self._rounds and self._engine
         if not self._sample_pending:
             raise ConfigError("a round's sample was processed twice, or outside of its round; each time is a release.")
+        if self._engine.plan is not self.plan:
+            raise ConfigError("the plan was replaced during training; begin another training with the other plan.")
         self._sample_pending = False
         engine, device, step_digest = self._engine, device_of(module), 0
 

@@ -71,6 +71,8 @@ def test_recurrent_layers_of_packed_sequences(kind, options, states):
     "use",
     [
         lambda packed: packed.data.mean(),
+        lambda packed: packed.data.mean() * len(packed.batch_sizes),
+        lambda packed: packed.data.sum() / packed.batch_sizes.sum(),
         lambda packed: pad_packed_sequence(packed, batch_first=True)[0].mean(),
         lambda packed: PackedSequence(packed.data.relu(), packed.batch_sizes).data.sum(),
     ],
@@ -83,6 +85,19 @@ def test_other_uses_of_packed_sequences_run_one_record_at_a_time(use):
 
     with pytest.raises(RuntimeError, match=r"one record at a time|each record its own length"):
         assert_gradients_equal(module, loss_of, sequences())
+
+
+def test_an_invalid_length_concerns_its_record_alone_and_padding_may_hold_anything():
+    module, (x, length) = Packed("GRU"), sequences()
+    assert_gradients_equal(module, lambda batch: module(*batch), (x.masked_fill(after(length), torch.nan), length))
+    batch = x, torch.tensor([6, 0, 7, 2, -1])
+    chunk = Chunk.of(lambda batch: module(*batch), tuple(t.unsqueeze(1) for t in batch), B)
+    found = VmapPass(module, {**trainable(module)}, Values({}, module.layer.weight_hh_l0))(chunk)
+    assert found.in_range.tolist() == [True, False, False, True, False]
+
+
+def after(length):
+    return (torch.arange(T) >= length[:, None])[..., None]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

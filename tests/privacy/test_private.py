@@ -108,8 +108,9 @@ def test_what_a_killed_loop_released_after_its_checkpoint_is_counted(tmp_path):
     again = Loop(tmp_path / "ledger.jsonl")
     again.model.load_state_dict(weights)
     again.private.load_state_dict(private)
+    epsilon = again.private.epsilon()
     again.run()
-    assert again.private.rounds_done == 6
+    assert again.private.rounds_done == 6 and again.private.epsilon() > epsilon > 0
     assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 5 + 4
 
 
@@ -141,6 +142,17 @@ def stateful(loop):
     loop.run(step=step)
 
 
+def annealed(loop):
+    for k, sample in enumerate(loop.private.rounds(records())):
+        loop.private.step(lambda model, record, weight=1.0 + k: weight * loss_of(model, record), sample)
+
+
+def another_plan(loop):
+    for sample in loop.private.rounds(records()):
+        loop.private.step(loss_of, sample)
+        loop.private.plan = plan_of(loop.model)
+
+
 def streamed(loop):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -157,6 +169,8 @@ def streamed(loop):
         (another_optimizer, "not among the module's own"),
         (batch_norm, "mixes the records of a batch"),
         (stateful, "changed inside training_step"),
+        (annealed, "a number that it uses has changed"),
+        (another_plan, "the plan was replaced"),
         (streamed, "streams its records in an order of its own"),
     ],
 )

@@ -90,10 +90,10 @@ class Interceptor(MixingRefused):
                 args, kwargs, in_range = safe
                 self.in_range.append(in_range)
         if func is PACK_PADDED_SEQUENCE and is_batched(args[1]):
-            self._packed = self._packed or PackedSequences(self._recurrence)
+            self._packed = self._packed or PackedSequences(self._recurrence, self.in_range)
         if self._packed is not None:
             with self:
-                result = self._packed.run(_public_name(func), args, leaves)
+                result = self._packed.run(_public_name(func), args, kwargs, leaves)
             if result is not None:
                 return result
         if _is_ordinary[func] and func not in RULES and all(map(_is_data, leaves)):

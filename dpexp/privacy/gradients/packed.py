@@ -17,6 +17,13 @@ _ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "dev
 }  # fmt: skip
 
 
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 @dataclass
 class _Pack:
     """A sequence of T positions, of which the first `length` [1] are a record's."""
@@ -43,15 +50,16 @@ class PackedSequences:
 
     Args:
         recurrence: see `recurrent_layer`.
+        in_range: receives for each packing whether the record's length was valid.
     """
 
-    def __init__(self, recurrence: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
-        self._recurrence = recurrence
+    def __init__(self, recurrence: Callable[..., tuple[Tensor, Tensor, Tensor]], in_range: list[Tensor]) -> None:
+        self._recurrence, self._in_range = recurrence, in_range
         self._packs: dict[int, _Pack] = {}  # by the id of batch_sizes
         self._values: dict[int, Tensor] = {}
         self._running = False
 
-    def run(self, func: Any, args: tuple, leaves: Sequence[Any]) -> Any:
+    def run(self, func: Any, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> Any:
         """What a call returns; None: it concerns no packed sequence.
 
         Raises:
@@ -61,22 +69,24 @@ class PackedSequences:
             return None
         self._running = True
         try:
-            return self._run(func, args, leaves)
+            return self._run(func, args, kwargs, leaves)
         finally:
             self._running = False
 
-    def _run(self, func: Any, args: tuple, leaves: Sequence[Any]) -> Any:
+    def _run(self, func: Any, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> Any:
         if func is PACK_PADDED_SEQUENCE:
             return self._pack(*args)
-        if func is Tensor.scatter_ and args[0].numel() == 1 and isinstance(args[3], Tensor):
+        if func is Tensor.scatter_ and args[0].numel() == 1 and len(args) == 4 and not kwargs and _is_tensor(args[3]):
             return args[0].copy_(args[3])  # of an order of sequences, for which vmap has no rule
         pack = next((self._packs[id(leaf)] for leaf in leaves if id(leaf) in self._packs), None)
         if pack is not None and func is PAD_PACKED_SEQUENCE:
             return self._pad(pack, *args)
-        if pack is not None and func is Tensor.__getitem__:
+        if pack is not None and func is Tensor.__getitem__ and args[1:] == (0,):
             return 1  # a number of sequences
         if pack is not None and func in CELLS:
             return self._layer(pack, func, *args)
+        if pack is not None and func not in (_DEVICE, Tensor.size):
+            raise RuntimeError("the sizes of a packed sequence's batches are read, which runs one record at a time.")
         if func not in _ATTRIBUTES and any(id(leaf) in self._values for leaf in leaves):
             raise RuntimeError("the values of a packed sequence enter a function that runs one record at a time.")
         return None
@@ -89,7 +99,11 @@ class PackedSequences:
         # One shorter than T, so that pad_packed_sequence shows whether it was given a total length.
         pack = _Pack(torch.ones(max(1, T - 1), dtype=torch.int64), lengths.clamp(1, T), T)
         self._packs[id(pack.batch_sizes)] = pack
-        return self._known(values[0]), pack.batch_sizes
+        self._in_range.append(((lengths >= 1) & (lengths <= T)).all())
+        record = values[0]
+        if record.is_floating_point():  # padding may hold anything
+            record = torch.where(pack.mask(record.dim()), record, 0.0)
+        return self._known(record), pack.batch_sizes
 
     def _known(self, values: Tensor) -> Tensor:
         self._values[id(values)] = values
