@@ -111,6 +111,19 @@ def trained(folder, module, data, steps=1, z=SILENT, callbacks=(), callback=None
     return released.sums, run
 
 
+def assert_bounded(folder, make, records, collate=default_collate, steps=1, **options):
+    """Removing any one record moves what the first release is by at most S."""
+
+    def release(items):
+        loader = DataLoader(Items(items), batch_size=2, collate_fn=collate)
+        return trained(folder, make(), loader, steps, **options)[0][0]
+
+    whole = release(records)
+    for out in range(len(records)):
+        moved = (whole - release(records[:out] + records[out + 1 :])).norm()
+        assert 0 < moved <= S * (1 + 1e-6), out
+
+
 def sum_of_clipped(module, records):
     """By hand."""
     total = 0
