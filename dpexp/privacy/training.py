@@ -333,6 +333,8 @@ class PrivateTraining:
         for layer in self._norm_layers:
             if (key := value_key(str(layer.metric_name))) in released:
                 layer.update(released[key])
+        for parameter in module.parameters():
+            parameter.grad = None
         for name, parameter in parameters(module).items():
             parameter.grad = released[name].to(parameter.dtype) if name in released else None
         self._released = True

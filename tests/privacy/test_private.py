@@ -147,6 +147,11 @@ def annealed(loop):
         loop.private.step(lambda model, record, weight=1.0 + k: weight * loss_of(model, record), sample)
 
 
+def another_head(loop):
+    head = nn.Linear(3, 3)
+    loop.run(step=lambda model, record: F.cross_entropy(head(model(record[0])), record[1]))
+
+
 def another_plan(loop):
     for sample in loop.private.rounds(records()):
         loop.private.step(loss_of, sample)
@@ -170,6 +175,7 @@ def streamed(loop):
         (batch_norm, "mixes the records of a batch"),
         (stateful, "changed inside training_step"),
         (annealed, "a number that it uses has changed"),
+        (another_head, "it is not the model's"),
         (another_plan, "the plan was replaced"),
         (streamed, "streams its records in an order of its own"),
     ],

@@ -129,6 +129,7 @@ class VmapPass:
             losses, in_range, values = batched_loss(anchor, *map(copied, chunk.leaves))
         if losses.dim() != 1:
             raise RecordError(ONE_LOSS)
+        _refuse_other_parameters(losses, self._parameters)
         backward(losses.sum())
         if python_random_states() != states_before:
             raise RuntimeError(
@@ -163,6 +164,7 @@ def gradients_of_one_record(
         if loss.dim():
             raise RecordError(ONE_LOSS)
         released = {key: value.clone() for key, value in given().items()}
+        _refuse_other_parameters(loss, parameters)
         backward(loss)
         _refuse_new_seed(seed)
         gradients = {n: _dense(p.grad) for n, p in parameters.items() if p.grad is not None}
@@ -170,6 +172,23 @@ def gradients_of_one_record(
         for parameter in parameters.values():
             parameter.grad = None
     return gradients | released, loss.detach()
+
+
+def _refuse_other_parameters(loss: Tensor, parameters: dict[str, Tensor]) -> None:
+    """Refuses a loss that would give gradients, unclipped, to a parameter that no group releases."""
+    known, seen, nodes = {id(parameter) for parameter in parameters.values()}, set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and leaf.numel() and id(leaf) not in known:
+            raise ConfigError(
+                f"model: the loss trains a parameter {[*leaf.shape]} that no group releases: it is not the model's, or "
+                "became trainable during training; register its layer in the model before the plan is made."
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 def backward(loss: Tensor) -> None:

@@ -136,7 +136,7 @@ def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def uncompiled(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace("._orig_mod", "")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def vectors(module: nn.Module, members: Sequence[str], by: str = "layer") -> tuple[Vector, ...]:
