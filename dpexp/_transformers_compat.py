@@ -15,11 +15,11 @@ _EXPERTS = "dpexp_all_experts"
 
 @contextmanager
 def trained_privately(module: nn.Module) -> Iterator[None]:
-    """Meanwhile the module's models of transformers use settings whose losses are the same, and a warning names them.
+    """Meanwhile models of transformers use settings under which their step is traced; a warning names them.
 
-    `use_cache=False`: a cache of earlier positions only serves generation. Experts are applied to all tokens and
-    weighted by the router, as which tokens an expert gets depends on the data. DeBERTa counts labels unless
-    `problem_type` says what they are.
+    Losses stay the same. `use_cache=False`: a cache of earlier positions only serves generation. Experts are applied to
+    all tokens and weighted by the router, as which tokens an expert gets depends on the data. DeBERTa counts labels
+    unless `problem_type` says what they are: here, classes.
     """
     if "transformers" not in sys.modules:
         yield
@@ -43,7 +43,7 @@ def trained_privately(module: nn.Module) -> Iterator[None]:
             set_value(config, "problem_type", "single_label_classification")
     names = dict.fromkeys(f"{name}={value}" for config, name, _ in before for value in [getattr(config, name)])
     if names:
-        warnings.warn(f"model: while it trains, its configuration says {', '.join(names)}; losses are the same.")
+        warnings.warn(f"model: while it trains, its configuration says {', '.join(names)}, so that its step is traced.")
     try:
         yield
     finally:

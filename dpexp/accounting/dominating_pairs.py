@@ -11,6 +11,7 @@ to each mass.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ class Cells(NamedTuple):
 _MAX_U = 38.0  # standard deviations, beyond which normal mass is below 1e-300
 
 
-class Pair:
+class Pair(ABC):
     """A dominating pair P against Q."""
 
     @property
@@ -63,6 +64,7 @@ class Pair:
         """An upper bound on the loss."""
         return math.inf
 
+    @abstractmethod
     def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
         """The loss on the grid h·(start + 0, 1, …): start, masses, and the mass of the infinite loss.
 
@@ -72,20 +74,27 @@ class Pair:
             log_tail: logarithm of a mass at each end whose losses may be merged.
             top: losses above it may count as infinite.
         """
-        cells = self.cells(h, lowest, log_tail, top)
-        return cells.first, cells.spread(h), cells.beyond
 
-    def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
-        raise NotImplementedError
-
+    @abstractmethod
     def points(self, step: float) -> tuple[Array, Array]:
         """Losses at intervals of `step` standard deviations of the noise, and the logarithms of their masses by the
         trapezoidal rule: for estimates, not for bounds."""
-        raise NotImplementedError
+
+
+class PairInCells(Pair):
+    """A pair whose masses between the edges of a grid are known."""
+
+    @abstractmethod
+    def cells(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> Cells:
+        """P's mass between the edges; see `discretized` for the arguments."""
+
+    def discretized(self, h: float, lowest: float, log_tail: float, top: float = math.inf) -> tuple[int, Array, float]:
+        cells = self.cells(h, lowest, log_tail, top)
+        return cells.first, cells.spread(h), cells.beyond
 
 
 @dataclass(frozen=True)
-class LaplacePair(Pair):
+class LaplacePair(PairInCells):
     """A query with Laplace noise on all records, whose answer moves by ε₀ = `pure` scales of the noise in L1 norm.
 
     P = Lap(0, 1) against Q = Lap(ε₀, 1). The loss is ε₀ with mass 1/2, -ε₀ with mass e^-ε₀/2, and has the density
@@ -147,7 +156,7 @@ def pure_below(mu: float) -> float:
 
 
 @dataclass(frozen=True)
-class PoissonPair(Pair):
+class PoissonPair(PairInCells):
     """P = (1-q) N(0, z²) + q N(a, z²) against Q = (1-q) N(0, z²) + q N(a-1, z²), in units of the sensitivity.
 
     a = 1: a record of a Poisson sample is removed, or replaced with null. a = 0: a record is added (Zhu, Dong & Wang

@@ -13,6 +13,10 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.private import Private
 
 STATE = "private.pt"
+_NOT_SUPPORTED = (
+    "fp16", "bf16", "gradient_checkpointing", "neftune_noise_alpha", "load_best_model_at_end", "save_total_limit",
+    "auto_find_batch_size",
+)  # fmt: skip
 
 
 class PrivateTrainer(Trainer):
@@ -48,6 +52,9 @@ class PrivateTrainer(Trainer):
             raise ConfigError("the plan needs a delta, at which ε is logged: Target(…, delta=1e-5).")
         if args.gradient_accumulation_steps != 1:
             raise ConfigError("gradient_accumulation_steps must be 1; the plan's sampling rate sets the batch size.")
+        for name in _NOT_SUPPORTED:
+            if value := getattr(args, name, None):
+                raise ConfigError(f"{name}={value} is not supported by PrivateTrainer; leave it out.")
         model.to(args.device)
         self.create_optimizer_and_scheduler(self.plan.rounds)
         ledger = Path(args.output_dir) / "ledger.jsonl"

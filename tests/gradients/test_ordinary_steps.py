@@ -72,6 +72,8 @@ def test_recurrent_layers_of_packed_sequences(kind, options, states):
     [
         lambda packed: packed.data.mean(),
         lambda packed: packed.data.mean() * len(packed.batch_sizes),
+        lambda packed: packed.data.sum() / packed.data.size(0),
+        lambda packed: packed.data.sum() / packed.data.shape[0],
         lambda packed: packed.data.sum() / packed.batch_sizes.sum(),
         lambda packed: pad_packed_sequence(packed, batch_first=True)[0].mean(),
         lambda packed: PackedSequence(packed.data.relu(), packed.batch_sizes).data.sum(),
@@ -96,6 +98,31 @@ def test_an_invalid_length_concerns_its_record_alone_and_padding_may_hold_anythi
     assert found.in_range.tolist() == [True, False, False, True, False]
 
 
+def test_two_packed_sequences_are_not_mixed():
+    module = nn.GRU(D, 4, batch_first=True).double()
+
+    def loss_of(batch):
+        x, length = batch
+        long, short = (
+            pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False) for n in (length, length // 2 + 1)
+        )
+        return module(PackedSequence(long.data, short.batch_sizes))[1].sum()
+
+    with pytest.raises(RuntimeError, match="one record at a time"):
+        assert_gradients_equal(module, loss_of, sequences())
+
+
+def test_a_penalty_on_the_gradient_of_a_packed_sequence_runs_one_record_at_a_time():
+    module = Packed("LSTM")
+
+    def loss_of(batch):
+        x = batch[0].clone().requires_grad_()
+        return torch.autograd.grad(module(x, batch[1]), x, create_graph=True)[0].square().sum()
+
+    with pytest.raises(RuntimeError, match="one record at a time"):
+        assert_gradients_equal(module, loss_of, sequences())
+
+
 def after(length):
     return (torch.arange(T) >= length[:, None])[..., None]
 
@@ -113,6 +140,18 @@ def test_ctc_loss(reduction, zero_infinity):
         return F.ctc_loss(scores, y, *lengths, reduction=reduction, zero_infinity=zero_infinity)
 
     assert_gradients_equal(module, loss_of, batch)
+
+
+def test_ctc_of_an_impossible_alignment_keeps_the_rest_of_the_loss():
+    module = nn.Linear(D, 4).double()
+    x, _ = sequences()
+
+    def loss_of(batch):
+        x, y, lengths = batch
+        scores = module(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, y, lengths, torch.full((1,), 3), zero_infinity=True) + module(x).square().sum()
+
+    assert_gradients_equal(module, loss_of, (x, torch.randint(1, 4, (B, 3)), torch.tensor([6, 1, 2, 6, 5])))
 
 
 def test_a_length_of_ctc_out_of_range_concerns_its_record_alone():
@@ -195,8 +234,14 @@ def test_gradients_of_what_all_records_share_run_one_record_at_a_time(inputs):
         assert_gradients_equal(net, loss_of, (torch.randn(B, D, dtype=torch.float64),))
 
 
-def test_a_parameter_that_is_exempt_for_a_while():
-    net = network()
+class LastState(nn.GRU):
+    def forward(self, x):
+        return super().forward(x[None])[1]
+
+
+@pytest.mark.parametrize("first", [lambda: nn.Linear(D, 5), lambda: LastState(D, 5)])
+def test_a_parameter_that_is_exempt_for_a_while(first):
+    net = nn.Sequential(first(), nn.Linear(5, 2)).double()
 
     def loss_of(batch):
         net[0].requires_grad_(False)
@@ -206,6 +251,18 @@ def test_a_parameter_that_is_exempt_for_a_while():
 
     assert_gradients_equal(net, loss_of, (torch.randn(B, D, dtype=torch.float64),))
     assert all(p.requires_grad for p in net.parameters())
+
+
+def test_uninitialized_memory_holds_no_record():
+    net = network()
+    parameters, values = {**trainable(net)}, Values({}, net[0].weight)
+
+    def loss_of(batch):
+        return net(batch[0] + torch.empty(1, D, dtype=torch.float64)).sum()
+
+    x = torch.randn(B, D, dtype=torch.float64)
+    assert gradients_of_one_record(loss_of, (x[:1],), parameters, values)[1].isnan()
+    assert VmapPass(net, parameters, values)(Chunk.of(loss_of, (x.unsqueeze(1),), B)).losses.isnan().all()
 
 
 def test_distributions_draw_for_each_record():

@@ -179,7 +179,7 @@ def ctc_loss(
     mosts = log_probs.shape[0], targets.shape[1]
     in_range = torch.stack([((of >= 0) & (of <= most)).all() for of, most in zip(lengths, mosts, strict=True)]).all()
     lengths = [of.clamp(0, most) for of, most in zip(lengths, mosts, strict=True)]
-    losses = _CtcLoss.apply(log_probs, targets, *lengths, blank)
+    losses = _CtcLoss.apply(log_probs, targets, *lengths, blank, zero_infinity)
     if zero_infinity:
         losses = torch.where(losses == math.inf, 0.0, losses)
     if reduction == "mean":
@@ -193,12 +193,12 @@ class _CtcLoss(BatchedFunction):
     @staticmethod
     def vmap(
         B: int, in_dims: Any, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor,
-        blank: int,
+        blank: int, zero_infinity: bool,
     ) -> tuple[Tensor, int]:  # fmt: skip
         own = (log_probs, targets, input_lengths, target_lengths)
         scores, *others = (_batch_first(t, B, dim) for t, dim in zip(own, in_dims, strict=False))
         of_all = [t.flatten(0, 1) for t in others]  # [B·N, ...]
-        losses, _ = ctc_of_tensors(scores.transpose(1, 2).flatten(0, 1).transpose(0, 1), *of_all, blank)
+        losses, _ = ctc_of_tensors(scores.transpose(1, 2).flatten(0, 1).transpose(0, 1), *of_all, blank, zero_infinity)
         return losses.unflatten(0, (B, -1)), 0
 
 

@@ -51,8 +51,8 @@ def gradient(
     if is_grads_batched or materialize_grads:
         raise RuntimeError("torch.autograd.grad of several gradients at once runs one record at a time.")
     for output, weight in zip(outputs, weights, strict=True):
-        if weight is None and output.dim():
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if output.dim() if weight is None else weight.shape != output.shape:
+            raise RuntimeError("torch.autograd.grad needs grad_outputs of the shapes of outputs that are not scalar.")
     ofs = [_of_chunk(tensor, level, "torch.autograd.grad") for tensor in (*outputs, *inputs)]
     global _running
     with no_torch_functions():

@@ -36,10 +36,12 @@ from dpexp.privacy.gradients.recurrent import CELLS, recurrent_layer
 from dpexp.privacy.gradients.rewritten import EXTREMA, REWRITES, Extremum, multi_head_attention
 from dpexp.privacy.gradients.torch_functions import (
     BATCH_NORMS,
+    EMPTY,
     INDEXED,
     OPERATORS,
     MixingRefused,
     clamp_indices,
+    filled,
     is_from_torch,
     leaves_of,
     refuse_mixing,
@@ -90,6 +92,8 @@ class Interceptor(MixingRefused):
                 args, kwargs, in_range = safe
                 self.in_range.append(in_range)
         if func is PACK_PADDED_SEQUENCE and is_batched(args[1]):
+            if self._all_copied:
+                raise RuntimeError("a gradient of a packed sequence is differentiated again, one record at a time.")
             self._packed = self._packed or PackedSequences(self._recurrence, self.in_range)
         if self._packed is not None:
             with self:
@@ -119,8 +123,8 @@ class Interceptor(MixingRefused):
                 raise CopiesNeeded("a gradient is differentiated again.")
             return gradient(level_of(self.anchor), *args, **kwargs)
         if func is torch.empty and not kwargs.get("requires_grad"):
-            one, all_anchors = func(*args, **kwargs), unbatched_fully(self.anchor)
-            return batched(one.new_empty(len(all_anchors), *one.shape), 0, level_of(self.anchor))
+            one, records = func(*args, **kwargs), len(unbatched_fully(self.anchor))
+            return batched(filled(one.new_empty(records, *one.shape)), 0, level_of(self.anchor))
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass for each record.")
         if func is Tensor.__setitem__ and _fills_where_true(*args):
@@ -220,14 +224,16 @@ class Interceptor(MixingRefused):
     def _recurrence(
         self, p: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, cell: Any, reverse: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        trains = weight.requires_grad, bias is not None and bias.requires_grad  # the step may change that later
+
         def on_gradient(states: Tensor, gates: Tensor, records: int) -> None:
             if is_inner():
                 return
             dtype = torch.promote_types(torch.float32, weight.dtype)
             x, g = (t.reshape(records, -1, t.shape[-1]).to(dtype) for t in (states, gates))
-            if weight.requires_grad:
+            if trains[0]:
                 self.record(weight, outer_products(x, g))
-            if bias is not None and bias.requires_grad:
+            if bias is not None and trains[1]:
                 self.record(bias, DenseGradient(g.sum(1)))
 
         h, c = self.with_copies((h, c))
@@ -351,7 +357,7 @@ def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
 
 _SPECIAL: set[Any] = {
     *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD, *CELLS,
-    Tensor.requires_grad_, torch.autograd.grad, torch.empty, F.ctc_loss,
+    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, F.ctc_loss,
     *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_WRONG_UNDER_VMAP,
     *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip

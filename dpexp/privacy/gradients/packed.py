@@ -12,16 +12,8 @@ from dpexp._torch_compat import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE
 from dpexp.privacy.gradients.recurrent import CELLS, Lstm
 
 _GATE_CLOSED = -1e4  # its sigmoid is 0
-_ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "is_cuda")} | {
-    Tensor.size, Tensor.dim,
-}  # fmt: skip
-
-
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+# What may be asked of a packed sequence's tensors; other sizes are not those of the record alone.
+_ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "is_cuda")} | {Tensor.dim}
 
 
 @dataclass
@@ -56,7 +48,7 @@ class PackedSequences:
     def __init__(self, recurrence: Callable[..., tuple[Tensor, Tensor, Tensor]], in_range: list[Tensor]) -> None:
         self._recurrence, self._in_range = recurrence, in_range
         self._packs: dict[int, _Pack] = {}  # by the id of batch_sizes
-        self._values: dict[int, Tensor] = {}
+        self._values: dict[int, tuple[Tensor, _Pack]] = {}
         self._running = False
 
     def run(self, func: Any, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> Any:
@@ -76,19 +68,19 @@ class PackedSequences:
     def _run(self, func: Any, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> Any:
         if func is PACK_PADDED_SEQUENCE:
             return self._pack(*args)
-        if func is Tensor.scatter_ and args[0].numel() == 1 and len(args) == 4 and not kwargs and _is_tensor(args[3]):
+        if func is Tensor.scatter_ and args[0].numel() == 1 and len(args) == 4 and not kwargs:
             return args[0].copy_(args[3])  # of an order of sequences, for which vmap has no rule
         pack = next((self._packs[id(leaf)] for leaf in leaves if id(leaf) in self._packs), None)
-        if pack is not None and func is PAD_PACKED_SEQUENCE:
+        of_values = next((self._values[id(leaf)][1] for leaf in leaves if id(leaf) in self._values), None)
+        if pack is not None and of_values is pack and func is PAD_PACKED_SEQUENCE:
             return self._pad(pack, *args)
+        if pack is not None and of_values is pack and func in CELLS:
+            return self._layer(pack, func, *args)
         if pack is not None and func is Tensor.__getitem__ and args[1:] == (0,):
             return 1  # a number of sequences
-        if pack is not None and func in CELLS:
-            return self._layer(pack, func, *args)
-        if pack is not None and func not in (_DEVICE, Tensor.size):
-            raise RuntimeError("the sizes of a packed sequence's batches are read, which runs one record at a time.")
-        if func not in _ATTRIBUTES and any(id(leaf) in self._values for leaf in leaves):
-            raise RuntimeError("the values of a packed sequence enter a function that runs one record at a time.")
+        asked = func in _ATTRIBUTES or (func is Tensor.size and args[1:] == ((0,) if pack is not None else (-1,)))
+        if not asked and (pack is not None or of_values is not None):
+            raise RuntimeError("a part of a packed sequence enters a function that runs one record at a time.")
         return None
 
     def _pack(self, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
@@ -103,10 +95,10 @@ class PackedSequences:
         record = values[0]
         if record.is_floating_point():  # padding may hold anything
             record = torch.where(pack.mask(record.dim()), record, 0.0)
-        return self._known(record), pack.batch_sizes
+        return self._known(record, pack), pack.batch_sizes
 
-    def _known(self, values: Tensor) -> Tensor:
-        self._values[id(values)] = values
+    def _known(self, values: Tensor, pack: _Pack) -> Tensor:
+        self._values[id(values)] = values, pack
         return values
 
     def _pad(self, pack: _Pack, values: Tensor, _: Any, batch_first: bool, padding: float, total: int) -> tuple:
@@ -148,4 +140,4 @@ class PackedSequences:
             if layer < num_layers - 1:
                 x = F.dropout(x, dropout, train)
         states = [torch.stack(part) for part in zip(*ends, strict=True)]
-        return (self._known(x[:, 0]), *(states if cell is Lstm else states[:1]))
+        return (self._known(x[:, 0], pack), *(states if cell is Lstm else states[:1]))

@@ -43,6 +43,17 @@ _GRAD_ACCESS = {Tensor.grad.__get__, Tensor.grad.__set__}  # type: ignore[union-
 _TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
 
 
+# Their memory may still hold another record's numbers.
+EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
+
+
+def filled(empty: Tensor) -> Tensor:
+    """An uninitialized tensor, filled with NaN, or with the largest integer."""
+    if empty.is_floating_point() or empty.is_complex():
+        return empty.fill_(torch.nan)
+    return empty.fill_(True if empty.dtype == torch.bool else torch.iinfo(empty.dtype).max)
+
+
 class MixingRefused(TorchFunctionMode):
     """While active, calls that mix records raise a ConfigError; with `indices`, indices out of range are refused, too.
 
@@ -59,7 +70,8 @@ class MixingRefused(TorchFunctionMode):
         try:
             if self._indices:
                 refuse_out_of_range(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return filled(result) if func in EMPTY else result
         except Exception as error:
             self.error = error
             raise

@@ -4,6 +4,7 @@ A `collate_fn` that pads to the longest record of its batch lets others decide o
 record and a longer copy of it: the copy is of the next length of a public list, and decides on the padding.
 """
 
+import copy
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpexp._torch_compat import tree_unflatten
 from dpexp.privacy.sampling.batches import flattened
 
 
 def lengths_for(module: nn.Module) -> tuple[int, ...]:
-    """Lengths 8, 12, 16, 24, … up to the positions of the module's model of transformers; empty: it has none."""
+    """Lengths 8, 16, 32, … up to the positions of the module's model of transformers; empty: it has none."""
     configs = [part.config for part in module.modules() if hasattr(getattr(part, "config", None), "model_type")]
     most = min((n for c in configs if isinstance(n := getattr(c, "max_position_embeddings", None), int)), default=0)
     usual = (1 << k for k in range(3, most.bit_length()))
@@ -43,7 +45,8 @@ class PaddedCollation:
         if longer is None:
             return alone
         try:
-            padded = _first_of(self.collate([items[0], longer]), alone)
+            padded = _row(self.collate(copy.deepcopy([items[0], longer])), alone, 0)
+            _check_equal(padded, _row(self.collate(copy.deepcopy([longer, items[0]])), alone, 1))
         except Exception:
             return alone
         self.pads = True
@@ -75,11 +78,9 @@ class PaddedCollation:
         more = self._lengths[at] - length
         if isinstance(part, Tensor):
             return torch.cat([part, part[-1:].expand(more, *part.shape[1:])])
-        return (
-            np.concatenate([part, part[-1:].repeat(more, 0)])
-            if isinstance(part, np.ndarray)
-            else part + part[-1:] * more
-        )
+        if isinstance(part, np.ndarray):
+            return np.concatenate([part, part[-1:].repeat(more, 0)])
+        return part + part[-1:] * more
 
 
 def _length(part: Any) -> int:
@@ -89,28 +90,31 @@ def _length(part: Any) -> int:
     return len(part) if type(part) is list else 0
 
 
-def _first_of(batch: Any, alone: Any) -> Any:
-    """The first of a batch of two records.
+def _row(batch: Any, alone: Any, k: int) -> Any:
+    """Record k of a batch of two.
 
     Raises:
         ValueError: it is not the record of a batch of one, padded at one end.
     """
-    from dpexp._torch_compat import tree_unflatten
-
     (leaves, structure), (own, _) = flattened(batch), flattened(alone)
-    return tree_unflatten([_first(leaf, one) for leaf, one in zip(leaves, own, strict=True)], structure)
+    return tree_unflatten([_part(leaf, one, k) for leaf, one in zip(leaves, own, strict=True)], structure)
 
 
-def _first(leaf: Any, one: Any) -> Any:
+def _part(leaf: Any, one: Any, k: int) -> Any:
     if not isinstance(one, Tensor) or not one.dim():
         if type(leaf) is not type(one) or leaf != one:
             raise ValueError("a value of a batch depends on its records.")
         return one
-    records = next(d for d in range(one.dim()) if one.shape[d] == 1 and leaf.shape[d] == 2)
-    first = leaf.narrow(records, 0, 1)
-    if first.shape == one.shape and torch.equal(first, one):
-        return one
-    inner = [slice(0, n) for n in one.shape], [slice(m - n, m) for n, m in zip(one.shape, first.shape, strict=True)]
-    if not any(torch.equal(first[tuple(part)], one) for part in inner):
+    (records,) = (d for d in range(one.dim()) if one.shape[d] == 1 and leaf.shape[d] == 2)
+    part = leaf.narrow(records, k, 1)
+    inner = [slice(0, n) for n in one.shape], [slice(m - n, m) for n, m in zip(one.shape, part.shape, strict=True)]
+    if not any(torch.equal(part[tuple(places)], one) for places in inner):
         raise ValueError("a record's values depend on its padding.")
-    return first
+    return part
+
+
+def _check_equal(batch: Any, other: Any) -> None:
+    """Raises ValueError if a record depends on its place in the batch, as where a collate_fn sorts by length."""
+    for leaf, same in zip(flattened(batch)[0], flattened(other)[0], strict=True):
+        if isinstance(leaf, Tensor) and not torch.equal(leaf, same):
+            raise ValueError("a record's values depend on its place in the batch.")
