@@ -14,6 +14,7 @@ from dpexp.privacy import muted_logging, refusals
 from dpexp.privacy.distributed import Processes, disable_gradient_averaging, restore_strategy
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.physical_batch import largest_fitting_batch, public_record
+from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.privacy.sampling.loader import SealedSample
 from dpexp.privacy.state_checks import KEEPS_STATE, StateFound
 from dpexp.privacy.training import Loop, PrivateTraining
@@ -95,6 +96,11 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not self._released:
+            raise ConfigError(
+                f"round {self.rounds_done} released no average, because the optimizer did not step through Lightning's "
+                "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
+            )
         self._end_round()
         done = self.rounds_done >= self.plan.rounds
         if self.readings and self.readings.due(self.rounds_done):
@@ -146,7 +152,7 @@ class PrivacyCallback(PrivateTraining, pl.Callback):
                 return training_step(batch, *args, **kwargs)
             if not isinstance(batch, SealedSample):
                 raise ConfigError("training_step was called outside the plan's rounds; each call would be a release.")
-            loop = _TrainersLoop(trainer, pl_module, [*args], self._logged, self._validated)
+            loop = _TrainersLoop(self.plan, trainer, pl_module, [*args], self._logged, self._validated)
             convert = trainer.precision_plugin.convert_input
             self._sum_sample(
                 pl_module, lambda record: training_step(convert(record), *loop.args, **kwargs), loop, args[:1] == (0,)
@@ -165,9 +171,11 @@ class _TrainersLoop(Loop):
     """
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, args: list[Any], logged: set[str], validated: set[str]
-    ) -> None:
+        self, plan: PrivacyPlan, trainer: pl.Trainer, module: pl.LightningModule, args: list[Any],
+        logged: set[str], validated: set[str],
+    ) -> None:  # fmt: skip
         super().__init__(trainer.optimizers)
+        self._plan = plan
         self._trainer, self._module, self.args, self._names = trainer, module, args, (logged, validated)
         self._attributes: dict[str, Any] = {}
 
@@ -190,8 +198,7 @@ class _TrainersLoop(Loop):
         return public_record(self._trainer)
 
     def largest_fitting_batch(self, loss_of: LossOf) -> int | None:
-        privacy = next(c for c in self._trainer.callbacks if isinstance(c, PrivacyCallback))  # type: ignore[attr-defined]
-        return largest_fitting_batch(privacy.plan, self._module, loss_of, self._trainer)
+        return largest_fitting_batch(self._plan, self._module, loss_of, self._trainer)
 
     def after_dry_run(self, step_is_traced: bool) -> None:
         refusals.refuse_kept_losses(self._module, self._attributes, not step_is_traced)

@@ -103,6 +103,8 @@ class PrivateTraining:
         self.max_physical_batch_size = max_physical_batch_size
         self.compile, self.compiling = compile, ""  # the decision and its reason
         self.unsafe_diagnostics = unsafe_diagnostics
+        for length in pad_to or ():
+            positive_integer("data.pad_to", length)
         self.pad_to = pad_to
         self.estimates = MetricEstimates()
         self.signals = GradientSignal()
@@ -341,12 +343,7 @@ class PrivateTraining:
 
     def _end_round(self) -> None:
         """Counts a round, after the optimizer's step."""
-        assert self._rounds and self._engine
-        if not self._released:
-            raise ConfigError(
-                f"round {self.rounds_done} released no average, because the optimizer did not step through Lightning's "
-                "hooks; let optimizer_step call optimizer.step(closure), and use no other Trainer on the module."
-            )
+        assert self._rounds and self._engine and self._released
         if self.adaptive_state:
             self._metrics |= self.adaptive_state.record_and_update(
                 self._engine.current_plan, self._indicators, self.rounds_done + 1, self.estimates.history
