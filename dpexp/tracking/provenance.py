@@ -1,4 +1,4 @@
-"""What is told of a run: its name, tags and parameters, and its provenance (versions, code, user, machine).
+"""The description of a run: its name, tags and parameters, and its provenance (versions, code, user, machine).
 
 Errors in finding the provenance never fail a job.
 """

@@ -12,7 +12,7 @@ from dpexp._torch_compat import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE
 from dpexp.privacy.gradients.recurrent import CELLS, Lstm
 
 _GATE_CLOSED = -1e4  # its sigmoid is 0
-# What may be asked of a packed sequence's tensors; other sizes are not those of the record alone.
+# Attributes of a packed sequence's tensors that are those of the record alone.
 _ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "is_cuda")} | {Tensor.dim}
 
 
