@@ -3,8 +3,9 @@
     python benchmarks/ordinary.py               # all, as a table
     python benchmarks/ordinary.py "VAE"         # those whose names begin so
 
-Each module trains twice, in a process of its own: plainly, then with a PrivacyCallback, on as many records a step. The
-price is the ratio of CPU times of a step, without the first ones.
+Each module trains in a process of its own: plainly, with a PrivacyCallback, and by Opacus, on as many records a step.
+A price is the ratio of CPU times of a step, without the first ones. "slow" says whether a training that costs more than
+2.5 times the plain one had said so before its first round.
 """
 
 import argparse
@@ -61,67 +62,133 @@ def case(name: str, source: str = "", changed: str = "") -> Callable:
 
 
 class Clock(pl.Callback):
-    """CPU seconds at the beginning of each step."""
+    """CPU seconds at the beginning of each step, and what was said before the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, caught: list[Any]) -> None:
         self.times: list[float] = []
+        self._caught, self.said_before = caught, 0
 
     def on_train_batch_start(self, *_: Any) -> None:
+        if not self.times:
+            self.said_before = len(self._caught)
         self.times.append(time.process_time())
 
-    @property
-    def step(self) -> float:
-        times = self.times[WARM_UP:]
-        return (times[-1] - times[0]) / (len(times) - 1)
+
+def seconds_a_step(times: list[float]) -> float:
+    return (times[-1] - times[WARM_UP]) / (len(times) - 1 - WARM_UP)
 
 
-def fit(one: Case, private: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
+def quiet(**options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def plainly(one: Case) -> dict[str, Any]:
     module, data, options = one.build()
-    clock, found = Clock(), {}
-    callbacks: list[pl.Callback] = [clock]
-    if private:
-        target = dpexp.Target(noise_multiplier=1.0)
-        sampling = dpexp.Sampling(sampling_rate=B / N, steps=STEPS)
-        plan = dpexp.make_plan(module, n=N, sampling=sampling, target=target)
-        path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
-        privacy = dpexp.PrivacyCallback(plan, path, noise_seed=1, compile=False)
-        callbacks.append(privacy)
-        begin = privacy.on_train_batch_end
+    clock = Clock([])
+    quiet(callbacks=[clock], max_steps=STEPS, max_epochs=-1).fit(module, DataLoader(data, B, shuffle=True, **options))
+    return {"step": seconds_a_step(clock.times)}
 
-        def seen(*args: Any) -> None:
-            found.update(mode=privacy._engine.mode, reason=privacy._engine.reason)
-            begin(*args)
 
-        privacy.on_train_batch_end = seen
-    steps = {"max_epochs": -1} if private else {"max_steps": STEPS}
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(callbacks=callbacks, accelerator="cpu", num_sanity_val_steps=0, **steps, **quiet)
-    trainer.fit(module, DataLoader(data, B, shuffle=True, **options))
-    return {"step": clock.step, "rounds": privacy.rounds_done if private else trainer.global_step, **found}
+def privately(one: Case) -> dict[str, Any]:
+    """Trains with a PrivacyCallback. A refusal is a ConfigError; any other exception is a crash."""
+    module, data, options = one.build()
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clock, start, privacy = Clock(caught), time.monotonic(), None
+        try:
+            target = dpexp.Target(noise_multiplier=1.0)
+            sampling = dpexp.Sampling(sampling_rate=B / N, steps=STEPS)
+            plan = dpexp.make_plan(module, n=N, sampling=sampling, target=target)
+            path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
+            privacy = dpexp.PrivacyCallback(plan, path, noise_seed=1, compile=False)
+            end = privacy.on_train_batch_end
+
+            def seen(*args: Any) -> None:
+                found.update(mode=privacy._engine.mode, reason=privacy._engine.reason)
+                end(*args)
+
+            privacy.on_train_batch_end = seen
+            loader = DataLoader(data, B, shuffle=True, **options)
+            quiet(callbacks=[clock, privacy], max_epochs=-1).fit(module, loader)
+            found |= {"step": seconds_a_step(clock.times), "job": time.monotonic() - start}
+        except Exception as error:  # the table says which
+            kind = "refused" if isinstance(error, dpexp.ConfigError) else "crashed"
+            rounds = privacy.rounds_done if privacy else 0
+            found |= {"mode": kind, "error": f"{type(error).__name__}: {error}", "rounds": rounds}
+            if "-v" in sys.argv:
+                raise
+    said = [str(w.message) for w in caught if w.category is UserWarning and "dpexp" in w.filename]
+    return found | {"said": said, "before": len(said) > 0 and clock.said_before > 0}
+
+
+def by_opacus(one: Case) -> dict[str, Any]:
+    """The quicker of Opacus' ways with the same step: hooks, or functorch."""
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    found: dict[str, Any] = {}
+    for way in ("hooks", "functorch"):
+        try:
+            module, data, options = one.build()
+            module.log = module.log_dict = lambda *_, **__: None
+            optimizer = module.configure_optimizers()
+            optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
+            while isinstance(optimizer, list | tuple):
+                optimizer = optimizer[0]
+            module.train()
+            wrapped = GradSampleModule(module, force_functorch=way == "functorch", strict=True)
+            optimizer = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=B)
+            times: list[float] = []
+            while len(times) <= STEPS:
+                for k, batch in enumerate(DataLoader(data, B, shuffle=True, drop_last=True, **options)):
+                    times.append(time.process_time())
+                    loss = wrapped._module.training_step(batch, k)
+                    (loss["loss"] if isinstance(loss, dict) else loss).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found["step"] = min(found.get("step", float("inf")), seconds_a_step(times))
+        except Exception as error:
+            found[way] = f"{type(error).__name__}: {error}".splitlines()[0][:150]
+            if "-v" in sys.argv:
+                print(way, found[way], file=sys.stderr)
+    return found
 
 
 def run(name: str) -> dict[str, Any]:
-    """Trains one module plainly and privately."""
+    """Trains one module plainly, privately and by Opacus."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    result: dict[str, Any] = {}
-    for way in ("plain", "private"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                result[way] = fit(CASES[name], way == "private")
-            except Exception as error:  # the table says which
-                result[way] = {"error": f"{type(error).__name__}: {error}"}
-                if "-v" in sys.argv:
-                    raise
-        result[way]["warnings"] = [str(w.message)[:300] for w in caught if "dpexp" in w.filename]
-    return result
+    found = {}
+    for way in (plainly, privately, by_opacus):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found[way.__name__] = way(CASES[name])
+    return found
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """A line of the table: what was changed, how the rounds ran, and at what price."""
+    plain, private, opacus = found["plainly"], found["privately"], found["by_opacus"]
+
+    def ratio(a: dict[str, Any], b: dict[str, Any]) -> str:
+        return f"{a['step'] / b['step']:.2f}" if "step" in a and "step" in b else "–"
+
+    job = f"{private['job']:.1f}" if "job" in private else "–"
+    said = private.get("error") or private.get("reason") or ""
+    if private.get("rounds"):
+        said = f"after {private['rounds']} rounds: {said}"
+    slow = "step" in private and private["step"] > 2.5 * plain["step"]
+    told = ("said before" if private["before"] else "NOT SAID") if slow else ""
+    cells = [
+        name, CASES[name].source, CASES[name].changed, private.get("mode", "?"), ratio(private, plain),
+        ratio(private, opacus), job, told, said.replace("|", "/").replace("\n", " ")[:300],
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
@@ -137,14 +204,14 @@ if __name__ == "__main__":
     if arguments.one:
         print(json.dumps(run(arguments.names[0])))
         raise SystemExit
+    print("| module | structure of | changed | mode | CPU over plain | over Opacus | job, s | slow | reason |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in [name for name in CASES if name.startswith(tuple(arguments.names))]:
         call = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True)
-        try:
-            got = json.loads(call.stdout.splitlines()[-1])
-        except Exception:
-            got = {"plain": {"error": call.stderr[-300:]}, "private": {}}
-        plain, private = got["plain"], got["private"]
-        price = f"{private['step'] / plain['step']:.2f}" if "step" in private and "step" in plain else "–"
-        note = plain.get("error") or private.get("error") or private.get("reason") or ""
-        mode, said = private.get("mode", "refused"), "; ".join(private.get("warnings", []))[:400]
-        print(f"| {name} | {CASES[name].source} | {mode} | {price} | {note[:400]} | {said} |", flush=True)
+        if call.returncode:
+            print(
+                f"| {name} | {CASES[name].source} | | FAILED: {call.stderr.strip().splitlines()[-1][:200]} |",
+                flush=True,
+            )
+        else:
+            print(row(name, json.loads(call.stdout.splitlines()[-1])), flush=True)

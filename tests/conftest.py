@@ -1,5 +1,6 @@
 """What every test may use."""
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: the tests' processes share the cores
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked job would wait for its parent's threads
 
 import pytest
 
@@ -109,6 +111,7 @@ class Forked(multiprocessing.get_context("fork").Process):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
+        faulthandler.dump_traceback_later(300, exit=True, file=sys.stderr)  # a job that hangs shows where
         folder, sys.argv, before = self._job
         os.chdir(folder)
         before()

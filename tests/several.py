@@ -1,5 +1,6 @@
 """Fits in several processes at once. Starting processes takes seconds, so each start runs several fits."""
 
+import faulthandler
 import os
 import socket
 import warnings
@@ -203,4 +204,5 @@ def _process(rank, what, count, folder, port, arguments):
         "MASTER_PORT": str(port),
     }  # fmt: skip
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(300, exit=True)
     what(rank, count, folder, *arguments)

@@ -185,7 +185,8 @@ def run_rdp(ledger: Ledger) -> Array:
     for release in counts:
         if release.policy not in ("poisson", "laplace"):
             raise ConfigError(f"sampling={release.policy} has no bound for private selection; choose sampling=poisson.")
-    z, q = np.array([release.z for release in counts]), np.array([release.q for release in counts])
+    z = np.array([release.z for release in counts])
+    q = np.array([release.q if release.z >= MIN_AMPLIFIED_Z else 1.0 for release in counts])
     times = np.array(list(counts.values()), dtype=float)
     laplace = np.array([release.policy == "laplace" for release in counts])
     return np.array([float(times @ moments_of(z, q, order, laplace)) / (order - 1) for order in ORDERS])

@@ -158,6 +158,12 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
         section = str(cause.full_key).rpartition(".")[0]
         known = [str(key) for key in cause.parent_node]
         advice = f" To add one that its _target_ takes, write +{cause.full_key}." if "_target_" in known else ""
+        if section == "trainer":
+            from dpexp.commands.trainer import REFUSED  # slow to import
+
+            if cause.key in REFUSED:
+                return f"{cause.full_key} cannot be honoured: {REFUSED[cause.key]}."
+            advice = f" For an option of Lightning's Trainer, write +{cause.full_key}."
         where = f"{section} has" if section else "there is"
         return f"{cause.full_key}: {where} no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")

@@ -65,6 +65,7 @@ class Private(PrivateTraining):
         self.model, self.optimizer = model, optimizer
         self._loop = Loop([optimizer])
         self._code: Any = None  # of the first round's loss_of
+        self._sample: SealedSample | None = None  # the present one, until its step
 
     def rounds(
         self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
@@ -89,10 +90,12 @@ class Private(PrivateTraining):
                 assert self._rounds
                 for sample in self._rounds:
                     self._begin_round()
+                    self._sample = sample
                     yield sample
-                    if not self._released:
+                    if self._sample is not None:
                         raise ConfigError(f"round {self.rounds_done + 1} ended without private.step(loss_of, sample).")
         finally:
+            self._sample = None
             self._close()
 
     def step(self, loss_of: Callable[[nn.Module, Any], Tensor], sample: SealedSample) -> None:
@@ -102,7 +105,7 @@ class Private(PrivateTraining):
             loss_of: the loss of one record, from the model and the record as a batch of one.
             sample: the present one of `rounds`.
         """
-        if not isinstance(sample, SealedSample) or int(sample.round) != self.rounds_done:
+        if self._sample is None or sample is not self._sample:
             raise ConfigError("private.step takes the present sample of private.rounds.")
         code = _code(loss_of)
         if self._code is None:
@@ -117,6 +120,7 @@ class Private(PrivateTraining):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._end_round()
+        self._sample = None
 
     def epsilon(self, delta: float | None = None) -> float:
         """The ε spent so far, at `delta` or the one that was given at first."""

@@ -291,10 +291,11 @@ def set_view(client: MlflowClient, experiment_id: str) -> None:
 
 
 def address(uri: str, experiment_id: str) -> str:
-    """The address of the list of runs, for a local store with the command that serves it.
+    """The address of the list of runs, without a password, for a local store with the command that serves it.
 
     The address of the experiment itself opens a page for traces.
     """
+    uri = without_passwords(uri)
     page = f"#/experiments/{experiment_id}/runs?viewStateShareKey={VIEW}"
     if uri.startswith(("http://", "https://")):
         return f"{uri.rstrip('/')}/{page}"

@@ -83,6 +83,8 @@ def test_refused_options_are_named_with_what_has_their_place(dpexp_job, tmp_path
 
 
 def test_options_that_lightning_does_not_have_are_refused(dpexp_job):
+    with pytest.raises(SystemExit, match=r"trainer\.max_epochs cannot be honoured: .* give sampling\.steps"):
+        dpexp_job(*QUICK, "trainer.max_epochs=1")
     with pytest.raises(SystemExit, match=r"trainer\.speed=9 is no option of Lightning's Trainer"):
         dpexp_job(*QUICK, "+trainer.speed=9")
 

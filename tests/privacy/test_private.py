@@ -120,6 +120,18 @@ def twice(loop):
         loop.private.step(loss_of, sample)
 
 
+def late(loop):
+    for sample in loop.private.rounds(records()):
+        loop.private.step(loss_of, sample)
+    loop.private.step(loss_of, sample)
+
+
+def of_another(loop):
+    other = Loop(loop.private.ledger_path.with_name("other.jsonl"))
+    for sample, _ in zip(other.private.rounds(records()), loop.private.rounds(records()), strict=True):
+        loop.private.step(loss_of, sample)
+
+
 def never(loop):
     list(loop.private.rounds(records()))
 
@@ -170,6 +182,8 @@ def streamed(loop):
     ("mistake", "words"),
     [
         (twice, "takes the present sample"),
+        (late, "takes the present sample"),
+        (of_another, "takes the present sample"),
         (never, "round 1 ended without private.step"),
         (another_optimizer, "not among the module's own"),
         (batch_norm, "mixes the records of a batch"),
