@@ -1,13 +1,11 @@
 """What every test may use."""
 
-import faulthandler
 import json
 import multiprocessing
 import os
 import signal
 import sqlite3
 import sys
-import time
 import warnings
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -111,7 +109,6 @@ class Forked(multiprocessing.get_context("fork").Process):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.stdout = sys.stderr = self.printed.open("w", buffering=1)
-        faulthandler.dump_traceback_later(300, exit=True, file=sys.stderr)  # a job that hangs shows where
         folder, sys.argv, before = self._job
         os.chdir(folder)
         before()
@@ -123,13 +120,10 @@ class Forked(multiprocessing.get_context("fork").Process):
 
     def ended(self) -> str:
         """What it has printed when it has ended."""
+        self.join(300)
+        self.send_signal(signal.SIGABRT)  # a job that hangs shows where
         self.join()
         return self.printed.read_text()
-
-    def until(self, condition):
-        while not condition():
-            assert self.is_alive(), self.printed.read_text()
-            time.sleep(0.02)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import signal
 import pytest
 import pytorch_lightning as pl
 import torch
+from conftest import signal_after
 from filelock import FileLock
 from mlflow import MlflowClient
 from safetensors import safe_open
@@ -184,10 +185,7 @@ LONG = ("privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=150", 
 
 def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forked, tmp_path):
     folder = tmp_path / "job"
-    job = forked(*LONG, f"hydra.run.dir={folder}")
-    job.until((folder / "last.ckpt").exists)
-    job.send_signal(signal.SIGKILL)
-    job.ended()
+    forked(*LONG, f"hydra.run.dir={folder}", before=signal_after(5, signal.SIGKILL)).ended()
     assert not (folder / "result.json").exists()
     before = (folder / "ledger.jsonl").read_bytes()
     dpexp_job("resume", str(folder))

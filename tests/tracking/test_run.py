@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import signal_after
 from mlflow import MlflowClient
 
 import dpexp
@@ -152,21 +153,16 @@ def test_an_interrupted_run_whose_ledger_could_not_be_closed_says_so(tmp_path, c
     assert not recwarn
 
 
-ENDLESS = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.num_evaluations=0")
-
-
-def rounds_in(folder):
-    return [path for path in folder.glob("outputs/*/*/ledger.jsonl") if path.read_bytes().count(b"\n") > 20]
+ENDLESS = ("model=logistic", "sampling.steps=1000000", "privacy.noise_multiplier=20", "trainer.num_evaluations=0",
+           "trainer.compile=false")  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(forked, tmp_path, number):
-    job = forked(*ENDLESS)
-    job.until(lambda: rounds_in(tmp_path))
-    job.send_signal(number)
+    job = forked(*ENDLESS, before=signal_after(20, number))
     printed = job.ended()
     assert job.exitcode == 128 + number, printed[-2000:]
-    (ledger,) = rounds_in(tmp_path)
+    (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
     found, run = ledger_so_far(ledger), only_run(tmp_path)
     assert len(found) >= 19 and not found.incomplete and run.info.status == "KILLED"
     assert {"ledger.jsonl", "epsilon.png"} <= artifacts(tmp_path, run)
@@ -175,11 +171,9 @@ def test_a_run_that_is_interrupted_is_killed_and_keeps_a_valid_ledger(forked, tm
 
 
 def test_of_sigkill_the_next_run_in_the_store_tells(forked, dpexp_job, tmp_path):
-    job = forked(*ENDLESS)
-    job.until(lambda: rounds_in(tmp_path))
-    job.send_signal(signal.SIGKILL)
+    job = forked(*ENDLESS, before=signal_after(20, signal.SIGKILL))
     job.ended()
-    (ledger,) = rounds_in(tmp_path)
+    (ledger,) = tmp_path.glob("outputs/*/*/ledger.jsonl")
     assert job.exitcode == -signal.SIGKILL and ledger_so_far(ledger).incomplete
     assert only_run(tmp_path).info.status == "RUNNING"
     dpexp_job(*QUICK)
