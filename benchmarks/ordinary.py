@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 
 import dpexp
 
-B, N, STEPS, WARM_UP = 32, 512, 30, 10
-PAGES = ("steps",)
+B, N, STEPS = 32, 512, 60
+PAGES = ("images", "tables", "sequences", "text", "steps")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Clock(pl.Callback):
 
 
 def seconds_a_step(times: list[float]) -> float:
-    return (times[-1] - times[WARM_UP]) / (len(times) - 1 - WARM_UP)
+    """Without the first third, in which shapes are seen for the first time."""
+    first = len(times) // 3
+    return (times[-1] - times[first]) / (len(times) - 1 - first)
 
 
 def quiet(**options: Any) -> pl.Trainer:
