@@ -25,7 +25,7 @@ def _():
         def __init__(self, sizes=(784, 64, 128, 64, 10)):
             super().__init__()
             layers = []
-            for a, b in itertools.pairwise(sizes):
+            for a, b in pairwise(sizes[:-1]):
                 layers += [nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()]
             self.model = nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
