@@ -1,7 +1,6 @@
 """Images: classifiers, autoencoders, generative models, distillation, contrastive learning."""
 
 import copy
-import itertools
 import math
 from functools import partial
 from itertools import pairwise
