@@ -16,4 +16,5 @@ def test_an_old_ledger_costs_what_it_did(name):
     ledger = dpexp.read_ledger(LEDGERS / f"{name}.jsonl")
     said = dict(COSTS[name])
     assert (ledger.training_rounds, ledger.unit) == (said.pop("rounds"), said.pop("unit"))
-    assert {accountant: dpexp.epsilon(ledger, 1e-5, accountant) for accountant in said} == said
+    found = {accountant: dpexp.epsilon(ledger, 1e-5, accountant) for accountant in said}
+    assert found == pytest.approx(said, rel=1e-13)  # exp and FFT differ in their last bits between processors
