@@ -11,6 +11,7 @@ from ordinary import N, case
 from steps import Base, Rows
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
 
 
 class Images(Rows):
@@ -189,6 +190,12 @@ def _():
             loss = self._get_reconstruction_loss(batch)
             self.log("train_loss", loss)
             return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self._get_reconstruction_loss(batch))
+
+        def val_dataloader(self):
+            return DataLoader(Subset(Images(3, 32), range(64)), 32)
 
     return Autoencoder(), Images(3, 32), {}
 

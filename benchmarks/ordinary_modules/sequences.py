@@ -11,6 +11,7 @@ from steps import WORDS, Base, Rows, Text, pad_fixed
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Subset
 
 T = 24
 
@@ -623,7 +624,7 @@ def _():
             self.post, self.output_layer = GatedResidual(d, d), nn.Linear(d, 7)
             self.quantiles = [0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98]
 
-        def training_step(self, batch, batch_idx):
+        def loss_of(self, batch):
             x, y = batch
             static = self.static(y)
             inputs = torch.stack([layer(x[..., i : i + 1]) for i, layer in enumerate(self.prescalers)], dim=-2)
@@ -641,14 +642,23 @@ def _():
             for i, q in enumerate(self.quantiles):
                 errors = target - y_pred[..., i]
                 losses.append(torch.max((q - 1) * errors, q * errors).unsqueeze(-1))
-            loss = torch.cat(losses, dim=2).mean()
-            self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
+            return torch.cat(losses, dim=2).mean()
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss_of(batch)
+            self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(batch[0]))
             return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.loss_of(batch))
+
+        def val_dataloader(self):
+            return DataLoader(Subset(Rows(24, 4, classes=10), range(64)), 32)
 
         def configure_optimizers(self):
             optimizer = torch.optim.Adam(self.parameters(), lr=3e-2)
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=4)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
     return Tft(), Rows(24, 4, classes=10), {}
 
