@@ -4,8 +4,8 @@
     python benchmarks/ordinary.py "VAE"         # those whose names begin so
 
 Each module trains in a process of its own: plainly, with a PrivacyCallback, and by Opacus, on as many records a step.
-A price is the ratio of CPU times of a step in the second half of 150 rounds. "slow" says whether a training that costs more than
-2.5 times the plain one had said so before its first round.
+A price is the ratio of CPU times of a step in the second half of 150 rounds. "slow" says whether a training that costs
+more than 2.5 times the plain one had said so before its first round.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 import dpexp
 
 B, N, STEPS = 32, 512, 150
-PAGES = ("images", "tables", "sequences", "text", "steps")
+PAGES = ("images_tables", "tables", "sequences", "sequences_text", "text", "steps")
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ def explain(error: BaseException) -> str:
 
 _LIBRARIES = tuple(f"{Path(package.__file__).parent}/" for package in (torch, dpexp))  # type: ignore[arg-type]
 _CHECKPOINT = str(Path("torch", "utils", "checkpoint.py"))
+CONSTANT_WRITTEN = r"vmap: (inplace|index_put_\(self)|doesn't match the broadcast shape"
 _ADVICE = (  # pattern in the message, what to say; {} is the message itself
     (
         "checkpointing: .*setup_context",
@@ -144,7 +145,7 @@ _ADVICE = (  # pattern in the message, what to say; {} is the message itself
         "a shape depends on a record's data. Keep the shape and weight with a mask: torch.where(mask, x, 0), x * mask.",
     ),
     (
-        "vmap: inplace|doesn't match the broadcast shape",
+        CONSTANT_WRITTEN,
         "a tensor that is the same for all records is written to. Create it from a record's tensor, as "
         "x.new_zeros(...) does, or use torch.cat, torch.stack or torch.where.",
     ),
@@ -153,6 +154,10 @@ _ADVICE = (  # pattern in the message, what to say; {} is the message itself
         "PyTorch itself reads a record's value. Keep it a tensor: torch.where(condition, a, b).",
     ),
     ("depends on a record's data", "{}. Keep it a tensor: torch.where(condition, a, b), a product instead of .item()."),
+    (
+        "different to the input size|Target size .* must be the same",
+        "{}. A record is a batch of one, whose dimension squeeze() removes, too. Write squeeze(-1).",
+    ),
     ("data pointer|numpy", "NumPy cannot process records separately. Use functions of torch."),
     ("Python's or NumPy's generator", "{}. Use torch's generator, as torch.rand does."),
     ("setup_context", "a torch.autograd.Function has no setup_context. Add it, and generate_vmap_rule = True."),

@@ -1,5 +1,6 @@
 """Intercepts every torch function whose arguments include a trainable parameter, under vmap over records."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from dpexp.privacy.gradients.batched_functions import (
     attention,
     ctc_loss,
 )
-from dpexp.privacy.gradients.branches import DATA_READS, HiddenGradFn, read_value
+from dpexp.privacy.gradients.branches import CONSTANT_WRITTEN, DATA_READS, HiddenGradFn, read_value
 from dpexp.privacy.gradients.derived_parameters import DerivedParameters, unbatched_fully
 from dpexp.privacy.gradients.inner_gradients import CopiesNeeded, gradient, is_inner, require_gradient
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, outer_products
@@ -49,6 +50,10 @@ from dpexp.privacy.gradients.torch_functions import (
 )
 
 
+class ConstantWritten(RuntimeError):
+    """A record's values are written to a tensor that is the same for all records."""
+
+
 class Interceptor(MixingRefused):
     """While active, no gradient reaches a parameter; the backward pass records per-example gradients instead.
 
@@ -57,19 +62,26 @@ class Interceptor(MixingRefused):
             batched and receives gradients.
         record: is called in the backward pass with a parameter and its per-example gradients by one use.
         copies: use no layer rules, but a copy of the parameters per record, so that gradients can be differentiated.
+        own_constants: what the step creates by torch.zeros and the like, each record has for itself, to write to.
 
     Attributes:
         in_range: for each call with indices, whether all were in range (0-d, of each record).
     """
 
     def __init__(
-        self, derived: DerivedParameters, anchor: Tensor, record: RecordGradient, copies: bool = False
+        self,
+        derived: DerivedParameters,
+        anchor: Tensor,
+        record: RecordGradient,
+        copies: bool = False,
+        own_constants: bool = False,
     ) -> None:
         super().__init__()
         self._derived = derived
         self.anchor = anchor
         self.record = record
         self._all_copied = copies
+        self._own_constants = own_constants
         self._packed: PackedSequences | None = None
         self._copies: dict[int, Tensor] = {}
         self._watched: list[tuple[Tensor, int]] = []
@@ -83,6 +95,8 @@ class Interceptor(MixingRefused):
             return self._intercept(func, types, args, kwargs, leaves_of((args, kwargs) if kwargs else args))
         except Exception as error:
             self.error = error
+            if not self._own_constants and re.search(CONSTANT_WRITTEN, str(error)):
+                raise ConstantWritten(str(error)) from error
             raise
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, leaves: list[Any]) -> Any:
@@ -122,9 +136,12 @@ class Interceptor(MixingRefused):
             if kwargs.get("create_graph", (*args, *[False] * 5)[4]) and not self._all_copied:
                 raise CopiesNeeded("a gradient is differentiated again.")
             return gradient(level_of(self.anchor), *args, **kwargs)
-        if func is torch.empty and not kwargs.get("requires_grad"):
+        if func is torch.empty or self._own_constants and func in _CONSTANTS:
             one, records = func(*args, **kwargs), len(unbatched_fully(self.anchor))
-            return batched(filled(one.new_empty(records, *one.shape)), 0, level_of(self.anchor))
+            if not (one.requires_grad or is_batched(one)):
+                one = filled(one) if func is torch.empty else one
+                return batched(one.expand(records, *one.shape).clone(), 0, level_of(self.anchor))
+            return one
         if func in _BACKWARD:
             raise RuntimeError(f"{func.__name__} inside training_step needs a backward pass for each record.")
         if func is Tensor.__setitem__ and _fills_where_true(*args):
@@ -355,9 +372,13 @@ def _generator(func: Any, args: tuple, kwargs: dict) -> torch.Generator | None:
     return next((value for value in arguments if isinstance(value, torch.Generator)), None)
 
 
+_CONSTANTS = {
+    torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_zeros,
+    Tensor.new_ones, Tensor.new_full,
+}  # fmt: skip
 _SPECIAL: set[Any] = {
     *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD, *CELLS,
-    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, F.ctc_loss,
+    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, F.ctc_loss,
     *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_WRONG_UNDER_VMAP,
     *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip

@@ -20,7 +20,7 @@ from dpexp.errors import ConfigError, RecordError, words_of
 from dpexp.privacy.gradients.chunk import Chunk, LossOf, copied
 from dpexp.privacy.gradients.derived_parameters import DerivedParameters
 from dpexp.privacy.gradients.inner_gradients import CopiesNeeded
-from dpexp.privacy.gradients.interception import Interceptor
+from dpexp.privacy.gradients.interception import ConstantWritten, Interceptor
 from dpexp.privacy.gradients.layer_gradients import DenseGradient, LayerGradient, merge
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.torch_functions import MixingRefused, custom_vmap_rules_refused
@@ -46,7 +46,7 @@ def loss_of_step(step: Callable[[], Any]) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise RecordError(f"training_step must return a loss for every record; it returned a {type(loss).__name__}.")
-    return loss
+    return loss.reshape(()) if loss.numel() == 1 else loss
 
 
 @dataclass
@@ -71,7 +71,7 @@ class VmapPass:
         self._module = module
         self._parameters = parameters
         self._values = values
-        self._copies = False
+        self._copies, self._own_constants = False, False
 
     def __call__(self, chunk: Chunk) -> ChunkGradients:
         """
@@ -82,7 +82,9 @@ class VmapPass:
             return self._gradients(chunk)
         except CopiesNeeded:
             self._copies = True
-            return self._gradients(chunk)
+        except ConstantWritten:
+            self._own_constants = True
+        return self(chunk)
 
     def _gradients(self, chunk: Chunk) -> ChunkGradients:
         size = chunk.size
@@ -98,7 +100,7 @@ class VmapPass:
         seed = torch.default_generator.initial_seed()
 
         def loss_of_one(anchor: Tensor, *leaves: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            interceptor = Interceptor(derived, anchor, record, self._copies)
+            interceptor = Interceptor(derived, anchor, record, self._copies, self._own_constants)
             hooks = torch.autograd.graph.disable_saved_tensors_hooks(
                 "hooks on saved tensors would see those of all records."
             )
