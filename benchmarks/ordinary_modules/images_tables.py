@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     StepLR,
 )
+from torch.utils.data import DataLoader, Subset
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification.accuracy import Accuracy
 
@@ -106,13 +107,26 @@ def _():
             self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
             return loss
 
+        def validation_step(self, batch, batch_idx):
+            loss, preds, targets = self.model_step(batch)
+            self.val_loss(loss)
+            self.val_acc(preds, targets)
+            self.log("val/loss", self.val_loss, on_step=False, on_epoch=True, prog_bar=True)
+            self.log("val/acc", self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+
+        def on_validation_epoch_end(self):
+            self.val_acc_best(self.val_acc.compute())
+            self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
+
+        def val_dataloader(self):
+            return DataLoader(Subset(Images(), range(64)), 32)
+
         def configure_optimizers(self):
             optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
             if self.hparams.scheduler is None:
                 return {"optimizer": optimizer}
             scheduler = self.hparams.scheduler(optimizer=optimizer)
-            # There it watches val/loss; here is no validation.
-            schedule = {"scheduler": scheduler, "monitor": "train/loss", "interval": "epoch", "frequency": 1}
+            schedule = {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     plateau = partial(ReduceLROnPlateau, mode="min", factor=0.1, patience=10)
@@ -231,11 +245,16 @@ def _():
             self.log("train_loss", loss)
             return loss
 
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.error(batch))
+
+        def val_dataloader(self):
+            return DataLoader(Subset(Images(3, 32, centred), range(64)), 32)
+
         def configure_optimizers(self):
             optimizer = Adam(self.parameters(), lr=1e-3)
             scheduler = ReduceLROnPlateau(optimizer, mode="min", factor=0.2, patience=20, min_lr=5e-5)
-            # There it watches val_loss; here is no validation.
-            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "train_loss"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
 
     return Reconstruct(), Images(3, 32, centred), {}
 
@@ -886,11 +905,19 @@ def _():
             self.log("train loss", loss)
             return loss
 
+        def validation_step(self, batch, batch_idx):
+            masks = F.one_hot(batch["mask"].long(), 2).permute(0, 3, 1, 2).float()
+            scores = self.model(batch["image"])
+            guess = F.one_hot(scores.argmax(dim=1), 2).permute(0, 3, 1, 2).float()
+            self.log("validation Dice", dice_coeff(guess[:, 1:], masks[:, 1:], whole_batch=False))
+
+        def val_dataloader(self):
+            return DataLoader(Subset(Masks(3, 32), range(64)), 32)
+
         def configure_optimizers(self):
             optimizer = RMSprop(self.parameters(), lr=1e-5, weight_decay=1e-8, momentum=0.999, foreach=True)
-            # There it watches the Dice score of a validation; here is none.
-            scheduler = ReduceLROnPlateau(optimizer, "min", patience=5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train loss"}}
+            scheduler = ReduceLROnPlateau(optimizer, "max", patience=5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation Dice"}}
 
     class Masks(Images):
         def __getitem__(self, i):

@@ -187,6 +187,13 @@ def ctc_loss(
     return losses.sum() if reduction == "sum" else losses, in_range
 
 
+def binary_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """F.binary_cross_entropy, and whether all entries were in [0, 1], without which it raises an error."""
+    valid = [(of >= 0) & (of <= 1) for of in (input, target)]
+    input, target = (torch.where(ok, of, 0.5) for ok, of in zip(valid, (input, target), strict=True))
+    return F.binary_cross_entropy(input, target, *args, **kwargs), valid[0].all() & valid[1].all()
+
+
 class _CtcLoss(BatchedFunction):
     """The CTC losses [N] of all records."""
 

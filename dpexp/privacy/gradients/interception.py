@@ -25,6 +25,7 @@ from dpexp.privacy.gradients.batched_functions import (
     PerRecordCopy,
     RecordGradient,
     attention,
+    binary_cross_entropy,
     ctc_loss,
 )
 from dpexp.privacy.gradients.branches import CONSTANT_WRITTEN, DATA_READS, HiddenGradFn, read_value
@@ -182,6 +183,10 @@ class Interceptor(MixingRefused):
         if known is F.ctc_loss and (found := ctc_loss(*args, **kwargs)) is not None:
             self.in_range.append(found[1])
             return found[0]
+        if known is F.binary_cross_entropy:
+            loss, in_range = binary_cross_entropy(*self.with_copies(args), **self.with_copies(kwargs))
+            self.in_range.append(in_range)
+            return loss
         if known is F.scaled_dot_product_attention and not self._all_copied:
             return attention(*self.with_copies(args), **self.with_copies(kwargs))
         call_checked = super().__torch_function__
@@ -378,7 +383,7 @@ _CONSTANTS = {
 }  # fmt: skip
 _SPECIAL: set[Any] = {
     *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD, *CELLS,
-    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, F.ctc_loss,
+    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, F.ctc_loss, F.binary_cross_entropy,
     *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_WRONG_UNDER_VMAP,
     *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip

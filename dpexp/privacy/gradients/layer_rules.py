@@ -142,7 +142,9 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> LayerCall | None:
-    """Only for bags of equal length, [bags, length]."""
+    """Only for bags of equal length, [bags, length], and for one bag with its offset."""
+    if input.dim() == 1 and offsets is not None and offsets.shape == (1,) and not include_last_offset:
+        input, offsets = input[None], None
     if input.dim() != 2 or max_norm is not None or scale_grad_by_freq or mode == "max":
         return None
     if offsets is not None or per_sample_weights is not None:
