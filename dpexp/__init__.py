@@ -24,6 +24,7 @@ _NAMES = {
     "dpexp.privacy.callback": "PrivacyCallback",
     "dpexp.privacy.private": "Private",
     "dpexp.privacy.private_metrics": "release weigh",
+    "dpexp.privacy.normalization": "GroupNormalization FrozenBatchNorm PrivateBatchNorm",
     "dpexp.training.classifier": "Classifier views",
     "dpexp.accounting.ledger": "Ledger read_ledger",
     "dpexp.accounting.accountants": "delta epsilon",

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from ordinary import N, case
+from ordinary import GROUP_NORM, N, case
 from torch import einsum, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop
@@ -63,7 +63,7 @@ def centred(x):
     return (x - 0.5) / 0.5
 
 
-@case("MNIST, hydra template", "ashleve/lightning-hydra-template src/models/mnist_module.py")
+@case("MNIST, hydra template", "ashleve/lightning-hydra-template src/models/mnist_module.py", GROUP_NORM)
 def _():
     class Dense(nn.Module):
         def __init__(self, sizes=(784, 64, 128, 64, 10)):
@@ -493,7 +493,7 @@ class ResNet18(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-@case("SimCLR", "Lightning-AI/tutorials course_UvA-DL/13-contrastive-learning")
+@case("SimCLR", "Lightning-AI/tutorials course_UvA-DL/13-contrastive-learning", GROUP_NORM)
 def _():
     class Views:
         def __init__(self, transform, n=2):
@@ -585,7 +585,7 @@ def _():
     return Logistic(4, 3, l1=0.01, lr=0.01), Flowers(4, [2], classes=3), {}
 
 
-@case("GAN, manual optimization", "Lightning-AI/tutorials lightning_examples/basic-gan")
+@case("GAN, manual optimization", "Lightning-AI/tutorials lightning_examples/basic-gan", GROUP_NORM)
 def _():
     class Generator(nn.Module):
         def __init__(self, latent, shape, widths=(16, 32, 64, 128)):
@@ -767,7 +767,7 @@ def _():
     return Resolve(), Crops(1, 32), {}
 
 
-@case("Siamese network", "pytorch/examples siamese_network")
+@case("Siamese network", "pytorch/examples siamese_network", GROUP_NORM)
 def _():
     class Siamese(nn.Module):
         def __init__(self):
@@ -825,7 +825,7 @@ def _():
     return Matcher(), Pairs(), {}
 
 
-@case("U-Net, Dice and cross entropy", "milesial/Pytorch-UNet")
+@case("U-Net, Dice and cross entropy", "milesial/Pytorch-UNet", GROUP_NORM)
 def _():
     def twice(a, b, middle=None):
         layers = []
@@ -926,7 +926,7 @@ def _():
     return Segment(UNet(3, 2)), Masks(3, 32), {}
 
 
-@case("ResNet, CIFAR10", "kuangliu/pytorch-cifar")
+@case("ResNet, CIFAR10", "kuangliu/pytorch-cifar", GROUP_NORM)
 def _():
     class Block(nn.Module):
         def __init__(self, a, b, stride):

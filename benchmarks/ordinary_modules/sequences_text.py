@@ -9,7 +9,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 import transformers
-from ordinary import N, case
+from ordinary import GROUP_NORM, N, case
 from peft import LoraConfig, get_peft_model
 from steps import WORDS, Base, Rows, Text, Tuned, bert, pad
 from torch import nn
@@ -867,7 +867,7 @@ def _():
     return Tft(), Sales(22, 3, classes=10), {"collate_fn": collate}
 
 
-@case("Informer, ProbSparse attention", "zhouhaoyi/Informer2020")
+@case("Informer, ProbSparse attention", "zhouhaoyi/Informer2020", GROUP_NORM)
 def _():
     class CausalMask:
         def __init__(self, b, length, device):

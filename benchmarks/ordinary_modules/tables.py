@@ -1,7 +1,7 @@
 """Tables, recommendations and fields: rows of numbers and categories, coordinates, graphs."""
 
 import torch
-from ordinary import N, case
+from ordinary import GROUP_NORM, N, case
 from steps import Base, Rows
 from torch import nn
 from torch.nn import functional as F
@@ -25,7 +25,7 @@ class Mixed:
         return self.numbers[i], self.categories[i], self.y[i]
 
 
-@case("category embedding, MLP", "manujosephv/pytorch_tabular")
+@case("category embedding, MLP", "manujosephv/pytorch_tabular", GROUP_NORM)
 def _():
     class Module(Base):
         def __init__(self):
@@ -51,7 +51,7 @@ def _():
     return Module(), Mixed(), {}
 
 
-@case("PointNet", "fxia22/pointnet.pytorch")
+@case("PointNet", "fxia22/pointnet.pytorch", GROUP_NORM)
 def _():
     class STN3d(nn.Module):
         def __init__(self):

@@ -115,14 +115,16 @@ class FrozenBatchNorm:
 class GroupNormalization:
     """Group normalization (Wu & He 2018) with the layers' scale and shift.
 
-    The number of groups is the largest divisor of the channels that is at most `groups`.
+    The number of groups is the largest divisor of the channels that is at most `groups`; of BatchNorm1d, whose channels
+    may have one value each, one that leaves at least 16 channels to a group, or one group.
     """
 
     groups: int = 32
 
     def __call__(self, module: nn.Module) -> nn.Module:
         def grouped(name: str, layer: BatchNorm) -> nn.Module:
-            groups = max(k for k in range(1, self.groups + 1) if layer.num_features % k == 0)
+            most = layer.num_features // 16 if isinstance(layer, nn.BatchNorm1d) else self.groups
+            groups = max(k for k in range(1, max(1, min(most, self.groups)) + 1) if layer.num_features % k == 0)
             new = nn.GroupNorm(groups, layer.num_features, layer.eps, layer.affine)
             new.weight, new.bias = layer.weight, layer.bias
             return new

@@ -278,6 +278,68 @@ def test_distributions_draw_for_each_record():
     assert len(losses.unique()) == B  # equal records, other draws
 
 
+def in_place(net, x):
+    total = torch.zeros(len(x), dtype=x.dtype)
+    total += net(x).sum(1)
+    return total.mean()
+
+
+def in_parts(net, x):
+    parts = net[0].weight.new_zeros(3, len(x), 2)
+    for k in range(3):
+        parts[k] = net(x * k)
+    return (parts**2).sum()
+
+
+def shuffled(net, x):
+    order = torch.tensor([2, 0, 1])
+    filled = torch.full((len(x), D, 1), 0.5, dtype=x.dtype)
+    filled[torch.arange(len(x))[:, None], order] = x[:, :, None]
+    return net(filled[..., 0]).sin().sum()
+
+
+def as_new(net, x):
+    return net(torch.tensor(x, dtype=torch.float64)).sin().sum()
+
+
+def channels_last(net, x):
+    image = x.view(len(x), 1, D, 1).to(memory_format=torch.channels_last)
+    return net(image.contiguous(memory_format=torch.channels_last).flatten(1)).sin().sum()
+
+
+def one_bag(net, x):
+    table = nn.functional.embedding_bag(torch.tensor([3, 1, 3]), net[2], torch.tensor([0]), mode="sum", sparse=True)
+    return (table * net(x)).sum()
+
+
+@pytest.mark.parametrize("step", [in_place, in_parts, shuffled, as_new, channels_last, one_bag])
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_idioms_of_training_steps(step):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.table = nn.Linear(D, 2).double(), nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
+
+        def __getitem__(self, k):
+            return self.first if k == 0 else self.table
+
+        def forward(self, x):
+            return self.first(x).tanh()
+
+    net = Net()
+    assert_gradients_equal(net, lambda batch: step(net, batch[0]), (torch.randn(B, D, dtype=torch.float64),))
+
+
+def test_a_probability_out_of_range_concerns_its_record_alone():
+    net = nn.Linear(D, 1).double()
+    x, y = torch.randn(B, D, dtype=torch.float64), torch.tensor([0.0, 1.0, 0.5, 2.0, torch.nan], dtype=torch.float64)
+    loss_of = lambda batch: F.binary_cross_entropy(net(batch[0])[:, 0].sigmoid(), batch[1], reduction="sum")  # noqa: E731
+    assert_gradients_equal(net, loss_of, (torch.cat([x[:3], x[:2]]), torch.cat([y[:3], y[:2]])))
+    values = Values({}, net.weight)
+    found = VmapPass(net, {**trainable(net)}, values)(Chunk.of(loss_of, (x[:, None], y[:, None]), B))
+    assert found.in_range.tolist() == [True, True, True, False, False] and found.losses.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["Mixtral"])
 def test_experts_of_transformers(name):
     transformers = pytest.importorskip("transformers")

@@ -147,6 +147,13 @@ def test_group_normalization_keeps_scale_and_shift():
     assert plan.groups[0].d == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("channels", "groups"), [(8, 1), (64, 4), (100, 5), (1024, 32)])
+def test_a_group_of_values_without_places_has_sixteen_channels(channels, groups):
+    """A group of one value is always 0, one of two is ±1."""
+    found = GroupNormalization()(nn.Sequential(nn.BatchNorm1d(channels)))[0]
+    assert found.num_groups == groups and found(torch.randn(1, channels)).unique().numel() > channels / 2
+
+
 def test_a_layer_used_twice_gives_the_mean(tmp_path):
     class Twice(nn.Module):
         def __init__(self):

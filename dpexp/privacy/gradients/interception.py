@@ -106,6 +106,8 @@ class Interceptor(MixingRefused):
             if safe is not None:
                 args, kwargs, in_range = safe
                 self.in_range.append(in_range)
+        if "memory_format" in kwargs:  # it concerns four dimensions, of all records' tensor five; values are the same
+            kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
         if func is PACK_PADDED_SEQUENCE and is_batched(args[1]):
             if self._all_copied:
                 raise RuntimeError("a gradient of a packed sequence is differentiated again, one record at a time.")
@@ -137,7 +139,10 @@ class Interceptor(MixingRefused):
             if kwargs.get("create_graph", (*args, *[False] * 5)[4]) and not self._all_copied:
                 raise CopiesNeeded("a gradient is differentiated again.")
             return gradient(level_of(self.anchor), *args, **kwargs)
-        if func is torch.empty or self._own_constants and func in _CONSTANTS:
+        if func is torch.tensor and isinstance(args[0], Tensor):
+            made = args[0].detach().clone().to(kwargs.get("device"), kwargs.get("dtype"))
+            return made.requires_grad_() if kwargs.get("requires_grad") else made
+        if func is torch.empty or (self._own_constants and func in _CONSTANTS):
             one, records = func(*args, **kwargs), len(unbatched_fully(self.anchor))
             if not (one.requires_grad or is_batched(one)):
                 one = filled(one) if func is torch.empty else one
@@ -383,7 +388,7 @@ _CONSTANTS = {
 }  # fmt: skip
 _SPECIAL: set[Any] = {
     *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD, *CELLS,
-    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, F.ctc_loss, F.binary_cross_entropy,
+    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, torch.tensor, F.ctc_loss, F.binary_cross_entropy,
     *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_WRONG_UNDER_VMAP,
     *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip

@@ -286,6 +286,11 @@ class RoundLoader:
         for t in range(self.sampler.completed, self.sampler.epoch_end()):
             yield SealedSample(torch.tensor(t))
 
+    @property
+    def dataset(self) -> Any:
+        """The training set, which hooks know as `trainer.train_dataloader.dataset`."""
+        return self._users_loader.dataset
+
     def examples(self) -> Iterator[RecordBatch | FailedRecord]:
         """Some records, whose shapes, dtypes and structure may be used."""
         tried = min(_EXAMPLES, self.sampler.size)
