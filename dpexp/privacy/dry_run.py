@@ -13,7 +13,7 @@ from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import explain
 from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, NoLoss, SyntheticRecords, copied
-from dpexp.privacy.gradients.per_example import python_random_states
+from dpexp.privacy.gradients.per_example import ONE_LOSS, python_random_states
 from dpexp.privacy.gradients.step import Step
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import spectral_norms_fixed
@@ -175,7 +175,10 @@ def _of_pairs(
             with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
                 before = torch.get_rng_state(), python_random_states()
                 try:
-                    losses.append(float(chunk.loss_of(tree_unflatten([*map(copied, batch.leaves)], chunk.structure))))
+                    loss = chunk.loss_of(tree_unflatten([*map(copied, batch.leaves)], chunk.structure))
+                    if loss.numel() > 1:
+                        raise ConfigError(f"model: {ONE_LOSS}")
+                    losses.append(float(loss))
                 except ConfigError:
                     raise
                 except Exception:
