@@ -202,9 +202,9 @@ PAGE = f"""\
 # Ordinary training code
 
 The modules in `benchmarks/ordinary_modules` follow the structure of public code, at small sizes. Each trained for
-{STEPS} steps of about {B} records: plainly, with a `PrivacyCallback`, and by Opacus, by hooks or functorch, whichever was
-quicker and ran at all (whether its gradients are right was not examined). `python benchmarks/ordinary.py` writes
-this page.
+{STEPS} steps of about {B} records: plainly, with a `PrivacyCallback`, and by Opacus, by hooks or functorch, whichever
+was quicker and ran at all (whether its gradients are right was not examined). `python benchmarks/ordinary.py`
+writes this page.
 
 *Plain* is the CPU time of a step without privacy; the two ratios are of CPU times of a step in the second half of
 the steps. *Said* is whether a training above {SLOW:g} times had said so before its first round. A round costs 2 to

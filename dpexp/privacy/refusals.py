@@ -42,8 +42,8 @@ def refuse_mixing_layers(module: nn.Module) -> None:
         if isinstance(layer, BatchNorm) and learns:
             raise ConfigError(
                 f"{where} mixes the records of a batch, so that clipping single records bounds nothing; choose "
-                "batchnorm=groupnorm, batchnorm=private or batchnorm=freeze (in Python dpexp.GroupNormalization()(model)), "
-                "or use GroupNorm, LayerNorm or eval()."
+                "batchnorm=groupnorm, batchnorm=private or batchnorm=freeze (in Python, "
+                "dpexp.GroupNormalization()(model)), or use GroupNorm, LayerNorm or eval()."
             )
         if isinstance(layer, InstanceNorm) and learns and layer.track_running_stats:
             raise ConfigError(f"{where} stores statistics of the data without noise; set track_running_stats=False.")

@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.dataloader import default_collate
 
+from dpexp._torch_compat import tree_leaves
 from dpexp.errors import ConfigError
 from dpexp.privacy.distributed import Processes, digest_of_records, digest_of_rows
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness, reseed
@@ -42,6 +44,7 @@ from dpexp.privacy.sampling.privacy_unit import Units
 from dpexp.privacy.sampling.training_data import TrainingData
 from dpexp.privacy.state_checks import StateFound
 
+_COMPARED = 16  # records whose shapes are compared
 _EXAMPLES = 64  # records to try, until one can be fetched and has a loss
 _MANY_SINGLE = 8  # records of a chunk that are all processed one by one, for a warning
 
@@ -306,11 +309,20 @@ class RoundLoader:
             return None
         return mixing(self._users_loader, lambda: draw_record(self.sampler.size, None, KeyStream()))
 
-    def say_padding(self) -> None:
-        """Says to which lengths records are padded, once one was."""
+    def say_shapes(self) -> None:
+        """Says to which lengths records are padded, or that they have many shapes."""
         collation = self._users_loader.collate_fn
         if isinstance(collation, PaddedCollation) and collation.pads:
             warnings.warn(collation.said())
+        elif not self.only_rows:
+            first = [part.batch for part in islice(self.examples(), _COMPARED) if isinstance(part, RecordBatch)]
+            shapes = {tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in first}
+            if len(shapes) > _COMPARED / 4:
+                warnings.warn(
+                    f"data: {len(first)} records have {len(shapes)} shapes. Only records of one shape are processed "
+                    "together, and the step is traced for each shape, which is slow; pad records to a few lengths, or "
+                    "let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
+                )
 
     def close(self) -> None:
         """Ends the loader's processes, and deletes the keys."""
