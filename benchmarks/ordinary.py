@@ -68,16 +68,19 @@ def built(one: Case) -> tuple[pl.LightningModule, Any, dict[str, Any]]:
 
 
 class Clock(pl.Callback):
-    """CPU seconds at the beginning of each step, and whether a slow training had been announced before the first."""
+    """CPU seconds at the beginning of each step, and whether a slow training was announced before the first release."""
 
     def __init__(self, caught: list[Any] | None = None) -> None:
         self.times: list[float] = []
-        self._caught, self.announced = [] if caught is None else caught, False
+        self.announced: bool | None = None
+        self._caught = [] if caught is None else caught
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if not self.times:
-            self.announced = any(re.search("slow|shapes so far|is padded", str(w.message)) for w in self._caught)
         self.times.append(time.process_time())
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        if self.announced is None:
+            self.announced = any(re.search("slow|is padded", str(w.message)) for w in self._caught)
 
 
 def seconds_a_step(times: list[float]) -> float:

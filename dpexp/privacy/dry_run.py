@@ -35,6 +35,7 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
     data.memory.refuse([*module.named_parameters(), *module.named_buffers()])
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     failure = ConfigError("data: the training set has no records.")
+    shapes = rounds.count_shapes()
     for example in rounds.examples():
         if isinstance(example, FailedRecord):
             failure = failure if isinstance(failure, NoLoss) else _not_fetched(example.reason)
@@ -42,7 +43,7 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
         chunk = Chunk.of(loss_of, example.to(device).batch, 1)
         try:
             with DataUnread(data) as seen:
-                step.decide(chunk, later)
+                step.decide(chunk, later, shapes)
         except NoLoss as error:
             failure = failure if isinstance(failure, NoLoss) else error
             pairs = _of_pairs(SyntheticRecords(), chunk, module, device, False)

@@ -286,7 +286,7 @@ class PrivateTraining:
         last_round = loop.in_round(self.plan.rounds - 1, self._rounds.sampler.last_position())
         with loop.signals_deferred():
             dry_run(step, self._rounds, loss_of, module, last_round)
-        self._rounds.say_shapes()
+        self._rounds.say_padding()
         loop.after_dry_run(step.mode == TRACED)
         compiling = step.graphs.compiling
         self.compile, self.compiling = compiling.decided, compiling.reason

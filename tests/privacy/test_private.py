@@ -235,10 +235,13 @@ def test_records_of_different_lengths_are_padded_and_processed_together(tmp_path
     assert loop.private.rounds_done == 6
 
 
-def test_many_shapes_are_announced_before_the_first_round(tmp_path):
-    rows = [(torch.ones(1 + i % 9, 6), torch.tensor(i % 2)) for i in range(N)]
+@pytest.mark.parametrize(
+    ("lengths", "said"), [(9, r"16 records have \d shapes\..*pad_to"), (99, "one at a time.*pad_to")]
+)
+def test_many_shapes_are_announced_before_the_first_round(tmp_path, lengths, said):
+    rows = [(torch.ones(1 + i % lengths, 6), torch.tensor(i % 2)) for i in range(N)]
     loop = Loop(tmp_path / "ledger.jsonl", max_physical_batch_size=4)
-    with pytest.warns(UserWarning, match=r"16 records have \d shapes\..*pad_to"):
+    with pytest.warns(UserWarning, match=said):
         for sample in loop.private.rounds(rows, collate_fn=lambda items: torch.utils.data.default_collate(items)):
             loop.private.step(lambda model, record: F.cross_entropy(model(record[0]).mean(1), record[1]), sample)
             break

@@ -48,6 +48,8 @@ _NOT_A_RECORDS_FAULT = (torch.OutOfMemoryError, ConfigError)
 _OTHER_RECORDS = (1, 2, 4)  # numbers of other records between two probes of the same ones
 _PROBE_SCALES = (8, 0.125)  # factors of further probes, since a step may have thresholds anywhere
 _MAX_TRACING_TIME = _MAX_CHECKING_TIME = 0.02  # fractions of the time since the start
+_SOME_SHAPES, _MANY_SHAPES = 4, 12  # of 16 records
+_PAD = "Pad records to a few lengths, or let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
 _MAX_STEP_CHANGES = 3  # with more, the step is no longer traced
 
 _NO_GRADIENT = (
@@ -105,11 +107,12 @@ class Step:
         """A digest of the mode and graphs, which all processes must have in common."""
         return digest_as_integer(f"{self.mode} {self.graphs.digest()}".encode())
 
-    def decide(self, chunk: Chunk, settings: _Settings = nullcontext) -> None:
+    def decide(self, chunk: Chunk, settings: _Settings = nullcontext, shapes: int = 1) -> None:
         """Decides `mode` for the job, on synthetic records of which only shapes and types are those of `chunk`.
 
-        A step is traced only if its graph is the same under `settings`, those of a later round. Raises StateFound if
-        the step keeps state of records or changes a weight, ConfigError if it fails.
+        A step is traced only if its graph is the same under `settings`, those of a later round, and if a few records
+        have not almost as many `shapes`. Raises StateFound if the step keeps state of records or changes a weight,
+        ConfigError if it fails.
         """
         before = self._digests()
         with own_state(self._device):
@@ -121,6 +124,8 @@ class Step:
                 raise NoLoss(NO_LOSS)
             if synthetic is None or self._training:
                 self.mode = LOOP
+            elif shapes > _MANY_SHAPES:
+                self.mode, self.reason = LOOP, f"the data's records have too many shapes to trace each. {_PAD}"
             else:
                 self._trace(chunk, settings)
                 self._template = synthetic.records(chunk.row(0), 1, 0), settings
@@ -130,7 +135,7 @@ class Step:
         changed = next((name for name, was in before.items() if now.get(name, was) != was), None)
         if changed is not None:
             raise StateFound(KEEPS_STATE.format(what=f"{changed} is changed inside training_step"))
-        self._warn_if_slow()
+        self._warn_if_slow(shapes)
 
     def _digests(self) -> dict[str, bytes]:
         """Digests of what a step may not set. Buffers are left out, since a step may fill caches once."""
@@ -369,7 +374,12 @@ class Step:
             f"{explain(error)}{remedy}"
         )
 
-    def _warn_if_slow(self) -> None:
+    def _warn_if_slow(self, shapes: int = 1) -> None:
+        if self.mode == TRACED and shapes > _SOME_SHAPES:
+            warnings.warn(
+                f"data: 16 records have {shapes} shapes. Only those of one shape are processed together, and the step "
+                f"is traced for each, which is slow. {_PAD}"
+            )
         if self.mode == VMAP:
             how = "by vmap of training_step in every round, which is slower than a traced graph"
         elif self.mode != TRACED and not self._training:

@@ -309,20 +309,18 @@ class RoundLoader:
             return None
         return mixing(self._users_loader, lambda: draw_record(self.sampler.size, None, KeyStream()))
 
-    def say_shapes(self) -> None:
-        """Says to which lengths records are padded, or that they have many shapes."""
+    def count_shapes(self) -> int:
+        """The number of shapes that 16 records have; 0 if no user's code made them."""
+        if self.only_rows:
+            return 0
+        some = [part.batch for part in islice(self.examples(), _COMPARED) if isinstance(part, RecordBatch)]
+        return len({tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in some})
+
+    def say_padding(self) -> None:
+        """Says to which lengths records are padded, once one was."""
         collation = self._users_loader.collate_fn
         if isinstance(collation, PaddedCollation) and collation.pads:
             warnings.warn(collation.said())
-        elif not self.only_rows:
-            first = [part.batch for part in islice(self.examples(), _COMPARED) if isinstance(part, RecordBatch)]
-            shapes = {tuple(leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)) for one in first}
-            if len(shapes) > _COMPARED / 4:
-                warnings.warn(
-                    f"data: {len(first)} records have {len(shapes)} shapes. Only records of one shape are processed "
-                    "together, and the step is traced for each shape, which is slow; pad records to a few lengths, or "
-                    "let a collate_fn that pads do so: pad_to=[…] (data.pad_to)."
-                )
 
     def close(self) -> None:
         """Ends the loader's processes, and deletes the keys."""
