@@ -302,6 +302,10 @@ def as_new(net, x):
     return net(torch.tensor(x, dtype=torch.float64)).sin().sum()
 
 
+def of_data(net, x):
+    return (net(x) * (x.data > 0).double().sum()).sin().sum()
+
+
 def channels_last(net, x):
     image = x.view(len(x), 1, D, 1).to(memory_format=torch.channels_last)
     return net(image.contiguous(memory_format=torch.channels_last).flatten(1)).sin().sum()
@@ -312,7 +316,7 @@ def one_bag(net, x):
     return (table * net(x)).sum()
 
 
-@pytest.mark.parametrize("step", [in_place, in_parts, shuffled, as_new, channels_last, one_bag])
+@pytest.mark.parametrize("step", [in_place, in_parts, shuffled, as_new, of_data, channels_last, one_bag])
 @pytest.mark.filterwarnings("ignore:To copy construct")
 def test_idioms_of_training_steps(step):
     class Net(nn.Module):
@@ -328,6 +332,72 @@ def test_idioms_of_training_steps(step):
 
     net = Net()
     assert_gradients_equal(net, lambda batch: step(net, batch[0]), (torch.randn(B, D, dtype=torch.float64),))
+
+
+def by_one_mask(net, x, y):
+    mask = y > 0
+    scores, labels = torch.masked_select(net(x)[..., 0].sigmoid(), mask), y[mask]
+    return F.binary_cross_entropy(scores, labels.double() / 2) + (scores.log() * 2 - 1).pow(2).mean()
+
+
+def by_places(net, x, y):
+    places = torch.where(y != 0)
+    scores = net(x)[..., 0]
+    return F.binary_cross_entropy_with_logits(scores[places], torch.ones_like(scores)[places])
+
+
+def of_classes(net, x, y):
+    mask = y != 1
+    return F.cross_entropy(net(x)[mask], y[mask]) + F.nll_loss(net(x)[mask].double() * 2, y[mask], reduction="sum")
+
+
+def of_some_classes(net, x, y):
+    mask = x[..., 0] > -1
+    return F.cross_entropy(net(x)[mask], y.masked_fill(y == 2, -100)[mask])
+
+
+def of_rows(net, x, y):
+    mask = y > 0
+    right = (net(x)[..., 0][mask].long() == y[mask]).double().mean()
+    return F.l1_loss(net(x)[mask], torch.zeros_like(net(x))[mask]) + (net(x)[mask] - 1).abs().mean() * (1 + right)
+
+
+@pytest.mark.parametrize("step", [by_one_mask, by_places, of_classes, of_some_classes, of_rows])
+def test_entries_selected_by_a_mask(step):
+    net = nn.Linear(D, 3).double()
+    x, y = torch.randn(B, T, D, dtype=torch.float64), torch.randint(3, (B, T))
+    x[:, 0, 0], y[:, 0], y[:, 1] = 1.0, 0, 2
+    assert_gradients_equal(net, lambda batch: step(net, *batch), (x, y))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda entries, mask: entries.softmax(0).max(),
+        lambda entries, mask: entries.sum() * len(entries),
+        lambda entries, mask: (entries * torch.ones(3, dtype=torch.float64)).sum(),
+        lambda entries, mask: (entries - entries.flip(0)).pow(2).sum(),
+        lambda entries, mask: entries.cumsum(0).sum(),
+        lambda entries, mask: entries.view(-1, 1).sum(),
+        lambda entries, mask: torch.cat([entries, entries]).mean(),
+        lambda entries, mask: F.mse_loss(entries, entries[mask[mask]]),
+        lambda entries, mask: F.cross_entropy(entries, entries.softmax(0)),
+        lambda entries, mask: entries.mean(0, keepdim=True).sum(),
+        lambda entries, mask: entries.sum() if entries == 0 else -entries.sum(),
+        lambda entries, mask: entries.sum() * len(torch.where(mask)[0]),
+        lambda entries, mask: (entries * mask.logical_not_().sum()).sum(),
+    ],
+)
+def test_what_needs_the_number_of_selected_entries_runs_one_record_at_a_time(use):
+    net = nn.Linear(D, 1).double()
+
+    def loss_of(batch):
+        mask = batch[0][..., 0] > 0
+        return use(net(batch[0])[..., 0][mask], mask)
+
+    chunk = Chunk.of(loss_of, (torch.randn(B, 1, T, D, dtype=torch.float64),), B)
+    with pytest.raises((RuntimeError, TypeError, IndexError)):
+        VmapPass(net, {**trainable(net)}, Values({}, net.weight))(chunk)
 
 
 def test_a_probability_out_of_range_concerns_its_record_alone():

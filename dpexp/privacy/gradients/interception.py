@@ -36,6 +36,7 @@ from dpexp.privacy.gradients.layer_rules import RULES, LayerCall
 from dpexp.privacy.gradients.packed import PackedSequences
 from dpexp.privacy.gradients.recurrent import CELLS, recurrent_layer
 from dpexp.privacy.gradients.rewritten import EXTREMA, REWRITES, Extremum, multi_head_attention
+from dpexp.privacy.gradients.selected import Places, Selected, selection
 from dpexp.privacy.gradients.torch_functions import (
     BATCH_NORMS,
     EMPTY,
@@ -101,6 +102,9 @@ class Interceptor(MixingRefused):
             raise
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, leaves: list[Any]) -> Any:
+        if any(type(leaf) in (Selected, Places) for leaf in leaves) or _selects(func, args):
+            with self:
+                return selection(func, args, kwargs)
         if (indexing := _public_name(func)) in INDEXED:
             safe = clamp_indices(indexing, args, kwargs)
             if safe is not None:
@@ -122,6 +126,8 @@ class Interceptor(MixingRefused):
         refuse_mixing(func, args, kwargs)
         if any(type(leaf) not in _PLAIN and has_own_dispatch(leaf) for leaf in leaves):
             raise RuntimeError("a tensor subclass with a dispatch of its own would see the tensors of all records.")
+        if func == _DATA and is_batched(args[0]):
+            return args[0].detach()
         if func in _OF_AUTOGRAD:
             found = func(unbatched_fully(args[0]))
             return HiddenGradFn() if func == _GRAD_FN and found is not None else found
@@ -288,6 +294,7 @@ class Interceptor(MixingRefused):
 
 # Under vmap, a tensor's own answer would be that of a tensor without gradients.
 _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _NO_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device, slice, type(Ellipsis)}
 _PLAIN = {Tensor, torch.nn.Parameter, *_NO_TENSORS}
@@ -338,6 +345,7 @@ _CHUNKED = getattr(F, "linear_cross_entropy", None)  # reads requires_grad insid
 # vmap notices only after the call, and only if the shapes differ.
 _SHAPED = {torch.repeat_interleave, Tensor.repeat_interleave, PACK_PADDED_SEQUENCE}
 
+_SELECTIONS = {Tensor.__getitem__, torch.masked_select, Tensor.masked_select}
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 
 
@@ -365,6 +373,13 @@ def _fills_where_true(x: Tensor, index: Any, value: Any) -> bool:
     return is_mask and index.shape == x.shape[: index.dim()] and not (isinstance(value, Tensor) and value.dim())
 
 
+def _selects(func: Any, args: tuple) -> bool:
+    """Whether a call selects the entries where a record's mask is true."""
+    index = args[-1] if args else None
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0 and is_batched(index)
+    return is_mask and (func in _SELECTIONS or (func is torch.where and len(args) == 1))
+
+
 def _size_depends_on_data(args: tuple, kwargs: dict) -> bool:
     """Whether the counts or lengths of a call are a record's: all arguments but the first, or the only one."""
     others = (*args[1:], *kwargs.values()) or args
@@ -387,10 +402,10 @@ _CONSTANTS = {
     Tensor.new_ones, Tensor.new_full,
 }  # fmt: skip
 _SPECIAL: set[Any] = {
-    *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD, *CELLS,
-    Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, torch.tensor, F.ctc_loss, F.binary_cross_entropy,
-    *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS, *_WRONG_UNDER_VMAP,
-    *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
+    _DATA, *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD,
+    *CELLS, Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, torch.tensor, F.ctc_loss,
+    F.binary_cross_entropy, *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS,
+    *_WRONG_UNDER_VMAP, *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip
 
 
