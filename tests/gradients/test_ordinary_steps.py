@@ -299,7 +299,12 @@ def shuffled(net, x):
 
 
 def as_new(net, x):
-    return net(torch.tensor(x, dtype=torch.float64)).sin().sum()
+    return net(torch.tensor(data=x, dtype=torch.float64)).sin().sum() + net(torch.tensor(x)).sum()
+
+
+def one_hot(net, x):
+    chosen = torch.zeros(len(x), 2, dtype=x.dtype).scatter_(1, x.argmax(1, keepdim=True) % 2, 1.0)
+    return (net(x) * chosen).sin().sum()
 
 
 def of_data(net, x):
@@ -316,7 +321,7 @@ def one_bag(net, x):
     return (table * net(x)).sum()
 
 
-@pytest.mark.parametrize("step", [in_place, in_parts, shuffled, as_new, of_data, channels_last, one_bag])
+@pytest.mark.parametrize("step", [in_place, in_parts, shuffled, as_new, one_hot, of_data, channels_last, one_bag])
 @pytest.mark.filterwarnings("ignore:To copy construct")
 def test_idioms_of_training_steps(step):
     class Net(nn.Module):
@@ -430,3 +435,23 @@ def test_experts_of_transformers(name):
         assert [loss_of((ids[i : i + 1],)).item() for i in range(B)] == pytest.approx(losses, rel=1e-9)
         assert_gradients_equal(module, loss_of, (ids,))
     assert module.config.use_cache
+
+
+def test_a_bag_that_does_not_begin_at_0_concerns_its_record_alone():
+    net = nn.EmbeddingBag(4, 2, mode="sum").double()
+    loss_of = lambda batch: net(batch[0][0], batch[1][0]).sum()  # noqa: E731
+    indices, offsets = torch.tensor([[1, 2, 0]] * 2), torch.tensor([[0], [1]])
+    chunk = Chunk.of(loss_of, (indices[:, None], offsets[:, None]), 2)
+    assert VmapPass(net, {**trainable(net)}, Values({}, net.weight))(chunk).in_range.tolist() == [True, False]
+
+
+def test_strides_are_not_read_where_a_memory_format_was_asked_for():
+    net = nn.Linear(4, 2).double()
+
+    def loss_of(batch):
+        image = batch[0].view(1, 2, 2, 1).contiguous(memory_format=torch.channels_last)
+        return net(image.as_strided((1, 4), (4, 1))).sum()
+
+    chunk = Chunk.of(loss_of, (torch.randn(B, 1, 4, dtype=torch.float64),), B)
+    with pytest.raises(RuntimeError, match="as_strided depends on the memory_format"):
+        VmapPass(net, {**trainable(net)}, Values({}, net.weight))(chunk)

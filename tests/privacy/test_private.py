@@ -291,3 +291,60 @@ def kill_at(step, trainer):
                 raise KeyboardInterrupt
 
     trainer.add_callback(Interrupt())
+
+
+# Shapes that cannot be traced
+
+
+def cropped(model, record):
+    """Images above 4×4 are cropped at a place that depends on their values."""
+    x, y = record
+    if x.shape[-1] > 4:
+        at = int(x.flatten().argmax()) % 3
+        x = x[..., at : at + 4, at : at + 4]
+    return F.cross_entropy(model(x.flatten(1)), y)
+
+
+def released_sums(path, images, step=cropped):
+    """The rounds' clipped sums of images, almost without noise, how they were processed, and the clipping norm."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 3)
+    target = dpexp.Target(noise_multiplier=1e-6, delta=DELTA)
+    plan = dpexp.make_plan(model, n=9, sampling=dpexp.Sampling(sampling_rate=1.0, steps=2), target=target)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    private = dpexp.Private(model, optimizer, plan, path, noise_seed=1, max_physical_batch_size=4)
+    sums = []
+    optimizer.zero_grad = lambda: sums.append(torch.cat([9 * p.grad.flatten() for p in model.parameters()]))
+    for sample in private.rounds([(image, torch.tensor(1)) for image in images]):
+        private.step(step, sample)
+        mode = private._engine.step.mode
+    return sums, mode, plan.groups[0].S
+
+
+def test_the_shape_of_one_record_decides_nothing_for_the_others(tmp_path):
+    """With a large image first, all are processed one at a time; else the large ones alone."""
+    draw = torch.Generator().manual_seed(0)
+    small, large = (torch.randn(4, 1, size, size, generator=draw) for size in (4, 6))
+    with pytest.warns(UserWarning, match="one at a time"):
+        some, mode, bound = released_sums(tmp_path / "some.jsonl", [*small, *large[:3]])
+        more, other_mode, _ = released_sums(tmp_path / "more.jsonl", [large[3], *small, *large[:3]])
+    assert (mode, other_mode) == ("traced", "one at a time")
+    for before, after in zip(some, more, strict=True):
+        assert (after - before).norm() == pytest.approx(bound, rel=1e-3) and before.norm() > 2 * bound
+
+
+def test_a_step_that_keeps_state_of_records_of_another_shape_is_found(tmp_path):
+    seen = []
+
+    def counted(model, record):
+        if record[0].shape[-1] > 4:
+            seen.append(float(record[0].sum()))
+        return cropped(model, record) * (1 + len(seen) % 7)
+
+    draw = torch.Generator().manual_seed(0)
+    images = [torch.randn(1, size, size, generator=draw) for size in (4, 4, 6, 6)]
+    with (
+        pytest.warns(UserWarning, match="one at a time"),
+        pytest.raises(dpexp.ConfigError, match="after other records"),
+    ):
+        released_sums(tmp_path / "ledger.jsonl", images, counted)

@@ -129,7 +129,7 @@ def explain(error: BaseException) -> str:
 
 _LIBRARIES = tuple(f"{Path(package.__file__).parent}/" for package in (torch, dpexp))  # type: ignore[arg-type]
 _CHECKPOINT = str(Path("torch", "utils", "checkpoint.py"))
-CONSTANT_WRITTEN = r"vmap: (inplace|index_put_\(self)|doesn't match the broadcast shape"
+CONSTANT_WRITTEN = r"vmap: (inplace|(aten::)?\w+_\(self)|different inplace randomness|doesn't match the broadcast shape"
 _ADVICE = (  # pattern in the message, what to say; {} is the message itself
     (
         "checkpointing: .*setup_context",

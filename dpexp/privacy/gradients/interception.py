@@ -85,6 +85,7 @@ class Interceptor(MixingRefused):
         self._all_copied = copies
         self._own_constants = own_constants
         self._packed: PackedSequences | None = None
+        self._strides_differ = False
         self._copies: dict[int, Tensor] = {}
         self._watched: list[tuple[Tensor, int]] = []
         self.in_range: list[Tensor] = []
@@ -112,6 +113,9 @@ class Interceptor(MixingRefused):
                 self.in_range.append(in_range)
         if "memory_format" in kwargs:  # it concerns four dimensions, of all records' tensor five; values are the same
             kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+            self._strides_differ = True
+        if self._strides_differ and func in _OF_STRIDES:
+            raise RuntimeError(f"{func.__name__} depends on the memory_format that the step asks for.")
         if func is PACK_PADDED_SEQUENCE and is_batched(args[1]):
             if self._all_copied:
                 raise RuntimeError("a gradient of a packed sequence is differentiated again, one record at a time.")
@@ -145,9 +149,10 @@ class Interceptor(MixingRefused):
             if kwargs.get("create_graph", (*args, *[False] * 5)[4]) and not self._all_copied:
                 raise CopiesNeeded("a gradient is differentiated again.")
             return gradient(level_of(self.anchor), *args, **kwargs)
-        if func is torch.tensor and isinstance(args[0], Tensor):
-            made = args[0].detach().clone().to(kwargs.get("device"), kwargs.get("dtype"))
-            return made.requires_grad_() if kwargs.get("requires_grad") else made
+        if func is torch.tensor and isinstance(data := (*args, kwargs.get("data"))[0], Tensor):
+            with self:
+                made = data.detach().clone().to(kwargs.get("device"), kwargs.get("dtype"))
+                return made.requires_grad_() if kwargs.get("requires_grad") else made
         if func is torch.empty or (self._own_constants and func in _CONSTANTS):
             one, records = func(*args, **kwargs), len(unbatched_fully(self.anchor))
             if not (one.requires_grad or is_batched(one)):
@@ -164,6 +169,9 @@ class Interceptor(MixingRefused):
         if _generator(func, args, kwargs) not in (None, torch.default_generator):
             raise RuntimeError("a generator other than torch's default one draws by a record's place in the chunk.")
         known = _public_name(func)
+        offsets = (*args[2:3], kwargs.get("offsets"))[0] if known is F.embedding_bag else None
+        if isinstance(offsets, Tensor) and offsets.numel():
+            self.in_range.append(offsets[0] == 0)
         if known in RULES and not self._all_copied:
             call = RULES[known](*args, **kwargs)
             if call is not None and self._applies(call):
@@ -294,6 +302,7 @@ class Interceptor(MixingRefused):
 
 # Under vmap, a tensor's own answer would be that of a tensor without gradients.
 _OF_AUTOGRAD = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+_OF_STRIDES = {torch.as_strided, Tensor.as_strided, Tensor.stride, Tensor.is_contiguous, Tensor.data_ptr}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _NO_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device, slice, type(Ellipsis)}
@@ -402,8 +411,8 @@ _CONSTANTS = {
     Tensor.new_ones, Tensor.new_full,
 }  # fmt: skip
 _SPECIAL: set[Any] = {
-    _DATA, *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__, *_BACKWARD,
-    *CELLS, Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, torch.tensor, F.ctc_loss,
+    _DATA, *_OF_STRIDES, *BATCH_NORMS, *_OF_AUTOGRAD, *_TEXTS, *DATA_READS, Tensor.__contains__, Tensor.__setitem__,
+    *_BACKWARD, *CELLS, Tensor.requires_grad_, torch.autograd.grad, *EMPTY, *_CONSTANTS, torch.tensor, F.ctc_loss,
     F.binary_cross_entropy, *REWRITES, F.multi_head_attention_forward, F.scaled_dot_product_attention, *_EMBEDDINGS,
     *_WRONG_UNDER_VMAP, *_MEDIANS, *EXTREMA, _CHUNKED, *_SHAPED,
 }  # fmt: skip

@@ -29,7 +29,7 @@ from dpexp.privacy.gradients.layer_gradients import DenseGradient
 from dpexp.privacy.gradients.local_training import LocalTrainer
 from dpexp.privacy.gradients.norms import full_precision
 from dpexp.privacy.gradients.per_example import ChunkGradients, VmapPass, gradients_of_one_record, no_seeds
-from dpexp.privacy.gradients.traced import MixesRecords
+from dpexp.privacy.gradients.traced import MixesRecords, NotTraceable
 from dpexp.privacy.noise.randomness import all_random_states, own_state, set_all_random_states
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import Values
@@ -218,7 +218,12 @@ class Step:
         found = self._gradients(chunk) if self.mode == VMAP else None
         if isinstance(found, ChunkGradients):
             yield self._clipped(found, clip_norms, sums)
-            return
+        else:
+            yield from self._add_each(chunk, clip_norms, sums)
+
+    def _add_each(
+        self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]
+    ) -> Iterator[dict[str, Tensor] | Exception]:
         for i in range(chunk.size):
             one = self._gradients(chunk, i)
             yield self._clipped(one, clip_norms, sums) if isinstance(one, ChunkGradients) else one
@@ -242,12 +247,29 @@ class Step:
             raise
         except _NOT_A_RECORDS_FAULT:
             raise
+        except NotTraceable as reason:
+            self._begin_untraced(chunk, reason)
+            with own_state(self._device):
+                each = [*self._add_each(chunk, clip_norms, sums)]
+            yield from each
         except Exception as error:
             if chunk.size == 1:
                 yield error
                 return
             for i in range(chunk.size):
                 yield from self._add_by_graph(chunk.row(i), clip_norms, sums)
+
+    def _begin_untraced(self, chunk: Chunk, reason: NotTraceable) -> None:
+        """Before the first records of a traced job that cannot be traced, whose gradients are those of the step as
+        written: which shapes other records have must not decide what a record contributes."""
+        if self._check is not None:
+            return
+        assert self._template is not None
+        warnings.warn(f"some records are processed one at a time, which is slow: {reason}")
+        self.is_random = True
+        with own_state(self._device):
+            self._test_for_state(replace(self._template[0], loss_of=chunk.loss_of), chunk)
+            self.begin_round(0)
 
     def gradients_of_record(self, chunk: Chunk, i: int) -> ChunkGradients:
         """Gradients of one record, untraced; in mode `VMAP` by vmap, so that norms allow for the same rounding."""
@@ -296,10 +318,12 @@ class Step:
         except Exception:  # self.reason already says why the step is not traced
             self.mode = LOOP
 
-    def _test_for_state(self, chunk: Chunk) -> None:
-        """Tests on synthetic records whether the step keeps state, and sets up the tests of the rounds."""
+    def _test_for_state(self, chunk: Chunk, other: Chunk | None = None) -> None:
+        """Tests on synthetic records whether the step keeps state, and sets up the tests of the rounds; `other`: whose
+        shapes the records have that may change what it does with those of `chunk`."""
         assert self.synthetic
-        first, *others = (self.synthetic.records(chunk, 1, seed) for seed in range(sum(_OTHER_RECORDS) + 1))
+        first = self.synthetic.records(chunk, 1, 0)
+        others = [self.synthetic.records(other or chunk, 1, seed + 1) for seed in range(sum(_OTHER_RECORDS))]
         probed = [first]
         state = all_random_states(self._device)
 
