@@ -272,9 +272,15 @@ class Step:
             self.begin_round(0)
 
     def gradients_of_record(self, chunk: Chunk, i: int) -> ChunkGradients:
-        """Gradients of one record, untraced; in mode `VMAP` by vmap, so that norms allow for the same rounding."""
+        """Gradients of one record, untraced; in mode `VMAP` by vmap, so that norms allow for the same rounding, unless
+        that fails for its shape."""
         if self.mode == VMAP:
-            return self._pass(chunk.row(i))
+            try:
+                return self._pass(chunk.row(i))
+            except _NOT_A_RECORDS_FAULT:
+                raise
+            except Exception:
+                self.is_random = True
         with spectral_norms_fixed(self._module):
             if self._training:
                 found, loss = self._training.vector_of(chunk, i)
