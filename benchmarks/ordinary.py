@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import dpexp
 
-B, N, STEPS = 32, 512, 240
+B, N, STEPS = 32, 512, 160
 SLOW = 2.5  # times a plain step
 PAGES = ("images_tables", "tables", "sequences", "sequences_text", "text", "steps")
 

@@ -388,6 +388,8 @@ def test_entries_selected_by_a_mask(step):
         lambda entries, mask: F.mse_loss(entries, entries[mask[mask]]),
         lambda entries, mask: F.cross_entropy(entries, entries.softmax(0)),
         lambda entries, mask: entries.mean(0, keepdim=True).sum(),
+        lambda entries, mask: F.mse_loss(entries, torch.ones(1, T, 1, dtype=torch.float64)[mask]),
+        lambda entries, mask: torch.zeros(1, T).index_put_(torch.where(mask), torch.ones(())).sum() * entries.sum(),
         lambda entries, mask: entries.sum() if entries == 0 else -entries.sum(),
         lambda entries, mask: entries.sum() * len(torch.where(mask)[0]),
         lambda entries, mask: (entries * mask.logical_not_().sum()).sum(),

@@ -106,6 +106,8 @@ def apply(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         RuntimeError: it is none of single entries, no sum and no mean.
     """
     some = [value for value in (*args, *kwargs.values()) if isinstance(value, Selected)]
+    if not some:
+        raise RuntimeError("the number of places where a boolean mask is true depends on a record's data.")
     now = version_of(unbatched_fully(some[0].mask))
     if any(one.mask is not some[0].mask or one.version != now for one in some):
         raise RuntimeError("entries selected by several boolean masks are combined, or a mask was written to.")
@@ -115,6 +117,8 @@ def apply(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         raise RuntimeError("entries selected by a boolean mask are combined with a tensor of their number.")
     values = [value.values if isinstance(value, Selected) else value for value in args]
     options = {key: value.values if isinstance(value, Selected) else value for key, value in kwargs.items()}
+    if func not in _OF_CLASSES and any(one.values.shape != some[0].values.shape for one in some):
+        raise RuntimeError("entries selected by a boolean mask from tensors of several shapes are combined.")
     if func in _LOSSES:
         options = {key: value for key, value in options.items() if value is not None and not _is_default(key, value)}
         if len(values) > 2 or options.keys() - {"reduction", "input", "target"}:
