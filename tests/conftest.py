@@ -17,7 +17,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked job woul
 import pytest
 
 from dpexp.__main__ import main
-from dpexp.privacy.callback import PrivacyCallback
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +83,8 @@ def signal_after(rounds: int, number: int):
     """For a forked job: it sends itself a signal after so many rounds, if it has at least one more to do."""
 
     def before():
+        from dpexp.privacy.callback import PrivacyCallback  # zoo.images has to import torchvision before Lightning
+
         end = PrivacyCallback.on_train_batch_end
 
         def then_signal(self, *args):
