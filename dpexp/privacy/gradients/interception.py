@@ -36,7 +36,7 @@ from dpexp.privacy.gradients.layer_rules import RULES, LayerCall
 from dpexp.privacy.gradients.packed import PackedSequences
 from dpexp.privacy.gradients.recurrent import CELLS, recurrent_layer
 from dpexp.privacy.gradients.rewritten import EXTREMA, REWRITES, Extremum, multi_head_attention
-from dpexp.privacy.gradients.selected import Places, Selected, selection
+from dpexp.privacy.gradients.selected import Places, Selected, selection, selects
 from dpexp.privacy.gradients.torch_functions import (
     BATCH_NORMS,
     EMPTY,
@@ -64,7 +64,7 @@ class Interceptor(MixingRefused):
             batched and receives gradients.
         record: is called in the backward pass with a parameter and its per-example gradients by one use.
         copies: use no layer rules, but a copy of the parameters per record, so that gradients can be differentiated.
-        own_constants: what the step creates by torch.zeros and the like, each record has for itself, to write to.
+        own_constants: tensors that the step creates by torch.zeros and the like are made once per record, not shared.
 
     Attributes:
         in_range: for each call with indices, whether all were in range (0-d, of each record).
@@ -103,7 +103,7 @@ class Interceptor(MixingRefused):
             raise
 
     def _intercept(self, func: Callable[..., Any], types: Any, args: tuple, kwargs: dict, leaves: list[Any]) -> Any:
-        if any(type(leaf) in (Selected, Places) for leaf in leaves) or _selects(func, args):
+        if any(type(leaf) in (Selected, Places) for leaf in leaves) or selects(func, args):
             with self:
                 return selection(func, args, kwargs)
         if (indexing := _public_name(func)) in INDEXED:
@@ -111,7 +111,7 @@ class Interceptor(MixingRefused):
             if safe is not None:
                 args, kwargs, in_range = safe
                 self.in_range.append(in_range)
-        if "memory_format" in kwargs:  # it concerns four dimensions, of all records' tensor five; values are the same
+        if "memory_format" in kwargs:  # of four dimensions; a tensor of all records has five. It changes no value.
             kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
             self._strides_differ = True
         if self._strides_differ and func in _OF_STRIDES:
@@ -354,7 +354,6 @@ _CHUNKED = getattr(F, "linear_cross_entropy", None)  # reads requires_grad insid
 # vmap notices only after the call, and only if the shapes differ.
 _SHAPED = {torch.repeat_interleave, Tensor.repeat_interleave, PACK_PADDED_SEQUENCE}
 
-_SELECTIONS = {Tensor.__getitem__, torch.masked_select, Tensor.masked_select}
 _EMBEDDINGS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
 
 
@@ -380,13 +379,6 @@ def _fills_where_true(x: Tensor, index: Any, value: Any) -> bool:
     """Whether x[index] = value writes one number where a mask is true, for which vmap has no rule."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0
     return is_mask and index.shape == x.shape[: index.dim()] and not (isinstance(value, Tensor) and value.dim())
-
-
-def _selects(func: Any, args: tuple) -> bool:
-    """Whether a call selects the entries where a record's mask is true."""
-    index = args[-1] if args else None
-    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0 and is_batched(index)
-    return is_mask and (func in _SELECTIONS or (func is torch.where and len(args) == 1))
 
 
 def _size_depends_on_data(args: tuple, kwargs: dict) -> bool:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpexp._torch_compat import version_of
+from dpexp._torch_compat import is_batched, version_of
 from dpexp.privacy.gradients.derived_parameters import unbatched_fully
 
+_SELECTIONS = (Tensor.__getitem__, torch.masked_select, Tensor.masked_select)
 _CONVERSIONS = {"float", "double", "half", "bfloat16", "long", "int", "to", "detach", "contiguous", "clone"}
 _OF_ENTRIES = _CONVERSIONS | {
     "neg", "abs", "exp", "log", "log1p", "sqrt", "square", "sigmoid", "logsigmoid", "tanh", "relu", "clamp",
@@ -23,6 +24,7 @@ _LOSSES = {
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
     F.cross_entropy, F.nll_loss,
 }  # fmt: skip
+_PLACES = "the number of places where a boolean mask is true depends on a record's data."
 _IGNORED = -100
 _DEFAULTS = {"ignore_index": _IGNORED, "label_smoothing": 0.0}
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
@@ -43,7 +45,7 @@ class Selected:
         if name in ("dtype", "device", "is_floating_point"):
             return getattr(self.values, name)
         if name not in _OF_ENTRIES | {"mean", "sum"}:
-            raise RuntimeError(f"{name} of entries selected by a boolean mask needs their number.")
+            raise RuntimeError(f"{name} of entries selected by a boolean mask depends on how many there are.")
         method = getattr(Tensor, name)
         return lambda *args, **kwargs: apply(method, (self, *args), kwargs)
 
@@ -69,16 +71,23 @@ class Selected:
         return apply(torch.eq, (self, other), {})
 
     def __bool__(self) -> bool:
-        raise RuntimeError("a branch on entries selected by a boolean mask needs their number.")
+        raise RuntimeError("a branch on entries selected by a boolean mask depends on how many there are.")
 
     __radd__, __rmul__, __hash__ = __add__, __mul__, None  # type: ignore[assignment]
+
+
+def selects(func: Any, args: tuple) -> bool:
+    """Whether a call selects the entries, or the places, where a record's mask is true."""
+    index = args[-1] if args else None
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0 and is_batched(index)
+    return is_mask and (func in _SELECTIONS or (func is torch.where and len(args) == 1))
 
 
 def selection(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """A call that selects entries, or that has selected ones as arguments."""
     if func is torch.where and len(args) == 1:
         return Places(args[0])
-    if func not in (Tensor.__getitem__, torch.masked_select, Tensor.masked_select):
+    if func not in _SELECTIONS:
         return apply(func, args, kwargs)
     x, index = args
     mask = index.mask if isinstance(index, Places) else index
@@ -94,7 +103,7 @@ class Places:
         self.mask = mask
 
     def __iter__(self) -> Any:
-        raise RuntimeError("the number of places where a boolean mask is true depends on a record's data.")
+        raise RuntimeError(_PLACES)
 
     __len__ = __getitem__ = __iter__
 
@@ -103,11 +112,11 @@ def apply(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """A function of selected entries.
 
     Raises:
-        RuntimeError: it is none of single entries, no sum and no mean.
+        RuntimeError: the function is neither one of single entries nor a loss, a sum or a mean.
     """
     some = [value for value in (*args, *kwargs.values()) if isinstance(value, Selected)]
     if not some:
-        raise RuntimeError("the number of places where a boolean mask is true depends on a record's data.")
+        raise RuntimeError(_PLACES)
     now = version_of(unbatched_fully(some[0].mask))
     if any(one.mask is not some[0].mask or one.version != now for one in some):
         raise RuntimeError("entries selected by several boolean masks are combined, or a mask was written to.")
@@ -120,7 +129,10 @@ def apply(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     if func not in _OF_CLASSES and any(one.values.shape != some[0].values.shape for one in some):
         raise RuntimeError("entries selected by a boolean mask from tensors of several shapes are combined.")
     if func in _LOSSES:
-        options = {key: value for key, value in options.items() if value is not None and not _is_default(key, value)}
+        unset = {
+            key for key, value in options.items() if value is None or (key in _DEFAULTS and value == _DEFAULTS[key])
+        }
+        options = {key: value for key, value in options.items() if key not in unset}
         if len(values) > 2 or options.keys() - {"reduction", "input", "target"}:
             raise RuntimeError(f"{name} of entries selected by a boolean mask takes no options but reduction.")
         reduction: Any = options.pop("reduction", "mean")
@@ -137,12 +149,8 @@ def apply(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     if name in ("mean", "sum") and len(values) == 1 and not options:
         return _reduced(values[0], mask, name)
     if name not in _OF_ENTRIES:
-        raise RuntimeError(f"{name} of entries selected by a boolean mask needs their number.")
+        raise RuntimeError(f"{name} of entries selected by a boolean mask depends on how many there are.")
     return _as_selected(func(*values, **options), some[0])
-
-
-def _is_default(name: str, value: Any) -> bool:
-    return name in _DEFAULTS and value == _DEFAULTS[name]
 
 
 def _as_selected(values: Tensor, like: Selected) -> Selected:

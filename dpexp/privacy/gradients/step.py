@@ -110,8 +110,8 @@ class Step:
     def decide(self, chunk: Chunk, settings: _Settings = nullcontext, shapes: int = 1) -> None:
         """Decides `mode` for the job, on synthetic records of which only shapes and types are those of `chunk`.
 
-        A step is traced only if its graph is the same under `settings`, those of a later round, and if a few records
-        have not almost as many `shapes`. Raises StateFound if the step keeps state of records or changes a weight,
+        A step is traced only if its graph is the same under `settings`, those of a later round, and if 16
+        records have at most 12 `shapes`. Raises StateFound if the step keeps state of records or changes a weight,
         ConfigError if it fails.
         """
         before = self._digests()
@@ -260,8 +260,11 @@ class Step:
                 yield from self._add_by_graph(chunk.row(i), clip_norms, sums)
 
     def _begin_untraced(self, chunk: Chunk, reason: NotTraceable) -> None:
-        """Before the first records of a traced job that cannot be traced, whose gradients are those of the step as
-        written: which shapes other records have must not decide what a record contributes."""
+        """Sets up the state checks when a traced job first meets records whose shape cannot be traced.
+
+        They are processed by the step as written, as in an untraced job: the shapes of other records, which decide the
+        mode, must not decide what a record contributes.
+        """
         if self._check is not None:
             return
         assert self._template is not None
@@ -272,15 +275,15 @@ class Step:
             self.begin_round(0)
 
     def gradients_of_record(self, chunk: Chunk, i: int) -> ChunkGradients:
-        """Gradients of one record, untraced; in mode `VMAP` by vmap, so that norms allow for the same rounding, unless
-        that fails for its shape."""
+        """Gradients of one record, untraced. In mode `VMAP` vmap computes them, so that norms allow for the same
+        rounding; where vmap fails for the record's shape, ordinary autograd does."""
         if self.mode == VMAP:
             try:
                 return self._pass(chunk.row(i))
             except _NOT_A_RECORDS_FAULT:
                 raise
             except Exception:
-                self.is_random = True
+                pass
         with spectral_norms_fixed(self._module):
             if self._training:
                 found, loss = self._training.vector_of(chunk, i)
@@ -325,8 +328,11 @@ class Step:
             self.mode = LOOP
 
     def _test_for_state(self, chunk: Chunk, other: Chunk | None = None) -> None:
-        """Tests on synthetic records whether the step keeps state, and sets up the tests of the rounds; `other`: whose
-        shapes the records have that may change what it does with those of `chunk`."""
+        """Tests whether the step keeps state, and sets up the tests of the rounds.
+
+        Synthetic records of the shape of `chunk` must have the same gradients before and after others, which have the
+        shape of `other`, or of `chunk`.
+        """
         assert self.synthetic
         first = self.synthetic.records(chunk, 1, 0)
         others = [self.synthetic.records(other or chunk, 1, seed + 1) for seed in range(sum(_OTHER_RECORDS))]
