@@ -5,16 +5,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpexp._torch_compat import tree_unflatten
 from dpexp.errors import ConfigError, RecordError
 from dpexp.privacy.gradients.branches import explain
 from dpexp.privacy.gradients.chunk import NO_LOSS, Chunk, LossOf, NoLoss, SyntheticRecords, copied
+from dpexp.privacy.gradients.compiled import seconds
 from dpexp.privacy.gradients.per_example import ONE_LOSS, python_random_states
-from dpexp.privacy.gradients.step import Step
+from dpexp.privacy.gradients.step import TRACED, Step
+from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
 from dpexp.privacy.normalization import spectral_norms_fixed
 from dpexp.privacy.private_metrics import WEIGHT
@@ -61,10 +65,47 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
                 "each record is collated by itself. Augment each record by itself (dpexp.views), and set statistics as "
                 "public constants."
             )
+    if step.mode == TRACED:
+        _warn_of_duration(step, chunk, module, device)
     if constants := step.graphs.tracer.constant_shapes:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(constants[:4])}; they must be "
             "public, since values computed from records before training are not protected."
+        )
+
+
+def _as_batch(chunk: Chunk) -> Any:
+    """A batch of these records as collation makes it, in memory of its own; None: records have no first dimension."""
+    if any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in chunk.tensors):
+        return None
+    leaves = [leaf.flatten(0, 1) if isinstance(leaf, Tensor) else leaf for leaf in chunk.leaves]
+    return tree_unflatten([*map(copied, leaves)], chunk.structure)
+
+
+_SLOW = 1.5  # times a plain step; what else a round does is not measured
+
+
+def _warn_of_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
+    """Says how long the job takes if its gradients and noise take over 1.5 times a plain step's gradients."""
+    assert step.synthetic is not None
+    job = step.graphs.compiling
+    trained = [p for p in module.parameters() if p.requires_grad]
+    sums = [(torch.zeros_like(p, memory_format=torch.contiguous_format, dtype=torch.float32), 0.0) for p in trained]
+    records = step.synthetic.records(chunk, max(2, round(job.sample_size)), 0)
+    key = KeyStream.known(0, "duration", 0)
+    try:
+        with own_randomness(device, key):
+            plain = seconds(
+                lambda: torch.autograd.grad(chunk.loss_of(_as_batch(records)), trained, allow_unused=True), device
+            )
+    except Exception:  # the step does not accept such a batch
+        return
+    private = step.graphs.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
+    if private > _SLOW * plain:
+        total = timedelta(seconds=round(private * job.rounds))
+        warnings.warn(
+            f"the clipped gradients and noise of a round take about {1e3 * private:.3g} ms, {private / plain:.1f} "
+            f"times the gradients of a plain step, and {total} (h:mm:ss) for this job's {job.rounds} rounds."
         )
 
 
@@ -169,14 +210,14 @@ def _of_pairs(
             for leaf, other, floating in zip(together, others.tensors, only, strict=True):
                 if floating or not any(only):
                     leaf[replaced] = other.detach()[replaced]
-            if any(leaf.dim() < 2 or leaf.shape[1] != 1 for leaf in together):
+            batch = _as_batch(some.with_tensors(together))
+            if batch is None:
                 return
-            batch = some.with_tensors([leaf.flatten(0, 1) for leaf in together])
             stream = KeyStream.known(seed, "pairs", 0)
             with own_randomness(device, stream), torch.no_grad(), spectral_norms_fixed(module):
                 before = torch.get_rng_state(), python_random_states()
                 try:
-                    loss = chunk.loss_of(tree_unflatten([*map(copied, batch.leaves)], chunk.structure))
+                    loss = chunk.loss_of(batch)
                     if loss.numel() > 1:
                         raise ConfigError(f"model: {ONE_LOSS}")
                     losses.append(float(loss))

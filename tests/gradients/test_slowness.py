@@ -7,7 +7,9 @@ import pytest
 import torch
 from plans import plan_of
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import dpexp
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan import clipping
 from dpexp.privacy.round import PrivateRound
@@ -65,3 +67,16 @@ def test_the_line_and_the_way_out_are_told(loss):
         engine.add_chunk(lambda x: loss(module, x), torch.randn(20, 3, 4), 20)
     (said,) = [str(w.message) for w in told if "one at a time, which is slow" in str(w.message)]
     assert all(words in said for words in SAID[loss]) and ("test_slowness.py, line" in said or loss is drawn)
+
+
+def test_the_price_of_a_traced_step_is_told_before_the_first_round(tmp_path):
+    module = nn.Linear(4, 4)
+    plan = plan_of(module, n=100, q=0.3, steps=4, noise_multiplier=1.0)
+    private = dpexp.Private(module, torch.optim.SGD(module.parameters(), 0.1), plan, tmp_path / "ledger.jsonl")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for sample in private.rounds(TensorDataset(torch.randn(100, 4))):
+            assert bool(private.rounds_done) == any("this job's 4 rounds" in str(w.message) for w in told)
+            private.step(lambda model, record: model(record[0]).square().sum(), sample)
+    (said,) = [str(w.message) for w in told if "this job's 4 rounds" in str(w.message)]
+    assert "times the gradients of a plain step" in said

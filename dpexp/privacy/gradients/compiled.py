@@ -148,7 +148,7 @@ class CompileDecision:
     Args:
         wanted: None: compile if the rounds to come are expected to save three times the duration of compiling.
         mean, std: of a sample's size.
-        rounds: of the job.
+        rounds: of the job, an attribute.
 
     Attributes:
         decided: the decision; None: not yet. A resumed job has that of its checkpoint.
@@ -158,7 +158,7 @@ class CompileDecision:
     def __init__(self, wanted: bool | None, mean: float, std: float, rounds: int) -> None:
         self.decided = wanted
         self.reason = ""
-        self._rounds = rounds
+        self.rounds = rounds
         self._sizes = [max(1.0, mean + std * z) for z in NormalDist().quantiles(100)] if std else [mean]
 
     def rows(self, usual: int, flops: float, parameters: int) -> int:
@@ -171,9 +171,9 @@ class CompileDecision:
         )
 
     @property
-    def records(self) -> float:
-        """The records that the whole job processes, on average."""
-        return self._rounds * fmean(self._sizes)
+    def sample_size(self) -> float:
+        """Records of a sample, on average."""
+        return fmean(self._sizes)
 
     def chunks(self, rows: int) -> float:
         """The mean number of chunks in a sample."""
@@ -182,10 +182,10 @@ class CompileDecision:
     def worth_trying(self, seconds: float, nodes: int) -> bool:
         """Whether compiling may save time, given the seconds of a round and the number of operators."""
         estimate = 5 + nodes / 50
-        if self.decided is None and self._rounds * seconds * _MAX_SAVING < _MIN_GAIN * estimate:
+        if self.decided is None and self.rounds * seconds * _MAX_SAVING < _MIN_GAIN * estimate:
             self.decided = False
             self.reason = (
-                f"not compiled, since {self._rounds} rounds of {_ms(seconds)} would not save {_MIN_GAIN} times the "
+                f"not compiled, since {self.rounds} rounds of {_ms(seconds)} would not save {_MIN_GAIN} times the "
                 f"{estimate:.0f} s that compiling may take; trainer.compile=true compiles in any case"
             )
         return self.decided is not False

@@ -30,6 +30,7 @@ class Graphs:
     Attributes:
         reads: what the step reads in addition to records, parameters and buffers.
         compiling: decides whether the graph of usual records is compiled.
+        seconds_of_round: that the gradients of a sample of usual records take.
     """
 
     def __init__(self, tracer: Tracer, compiling: CompileDecision) -> None:
@@ -43,6 +44,7 @@ class Graphs:
         self._reference: Chunk | None = None  # a usual chunk of synthetic records
         self._synthetic = SyntheticRecords()
         self.reads = Reads()
+        self.seconds_of_round = 0.0
 
     def trace_and_prove(
         self, chunk: Chunk, synthetic: SyntheticRecords, settings: Callable[[], AbstractContextManager]
@@ -77,11 +79,10 @@ class Graphs:
         """Compiles the graph of usual records, if that is asked for or saves time, compares and proves it."""
         key, usual, compiling, tracer = chunk.key, self._usual, self.compiling, self.tracer
         self._compiled_rows = {}
-        if compiling.decided is False:
-            return
         graph = self._graphs[key, usual, PLAIN]
-        before = compiling.chunks(usual) * tracer.seconds(graph, self._synthetic.records(chunk, usual, 0))
-        if not compiling.worth_trying(before, len(graph.run.graph.nodes)):
+        seconds = tracer.seconds(graph, self._synthetic.records(chunk, usual, 0))
+        self.seconds_of_round, before = seconds * compiling.sample_size / usual, seconds * compiling.chunks(usual)
+        if compiling.decided is False or not compiling.worth_trying(before, len(graph.run.graph.nodes)):
             return
         rows = compiling.rows(usual, tracer.flops(graph, self._synthetic.records(chunk, usual, 0)), tracer.parameters)
         if rows != usual and not self._resized(chunk, key, rows):
@@ -100,7 +101,7 @@ class Graphs:
         after = compiling.chunks(rows) * tracer.seconds(fast, records)
         if compiling.compare(rows, before, after, time.perf_counter() - began):
             self._graphs[key, rows, PLAIN] = fast
-            self._compiled_rows[key] = rows
+            self._compiled_rows[key], self.seconds_of_round = rows, after
 
     def add(self, chunk: Chunk, clip_norms: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on a chunk, adds to `sums`, and returns each record's loss, norms and flags.

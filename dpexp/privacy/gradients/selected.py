@@ -18,7 +18,7 @@ _SELECTIONS = (Tensor.__getitem__, torch.masked_select, Tensor.masked_select)
 _CONVERSIONS = {"float", "double", "half", "bfloat16", "long", "int", "to", "detach", "contiguous", "clone"}
 _OF_ENTRIES = _CONVERSIONS | {
     "neg", "abs", "exp", "log", "log1p", "sqrt", "square", "sigmoid", "logsigmoid", "tanh", "relu", "clamp",
-    "add", "sub", "mul", "div", "pow", "eq",
+    "add", "sub", "mul", "div", "pow", "rsub", "eq", "ne", "gt", "ge", "lt", "le",
 }  # fmt: skip
 _LOSSES = {
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
@@ -28,6 +28,10 @@ _PLACES = "the number of places where a boolean mask is true depends on a record
 _IGNORED = -100
 _DEFAULTS = {"ignore_index": _IGNORED, "label_smoothing": 0.0}
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
+
+
+def _operator(func: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: apply(func, args, {})
 
 
 class Selected:
@@ -49,31 +53,16 @@ class Selected:
         method = getattr(Tensor, name)
         return lambda *args, **kwargs: apply(method, (self, *args), kwargs)
 
-    def __add__(self, other: Any) -> Any:
-        return apply(torch.add, (self, other), {})
-
-    def __sub__(self, other: Any) -> Any:
-        return apply(torch.sub, (self, other), {})
-
-    def __mul__(self, other: Any) -> Any:
-        return apply(torch.mul, (self, other), {})
-
-    def __truediv__(self, other: Any) -> Any:
-        return apply(torch.div, (self, other), {})
-
-    def __pow__(self, other: Any) -> Any:
-        return apply(torch.pow, (self, other), {})
-
-    def __neg__(self) -> Any:
-        return apply(torch.neg, (self,), {})
-
-    def __eq__(self, other: Any) -> Any:
-        return apply(torch.eq, (self, other), {})
-
     def __bool__(self) -> bool:
         raise RuntimeError("a branch on entries selected by a boolean mask depends on how many there are.")
 
-    __radd__, __rmul__, __hash__ = __add__, __mul__, None  # type: ignore[assignment]
+    __add__ = __radd__ = _operator(torch.add)
+    __sub__, __rsub__ = _operator(torch.sub), _operator(torch.rsub)
+    __mul__ = __rmul__ = _operator(torch.mul)
+    __truediv__, __pow__, __neg__ = _operator(torch.div), _operator(torch.pow), _operator(torch.neg)
+    __eq__, __ne__ = _operator(torch.eq), _operator(torch.ne)  # type: ignore[assignment]
+    __gt__, __ge__, __lt__, __le__ = map(_operator, (torch.gt, torch.ge, torch.lt, torch.le))
+    __hash__ = None  # type: ignore[assignment]
 
 
 def selects(func: Any, args: tuple) -> bool:

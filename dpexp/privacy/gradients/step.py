@@ -419,7 +419,8 @@ class Step:
         if self.mode == VMAP:
             how = "by vmap of training_step in every round, which is slower than a traced graph"
         elif self.mode != TRACED and not self._training:
-            total = timedelta(seconds=round(self._seconds_of_record * self.graphs.compiling.records))
+            job = self.graphs.compiling
+            total = timedelta(seconds=round(self._seconds_of_record * job.sample_size * job.rounds))
             how = (
                 f"one at a time, which is slow: about {1 / max(self._seconds_of_record, 1e-6):.0f} records a second, "
                 f"and about {total} (h:mm:ss) for this job"
