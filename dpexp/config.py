@@ -20,8 +20,8 @@ class Data:
 
     `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
     that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
-    the next of which each record is padded by a `collate_fn` that pads. `module`: the `_target_` of a
-    LightningDataModule, with its arguments."""
+    the next of which each record is padded by a `collate_fn` that pads. `path`, `test_path`: files or
+    folders of data of one's own. `module`: the `_target_` of a LightningDataModule, with its arguments."""
 
     id: str | None = None
     n: int = MISSING
@@ -31,6 +31,8 @@ class Data:
     class_weights: Any = None
     pad_to: list[int] | None = None
     root: str | None = None
+    path: str | None = None
+    test_path: str | None = None
     module: dict[str, Any] = MISSING
 
 

@@ -53,10 +53,10 @@ first.""",
 RUN is a job's folder or an MLflow run id. Options:
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
     "predict": """\
-`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.
+`python -m dpexp predict RUN FILE` lets a trained model predict.
 
-RUN is a job's folder or an MLflow run id. Options:
-    data=FILE             inputs, one per row: .npy, .npz (its first array), .pt (a tensor) or .csv (numbers)
+RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .npz (its first array), .pt (a tensor) or
+.csv (numbers); for data of your own, such as data=csv, as they are in its test set. Options:
     out=predictions.csv   where the predictions go: for a classifier, class and probabilities
     uri=sqlite:///outputs/mlflow.db""",
     "resume": """\

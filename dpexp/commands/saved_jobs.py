@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from dpexp.privacy.plan.plan import PrivacyPlan
 from dpexp.reporting.model_card import card
 from dpexp.reporting.terminal import console, print_metrics
 from dpexp.training.classifier import Classifier, scores_of
+from dpexp.training.data.raw import RawData
 from dpexp.training.pretrained import load_weights, non_tensor_state, save_to_temporary_file, save_weights
 
 if TYPE_CHECKING:
@@ -58,10 +60,35 @@ def load(run: str | Path, uri: str | None = None) -> nn.Module:
         return bare(_restored(cfg, folder, _trainer_of(cfg))).eval()
 
 
+def _raw_data(cfg: DictConfig) -> RawData | None:
+    """The data module, which has read nothing; None if it does not encode new inputs."""
+    is_raw = isinstance(kind := get_object(cfg.data.module._target_), type) and issubclass(kind, RawData)
+    return make("data.module", cfg.data.module) if is_raw else None
+
+
+class _Served:
+    """The model in a job's folder for inputs as users have them, as MLflow serves it."""
+
+    def __init__(self, folder: Path) -> None:
+        cfg = _configuration(folder)
+        self._model, self._data = bare(_restored(cfg, folder, _trainer_of(cfg))).eval(), _raw_data(cfg)
+
+    def predict(self, inputs: "DataFrame", params: Any = None) -> "DataFrame":
+        assert self._data is not None
+        return self._data.predictions(self._model, inputs)
+
+
+def _load_pyfunc(path: str) -> _Served:
+    """Called by MLflow: this module is the loader of such a model."""
+    return _Served(Path(path))
+
+
 def _run_and_options(command: str, arguments: Sequence[str], known: Collection[str]) -> tuple[str, dict[str, str]]:
     """The run and the options of a command line `RUN key=value …`; `known`: the keys of the options."""
     options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     runs = [argument for argument in arguments if "=" not in argument]
+    if "data" in known and "data" not in options and len(runs) == 2:
+        options["data"] = runs.pop()
     for key in options:
         if key not in known:
             raise ConfigError(f"{command}: {key} is unknown; known: {', '.join(known)}.")
@@ -152,10 +179,14 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
     path, out = Path(options["data"]), options.get("out", "predictions.csv")
     with _located(run, options.get("uri")) as folder:
         cfg = _configuration(folder)
-        x = _inputs(path, cfg)
+        data = _raw_data(cfg)
+        x: Any = _inputs(path, cfg) if data is None else data.read_inputs(path)
         trainer = _trainer_of(cfg)
         module = _restored(cfg, folder, trainer)
     model, precision = bare(module).eval(), trainer.precision_plugin
+    if data is not None:
+        with precision.forward_context():
+            return _written(x.join(data.predictions(model, x)), out)
     try:
         with torch.no_grad(), precision.forward_context():
             outputs = torch.cat([scores_of(model(precision.convert_input(part))) for part in x.split(1000)])
@@ -169,6 +200,10 @@ def predict(arguments: Sequence[str]) -> "DataFrame":
         )
     else:
         table = DataFrame(outputs.reshape(len(outputs), -1).numpy())
+    return _written(table, out)
+
+
+def _written(table: "DataFrame", out: str) -> "DataFrame":
     try:
         table.to_csv(out, index=False)
     except OSError as error:
@@ -261,10 +296,13 @@ def save_model(
     text = card(names, result, plan, run_id or str(output), lost, spent_before(metadata))
     (output / CARD).write_text(text)
     if run_id is not None:
-        from dpexp.tracking.registered_model import save_as_mlflow
+        from dpexp.tracking.registered_model import save_as_mlflow, save_raw_as_mlflow
 
         try:
-            save_as_mlflow(model.eval(), _example(data), output / MLFLOW_MODEL)
+            if isinstance(data, RawData):
+                save_raw_as_mlflow(output, data.example(), output / MLFLOW_MODEL, __name__)
+            else:
+                save_as_mlflow(model.eval(), _example(data), output / MLFLOW_MODEL)
         except Exception as error:  # the user's model or data may not support it
             warnings.warn(f"MLflow gets no loadable model, only {WEIGHTS}: {type(error).__name__}: {error}")
     return about

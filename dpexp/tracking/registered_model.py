@@ -2,12 +2,16 @@
 
 import json
 import logging
+import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlflow
+import mlflow.pyfunc
 import mlflow.pytorch
 import torch
 from mlflow import MlflowClient
@@ -60,6 +64,25 @@ def save_as_mlflow(module: nn.Module, example: Tensor, folder: Path) -> None:
             serialization_format="pt2",
         )
         _remove_unused_state(folder / "data" / "model.pt2")
+
+
+def save_raw_as_mlflow(job: Path, example: Any, folder: Path, loader: str) -> None:
+    """Writes a model folder in MLflow's format for inputs as users have them. Where it is served, dpexp is needed.
+
+    Args:
+        job: the folder of the finished job.
+        example: two public inputs, a table.
+        loader: the module whose `_load_pyfunc` loads a job's folder.
+    """
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as files, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("config.yaml", "weights.safetensors"):
+            shutil.copy(job / name, files)
+        mlflow.pyfunc.save_model(
+            str(folder), loader_module=loader, data_path=files, input_example=example,
+            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("dpexp", *_REQUIREMENTS)],
+        )  # fmt: skip
 
 
 def _remove_unused_state(path: Path) -> None:
