@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
@@ -45,6 +46,7 @@ from dpexp.commands.trainer import callback_for, sentence, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
 from dpexp.tracking.job_folder import training_marker
 from dpexp.tracking.provenance import without_passwords
@@ -107,6 +109,9 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         if earlier is not None and (earlier / CHECKPOINT).exists():
             output, cfg.checkpoint.resume = earlier, True
     processes.use_threads(cfg)
+    if cfg.check:
+        _check(cfg)
+        return None
     processes.broadcast((output, cfg.checkpoint.resume))
     if not cfg.checkpoint.resume:
         refuse_taken(output)
@@ -152,6 +157,22 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             f"{output} could not be written to at the end; the trained weights are in {result['weights']}"
         )
     return objective(cfg, plan, result)
+
+
+def _check(cfg: DictConfig) -> None:
+    """Does everything but the rounds: reads the data, plans, tries the step, and prints what the job will take."""
+    if not cfg.privacy.enabled or processes.number_of(cfg) > 1:
+        raise ConfigError("check=true tries a private step in one process; leave check out.")
+    with TemporaryDirectory() as folder:
+        job = _make_job(cfg, Path(folder), plan_for)
+        assert job.plan and job.privacy
+        terminal.print_plan(cfg, job.plan, joint_note(cfg, job.plan))
+        terminal.print_trained_parameters(job.module)
+        job.privacy.dry_run_only = True
+        try:
+            job.trainer.fit(job.module, datamodule=job.data)
+        except DryRunDone as done:
+            terminal.print_check(str(done.step.mode), done.step.seconds_of_round, job.plan.rounds)
 
 
 def _write(result: dict[str, Any], output: Path) -> None:

@@ -83,7 +83,12 @@ def trainer_for(
         callbacks.append(LastWeights())
     callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
     label, launcher = sweep.trial_label(cfg), HydraConfig.get().runtime.choices.get("hydra/launcher", "basic")
-    bar = options.pop("enable_progress_bar", True) and (label is None or launcher == "basic") and processes.rank() == 0
+    bar = (
+        options.pop("enable_progress_bar", True)
+        and not cfg.check
+        and (label is None or launcher == "basic")
+        and processes.rank() == 0
+    )
     if bar:
         callbacks.append(RoundBar(rounds, privacy, label))
     defaults = {

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
-from dpexp.config import Config, Trainer, not_private_reason
+from dpexp.config import Config, Trainer, not_private_reason, refusal_of_resolver
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
@@ -83,7 +83,7 @@ def _check_complete(cfg: DictConfig) -> None:
     except InterpolationToMissingValueError as error:
         raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+        raise ConfigError(refusal_of_resolver(error) or f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given.")
     for key in _nan_keys(values):
