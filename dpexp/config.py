@@ -193,6 +193,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
     OmegaConf.register_new_resolver("artifact_folder", _artifact_folder, replace=True)
     OmegaConf.register_new_resolver("table", _table, replace=True)
+    OmegaConf.register_new_resolver("batch_size_for", _batch_size_for, replace=True)
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 
 
@@ -228,6 +229,11 @@ def _table(fact: str, schema: str, target: str, person: str) -> Any:
     from dpexp.training.data.tables import facts_of  # imports torch
 
     return facts_of(schema, target, person)[fact]
+
+
+def _batch_size_for(n: int) -> int:
+    """The power of two nearest to 8√n, and at most n/2: how many of n records a sample has by default."""
+    return max(1, min(2 ** round(math.log2(8 * math.sqrt(max(n, 1)))), n // 2))
 
 
 def refusal_of_resolver(error: Exception) -> str:

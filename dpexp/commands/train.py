@@ -4,7 +4,7 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp._lightning_compat import MisconfigurationException, pl
 from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger
 from dpexp.commands import processes, sweep
+from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
     accountants,
     add_scheduler,
@@ -121,12 +122,17 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         check_resumable(cfg, output)
     (output / "config.yaml").write_text(OmegaConf.to_yaml(_without_passwords(cfg), resolve=True))
     plan = job.plan
+    others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
     if trial is None:
         terminal.print_plan(cfg, plan, joint_note(cfg, plan))
+        if plan and (together := with_earlier(others, plan.ledger(), cfg.privacy.delta)):
+            terminal.console.print(f"After this job, {together}.")
         terminal.print_trained_parameters(job.module)
+    else:
+        warnings.filterwarnings("ignore", "the clipped gradients and noise of a round take")
     with _track(cfg, plan, output, stop) as tracked:
         if cfg.train:
-            result = _train(cfg, job, output, tracked, stop)
+            result = _train(cfg, job, output, tracked, stop, others)
         elif plan is not None:
             result = result_of(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
         else:
@@ -256,7 +262,9 @@ def _without_passwords(cfg: DictConfig) -> DictConfig:
     return shown
 
 
-def _train(cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop) -> dict[str, Any]:
+def _train(
+    cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop, others: Sequence[Ledger]
+) -> dict[str, Any]:  # fmt: skip
     module, data, plan, privacy, trainer, metadata = job
     trainer.callbacks.append(stop)  # type: ignore[attr-defined]
     if tracked:
@@ -284,6 +292,8 @@ def _train(cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    if ledger and (together := with_earlier(others, ledger, cfg.privacy.delta)):
+        result["all_runs"] = together
     if privacy and privacy.compiling:
         result["step"] = privacy.compiling
     result |= released_values(module, privacy, output)

@@ -135,6 +135,8 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("data.shape", all(length >= 1 for length in cfg.data.shape or ()), "must hold integers of at least 1"),
         ("data.id", plain and (name is None or 0 < len(name) <= 250),
          "must be a name of 1 to 250 printable characters in Unicode's form NFC, without blanks at its ends"),
+        ("data.person", cfg.data.person in (None, "row") or cfg.privacy_unit.kind == "user" or not cfg.privacy.enabled,
+         "identifies people, whose rows belong together; add privacy_unit=user, or give the word row"),
         ("register", cfg.register is None or cfg.tracking.uri is not None,
          "needs MLflow's registry; choose tracking=mlflow"),
         ("trainer.max_physical_batch_size", at_once == "auto" or (isinstance(at_once, int) and at_once >= 1),

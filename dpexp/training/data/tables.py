@@ -222,7 +222,7 @@ def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{key}={path} is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8.") from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
         raise ConfigError(f"{key}={path} cannot be read as a table: {reason}.") from error
 
 
