@@ -50,7 +50,6 @@ EXPECTED = {
     "early exits": "one at a time",
     "Fourier layer, complex": "refused",
     "experts, routed": "one at a time",
-    "ELECTRA, discriminator": "one at a time",
     "DeBERTa": "one at a time",
     "DeBERTa-v2": "one at a time",
     "Bloom": "one at a time",

@@ -141,7 +141,7 @@ class Step:
                 self._template = synthetic.records(chunk.row(0), 1, 0), settings
             if self.mode != TRACED:
                 for one in (chunk, *others):
-                    self._test_for_state(one)
+                    self._test_for_state(one, is_new=one is not chunk)
             if first and first[0] is not None and first[0] != self._gradient_digests(others[0]):
                 raise StateFound(KEEPS_STATE.format(what="what training_step sets depends on the first record's shape"))
         now = self._digests()
@@ -198,7 +198,7 @@ class Step:
             if changed is not None:
                 self.graphs.drop(lambda key: key == chunk.key)
             if self.mode != TRACED:
-                self._test_for_state(chunk)
+                self._test_for_state(chunk, is_new=False)
                 self._warn_if_slow()
         self._tracing += time.perf_counter() - now
 
@@ -267,7 +267,7 @@ class Step:
         """Tests for state on records of a shape not tested before: of the first 12, and then within 2 % of the time."""
         now = time.perf_counter()
         few = len(self._tested) < _MANY_SHAPES or self._checking <= _MAX_CHECKING_TIME * (now - self._began)
-        if self._training or chunk.key in self._tested or not few:
+        if self._training or self.synthetic is None or chunk.key in self._tested or not few:
             return
         with own_state(self._device):
             self.check_state(self._round)
@@ -369,16 +369,14 @@ class Step:
         except Exception:  # self.reason already says why the step is not traced
             self.mode = LOOP
 
-    def _test_for_state(self, chunk: Chunk) -> None:
-        """Tests whether the step keeps state, and sets up the tests of the rounds.
+    def _test_for_state(self, chunk: Chunk, is_new: bool = True) -> None:
+        """Tests whether the step keeps state, and sets up the tests of the rounds; not `is_new`: it has a loss.
 
         Synthetic records of the shape of `chunk` must have the same gradients before and after others, of that shape
         and of those tested before.
         """
         assert self.synthetic
         first = self.synthetic.records(chunk, 1, 0)
-        if (self._tested or self.mode == TRACED) and isinstance(self._gradients(first, 0), Exception):
-            return  # records of this shape contribute nothing
         self._tested[chunk.key] = first
         shapes = [first, *reversed(self._tested.values())]
         others = [
@@ -398,9 +396,14 @@ class Step:
             return [t for one in each for t in (one.losses, *(use.materialize() for use in one.by_name.values()))]
 
         check = StateCheck(self._module, probe)
+        if is_new:
+            check.before(probing=False)
+            if isinstance(self._gradients(first, 0), Exception):
+                probed.clear()  # such records contribute nothing
+            check.after(-1)
         try:
             probe()  # a step may fill caches once
-            for scale in _PROBE_SCALES:
+            for scale in _PROBE_SCALES if probed else ():
                 leaves = [leaf * scale if leaf.is_floating_point() else leaf for leaf in first.tensors]
                 scaled = first.with_tensors(leaves)
                 with suppress(Exception):  # the step may not accept such values
