@@ -9,6 +9,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from dpexp.errors import ConfigError
+
 _CHECKOUT = Path(__file__).resolve().parent.parent
 CONF = _CHECKOUT / "conf" if (_CHECKOUT / "pyproject.toml").exists() else Path(__file__).parent / "conf"
 COMMAND = "DPEXP_COMMAND"  # environment variable with the command line, for the processes of every launcher
@@ -21,7 +23,8 @@ class Data:
     `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
     that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
     the next of which each record is padded by a `collate_fn` that pads. `path`, `test_path`: files or
-    folders of data of one's own; `schema`, `target`, `person`, `test_hash`: of a table (conf/data/csv.yaml).
+    folders of data of one's own; `schema`, `target`, `person`, `test_hash`: of a table (conf/data/csv.yaml); `input`,
+    `label`, `class_names`: of images and data sets (conf/data/huggingface.yaml).
     `released`: the release that filled the schema; `unsafe`: it was filled from the rows without noise. `module`: the
     `_target_` of a LightningDataModule, with its arguments."""
 
@@ -39,6 +42,9 @@ class Data:
     target: str | None = None
     person: str | None = None
     test_hash: Any = None
+    input: str | None = None
+    label: str | None = None
+    class_names: Any = None
     released: Any = None
     unsafe: bool = False
     module: dict[str, Any] = MISSING
@@ -193,6 +199,8 @@ def register() -> None:
     OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
     OmegaConf.register_new_resolver("artifact_folder", _artifact_folder, replace=True)
     OmegaConf.register_new_resolver("table", _table, replace=True)
+    OmegaConf.register_new_resolver("class_names", _class_names, replace=True)
+    OmegaConf.register_new_resolver("class_count", _class_count, replace=True)
     OmegaConf.register_new_resolver("batch_size_for", _batch_size_for, replace=True)
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 
@@ -229,6 +237,19 @@ def _table(fact: str, schema: str, target: str, person: str) -> Any:
     from dpexp.training.data.tables import facts_of  # imports torch
 
     return facts_of(schema, target, person)[fact]
+
+
+def _class_names(*source: str | None) -> list[str]:
+    """The public names of classes; see `images.class_names`."""
+    from dpexp.training.data.images import class_names  # imports torch
+
+    return class_names(*source)
+
+
+def _class_count(names: Any) -> int:
+    if names is None or len({*names}) < max(2, len(names)):
+        raise ConfigError(f"data.class_names={names} must be at least two different names, as [cat, dog].")
+    return len(names)
 
 
 def _batch_size_for(n: int) -> int:

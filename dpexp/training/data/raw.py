@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dpexp._lightning_compat import pl
 from dpexp.training.classifier import scores_of
@@ -24,9 +25,23 @@ class RawData(pl.LightningDataModule):
 
     Attributes:
         class_names: of a classifier's classes, in order; None: the model is no classifier.
+        train, test: the data sets, which are read when they are first asked for.
+        batch_size: of training without privacy.
     """
 
     class_names: Sequence[str] | None = None
+    train: Any
+    test: Any
+    batch_size: int
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.test_dataloader()
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.test, 1000)
 
     @abstractmethod
     def read_inputs(self, path: Path) -> "DataFrame":

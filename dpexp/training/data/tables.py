@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import yaml
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from dpexp.errors import ConfigError
 from dpexp.training.data.raw import RawData
@@ -63,15 +63,6 @@ class Table(RawData):
             raise ConfigError(f"data.test_hash={dict(test_hash)} must be {{column: NAME, fraction: 0.2}}.")
         if test_hash is not None and person not in ("row", test_hash["column"]):
             raise ConfigError(f"data.test_hash.column={test_hash['column']} must be the person, {person}.")
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader:
-        return self.test_dataloader()
-
-    def test_dataloader(self) -> DataLoader:
-        return DataLoader(self.test, 1000)
 
     @cached_property
     def train(self) -> TensorDataset:

@@ -1,0 +1,200 @@
+"""Images of one's own in folders, and data sets in Hugging Face's format, in memory.
+
+A training record that cannot be read, or is of no known class, contributes nothing, so that no refusal depends on a
+single record. Test records are public: one that cannot be read is named.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from dpexp.errors import ConfigError
+from dpexp.training.data.raw import RawData
+from dpexp.training.data.tables import rows_of
+
+if TYPE_CHECKING:  # slow to import
+    from pandas import DataFrame
+
+_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+class Images(RawData):
+    """Images in files FOLDER/CLASS/FILE, resized and scaled to [-1, 1].
+
+    Args:
+        path: the folder of training images; test_path: that of test images, which are taken as public.
+        class_names: public names of the classes, in order.
+        shape: [channels, height, width], with 1 channel (grey) or 3 (colours).
+    """
+
+    def __init__(
+        self, path: str, test_path: str, class_names: Sequence[str], shape: Sequence[int], input: str = "image",
+        batch_size: int = 256,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.batch_size, self._input, self._shape, self._paths = batch_size, input, tuple(shape), (path, test_path)
+        self.class_names: Sequence[str] = list(class_names)
+
+    @cached_property
+    def train(self) -> TensorDataset:
+        assert self.test  # a mistake in it is found before training
+        return self._read(*self._records(in_test=False), is_public=False)
+
+    @cached_property
+    def test(self) -> TensorDataset:
+        return self._read(*self._records(in_test=True), is_public=True)
+
+    def example(self) -> "DataFrame":
+        from pandas import DataFrame
+
+        _, _, record = self._records(in_test=True)
+        values = [record(i)[0] for i in range(min(2, len(self.test)))]
+        return DataFrame({self._input: [v.read_bytes() if isinstance(v, Path) else v for v in values]})
+
+    def read_inputs(self, path: Path) -> "DataFrame":
+        """An image, the images in a folder, or the rows of a CSV or Parquet file."""
+        from pandas import DataFrame, concat
+
+        if path.is_dir() or path.suffix.lower() in _SUFFIXES:
+            return DataFrame({self._input: [*map(str, _images_in(path) if path.is_dir() else [path])]})
+        return concat(rows_of("data", str(path)), ignore_index=True)
+
+    def encode(self, inputs: "DataFrame") -> Tensor:
+        """x [N, …] of a column that holds images (a file's path or content) or lists of numbers."""
+        if self._input not in inputs or not len(inputs):
+            raise ConfigError(f"data: there are no inputs in a column {self._input}; columns: {', '.join(inputs)}.")
+        values = [*inputs[self._input]]
+        return self._read("data", len(values), lambda i: (values[i], 0), is_public=True).tensors[0]
+
+    def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
+        """Where they are, their number, and a function of i that gives a record's value and class."""
+        key, path = ("data.test_path" if in_test else "data.path"), self._paths[in_test]
+        folders = class_folders(key, path)
+        known = [folder for folder in folders if folder.name in self.class_names]
+        if in_test and known != folders:
+            unknown = ", ".join(folder.name for folder in folders if folder not in known)
+            raise ConfigError(f"{key}={path} has the folders {unknown}, not in data.class_names={self.class_names}.")
+        files = [(file, folder.name) for folder in known for file in _images_in(folder)]
+        return f"{key}={path}", len(files), files.__getitem__
+
+    def _read(
+        self, where: str, count: int, record: Callable[[int], tuple[Any, Any]], is_public: bool
+    ) -> TensorDataset:  # fmt: skip
+        """The records that can be read."""
+        x, y = torch.empty(count, *self._shape), torch.empty(count, dtype=torch.long)
+
+        def read(i: int) -> bool:
+            value: Any = None
+            try:
+                value, label = record(i)
+                x[i] = self._encoded(value)
+                y[i] = (self.class_names if isinstance(label, str) else range(len(self.class_names))).index(label)
+            except Exception as error:
+                if is_public:
+                    which = value if isinstance(value, str | Path) else f"record {i}"
+                    reason = " ".join(str(error).split())[:200]
+                    raise ConfigError(f"{where}: {which} cannot be read: {reason}.") from error
+                return False
+            return True
+
+        with ThreadPoolExecutor() as pool, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of single images
+            is_read = torch.tensor([*pool.map(read, range(count))], dtype=torch.bool)
+        if not is_read.any():
+            raise ConfigError(f"{where} holds no record that can be read of the classes {', '.join(self.class_names)}.")
+        return TensorDataset(x, y) if is_read.all() else TensorDataset(x[is_read], y[is_read])
+
+    def _encoded(self, value: Any) -> Tensor:
+        if not isinstance(value, str | bytes | Path):
+            return torch.tensor(np.array(value, np.float32)).reshape(self._shape)
+        if len(self._shape) != 3 or self._shape[0] not in (1, 3):
+            raise ValueError(f"data.shape={list(self._shape)} must be [channels, height, width] with 1 or 3 channels")
+        channels, height, width = self._shape
+        with Image.open(BytesIO(value) if isinstance(value, bytes) else value) as file:
+            image = ImageOps.exif_transpose(file)
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
+        return torch.tensor(np.array(image)).reshape(height, width, channels).permute(2, 0, 1) / 127.5 - 1
+
+
+class HuggingFace(Images):
+    """Images, or vectors of numbers, of a data set in Hugging Face's format.
+
+    Args:
+        path: what `DatasetDict.save_to_disk` wrote, or `datasets.load_dataset` takes; subset: its second argument.
+        class_names: see `Images`; shape: that of an image or a vector.
+        input: the column of images or vectors; label: that of classes, by index or name.
+    """
+
+    def __init__(
+        self, path: str, class_names: Sequence[str], shape: Sequence[int], input: str, label: str,
+        subset: str | None = None, train_split: str = "train", test_split: str = "test", batch_size: int = 256,
+    ) -> None:  # fmt: skip
+        super().__init__(path, path, class_names, shape, input, batch_size)
+        self._label, self._subset, self._splits = label, subset, (train_split, test_split)
+
+    def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
+        path, split = self._paths[0], self._splits[in_test]
+        rows = split_of(path, self._subset, split, self._input, self._label)
+        kind = type(rows.features[self._input])
+        are_images = kind.__name__ == "Image"
+        rows = rows.cast_column(self._input, kind(decode=False)) if are_images else rows
+
+        def record(i: int) -> tuple[Any, Any]:
+            row = rows[i]
+            value = row[self._input]
+            return (value["bytes"] or Path(value["path"])) if are_images else value, row[self._label]
+
+        return f"data.path={path}, split {split}", len(rows), record
+
+
+def class_folders(key: str, path: str | None) -> list[Path]:
+    """The folders in a folder, one for each class."""
+    folder = Path(path or "").expanduser()
+    if path is None or not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"{key}={path} must be a folder that holds a folder of images for each class.")
+    return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES)
+
+
+def class_names(*source: str | None) -> list[str]:
+    """The names of the folders in the folder of test images; or of a column's classes, as `split_of` takes it."""
+    if len(source) == 1:
+        return [folder.name for folder in class_folders("data.test_path", *source)]
+    return getattr(split_of(*source).features[source[-1]], "names", [])
+
+
+@cache
+def split_of(path: str | None, subset: str | None, split: str, *columns: str | None) -> Any:
+    """Some columns of a split of a data set in Hugging Face's format."""
+    if None in (path, *columns):
+        raise ConfigError("data.path, data.input and data.label must be given: a data set, and two of its columns.")
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError("data=huggingface needs pip install 'dpexp[huggingface]'.") from error
+    datasets.disable_progress_bars()
+    folder = Path(str(path)).expanduser()
+    try:
+        is_saved = (folder / "dataset_dict.json").exists()
+        found = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, subset)
+        return found[split].select_columns(columns)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        wanted = " and ".join(map(str, columns))
+        raise ConfigError(f"data.path={path}, split {split}: {wanted} cannot be read: {reason}.") from error
