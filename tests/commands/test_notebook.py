@@ -1,5 +1,7 @@
 """Configurations and plans in Python, outside of any job."""
 
+import json
+
 import pytest
 import yaml
 
@@ -40,3 +42,9 @@ def test_every_experiment_and_sweep_composes():
         for k in range(max(map(len, values.values()), default=1)):
             varied = [f"{key}={each[k % len(each)]}" for key, each in values.items()]
             assert dpexp.compose(f"sweep={path.stem}", *varied)
+
+
+def test_the_notebook_is_kept_without_outputs():
+    cells = json.loads((CONF.parent / "examples" / "quickstart.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) > 4 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
