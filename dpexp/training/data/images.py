@@ -123,6 +123,8 @@ class Images(RawData):
         channels, height, width = self._shape
         with Image.open(BytesIO(value) if isinstance(value, bytes) else value) as file:
             image = ImageOps.exif_transpose(file)
+        if image.mode in ("I", "F"):
+            raise ValueError(f"the range of its values is unknown (mode {image.mode})")
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image = image.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
