@@ -121,7 +121,7 @@ def test_an_image_less_moves_the_sum_by_at_most_s(folders, dpexp_job):
 
 MISTAKES = {
     "cut.png cannot be read: ": lambda: shutil.move("train/a/cut.png", "test/a/cut.png"),
-    "data.test_path=test has the folders c, not in": lambda: images_in_class("test/c"),
+    "data.test_path=test: test/c/00.png cannot be read: c is none of": lambda: images_in_class("test/c"),
     "data.test_path=test must be a folder that": lambda: shutil.rmtree("test"),
     "data.path=train must be a folder that": lambda: shutil.rmtree("train"),
     "data.path=train holds no record that can be read of the classes a, b": lambda: others_only("train"),
@@ -175,6 +175,13 @@ def refused(job, said, *arguments):
         job(*arguments, *QUICK, "hydra.run.dir=refused")
     assert said in stopped.value.code and "\n" not in stopped.value.code and stopped.value.code.endswith(".")
     assert not Path("refused/ledger.jsonl").exists() or not read_ledger("refused/ledger.jsonl")
+
+
+def test_folders_may_be_named_by_numbers(folders):
+    for part in ("train", "test"):
+        shutil.move(f"{part}/a", f"{part}/0")
+        shutil.move(f"{part}/b", f"{part}/1")
+    assert Images("train", "test", [1, 0], [1, 8, 8]).train.tensors[1].tolist() == [1] * 30 + [0] * 30
 
 
 def test_new_inputs_that_cannot_be_read_are_named(folders):
@@ -233,7 +240,7 @@ def test_vectors_of_a_data_set_train(folders, dpexp_job):
         refused(dpexp_job, said, *job, *arguments)
     for names, shape, split, said in (
         (["no", "yes"], [5], "test", "data.path=saved, split test: record 0 cannot be read: "),
-        (["no", "ja"], [4], "test", "split test: record 1 cannot be read: 'yes' is not in list"),
+        (["no", "ja"], [4], "test", "split test: record 1 cannot be read: yes is none of the classes no, ja"),
         (["no", "yes"], [4], "other", "data.path=saved, split other: "),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -44,7 +44,7 @@ class Images(RawData):
     ) -> None:  # fmt: skip
         super().__init__()
         self.batch_size, self._input, self._shape, self._paths = batch_size, input, tuple(shape), (path, test_path)
-        self.class_names: Sequence[str] = list(class_names)
+        self.class_names: Sequence[str] = [str(name) for name in class_names]
 
     @cached_property
     def train(self) -> TensorDataset:
@@ -80,12 +80,7 @@ class Images(RawData):
     def _records(self, in_test: bool) -> tuple[str, int, Callable[[int], tuple[Any, Any]]]:
         """Where they are, their number, and a function of i that gives a record's value and class."""
         key, path = ("data.test_path" if in_test else "data.path"), self._paths[in_test]
-        folders = class_folders(key, path)
-        known = [folder for folder in folders if folder.name in self.class_names]
-        if in_test and known != folders:
-            unknown = ", ".join(folder.name for folder in folders if folder not in known)
-            raise ConfigError(f"{key}={path} has the folders {unknown}, not in data.class_names={self.class_names}.")
-        files = [(file, folder.name) for folder in known for file in _images_in(folder)]
+        files = [(file, folder.name) for folder in class_folders(key, path) for file in _images_in(folder)]
         return f"{key}={path}", len(files), files.__getitem__
 
     def _read(
@@ -93,17 +88,19 @@ class Images(RawData):
     ) -> TensorDataset:  # fmt: skip
         """The records that can be read."""
         x, y = torch.empty(count, *self._shape), torch.empty(count, dtype=torch.long)
+        codes = {key: k for k, name in enumerate(self.class_names) for key in (name, k)}
 
         def read(i: int) -> bool:
             value: Any = None
             try:
                 value, label = record(i)
-                x[i] = self._encoded(value)
-                y[i] = (self.class_names if isinstance(label, str) else range(len(self.class_names))).index(label)
+                if label not in codes:
+                    raise ValueError(f"{label} is none of the classes {', '.join(self.class_names)}")
+                x[i], y[i] = self._encoded(value), codes[label]
             except Exception as error:
                 if is_public:
                     which = value if isinstance(value, str | Path) else f"record {i}"
-                    reason = " ".join(str(error).split())[:200]
+                    reason = " ".join(str(error).split())[:200].rstrip(".")
                     raise ConfigError(f"{where}: {which} cannot be read: {reason}.") from error
                 return False
             return True
