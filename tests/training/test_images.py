@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dpexp.accounting.ledger import read_ledger
-from dpexp.commands.saved_jobs import predict
+from dpexp.commands.saved_jobs import evaluate, predict
 from dpexp.errors import ConfigError
 from dpexp.training.data import HuggingFace, Images
 
@@ -60,8 +60,10 @@ def distance(one, other):
 
 def test_a_folder_of_images_trains_and_predicts_new_ones(folders, dpexp_job):
     output = dpexp_job(*JOB, "privacy.epsilon=8", "sampling.expected_batch_size=30", "sampling.steps=30")
-    assert json.loads((output / "result.json").read_text())["metrics"]["test_accuracy"] > 0.9
+    metrics = json.loads((output / "result.json").read_text())["metrics"]
+    assert metrics["test_accuracy"] > 0.9
     shutil.rmtree("train")
+    assert evaluate([str(output)])["test_accuracy"] == metrics["test_accuracy"]
     found = predict([str(output), "test"])
     assert [*found] == ["image", "prediction", "p_a", "p_b"] and [*found["image"].str[:6]] == ["test/a"] * 10 + [
         "test/b"

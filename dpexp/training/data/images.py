@@ -87,7 +87,7 @@ class Images(RawData):
         self, where: str, count: int, record: Callable[[int], tuple[Any, Any]], is_public: bool
     ) -> TensorDataset:  # fmt: skip
         """The records that can be read."""
-        x, y = torch.empty(count, *self._shape), torch.empty(count, dtype=torch.long)
+        x, y = np.empty((count, *self._shape), np.float32), np.empty(count, np.int64)
         codes = {key: k for k, name in enumerate(self.class_names) for key in (name, k)}
 
         def read(i: int) -> bool:
@@ -107,14 +107,15 @@ class Images(RawData):
 
         with ThreadPoolExecutor() as pool, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of single images
-            is_read = torch.tensor([*pool.map(read, range(count))], dtype=torch.bool)
+            is_read = np.array([*pool.map(read, range(count))], bool)
         if not is_read.any():
             raise ConfigError(f"{where} holds no record that can be read of the classes {', '.join(self.class_names)}.")
-        return TensorDataset(x, y) if is_read.all() else TensorDataset(x[is_read], y[is_read])
+        x, y = (x, y) if is_read.all() else (x[is_read], y[is_read])
+        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-    def _encoded(self, value: Any) -> Tensor:
+    def _encoded(self, value: Any) -> np.ndarray:
         if not isinstance(value, str | bytes | Path):
-            return torch.tensor(np.array(value, np.float32)).reshape(self._shape)
+            return np.array(value, np.float32).reshape(self._shape)
         if len(self._shape) != 3 or self._shape[0] not in (1, 3):
             raise ValueError(f"data.shape={list(self._shape)} must be [channels, height, width] with 1 or 3 channels")
         channels, height, width = self._shape
@@ -125,7 +126,7 @@ class Images(RawData):
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image = image.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
-        return torch.tensor(np.array(image)).reshape(height, width, channels).permute(2, 0, 1) / 127.5 - 1
+        return np.asarray(image, np.float32).reshape(height, width, channels).transpose(2, 0, 1) / 127.5 - 1
 
 
 class HuggingFace(Images):
