@@ -22,6 +22,7 @@ class Data:
     that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
     the next of which each record is padded by a `collate_fn` that pads. `path`, `test_path`: files or
     folders of data of one's own; `schema`, `target`, `person`, `test_hash`: of a table (conf/data/csv.yaml).
+    `unit`, `length`, `text`, `user`, `label`, `class_names`, `prompts`: of texts (conf/data/documents.yaml).
     `released`: the release that filled the schema; `unsafe`: it was filled from the rows without noise. `module`: the
     `_target_` of a LightningDataModule, with its arguments."""
 
@@ -41,6 +42,13 @@ class Data:
     test_hash: Any = None
     released: Any = None
     unsafe: bool = False
+    unit: str | None = None
+    length: int | None = None
+    text: str | None = None
+    user: str | None = None
+    label: str | None = None
+    class_names: Any = None
+    prompts: list[str] | None = None
     module: dict[str, Any] = MISSING
 
 
