@@ -150,8 +150,8 @@ class Documents(_Texts):
         self._one_block = unit == "block" and privacy_unit == "example"
         if self._one_block and adjacency not in ("replace_one", "replace_null"):
             raise ConfigError(
-                f"data.unit=block with privacy.adjacency={adjacency}: neighbours differ by one block replaced in place, "
-                "so set privacy.adjacency=replace_one or replace_null; or data.unit=document."
+                f"data.unit=block with privacy.adjacency={adjacency}: neighbours differ by one block replaced in "
+                "place; set privacy.adjacency=replace_one or replace_null; or data.unit=document."
             )
         super().__init__(path, test_path, tokenizer, length, text, batch_size)
         self._unit, self._user, self._prompts = unit, user, list(prompts)
