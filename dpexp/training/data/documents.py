@@ -168,7 +168,7 @@ class Documents(_Texts):
         rows = _read("data.path", self._path, self._fields)
         if self._user is None:
             return self._encoded(rows)
-        rows = [row for row in rows if row.get(self._user) is not None and str(row.get(self._text) or "").strip()]
+        rows = [row for row, ids in zip(rows, self._ids(rows), strict=True) if ids and row.get(self._user) is not None]
         data, code = self._encoded(rows), dict[str, int]()
         users = [code.setdefault(str(row[self._user]), len(code)) for row in rows]
         data.user_of = [users[k] for k in self._sources]  # type: ignore[attr-defined]
