@@ -22,11 +22,10 @@ class Data:
 
     `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
     that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
-    the next of which each record is padded by a `collate_fn` that pads. `path`, `test_path`: files or
-    folders of data of one's own; `schema`, `target`, `person`, `test_hash`: of a table (conf/data/csv.yaml); `input`,
-    `label`, `class_names`: of images and data sets (conf/data/huggingface.yaml).
-    `released`: the release that filled the schema; `unsafe`: it was filled from the rows without noise. `module`: the
-    `_target_` of a LightningDataModule, with its arguments."""
+    the next of which each record is padded by a `collate_fn` that pads. `path` to `prompts`: of data of one's own, see
+    conf/data/{csv,images,huggingface,documents,labelled_texts}.yaml; `released`: the release that filled a schema;
+    `unsafe`: it was filled from the rows without noise. `module`: the `_target_` of a LightningDataModule, with its
+    arguments."""
 
     id: str | None = None
     n: int = MISSING
@@ -47,6 +46,11 @@ class Data:
     class_names: Any = None
     released: Any = None
     unsafe: bool = False
+    unit: str | None = None
+    length: int | None = None
+    text: str | None = None
+    user: str | None = None
+    prompts: list[str] | None = None
     module: dict[str, Any] = MISSING
 
 

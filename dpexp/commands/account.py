@@ -245,7 +245,10 @@ def earlier_on_data(cfg: DictConfig) -> list[Ledger]:
         return []
     from dpexp.tracking import run_costs
 
-    costs = run_costs.distinct_runs(run_costs.costs_in(cfg.tracking.uri, cfg.data.id))
+    try:
+        costs = run_costs.distinct_runs(run_costs.costs_in(cfg.tracking.uri, cfg.data.id))
+    except ConfigError:  # there is no store yet; one that cannot be read is refused when the job's run starts
+        return []
     return [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
 
 

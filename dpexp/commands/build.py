@@ -35,6 +35,7 @@ from dpexp.privacy.private_metrics import BATCHNORM
 from dpexp.privacy.refusals import refuse_mixing_layers
 from dpexp.privacy.table_ranges import TableRanges
 from dpexp.training.classifier import Classifier
+from dpexp.training.language import LanguageModel, is_causal
 from dpexp.training.pretrained import head_parameters, load_initial_weights, read_metadata
 
 
@@ -226,9 +227,8 @@ def module_of(cfg: DictConfig, load_weights: bool = True) -> pl.LightningModule:
     augment = _augment(cfg)
     model = _preprocessed(cfg, model) if cfg.preprocessing or cfg.data.released else model
     multiplicity = cfg.augment.multiplicity if augment else 1
-    return Classifier(
-        model, optimizer, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model)
-    )
+    kind = LanguageModel if is_causal(model) else Classifier
+    return kind(model, optimizer, augment=augment, multiplicity=multiplicity, class_weights=_class_weights(cfg, model))
 
 
 def _refuse_for_own_module(cfg: DictConfig) -> None:
@@ -310,7 +310,10 @@ def _preprocessed(cfg: DictConfig, model: torch.nn.Module) -> PreprocessedModel:
 # What initial weights were trained on
 
 
-_NOT_OF_RECORDS = {"batch_size", "workers", "num_workers", "users"}  # options of data modules that change no record
+_NOT_OF_RECORDS = {  # options of data modules that change no record, or only how it is cut into tokens
+    "batch_size", "workers", "num_workers", "users", "length", "unit", "tokenizer", "prompts", "privacy_unit",
+    "adjacency",
+}  # fmt: skip
 
 
 def _refuse_non_private_weights(cfg: DictConfig) -> None:

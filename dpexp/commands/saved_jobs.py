@@ -295,6 +295,11 @@ def save_model(
         warnings.warn(f"{WEIGHTS} cannot hold {', '.join(lost)}, which are no tensors: a loaded model lacks them")
     text = card(names, result, plan, run_id or str(output), lost, spent_before(metadata))
     (output / CARD).write_text(text)
+    if isinstance(data, RawData):
+        try:
+            data.save(model.eval(), output, text)
+        except Exception as error:  # the weights are kept
+            warnings.warn(f"{data.save.__qualname__} failed: {type(error).__name__}: {error}")
     if run_id is not None:
         from dpexp.tracking.registered_model import save_as_mlflow, save_raw_as_mlflow
 

@@ -275,6 +275,8 @@ def print_result(result: dict[str, Any], output: Path, runs: str | None) -> None
     metrics = result["metrics"]
     if "test_accuracy" in metrics:
         console.print(f"[bold]Test accuracy {metrics['test_accuracy']:.2%}[/] after {result['seconds']:.0f} s")
+    elif "test_perplexity" in metrics:
+        console.print(f"[bold]Test perplexity {metrics['test_perplexity']:.4g}[/] after {result['seconds']:.0f} s")
     if result.get("released"):
         values = [
             f"{escape(name)} {one['estimate']:.4g}" + (f" ± {one['sd']:.2g}" if one["sd"] else "")

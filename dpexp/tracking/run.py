@@ -196,8 +196,7 @@ class TrackedRun:
 
     def log_model(self, model_tags: Mapping[str, str], rounds: int) -> None:
         """Logs the model in the job's folder, and registers it under `register`."""
-        for name in ("weights.safetensors", "card.md"):
-            self._outbox.file(self._output / name)
+        self._send_files("weights.safetensors", "card.md", "adapter", "generated.txt")
         self._outbox.tags({"mlflow.note.content": description(self._output)})
         folder = self._output / "mlflow_model"
         if folder.exists():

@@ -90,7 +90,14 @@ class Classifier(pl.LightningModule):
             loss. In private training a record's clipped gradient is multiplied by its weight divided by the largest.
     """
 
-    METRICS = ("test_loss", "test_accuracy", "test_auc", "test_f1", "test_calibration_error", "test_r2")
+    METRICS: tuple[str, ...] = (
+        "test_loss",
+        "test_accuracy",
+        "test_auc",
+        "test_f1",
+        "test_calibration_error",
+        "test_r2",
+    )
 
     def __init__(
         self,
@@ -131,6 +138,13 @@ class Classifier(pl.LightningModule):
             )
         return loss, getattr(outputs, "logits", None)
 
+    def metrics(self, stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
+        """What is logged of a batch, by name."""
+        y, metrics = _labels(batch), {f"{stage}_loss": loss}
+        if scores is not None and scores.dim() == y.dim() + 1 and not y.is_floating_point():
+            metrics[f"{stage}_accuracy"] = (scores.argmax(1) == y).float().mean()
+        return metrics
+
     def training_step(self, batch: Any) -> Tensor:
         if self.augment is not None:
             batch = views(batch, self.augment, self.multiplicity)
@@ -138,12 +152,12 @@ class Classifier(pl.LightningModule):
         weights = self._weights_now() if self._weights_now is not None else self.class_weights
         if isinstance(weights, Tensor):
             loss = _weighted_loss(scores, _labels(batch), weights.to(loss))
-        self.log_dict(_metrics("train", batch, loss, scores))
+        self.log_dict(self.metrics("train", batch, loss, scores))
         return loss
 
     def validation_step(self, batch: Any) -> Tensor | None:
         loss, scores = self.loss_and_scores(batch)
-        metrics = _metrics("test", batch, loss, scores)
+        metrics = self.metrics("test", batch, loss, scores)
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=len(_labels(batch)))
         return scores
 
@@ -179,13 +193,6 @@ def _weighted_loss(scores: Tensor | None, y: Tensor, weights: Tensor) -> Tensor:
 
 def _labels(batch: Any) -> Tensor:
     return batch["labels"] if isinstance(batch, Mapping) else batch[1]
-
-
-def _metrics(stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
-    y, metrics = _labels(batch), {f"{stage}_loss": loss}
-    if scores is not None and scores.dim() == y.dim() + 1 and not y.is_floating_point():
-        metrics[f"{stage}_accuracy"] = (scores.argmax(1) == y).float().mean()
-    return metrics
 
 
 def _metrics_of_all(scores: Tensor, y: Tensor) -> dict[str, Tensor]:

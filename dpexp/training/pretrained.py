@@ -1,5 +1,6 @@
 """Weight files, initial weights, and which parameters are trained: all, the head, biases, or low-rank adapters."""
 
+import copy
 import errno
 import os
 import re
@@ -9,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -111,16 +113,21 @@ def load_initial_weights(module: nn.Module, path: Path, head: Collection[str]) -
 
 def head_parameters(model: nn.Module, name: str | None = None) -> list[str]:
     """Names of the parameters of the head: the module called `name`, or the last with parameters of its own."""
-    owners = [owner for owner, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))]
-    if not owners:
-        raise ConfigError("fine_tuning: the model has no parameters.")
-    head = owners[-1] if name is None else name
+    head = _last_layer(model) if name is None else name
     found = [parameter for parameter, _ in model.named_parameters() if parameter.startswith(f"{head}." if head else "")]
     if not found:
         raise ConfigError(
-            f"fine_tuning.head={head} names no module with parameters; the last that has some is {owners[-1]}."
+            f"fine_tuning.head={head} names no module with parameters; the last that has some is {_last_layer(model)}."
         )
     return found
+
+
+def _last_layer(model: nn.Module) -> str:
+    """The name of the last module with parameters of its own."""
+    owners = [owner for owner, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))]
+    if not owners:
+        raise ConfigError("fine_tuning: the model has no parameters.")
+    return owners[-1]
 
 
 @dataclass(frozen=True)
@@ -160,22 +167,24 @@ class Lora:
         rank: rank of an adapter.
         alpha: adapters are scaled by alpha/rank.
         layers: names of layers, or their last parts; None: all linear layers but the head.
+        head: its name; None: the last layer; False: the last layer, which is not trained.
     """
 
     rank: int = 8
     alpha: int = 16
     layers: Sequence[str] | None = None
-    head: str | None = None
+    head: str | Literal[False] | None = None  # type: ignore[assignment]
 
     def __call__(self, model: nn.Module) -> nn.Module:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
             raise ConfigError("fine_tuning=lora needs peft: pip install peft.") from error
-        head = set(head_parameters(model, self.head))
+        last = self.head or _last_layer(model)
+        head = set() if self.head is False else set(head_parameters(model, last))
         adapted = [
             name for name, layer in model.named_modules()
-            if f"{name}.weight" not in head and self._adapts(name, layer)
+            if not f"{name}.".startswith(f"{last}.") and self._adapts(name, layer)
         ]  # fmt: skip
         if not adapted:
             lacks = "has no linear layer but its head" if self.layers is None else f"has no layers {[*self.layers]}"
@@ -193,6 +202,18 @@ class Lora:
         if self.layers is None:
             return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"  # of transformers
         return any(name == wanted or name.endswith(f".{wanted}") for wanted in self.layers)
+
+
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """Writes the adapters that `Lora` made, and the trained head, for `peft.PeftModel.from_pretrained`."""
+    configs: Any = model.peft_config
+    config = copy.copy(configs["default"])
+    trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+    config.modules_to_save = sorted({name.rpartition(".")[0] for name in trained if ".lora_" not in name}) or None
+    config.base_model_name_or_path, config.inference_mode = getattr(model, "name_or_path", None), True
+    config.save_pretrained(str(folder))
+    tensors = {f"base_model.model.{name.replace('.default.', '.')}": values for name, values in trained.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
 
 
 def _train_only(model: nn.Module, is_trained: Callable[[str], bool]) -> nn.Module:

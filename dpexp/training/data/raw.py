@@ -55,6 +55,13 @@ class RawData(pl.LightningDataModule):
     def example(self) -> "DataFrame":
         """Two inputs of the test set, which is public."""
 
+    def outputs(self, model: nn.Module, x: Any) -> Tensor:
+        """The model's outputs [N, …] for what `encode` returns."""
+        return torch.cat([scores_of(model(part)) for part in x.split(_BATCH)])
+
+    def save(self, model: nn.Module, folder: Path, card: str) -> None:
+        """Writes what a trained model gives besides its weights into its job's folder; by default nothing."""
+
     def decode(self, outputs: Tensor) -> Tensor:
         """Predicted numbers [N] in their own unit, from the outputs [N] of a model that is no classifier."""
         return outputs
@@ -64,7 +71,7 @@ class RawData(pl.LightningDataModule):
         from pandas import DataFrame
 
         with torch.no_grad():
-            outputs = torch.cat([scores_of(model(part)).float() for part in self.encode(inputs).split(_BATCH)])
+            outputs = self.outputs(model, self.encode(inputs)).float()
         if self.class_names is None:
             return DataFrame({"prediction": self.decode(outputs.flatten())}, index=inputs.index)
         p = outputs.softmax(1)

@@ -1,0 +1,99 @@
+"""Language models of transformers, by a local folder or a name on the hub, and their perplexity."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpexp.errors import ConfigError
+from dpexp.training.classifier import Classifier
+
+IGNORED = -100  # label that has no loss
+
+
+def causal_lm(name: str) -> nn.Module:
+    """A causal language model in float32, with the weights of `name`."""
+    model: Any = _from_pretrained("AutoModelForCausalLM", name, dtype=torch.float32)
+    model.loss_type = "ForCausalLM"  # transformers warns if it has to guess this
+    return model  # type: ignore[no-any-return]
+
+
+def sequence_classifier(name: str, class_names: list[Any]) -> nn.Module:
+    """A classifier of texts in float32, with the weights of `name` and, unless these have one, a random head."""
+    options = {"num_labels": len(class_names), "problem_type": "single_label_classification"}
+    tokenizer = tokenizer_of(name)
+    return _from_pretrained(
+        "AutoModelForSequenceClassification", name, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id, **options
+    )
+
+
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a model, which pads on the right: with its end-of-text token if it has none for padding."""
+    tokenizer = _from_pretrained("AutoTokenizer", name)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"model.name={name}: its tokenizer has neither a padding nor an end-of-text token to pad with; give "
+                "pad_token in its tokenizer_config.json."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def max_positions(name: str) -> int | None:
+    """The number of tokens that a model can take; None: its configuration names none."""
+    return getattr(_from_pretrained("AutoConfig", name), "max_position_embeddings", None)
+
+
+def _from_pretrained(class_name: str, name: str, **options: Any) -> Any:
+    try:
+        auto_class = getattr(import_module("transformers"), class_name)
+    except ImportError as error:
+        raise ConfigError("language models need transformers and peft: pip install transformers peft.") from error
+    import_module("transformers.utils.logging").disable_progress_bar()
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.name={name} is neither a folder nor a name on the hub from which {class_name} can be loaded: "
+            f"{reason}"
+        ) from error
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model is a causal language model of transformers."""
+    can_generate = getattr(model, "can_generate", None)
+    return bool(callable(can_generate) and can_generate() and not model.config.is_encoder_decoder)  # type: ignore
+
+
+class LanguageModel(Classifier):
+    """Trains a causal language model of transformers, and measures its perplexity: exp of the mean loss of the test
+    set's tokens, each record's first excepted."""
+
+    METRICS = ("test_loss", "test_perplexity")
+    _total, _tokens = 0.0, 0
+
+    def metrics(self, stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dict[str, Tensor]:
+        return {f"{stage}_loss": loss}
+
+    def validation_step(self, batch: Any) -> None:
+        loss, _ = self.loss_and_scores(batch)
+        tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
+        if tokens:
+            self._total += float(loss) * tokens
+            self._tokens += tokens
+
+    def on_validation_epoch_end(self) -> None:
+        if self._tokens:
+            loss = torch.tensor(self._total / self._tokens, dtype=torch.float64)
+            self.log_dict({"test_loss": loss.float(), "test_perplexity": loss.exp().float()})
+        self._total, self._tokens = 0.0, 0
+
+    def test_step(self, batch: Any) -> None:
+        self.validation_step(batch)
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()

@@ -1,0 +1,267 @@
+"""Fine-tuning language models on texts of one's own: documents, blocks, users; perplexity, adapters, predictions."""
+
+import json
+import math
+import re
+
+import mlflow
+import pandas as pd
+import pytest
+import torch
+from peft import PeftModel
+from plans import plan_of
+from reference import stacked
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch.utils.data import default_collate
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, PreTrainedTokenizerFast
+
+import dpexp
+from dpexp.commands.saved_jobs import predict
+from dpexp.errors import ConfigError
+from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.round import PrivateRound
+from dpexp.training.data.documents import Documents, LabelledTexts
+from dpexp.training.language import LanguageModel, causal_lm, is_causal
+from dpexp.training.pretrained import Lora
+
+WORDS = [*"abcdefghijklmno", "cat"]
+LENGTH = 12
+JOB = (
+    "experiment=finetune_lm", "model.name=tiny", "data.path=train.txt", "data.test_path=test.txt", "data.n=60",
+    f"data.length={LENGTH}", "data.prompts=[a b]", "trainer.num_evaluations=0",
+)  # fmt: skip
+ONE_ROUND = (
+    "optimizer=sgd", "optimizer.lr=1", "optimizer.momentum=0", "sampling.steps=1", "sampling.epochs=null",
+    "privacy.epsilon=null",
+    "sampling.expected_batch_size=null", "privacy.noise_multiplier=1e-6", "privacy.delta=1e-5", "privacy.noise_seed=1",
+    "tracking=none",
+)  # fmt: skip
+
+
+def texts(count, seed=0):
+    """Sentences of one to twelve words, each of which the next word in WORDS follows."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(1, 13, (2, count), generator=generator).T.tolist()
+    return [" ".join(WORDS[(first + k) % 16] for k in range(length)) for first, length in drawn]
+
+
+def tokenizer_with(**special):
+    vocabulary = {word: k for k, word in enumerate(["<end>", "<unknown>", *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unknown>", **special)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a tiny GPT-2, its tokenizer without a padding token, and texts; file names are relative to it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=18, n_positions=32, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained("tiny")
+    tokenizer_with(eos_token="<end>").save_pretrained("tiny")
+    (tmp_path / "train.txt").write_text("\n\n".join(texts(60)))
+    (tmp_path / "test.txt").write_text("\n \n\n".join(texts(20, seed=1)))
+    write("train.jsonl", texts(60))
+    write("test.jsonl", texts(20, seed=1))
+    return tmp_path
+
+
+def write(path, some):
+    """Records of three to a user, with a label."""
+    rows = [
+        {"text": text, "who": f"u{k // 3}", "kind": "cat" if "cat" in text else "other"} for k, text in enumerate(some)
+    ]
+    with open(path, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def documents(path="train.txt", test="test.txt", **options):
+    return Documents(path, test, "tiny", options.pop("length", LENGTH), **options)
+
+
+def test_a_document_is_cut_at_the_length_and_padded(folder):
+    (folder / "train.txt").write_text("a c\nf\n\n\n" + "d " * 30)
+    short, long = (documents().train[k] for k in range(2))
+    assert short["input_ids"].tolist() == [2, 4, 7] + [0] * 9
+    assert short["labels"].tolist() == [2, 4, 7, 0] + [-100] * 8 and short["attention_mask"].sum() == 4
+    assert long["labels"].tolist() == [5] * LENGTH and long["attention_mask"].all()
+
+
+def test_a_block_never_crosses_documents_or_users(folder):
+    some = [" ".join([word] * m) for word, m in zip(WORDS, [1, 3, 4, 5, 7, 8, 9, 2, 6, 3, 4, 5], strict=False)]
+    write("train.jsonl", some)
+    blocks = documents("train.jsonl", length=4, unit="block", user="who", privacy_unit="user").train
+    assert len(blocks) == len(blocks.user_of) == 19
+    seen = []
+    for k, user in enumerate(blocks.user_of):
+        words = {w for w in blocks[k]["labels"].tolist() if w not in (0, -100)}
+        assert len(words) == 1, "a block has the words of one document"
+        seen += [(user, *words)]
+    assert {*seen} == {(k // 3, k + 2) for k in range(len(some))}
+
+
+@pytest.mark.parametrize("unit", ["document", "block", "user"])
+def test_one_more_or_less_moves_the_released_sum_by_at_most_s(folder, dpexp_job, unit):
+    options = {
+        "document": ("data.path=train.txt",),
+        "block": ("data.path=train.txt", "data.unit=block", "data.length=6", "privacy.adjacency=replace_one"),
+        "user": ("data.path=train.jsonl", "data.user=who", "data.users=20", "privacy_unit=user"),
+    }[unit]
+    weights = []
+    for changed in (False, True):
+        some = texts(60)
+        some = some if not changed else some[1:] if unit == "document" else some[3:]
+        if unit == "block":  # all words of the first block of a document replaced
+            some = [*texts(60)[1:], "o n m l k j g h i" if changed else "a b c d e f g h i"]
+        (folder / "train.txt").write_text("\n\n".join(some))
+        write("train.jsonl", some)
+        dpexp_job(*JOB, *options, *ONE_ROUND, "sampling=full_batch", f"hydra.run.dir=out{changed}")
+        weights.append(load_file(folder / f"out{changed}" / "weights.safetensors"))
+    moved = math.sqrt(sum(float((weights[0][name] - weights[1][name]).double().square().sum()) for name in weights[0]))
+    S, n, replaced = 0.1, 20 if unit == "user" else 60, 1 + (unit == "block")
+    assert 0.01 * S < moved * n <= replaced * S * 1.0001
+
+
+def test_a_record_without_a_text_contributes_nothing(folder, dpexp_job):
+    weights = []
+    for bad in ("", '{"text": 3}\n[1]\n{"text": ""}\n{"tex\n'):
+        write("train.jsonl", texts(60))
+        with open("train.jsonl", "a") as file:
+            file.write(bad)
+        dpexp_job(*JOB, "data.path=train.jsonl", *ONE_ROUND, "sampling=full_batch", f"hydra.run.dir=out{len(bad)}")
+        weights.append(load_file(folder / f"out{len(bad)}" / "weights.safetensors"))
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-7) for name in weights[0])
+
+
+def test_the_step_of_gpt2_is_traced(folder):
+    torch.manual_seed(0)
+    model = Lora(rank=2, head=False)(causal_lm("tiny"))
+    assert is_causal(model) and all(".lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    module = LanguageModel(model, torch.optim.Adam)
+    plan = plan_of(module, n=60, q=0.1, steps=1, noise_multiplier=1.0)
+    engine = PrivateRound(plan, module, GaussianNoise())
+    engine.begin()
+    batch = default_collate([documents().train[k] for k in range(4)])
+    engine.add_chunk(lambda record: module.loss_and_scores(record)[0], stacked(batch), 4)
+    assert engine.mode == "traced"
+
+
+@pytest.fixture
+def job(folder, dpexp_job):
+    write_prompts()
+    return dpexp_job(
+        *JOB, "sampling.expected_batch_size=30", "optimizer.lr=0.05", "sampling.epochs=10", "privacy.epsilon=100"
+    )
+
+
+def write_prompts():
+    pd.DataFrame({"text": ["a b", "d e f"], "id": [7, 8]}).to_csv("prompts.csv", index=False)
+
+
+def perplexity(model, texts):
+    """exp of the mean loss of all tokens but each text's first, one text at a time."""
+    loss, count = 0.0, 0
+    with torch.no_grad():
+        for ids, size in zip(texts.ids.long(), texts.sizes, strict=True):
+            scores = model.eval()(ids[None, :size]).logits[0, :-1]
+            loss += torch.nn.functional.cross_entropy(scores, ids[1:size], reduction="sum").item()
+            count += size - 1
+    return math.exp(loss / count)
+
+
+def test_a_job_gives_perplexity_adapter_continuations_and_a_served_model(folder, job):
+    model, ids = dpexp.load(job), documents().test
+    metrics = json.loads((job / "result.json").read_text())["metrics"]
+    assert metrics["test_perplexity"] == pytest.approx(perplexity(model, ids), rel=1e-5)
+    assert metrics["test_perplexity"] < 0.9 * perplexity(causal_lm("tiny"), ids)
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained("tiny")
+        adapted = PeftModel.from_pretrained(base, job / "adapter").eval()
+        tokens = ids[0]["input_ids"][None]
+        before = AutoModelForCausalLM.from_pretrained("tiny").eval()(tokens).logits
+        assert torch.allclose(adapted(tokens).logits, model(tokens).logits, atol=1e-6)
+        assert not torch.allclose(before, model(tokens).logits, atol=1e-3)
+    assert "ε" in (job / "adapter" / "README.md").read_text()
+    found = predict([str(job), "prompts.csv"])
+    assert list(found) == ["text", "id", "continuation"] and len(found) == 2
+    whole = model.generate(torch.tensor([[2, 3]]), max_length=LENGTH, do_sample=False, pad_token_id=0)
+    assert found["continuation"][0].split() == [WORDS[k - 2] for k in whole[0, 2:].tolist() if k > 1]
+    assert (job / "generated.txt").read_text().startswith("a b → ")
+    served = mlflow.pyfunc.load_model(str(job / "mlflow_model"))
+    assert (
+        served.predict(pd.read_csv("prompts.csv")[["text"]])["continuation"].tolist() == found["continuation"].tolist()
+    )
+    mlflow.set_tracking_uri(f"sqlite:///{folder}/outputs/mlflow.db")
+    run = (job / "mlflow_run_id").read_text()
+    names = {artifact.path for artifact in mlflow.MlflowClient().list_artifacts(run)}
+    assert {"generated.txt", "adapter", "card.md"} <= names
+
+
+def test_a_classifier_of_texts_predicts_names_and_its_adapter_has_the_head(folder, dpexp_job):
+    write_prompts()
+    job = dpexp_job(
+        "experiment=finetune_classifier", "model.name=tiny", "data.path=train.jsonl", "data.test_path=test.jsonl",
+        "data.n=60", "data.label=kind", "data.class_names=[cat,other]", f"data.length={LENGTH}", "tracking=none",
+        "sampling.expected_batch_size=30", "trainer.num_evaluations=0",
+    )  # fmt: skip
+    assert "test_accuracy" in json.loads((job / "result.json").read_text())["metrics"]
+    found = predict([str(job), "prompts.csv"])
+    assert {*found["prediction"]} <= {"cat", "other"} and [*(found["p_cat"] + found["p_other"])] == pytest.approx(
+        [1, 1]
+    )
+    base = AutoModelForSequenceClassification.from_pretrained("tiny", num_labels=2, pad_token_id=0)
+    model, adapted = dpexp.load(job), PeftModel.from_pretrained(base, job / "adapter").eval()
+    tokens = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        assert torch.allclose(adapted(tokens).logits, model(tokens).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overrides, content, sentence",
+    [
+        ((), "\n\n", "data.path=train.txt is empty: it needs documents"),
+        (("data.path=none.txt",), None, "data.path=none.txt cannot be read (No such file"),
+        (("data.path=train.jsonl", "data.text=body"), None, "data.text=body: data.path=train.jsonl has no such field"),
+        (("data.test_path=test.jsonl", "data.text=body"), None, "data.text=body: record 1 of data.test_path="),
+        (("data.path=train.jsonl", "data.user=name", "privacy_unit=user", "data.users=20"), None,
+         "data.user=name: data.path=train.jsonl has no such field"),
+        (("privacy_unit=user", "data.users=20"), None, "data.user=null: privacy_unit=user needs the name of the field"),
+        (("data.unit=line",), None, "data.unit=line is unknown; choose one of document, block"),
+        (("data.unit=block",), None, "data.unit=block with privacy.adjacency=None: neighbours differ by one block"),
+        (("data.length=33",), None, "data.length=33 must lie between 2 and the 32 tokens"),
+        (("data.n=???",), None, "data.n must be given"),
+        (("model.name=./nowhere",), None, "model.name=./nowhere is neither a folder nor a name on the hub"),
+        (("data.path=tiny",), None, "data.path=tiny is"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_sentence_before_any_release(folder, dpexp_job, overrides, content, sentence):
+    if content is not None:
+        (folder / "train.txt").write_text(content)
+    with pytest.raises(SystemExit, match=rf"^dpexp: {re.escape(sentence)}"):
+        dpexp_job(*JOB, *ONE_ROUND, "sampling=full_batch", *overrides, "hydra.run.dir=out")
+    assert not (folder / "out" / "ledger.jsonl").exists()
+
+
+def test_a_tokenizer_without_any_token_to_pad_with_and_a_long_prompt_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"leaves none of data.length=12"):
+        documents().encode(pd.DataFrame({"text": ["a " * 12]}))
+    tokenizer_with().save_pretrained("bare")
+    AutoModelForCausalLM.from_pretrained("tiny").config.save_pretrained("bare")
+    with pytest.raises(ConfigError, match="neither a padding nor an end-of-text token"):
+        Documents("train.txt", "test.txt", "bare", LENGTH)
+
+
+def test_unknown_labels_of_test_texts_are_refused_and_of_training_texts_contribute_nothing(folder):
+    data = LabelledTexts("train.jsonl", "test.jsonl", "tiny", LENGTH, "kind", ["cat", "dog"])
+    with pytest.raises(ConfigError, match=r"a record's field kind is none of data.class_names"):
+        data.test  # noqa: B018
+    other = next(k for k, text in enumerate(texts(60)) if "cat" not in text)
+    with pytest.raises(dpexp.errors.RecordError, match="none of the labels"):
+        data.train[other]
