@@ -34,15 +34,9 @@ RISKCAL = [
     (4.753, 0.3563, 113, 0.3102861, 0.01136045, 0.0644942),
 ]
 # riskcal 1.5.1: find_noise_multiplier_for_advantage(advantage, q, rounds, grid_step=1e-4, advantage_tol=1e-5)
-NOISE_FOR_ADVANTAGE = [
-    (0.01, 1000, 0.05, 2.61381),
-    (0.5, 10, 0.3, 2.04993),
-]
+NOISE_FOR_ADVANTAGE = [(0.01, 1000, 0.05, 2.61381), (0.5, 10, 0.3, 2.04993)]
 # and find_noise_multiplier_for_err_rates(fpr, 1 - tpr, q, rounds, grid_step=1e-4, beta_tol=1e-6)
-NOISE_FOR_TPR = [
-    (0.01, 1000, 0.01, 0.03, 0.98162),
-    (0.5, 10, 0.01, 0.05, 2.46135),
-]
+NOISE_FOR_TPR = [(0.01, 1000, 0.01, 0.03, 0.98162), (0.5, 10, 0.01, 0.05, 2.46135)]
 
 
 def test_riskcal_finds_the_same_risk():

@@ -9,11 +9,7 @@ import pytest
 from dp_accounting import pld
 
 Z, Q, ROUNDS = 1.3, 0.05, 3
-NAMES = {
-    "flat": ["all"],
-    "per_layer": ["model.0", "model.3", "model.7", "model.9"],
-    "conv_fc": ["conv", "fc"],
-}
+NAMES = {"flat": ["all"], "per_layer": ["model.0", "model.3", "model.7", "model.9"], "conv_fc": ["conv", "fc"]}
 
 
 def by_name(names, total):

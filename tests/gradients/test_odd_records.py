@@ -134,8 +134,7 @@ def test_none_is_the_loss_of_a_record_that_contributes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad, place",
-    [("other shape", 0), ("no label", 5), ("too large", 0), ("sparse", 5), ("not there", 0)],
+    "bad, place", [("other shape", 0), ("no label", 5), ("too large", 0), ("sparse", 5), ("not there", 0)]
 )
 def test_one_bad_record_ends_no_training_wherever_it_stands(tmp_path, bad, place):
     class Sized(Model):

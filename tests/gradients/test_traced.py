@@ -84,10 +84,7 @@ def whole_numbers(*shape):
 LAYERS = {
     "linear": (lambda: nn.Linear(256, 256, bias=False), lambda: whole_numbers(1, 256).expand(1, 2, 256)),
     "embedding": (lambda: nn.Embedding(5000, 256), lambda: torch.full((1, 2), 7)),
-    "convolution": (
-        lambda: nn.Conv2d(256, 256, 1, bias=False),
-        lambda: whole_numbers(256, 1, 1).expand(1, 256, 1, 2),
-    ),
+    "convolution": (lambda: nn.Conv2d(256, 256, 1, bias=False), lambda: whole_numbers(256, 1, 1).expand(1, 256, 1, 2)),
 }
 
 

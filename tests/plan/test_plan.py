@@ -171,9 +171,7 @@ ALLOCATIONS = {
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS.values(), ids=ALLOCATIONS)
 @given(
-    sizes=st.tuples(*[st.integers(1, 10**6)] * 3),
-    bounds=st.tuples(*[st.floats(1e-3, 1e3)] * 3),
-    z=st.floats(1e-2, 1e3),
+    sizes=st.tuples(*[st.integers(1, 10**6)] * 3), bounds=st.tuples(*[st.floats(1e-3, 1e3)] * 3), z=st.floats(1e-2, 1e3)
 )
 def test_every_allocation_reaches_exactly_the_z_it_was_given(allocation, sizes, bounds, z):
     grouped = {name: (Vector(name, (name,), d),) for name, d in zip("abc", sizes, strict=True)}

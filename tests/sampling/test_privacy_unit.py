@@ -238,10 +238,7 @@ def test_a_unit_more_or_less_moves_the_sum_by_at_most_S_and_an_example_by_twice_
     assert difference(some, replaced) <= 2 + 1e-4
 
 
-HONEST = {
-    "microbatch": Microbatch(4),
-    "user": User(3, "user_of"),
-}
+HONEST = {"microbatch": Microbatch(4), "user": User(3, "user_of")}
 
 
 def choices_of(kind, **more):
@@ -332,12 +329,7 @@ def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
         released(tmp_path, TensorDataset(x, y), User(8, "user_of"), users=4)
 
 
-@pytest.mark.parametrize(
-    "arguments, unit, n",
-    [
-        (["privacy_unit=user"], "user", 200),
-    ],
-)
+@pytest.mark.parametrize("arguments, unit, n", [(["privacy_unit=user"], "user", 200)])
 def test_a_job_tells_its_unit(arguments, unit, n, dpexp_job):
     quick = ("model=logistic", "privacy.noise_multiplier=1", "sampling.steps=2", "trainer.num_evaluations=0")
     output = dpexp_job(*arguments, *quick, "sampling.epochs=null", "tracking.experiment=units")

@@ -78,7 +78,7 @@ MODELS = {
             embed_dim=16,
             depths=(1, 1),
             num_heads=(2, 2),
-        ),
+        )
     ),
     "timm PoolFormer": seen(
         of_timm(metaformer.MetaFormer, depths=(1, 1), dims=(16, 24), token_mixers=metaformer.Pooling)
