@@ -18,9 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpexp.errors import ConfigError
-from dpexp.privacy.gradients import graph_cache, interception
+from dpexp.privacy.gradients import interception
 from dpexp.privacy.gradients.chunk import Chunk, SyntheticRecords
-from dpexp.privacy.gradients.reads import Reads
 from dpexp.privacy.gradients.step import LOOP
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.plan.clipping import FixedClipNorm
@@ -262,31 +261,6 @@ def test_products_of_low_precision_make_no_norm_too_small():
             assert sum(float(total.double().square().sum()) for total in found.values()) ** 0.5 <= 1e-3
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_clip_norms_that_vary_take_the_same_graph():
-    module, loss_of = classifier()
-    engine, batch = engine_of(module, schedules={"S": {"linear": [1.0, 0.5]}}), rows()
-    lengths = []
-    for t in range(3):
-        found = sums_of(engine, loss_of, batch, t=t)
-        lengths.append(sum(float(total.square().sum()) for total in found.values()) ** 0.5)
-    assert engine.mode == "traced" and len(engine.step.graphs._graphs) == 2  # of a usual chunk, and of this one
-    assert lengths[0] > lengths[1] > lengths[2]
-
-
-def test_a_buffer_that_a_hook_replaces_is_read_by_its_name():
-    module, _ = classifier()
-    module.register_buffer("shift", torch.zeros(3))
-
-    def loss_of(one):
-        return F.cross_entropy(nn.Sequential.forward(module, one[0]) + module.shift, one[1])
-
-    engine, batch = traced_engine(module, loss_of), rows()
-    module.shift = torch.tensor([3.0, 0.0, -3.0])
-    found = sums_of(engine, loss_of, batch)
-    assert engine.mode == "traced", engine.reason
-    assert relative_error(found, clipped_sums(engine.plan, module, loss_of, tuple(p[:, 0] for p in batch), N)) < 1e-5
 
 
 def test_norms_of_a_step_under_autocast_are_in_full_precision():
@@ -548,18 +522,6 @@ def test_a_doubtful_record_does_not_change_the_step_of_others():
     assert relative_error(alone, others) < 1e-6 and float((mixed["weight"] - others["weight"]).norm()) <= 1e-3 * 1.0001
 
 
-def test_a_value_that_changes_three_times_in_vain_is_no_longer_compared():
-    module, reads = nn.Linear(1, 1), Reads()
-    module.count = 0
-    with reads.recorded():
-        assert module.count == 0
-    for k in range(5):
-        module.count += 1
-        assert reads.changed() == ("count" if k < 3 else None)
-        reads.note_step_unaffected()
-        reads.record_values()
-
-
 class Kind(enum.Enum):
     OTHER = 0
 
@@ -618,17 +580,6 @@ def test_a_record_contributes_the_same_whichever_shape_decides_the_mode(modes):
         assert engine.mode == mode
         engine.end()
     assert relative_error(*sums.values()) < 1e-6
-
-
-def test_many_shapes_are_warned_of(monkeypatch):
-    monkeypatch.setattr(graph_cache, "_MANY_SHAPES", 3)
-    module = nn.Linear(2, 1)
-    engine = engine_of(module)
-    engine.begin()
-    with pytest.warns(UserWarning, match="records have 3 shapes so far"):
-        for length in (1, 2, 3):
-            engine.add_chunk(lambda one: module(one).mean(), torch.ones(2, 1, length, 2), 2)
-    assert engine.mode == "traced"
 
 
 @pytest.mark.parametrize("dropping", [nn.Identity(), nn.Dropout(0.5)])
@@ -823,12 +774,13 @@ def test_processes_trace_the_same_graph():
     folder = os.path.dirname(__file__)
     tests = os.path.dirname(folder)
     path = os.pathsep.join([folder, tests, os.path.dirname(tests), os.environ.get("PYTHONPATH", "")])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    digests = [process.communicate()[0].split()[-1] for process in started]
-    assert len(set(digests)) == 1 and digests[0].isdigit()
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    other = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = nn.Linear(300, 200)
+    engine = engine_of(module)
+    sums_of(engine, lambda x: module(x).square().sum(), torch.randn(12, 1, 8, 300))
+    assert engine.mode == "traced" and str(engine.step.digest) == other.stdout.split()[-1]

@@ -35,36 +35,6 @@ from dpexp.privacy.sampling.policies import Poisson
 N, Q, T, SEED = 40, 0.15, 12, 5
 
 
-class Images(nn.Module):
-    """A CNN on the records' four numbers as 2×2 images."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 2),
-            nn.Tanh(), nn.Flatten(), nn.Linear(12, 3),
-        )  # fmt: skip
-
-    def forward(self, x):
-        return self.net(x.view(-1, 1, 2, 2))
-
-
-class Words(nn.Module):
-    """A transformer with tied embeddings on the records' four numbers as words."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(3, 8)
-        self.positions = nn.Parameter(0.1 * torch.randn(4, 8))
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 3)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        words = (x > 0).long() + (x > 1).long()
-        return self.head(self.block(self.embed(words) + self.positions).mean(1))
-
-
 class Model(pl.LightningModule):
     """Logs its loss, has a scheduler and momentum."""
 
@@ -237,17 +207,6 @@ def test_an_accountant_that_does_not_cover_the_plan_is_refused_before_training(t
         fit(tmp_path, plan=plan, delta=1e-5, accountant="rdp")
 
 
-@pytest.mark.parametrize("build", [Images, Words])
-def test_whole_models_train_as_by_hand(tmp_path, build):
-    def net():
-        torch.manual_seed(3)
-        return build()
-
-    plan = plan_for(Model(net()), steps=5, group=groups.per_layer(), clip_norm=clipping.UniformClipNorm(0.4))
-    module, _, _ = fit(tmp_path, Model(net()), plan=plan)
-    assert_same(module, by_hand(plan, 5, net())[0])
-
-
 def test_an_empty_sample_is_noised_accounted_and_stepped(tmp_path):
     module = Model(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
     before = [p.clone() for p in module.parameters()]
@@ -286,12 +245,6 @@ def test_the_denominator_is_the_plans_n(tmp_path):
     fit(tmp_path, other, plan=plan_for(other, steps=1, n=74), ledger="other.jsonl")
     for p, q, s in zip(module.parameters(), other.parameters(), start, strict=True):
         assert torch.allclose(p - s, 2 * (q - s), rtol=1e-9)
-
-
-def test_adam_and_clipping_by_the_trainer_are_post_processing(tmp_path):
-    module = Model(optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
-    _, run, _ = fit(tmp_path, module, options={"gradient_clip_val": 0.1})
-    assert run.global_step == T and read_ledger(tmp_path / "l.jsonl") == plan_for(Model()).ledger()
 
 
 def test_epsilon_comes_from_the_ledger(tmp_path):
@@ -466,13 +419,6 @@ def test_a_ledger_edited_in_mid_training_stops_it_before_the_next_release(tmp_pa
 # Refusals, before anything is released
 
 
-class BatchMean(nn.Module):
-    """Mixes records, though no layer known for it does."""
-
-    def forward(self, x):
-        return x - x.mean(0)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield from dataset()
@@ -483,19 +429,6 @@ def expect_refusal(tmp_path, match, module=None, data=None, options=None, **call
         fit(tmp_path, module, data, options=options, **callback)
     ledger = tmp_path / "l.jsonl"
     assert not ledger.exists() or len(read_ledger(ledger)) == 0
-
-
-def test_a_warning_names_a_module_that_mixes_records(tmp_path, monkeypatch):
-    net, said = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), BatchMean(), nn.Linear(5, 3)), []
-    monkeypatch.setattr(warnings, "warn", lambda message, *args, **kwargs: said.append(str(message)))
-    fit(tmp_path, Model(net))
-    assert any("the loss of a batch of one, where net.0.weight" in one for one in said)
-
-
-def test_modules_with_their_own_randomness_are_not_mistaken_for_mixing(tmp_path):
-    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.RReLU(), nn.LayerNorm(5), nn.Linear(5, 3))
-    fit(tmp_path, Model(net))
-    assert len(read_ledger(tmp_path / "l.jsonl")) == T
 
 
 def test_batchnorm_is_refused_by_name(tmp_path):
@@ -639,11 +572,6 @@ def test_a_plan_for_other_sizes_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"another model, whose net.0 has 45 parameters, and this one's has 25"):
         fit(tmp_path, Model(), plan=plan)
-
-
-def test_a_physical_batch_size_is_an_integer(tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer.max_physical_batch_size=2.5 must be an integer"):
-        dpexp.PrivacyCallback(plan_for(Model()), tmp_path / "l.jsonl", max_physical_batch_size=2.5)
 
 
 def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):
