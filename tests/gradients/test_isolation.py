@@ -573,39 +573,12 @@ def test_validation_may_call_training_step(tmp_path):
     assert run.global_step == 3 and "val_loss" in run.callback_metrics
 
 
-class Contrastive(Model):
-    """InfoNCE: each record against the others of its batch."""
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        one, other = (F.normalize(self.net(view), dim=1) for view in (x, x + 0.1))
-        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(x)))
-
-
 class Mixup(Model):
     def training_step(self, batch, batch_idx):
         x, y = batch
         share, order = np.random.beta(1.0, 1.0), torch.randperm(len(x))
         scores = self.net(share * x + (1 - share) * x[order])
         return share * F.cross_entropy(scores, y) + (1 - share) * F.cross_entropy(scores, y[order])
-
-
-class OfWords(Model):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4).double()
-
-    def training_step(self, batch, batch_idx):
-        x = F.normalize(self.net(self.embed(batch).mean(1)), dim=1)
-        return F.cross_entropy(x @ x.T / 0.1, torch.arange(len(x)))
-
-
-@pytest.mark.parametrize("build", [Contrastive, OfWords])
-def test_a_loss_without_a_gradient_for_a_batch_of_one_is_refused(tmp_path, build):
-    data = [torch.randint(7, (3,)) for _ in range(6)] if build is OfWords else rows(6)
-    with pytest.raises(ConfigError, match="the loss of a single record has no gradient"):
-        trained(tmp_path, build(), data)
-    assert len(read_ledger(tmp_path / "0.jsonl")) == 0
 
 
 def test_a_loss_that_depends_on_the_batch_is_warned_of(tmp_path, monkeypatch):
