@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from mlflow import MlflowClient
 
 from dpexp.accounting.ledger import read_ledger
@@ -33,23 +32,3 @@ def test_a_number_of_bands_with_a_noise_that_is_given(dpexp_job):
     )  # fmt: skip
     ((round_, _),) = read_ledger(output / "ledger.jsonl").rounds.items()
     assert (round_.bands, round_.sampling.parts) == (3, 5)
-
-
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        ("sampling=poisson", "choose sampling=cyclic_poisson"),
-        ("noise.bands=0", "noise.bands=0 must be an integer of at least 1, or auto"),
-        ("noise.bands=99", "at most 22 partitions"),
-        ("sampling.partitions=2 noise.bands=3", "must be at most sampling.partitions=2"),
-        ("schedule.z=[1,2]", "is not supported with sampling=cyclic_poisson"),
-        ("privacy.noise_multiplier=1", "noise.bands=auto compares the noise that a target needs"),
-        ("noise=gaussian noise.bands=2", "noise.bands=2 is an option of noise=banded"),
-        ("noise=gaussian sampling.partitions=2", "sampling.partitions=2"),
-        ("noise.bands=2 calibrate=sampling_rate privacy.noise_multiplier=1 privacy.epsilon=2",
-         "needs a q that can take any value"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_a_sentence(dpexp_job, arguments, sentence):
-    with pytest.raises(SystemExit, match=sentence):
-        dpexp_job(*SMALL, *(["noise=banded"] * ("noise=" not in arguments)), *arguments.split())

@@ -19,34 +19,15 @@ from dpexp.accounting.ledger import read_ledger
 from dpexp.commands.trainer import OWN, REFUSED
 from dpexp.training import callbacks
 
-QUICK = (
-    "tracking=none",
-    "privacy.noise_multiplier=1.0",
-    "model=logistic",
-    "sampling.steps=6",
-    "trainer.num_evaluations=0",
-)
+QUICK = ("tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=6",
+         "trainer.num_evaluations=0")  # fmt: skip
 HONOURED = {
-    "strategy": "auto",
-    "devices": 1,
-    "num_nodes": 1,
-    "accelerator": "cpu",
-    "precision": "64-true",
-    "max_time": "{hours: 1}",
-    "limit_val_batches": 1,
-    "limit_test_batches": 1,
-    "limit_predict_batches": 1,
-    "num_sanity_val_steps": 1,
-    "log_every_n_steps": 2,
-    "enable_progress_bar": False,
-    "enable_model_summary": True,
-    "gradient_clip_val": 0.5,
-    "gradient_clip_algorithm": "value",
-    "deterministic": True,
-    "benchmark": False,
-    "inference_mode": False,
-    "detect_anomaly": True,
-}
+    "strategy": "auto", "devices": 1, "num_nodes": 1, "accelerator": "cpu", "precision": "64-true",
+    "max_time": "{hours: 1}", "limit_val_batches": 1, "limit_test_batches": 1, "limit_predict_batches": 1,
+    "num_sanity_val_steps": 1, "log_every_n_steps": 2, "enable_progress_bar": False, "enable_model_summary": True,
+    "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "deterministic": True, "benchmark": False,
+    "inference_mode": False, "detect_anomaly": True,
+}  # fmt: skip
 
 
 def result_of(output):
