@@ -62,12 +62,9 @@ ALLOCATIONS = {
     "weighted": allocation.Weighted({"model.0": 0.3, "model.2": 0.7}),
 }
 FULL_CYCLES = {
-    "sampling": "cyclic_poisson",
-    "q": 0.25,
-    "noise": Noise("banded", 4, "sqrt"),
-    "steps": 16,
+    "sampling": "cyclic_poisson", "q": 0.25, "noise": Noise("banded", 4, "sqrt"), "steps": 16,
     "noise_multiplier": 2.0,
-}
+}  # fmt: skip
 VECTORS = ("layer", "parameter")
 CLIPS = {"abadi": Abadi(), "automatic": Automatic(), "psac": Psac(), "global": Global(4.0)}
 N = 2000  # published number of records

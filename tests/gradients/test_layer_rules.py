@@ -80,13 +80,9 @@ QUICK = settings(max_examples=12, deadline=None, derandomize=True)
 
 @QUICK
 @given(
-    dtype=DTYPE,
-    lead=st.lists(SMALL, max_size=2),
-    d=st.integers(1, 6),
-    p=st.integers(1, 6),
-    bias=st.booleans(),
+    dtype=DTYPE, lead=st.lists(SMALL, max_size=2), d=st.integers(1, 6), p=st.integers(1, 6), bias=st.booleans(),
     seed=SMALL,
-)
+)  # fmt: skip
 def test_linear(dtype, lead, d, p, bias, seed):
     torch.manual_seed(seed)
     assert_equals_reference(nn.Linear(d, p, bias), torch.randn(4, *lead, d), dtype)

@@ -281,13 +281,9 @@ def test_bad_values_are_refused(make, value):
 
 def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
     output = dpexp_job(
-        "clip_rule=global",
-        "clip_rule.threshold=8",
-        "model=logistic",
-        "group=per_layer",
-        "trainer.num_evaluations=0",
-        "sampling.steps=2",
-    )
+        "clip_rule=global", "clip_rule.threshold=8", "model=logistic", "group=per_layer",
+        "trainer.num_evaluations=0", "sampling.steps=2",
+    )  # fmt: skip
     assert "clip global (threshold = 8" in capsys.readouterr().out
     plan = json.loads((output / "plan.json").read_text())
     assert [group["clip_rule"] for group in plan["groups"]] == [{"threshold": 8, "name": "global"}] * len(
@@ -400,14 +396,9 @@ def test_the_last_digits_of_a_norm_decide_over_little(rule):
 def test_a_sum_moves_by_its_sensitivity_and_that_is_what_is_accounted(adjacency, changed):
     """σ̃ over it is the z of a round in which all are sampled."""
     plan = own_plan(
-        nn.Linear(1, 1, bias=False),
-        n=2,
-        q=1.0,
-        sampling="full_batch",
-        steps=1,
-        noise_multiplier=1.5,
+        nn.Linear(1, 1, bias=False), n=2, q=1.0, sampling="full_batch", steps=1, noise_multiplier=1.5,
         adjacency=adjacency,
-    )
+    )  # fmt: skip
     (group,), mechanism = plan.groups, GroupMechanism(plan.groups[0])
     sums = []
     for gradients in ([9.0, 5.0], [*changed, 5.0]):

@@ -128,12 +128,9 @@ def test_section_2s_example():
     noises = [alpha * joint.groups[0].sigma / (q * n) for alpha in joint.groups[0].alphas]
     assert noises == pytest.approx([0.01, 1.0])
     separate = plan(
-        module,
-        group=per_layer(),
-        clip_norm=FixedClipNorm({"0": 1.0, "1": 100.0}),
-        allocation=Explicit({"0": 0.01 * q * n, "1": 1.0 * q * n}),
-        **common,
-    )
+        module, group=per_layer(), clip_norm=FixedClipNorm({"0": 1.0, "1": 100.0}),
+        allocation=Explicit({"0": 0.01 * q * n, "1": 1.0 * q * n}), **common,
+    )  # fmt: skip
     assert separate.noise_multiplier == pytest.approx(0.01 / math.sqrt(2) * q * n, rel=1e-12)
     assert separate.noise_multiplier / (q * n) == pytest.approx(0.00707, abs=1e-5)
 

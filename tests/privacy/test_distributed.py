@@ -93,12 +93,9 @@ def test_a_mistake_of_one_process_is_a_sentence_in_all_and_a_resumed_fit_goes_on
 
 
 JOB = (
-    "tracking=none",
-    "privacy.noise_multiplier=1.0",
-    "model=logistic",
-    "sampling.steps=3",
+    "tracking=none", "privacy.noise_multiplier=1.0", "model=logistic", "sampling.steps=3",
     "trainer.num_evaluations=1",
-)
+)  # fmt: skip
 
 
 def test_a_job_of_two_processes_leaves_one_folder(dpexp_job, tmp_path):

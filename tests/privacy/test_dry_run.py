@@ -134,13 +134,10 @@ def test_a_list_of_losses_that_no_hook_reads_does_no_harm(tmp_path, kept):
 @pytest.mark.parametrize(
     "kept, hook",
     [
-        ("tensor", "on_train_epoch_end"),
-        ("tensor", "on_validation_epoch_end"),
-        ("number", "on_train_batch_end"),
-        ("read number", "on_train_epoch_end"),
-        ("computed by autograd", "on_train_batch_end"),
+        ("tensor", "on_train_epoch_end"), ("tensor", "on_validation_epoch_end"), ("number", "on_train_batch_end"),
+        ("read number", "on_train_epoch_end"), ("computed by autograd", "on_train_batch_end"),
     ],
-)
+)  # fmt: skip
 def test_a_list_of_losses_that_a_hook_may_read_is_refused(tmp_path, kept, hook):
     def look(self, *arguments):
         self.log("mean", sum(self.losses) / len(self.losses))

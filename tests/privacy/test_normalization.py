@@ -175,12 +175,8 @@ def test_a_layer_used_twice_gives_the_mean(tmp_path):
 
 
 QUICK = (
-    "model=resnet",
-    "sampling.steps=4",
-    "privacy.noise_multiplier=1.0",
-    "trainer.num_evaluations=0",
-    "tracking=none",
-)
+    "model=resnet", "sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "tracking=none",
+)  # fmt: skip
 
 
 def test_a_job_with_private_statistics(dpexp_job):

@@ -238,11 +238,8 @@ def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
     for spec in specs:
         assert spec["sampling"]["policy"] == "poisson"
         assert [query["group"] for query in spec["queries"]] == [
-            "model.1",
-            "model.3",
-            "train_loss",
-            "fraction_within_clip_norm",
-        ]
+            "model.1", "model.3", "train_loss", "fraction_within_clip_norm",
+        ]  # fmt: skip
         ratios = [(query["S"] / query["sigma"]) ** 2 for query in spec["queries"]]
         assert sum(ratios) == pytest.approx(1.0) and ratios[2:] == pytest.approx([0.1, 0.01])
     accountant = PLDAccountant()
@@ -301,13 +298,9 @@ def test_a_resumed_run_keeps_earlier_releases(tmp_path):
         torch.manual_seed(0)
         module = Classifier(nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1))
         plan = own_plan(
-            module,
-            n=20,
-            q=0.5,
-            steps=6,
-            noise_multiplier=1.0,
+            module, n=20, q=0.5, steps=6, noise_multiplier=1.0,
             private_metrics={"train_loss": {"clip_norm": 1, "budget_share": 0.1}},
-        )
+        )  # fmt: skip
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
         trainer = pl.Trainer(

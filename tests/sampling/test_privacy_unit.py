@@ -159,12 +159,9 @@ def close(found, expected):
 def test_a_units_vector_is_the_mean_gradient_of_its_examples(kind, k, tmp_path, quiet):
     x, y = rows(11)
     found, plan = released(
-        tmp_path,
-        kind(x.double(), y),
-        Microbatch(k),
-        clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
+        tmp_path, kind(x.double(), y), Microbatch(k), clip_norm=dpexp.privacy.plan.clipping.FixedClipNorm(0.3),
         group=groups.per_layer(),
-    )
+    )  # fmt: skip
     assert plan.n == math.ceil(11 / k)
     units = [[*range(i, min(i + k, 11))] for i in range(0, 11, k)]
     close(found, by_hand(units, mean_gradient(x, y), plan))
@@ -212,12 +209,9 @@ def test_a_user_more_or_less_moves_the_sum_by_at_most_S(seed, scale, tmp_path):
     x[8:] *= scale
     user_of = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
     with_, _ = released(
-        tmp_path,
-        a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]),
-        User(8, "user_of"),
-        users=4,
+        tmp_path, a_data_set(TensorDataset, x, y, [*user_of, 5, 5, 5, 5]), User(8, "user_of"), users=4,
         precision="32-true",
-    )
+    )  # fmt: skip
     without, _ = released(
         tmp_path, a_data_set(TensorDataset, x[:8], y[:8], user_of), User(8, "user_of"), users=4, precision="32-true"
     )
