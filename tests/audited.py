@@ -4,9 +4,8 @@ import itertools
 import warnings
 from dataclasses import dataclass, replace
 
-import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from torch import nn
 
 import dpexp
@@ -90,7 +89,7 @@ def check(found, name):
 
 
 def trained(
-    folder, canaries=N, records=50, seed=0, module=None, data=None, trainer=None, variant=lambda plan: plan,
+    folder, canaries=N, records=50, seed=0, module=None, data=None, precision=None, variant=lambda plan: plan,
     reader=None, coins=True, ledger="ledger.jsonl", **choices,
 ):  # fmt: skip
     """The canaries of a training; by default of two groups, four rounds and full batches.
@@ -111,10 +110,7 @@ def trained(
     privacy = dpexp.PrivacyCallback(extra.plan, folder / ledger, noise_seed=seed, max_physical_batch_size=4096)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pl.Trainer(
-            accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[privacy, extra], **trainer or {},
-        ).fit(module, data)  # fmt: skip
+        trainer(privacy, extra, precision=precision).fit(module, data)
     return extra
 
 

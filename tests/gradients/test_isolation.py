@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from pytorch_lightning.callbacks import LearningRateFinder, LearningRateMonitor
 from pytorch_lightning.loggers import CSVLogger, Logger
 from pytorch_lightning.tuner import Tuner
@@ -102,9 +102,7 @@ def trained(folder, module, data, steps=1, z=SILENT, callbacks=(), callback=None
     folder.mkdir(exist_ok=True)
     ledger = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"
     privacy = dpexp.PrivacyCallback(plan, ledger, **{"max_physical_batch_size": 4} | (callback or {}))
-    defaults = {"accelerator": "cpu", "max_epochs": -1, "logger": False, "enable_checkpointing": False,
-                "enable_progress_bar": False, "enable_model_summary": False}  # fmt: skip
-    run = pl.Trainer(callbacks=[privacy, *callbacks, released], **defaults | options)
+    run = trainer(privacy, *callbacks, released, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run.fit(module, loader_of(data), loader_of(val), ckpt_path=ckpt_path)
@@ -541,10 +539,7 @@ def test_learning_rate_finders_are_refused(tmp_path):
         trained(tmp_path, Tunable(), rows(5), callbacks=[LearningRateFinder()])
     module = Tunable()
     plan = plan_of(module, n=10, sampling="full_batch", q=1.0, steps=2, noise_multiplier=1.0)
-    run = pl.Trainer(
-        accelerator="cpu", callbacks=[dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl")], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    run = trainer(dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl"), default_root_dir=tmp_path)
     with pytest.raises(ConfigError, match="LearningRateFinder"):
         Tuner(run).lr_find(module, DataLoader(Items(rows(5)), batch_size=2))
     assert not (tmp_path / "l.jsonl").exists()

@@ -7,6 +7,7 @@ import multiprocessing
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import trainer as quiet_trainer
 from test_isolation import CLASSES, Everything, Items, Model, assert_bounded, rows, sum_of_clipped, trained
 from torch import nn
 from torch.nn import functional as F
@@ -71,9 +72,7 @@ def test_a_fit_inside_a_fit_is_refused(tmp_path):
     class Within(pl.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if trainer.global_step == 1:
-                inner = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                                   enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-                inner.fit(module, DataLoader(Items(rows(4)), batch_size=2))
+                quiet_trainer(max_steps=1).fit(module, DataLoader(Items(rows(4)), batch_size=2))
 
     with pytest.raises((ConfigError, TypeError)):
         trained(tmp_path, Model(), rows(5), steps=3, callbacks=[Within()])
@@ -88,8 +87,7 @@ def test_validation_before_the_fit_may_leave_tensors_behind(tmp_path):
             self.kept = self.net(batch[0])
 
     module = Remembering()
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    pl.Trainer(**quiet).validate(module, DataLoader(Items(rows(4)), batch_size=2), verbose=False)
+    quiet_trainer().validate(module, DataLoader(Items(rows(4)), batch_size=2), verbose=False)
     assert module.kept.is_inference()
     (released,), _ = trained(tmp_path, module, rows(5))
     assert torch.allclose(released, sum_of_clipped(Model(), rows(5)), atol=1e-6)

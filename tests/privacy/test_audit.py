@@ -166,7 +166,7 @@ def test_custom_modules_data_and_collate_functions_are_audited(tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_other_types_are_audited(precision, tmp_path):
-    found = attacked(tmp_path, trainer={"precision": precision})
+    found = attacked(tmp_path, precision=precision)
     assert not found.exceeded and abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from reference import clipped_sums
 from test_ledger_file import edited
 from torch import nn
@@ -78,14 +78,6 @@ class Data(pl.LightningDataModule):
 def plan_for(module, **choices):
     defaults = {"n": 37, "q": Q, "steps": T, "noise_multiplier": 0.8, "clip_norm": clipping.FixedClipNorm(0.4)}
     return plan_of(module, **defaults | choices)
-
-
-def trainer(*callbacks, **options):
-    defaults = {
-        "accelerator": "cpu", "max_epochs": -1, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False,
-    }  # fmt: skip
-    return pl.Trainer(callbacks=list(callbacks), **defaults | options)
 
 
 def fit(tmp_path, module=None, data=None, plan=None, ledger="l.jsonl", options=None, **callback):

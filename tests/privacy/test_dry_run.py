@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from plans import plan_of
+from plans import plan_of, trainer
 from test_isolation import CLASSES, Everything, Items, Model, S, rows, sum_of_clipped, trained
 from torch import nn
 from torch.nn import functional as F
@@ -584,7 +584,4 @@ def test_a_step_may_not_set_what_a_checkpoint_saves_or_training_goes_by(tmp_path
 
 def fit_loudly(ledger, module, loader):
     plan = plan_of(module, n=6, sampling="full_batch", q=1.0, steps=1, noise_multiplier=1.0)
-    pl.Trainer(
-        accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[dpexp.PrivacyCallback(plan, ledger)],
-    ).fit(module, loader)  # fmt: skip
+    trainer(dpexp.PrivacyCallback(plan, ledger)).fit(module, loader)

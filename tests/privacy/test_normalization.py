@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
 
@@ -199,7 +199,6 @@ def test_the_twin_has_batch_normalization(dpexp_job):
 
 
 def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
-    import pytorch_lightning as pl
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpexp.training.classifier import Classifier
@@ -208,9 +207,8 @@ def test_a_plan_that_does_not_release_the_moments_is_refused(tmp_path):
     plan = plan_of(module, n=N, q=Q, steps=1, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
     x, y = data(20)
-    trainer = pl.Trainer(max_steps=1, callbacks=[callback], logger=False, enable_progress_bar=False)
     with pytest.raises(dpexp.ConfigError, match="does not release batchnorm/1"):
-        trainer.fit(module, DataLoader(TensorDataset(x.float(), y)))
+        trainer(callback, max_steps=1).fit(module, DataLoader(TensorDataset(x.float(), y)))
 
 
 @pytest.mark.parametrize(

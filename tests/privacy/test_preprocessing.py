@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from dp_accounting import pld
-from plans import plan_of
+from plans import plan_of, trainer
 from scipy.stats import kstest, laplace
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -471,19 +471,15 @@ def test_the_noise_that_is_solved_for_is_right_by_dp_accounting():
 
 def fit(tmp_path, module, plan, steps=None, ckpt=None, callbacks=(), **options):
     privacy = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", max_physical_batch_size=16, **options)
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=-1, max_steps=steps or -1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[privacy, *callbacks],
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(*records())), ckpt_path=ckpt, weights_only=False if ckpt else None)
-    return trainer
+    run = trainer(privacy, *callbacks, max_steps=steps or -1)
+    run.fit(module, DataLoader(TensorDataset(*records())), ckpt_path=ckpt, weights_only=False if ckpt else None)
+    return run
 
 
 def test_a_resumed_training_releases_nothing_again(tmp_path):
     module = module_of(pca=made("pca"), counts=made("laplace_counts"))
     plan = plan_of(module, n=N, q=0.2, steps=6, noise_multiplier=1.0)
-    trainer = fit(tmp_path, module, plan, steps=3)
-    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    fit(tmp_path, module, plan, steps=3).save_checkpoint(tmp_path / "c.ckpt")
     again = module_of(pca=made("pca"), counts=made("laplace_counts"))
     fit(tmp_path, again, plan, ckpt=tmp_path / "c.ckpt")
     prepared, before = again.model.preprocessing, module.model.preprocessing

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import pytorch_lightning as pl
 import torch
+from plans import trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -69,8 +70,7 @@ class Module(pl.LightningModule):
 def test_a_loop_and_a_trainer_give_the_same_weights_and_ledger(tmp_path):
     module = Module()
     callback = dpexp.PrivacyCallback(plan_of(module), tmp_path / "trainer.jsonl", noise_seed=3)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    pl.Trainer(max_epochs=-1, callbacks=[callback], **quiet).fit(module, DataLoader(records(), 64))
+    trainer(callback).fit(module, DataLoader(records(), 64))
     loop = Loop(tmp_path / "loop.jsonl")
     loop.run()
     for own, trained in zip(loop.model.parameters(), module.model.parameters(), strict=True):
@@ -251,7 +251,7 @@ def test_a_trainer_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     from dpexp.integrations.transformers import PrivateTrainer
 
-    def trainer(name, **others):
+    def its_trainer(name, **others):
         torch.manual_seed(0)
         sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
@@ -266,19 +266,19 @@ def test_a_trainer_of_transformers(tmp_path):
             model, args, train_dataset=rows, eval_dataset=rows[:20], plan=plan_of(model), options=options
         )
 
-    whole, part = trainer("whole"), trainer("part")
+    whole, part = its_trainer("whole"), its_trainer("part")
     assert whole.train().global_step == 6
     assert [log["epsilon"] for log in whole.state.log_history if "epsilon" in log][-1] == whole.private.epsilon()
     assert sum("eval_loss" in log for log in whole.state.log_history) == 2
     kill_at(4, part)
     with pytest.raises(KeyboardInterrupt):
         part.train()
-    part = trainer("part")
+    part = its_trainer("part")
     part.train(resume_from_checkpoint=True)
     assert part.private.rounds_done == 6
     assert dpexp.read_ledger(tmp_path / "part" / "ledger.jsonl").training_rounds == 6
     with pytest.raises(dpexp.ConfigError, match="gradient_accumulation_steps"):
-        trainer("other", gradient_accumulation_steps=2).train()
+        its_trainer("other", gradient_accumulation_steps=2).train()
 
 
 def kill_at(step, trainer):

@@ -8,7 +8,7 @@ import torch
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from mlflow import MlflowClient
-from plans import plan_of
+from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
 
@@ -289,7 +289,6 @@ def test_the_standard_deviation_of_an_estimate(tmp_path):
 
 
 def test_a_resumed_run_keeps_earlier_releases(tmp_path):
-    import pytorch_lightning as pl
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpexp.training.classifier import Classifier
@@ -302,13 +301,10 @@ def test_a_resumed_run_keeps_earlier_releases(tmp_path):
             private_metrics={"train_loss": {"clip_norm": 1, "budget_share": 0.1}},
         )  # fmt: skip
         callback = dpexp.PrivacyCallback(plan, tmp_path / "ledger")
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": -1}
-        trainer = pl.Trainer(
-            max_steps=steps, callbacks=[callback], enable_checkpointing=False, accelerator="cpu", **options
-        )
+        run = trainer(callback, max_steps=steps)
         batch = TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))
-        trainer.fit(module, DataLoader(batch, 4), ckpt_path=resume)
-        trainer.save_checkpoint(tmp_path / "checkpoint")
+        run.fit(module, DataLoader(batch, 4), ckpt_path=resume)
+        run.save_checkpoint(tmp_path / "checkpoint")
         return callback.estimates.history["train_loss"]
 
     before = fit(3)

@@ -6,9 +6,8 @@ import time
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from test_isolation import Items, Model, padded, rows, sequences, sum_of_clipped, trained
 from test_loader import Seeding
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
@@ -306,12 +305,8 @@ def test_state_that_few_records_leave_is_found(tmp_path, monkeypatch):
     module = Model()
     plan = plan_of(module, n=300, q=0.25, steps=50, noise_multiplier=1.0)
     callback = dpexp.PrivacyCallback(plan, tmp_path / "l.jsonl", noise_seed=3)
-    run = pl.Trainer(
-        accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[callback],
-    )  # fmt: skip
     with pytest.raises(StateFound, match="Kept") as raised:
-        run.fit(module, DataLoader(Kept(rarely, rows(300)), 2))
+        trainer(callback).fit(module, DataLoader(Kept(rarely, rows(300)), 2))
     assert 1 <= raised.value.last_clean_round == callback.rounds_done == len(read_ledger(tmp_path / "l.jsonl")) < 8
 
 

@@ -8,7 +8,7 @@ import audited
 import pytest
 import pytorch_lightning as pl
 import torch
-from plans import plan_of
+from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
@@ -105,10 +105,7 @@ def released(folder, dataset, record, module=None, users=None, precision="64-tru
     callback = dpexp.PrivacyCallback(plan, ledger, noise_seed=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pl.Trainer(
-            accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, precision=precision, callbacks=[callback],
-        ).fit(module, DataLoader(dataset, 2))  # fmt: skip
+        trainer(callback, precision=precision).fit(module, DataLoader(dataset, 2))
     factor = plan.sampling.q * plan.n
     return {name: (before[name] - p.detach().double()) * factor for name, p in module.named_parameters()}, plan
 
