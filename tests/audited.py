@@ -19,9 +19,7 @@ from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import adaptive_clipping, allocation, clipping, groups
 from dpexp.privacy.plan.clipping import Abadi, Automatic, Global, Psac, unbounded_clip_factors
 from dpexp.privacy.plan.options import Noise
-from dpexp.privacy.private_metrics import UNCLIPPED
 from dpexp.privacy.sampling import loader, policies
-from dpexp.privacy.sampling.policies import CyclicPoisson
 from dpexp.training.classifier import Classifier
 from dpexp.training.data import Synthetic
 
@@ -204,10 +202,6 @@ def a_metric_unclipped(patch):
     a_larger_bound(patch, lambda name: 1e6 if name == "train_loss" else 1)
 
 
-def twice_the_counts(patch):
-    a_larger_bound(patch, lambda name: 2 if name == UNCLIPPED else 1)
-
-
 def twice_the_bound(patch):
     a_larger_bound(patch, lambda name: 2)
 
@@ -263,23 +257,6 @@ def some_records_twice(patch):
 
     patch.setattr(policies, "_independent", drawn)
     patch.setattr(loader, "_checked", lambda samples, policy, size: samples)
-
-
-def all_records_in_each_partition(patch):
-    patch.setattr(CyclicPoisson, "partition", lambda self, size, stream: [range(size)] * self.partitions)
-
-
-def a_partitions_rounds_in_a_row(patch):
-    partition = CyclicPoisson.partition
-
-    class InARow(list):
-        reads = -1
-
-        def __getitem__(self, k):
-            self.reads += 1
-            return super().__getitem__(self.reads // len(self) % len(self))
-
-    patch.setattr(CyclicPoisson, "partition", lambda self, size, stream: InARow(partition(self, size, stream)))
 
 
 def a_round_missing_in_the_ledger(patch):

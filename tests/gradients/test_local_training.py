@@ -14,8 +14,8 @@ from test_privacy_unit import (
     a_data_set,
     by_hand,
     choices_of,
-    close,
     difference,
+    differing,
     quiet,
     released,
     rows,
@@ -82,7 +82,7 @@ def test_a_users_vector_is_how_far_its_training_goes(local, kind, tmp_path, quie
         tmp_path, a_data_set(kind, x.double(), y), User(8, by, local), users=4,
         group=groups.per_layer(), clip_norm=clipping.FixedClipNorm(0.5),
     )  # fmt: skip
-    close(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan))
+    assert differing(found, by_hand(MEMBERS, trained_by_hand(x, y, local), plan)) == []
 
 
 class Random(Model):
@@ -141,7 +141,12 @@ def test_models_train_as_by_hand(make, tmp_path, quiet, in_order):
     local = LOCALS["batches"]
     dataset = a_data_set(TensorDataset, x.double(), y, [i // 3 for i in range(12)])
     found, plan = released(tmp_path, dataset, User(8, "user_of", local), make(), users=4)
-    close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan))
+    assert (
+        differing(
+            found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, make), plan)
+        )
+        == []
+    )
 
 
 def test_users_train_as_by_hand_where_no_made_up_record_has_a_finite_loss(tmp_path, quiet, in_order):
@@ -240,7 +245,13 @@ def test_a_step_may_branch(tmp_path, quiet, in_order):
         def loss(self, batch):
             return super().loss(batch) * (2 if batch[0].sum() > 0 else 1)
 
-    close(found, by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, ByHand), plan))
+    assert (
+        differing(
+            found,
+            by_hand([[3 * u, 3 * u + 1, 3 * u + 2] for u in range(4)], trained_by_hand(x, y, local, ByHand), plan),
+        )
+        == []
+    )
 
 
 def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):

@@ -21,10 +21,11 @@ from dpexp.training.classifier import Classifier
 from dpexp.training.data import Synthetic
 from tests.audited import ALLOCATIONS, CLIPS, MECHANISMS, RELEASED, SAMPLINGS, VECTORS, attacked, check, trained
 
-# Every sampling, with the other choices in turn; benchmarks/audit.py has all combinations.
+# Samplings, with the other choices in turn; benchmarks/audit.py has all combinations.
+SOME = ("poisson", "poisson, replaced", "fixed_size", "shuffle", "cyclic_poisson")
 HONEST = [
     (sampling, mechanism, VECTORS[k % 2], [*ALLOCATIONS][k % 4])
-    for k, (sampling, mechanism) in enumerate(zip(SAMPLINGS, itertools.cycle(MECHANISMS), strict=False))
+    for k, (sampling, mechanism) in enumerate(zip(SOME, itertools.cycle(MECHANISMS), strict=False))
 ]
 
 
@@ -48,28 +49,24 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
         assert check(found, f"contribution to {group}").found == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize("released", RELEASED)
+@pytest.mark.parametrize("released", ["metrics", "adaptive, joint"])
 def test_metrics_and_counts_refute_no_claim(released, tmp_path):
     found = attacked(tmp_path, **RELEASED[released])
     assert not found.exceeded
     assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
 
-@pytest.mark.parametrize(
-    "choices, adjacency", [(RELEASED["adaptive"], "replace_one"), (MECHANISMS["joint"], "add_remove")]
-)
-def test_correlated_noise_refutes_no_claim(choices, adjacency, tmp_path):
-    """Each record participates four times; noise after the last round is cut off."""
-    found = attacked(tmp_path, adjacency=adjacency, **audited.FULL_CYCLES, **choices)
+def test_correlated_noise_refutes_no_claim(tmp_path):
+    """Each record participates four times, and sensitivity is 2S; noise after the last round is cut off."""
+    found = attacked(tmp_path, adjacency="replace_one", **audited.FULL_CYCLES, **RELEASED["adaptive"])
     assert not found.exceeded
-    mu = {"add_remove": 1.0, "replace_one": 2.0}[adjacency]  # √4 participations / z, and sensitivity 2S
-    assert found.mu_claimed == pytest.approx(mu, rel=1e-3)
-    assert 0.85 * mu < found.mu_estimate < mu + 4 * found.mu_error
+    assert found.mu_claimed == pytest.approx(2.0, rel=1e-3)  # 2 √4 participations / z
+    assert 0.85 * 2 < found.mu_estimate < 2 + 4 * found.mu_error
 
 
 @pytest.mark.parametrize(
     "clip_rule, mechanism",
-    [(CLIPS["automatic"], "separate"), (CLIPS["psac"], "joint"), (audited.Unbounded(), "joint")],
+    [(CLIPS["psac"], "separate"), (audited.Unbounded(), "joint")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_clip_rule_refutes_no_claim(clip_rule, mechanism, tmp_path):
@@ -80,25 +77,18 @@ def test_a_clip_rule_refutes_no_claim(clip_rule, mechanism, tmp_path):
 
 
 JOINT = MECHANISMS["joint"]
-CAUGHT = [
-    *((audited.half_the_noise, SAMPLINGS[name]) for name in ("all", "shuffle")),
+CAUGHT = [  # benchmarks/audit.py has more, under every sampling
+    (audited.half_the_noise, SAMPLINGS["shuffle"]),
     (audited.the_same_noise_each_round, {}),
-    (audited.the_same_noise_for_each_group, {}),
     (audited.a_group_unclipped, {}),
-    (audited.twice_the_bound, {}),
     (audited.a_rule_that_is_trusted, {"clip_rule": audited.Unbounded()}),
     (audited.each_vector_clipped_alone, {"vectors": "parameter"} | JOINT),
     (audited.alpha_forgotten_in_the_noise, JOINT),
     (audited.twice_the_rate, SAMPLINGS["poisson"]),
     (audited.a_round_missing_in_the_ledger, {}),
-    (audited.some_noise_twice, {}),
-    (audited.some_records_twice, SAMPLINGS["poisson"]),
     (audited.a_metric_unclipped, RELEASED["metrics"]),
-    (audited.twice_the_counts, RELEASED["adaptive, joint"]),
     (audited.a_forgotten_column_norm, audited.FULL_CYCLES),
-    pytest.param(audited.all_records_in_each_partition, audited.FULL_CYCLES, marks=pytest.mark.whole),
-    pytest.param(audited.a_partitions_rounds_in_a_row, audited.FULL_CYCLES, marks=pytest.mark.whole),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("sabotage, choices", CAUGHT, ids=lambda value: getattr(value, "__name__", ""))
@@ -164,9 +154,8 @@ def test_custom_modules_data_and_collate_functions_are_audited(tmp_path):
     assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_other_types_are_audited(precision, tmp_path):
-    found = attacked(tmp_path, precision=precision)
+def test_another_type_is_audited(tmp_path):
+    found = attacked(tmp_path, precision="bf16-true")
     assert not found.exceeded and abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 
