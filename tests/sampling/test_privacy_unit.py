@@ -25,7 +25,7 @@ from dpexp.privacy.round import PrivateRound
 from dpexp.privacy.sampling.privacy_unit import Microbatch, User, make_privacy_unit
 from tests.audited import attacked
 
-SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1e-3, 1.0, 1e6, 1e30, math.inf, math.nan])])
+SCALED = pytest.mark.parametrize("seed, scale", [*enumerate([1.0, 1e30, math.inf, math.nan])])
 
 
 class Model(pl.LightningModule):
