@@ -13,7 +13,6 @@ from scipy.stats import norm
 from test_accountants import ledger, of
 
 from dpexp.accounting import pld as own_pld
-from dpexp.accounting.accountants import guarantee
 from dpexp.accounting.calibration import solve
 from dpexp.accounting.composition import GaussianMechanism
 from dpexp.accounting.dominating_pairs import PoissonPair
@@ -149,15 +148,6 @@ def test_a_million_rounds_take_few_compositions(monkeypatch):
     assert found.advantage == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-3)
     for fpr, tpr in found.tpr.items():
         assert tpr == pytest.approx(norm.sf(norm.isf(fpr) - mu), rel=3e-3)
-
-
-def test_figures_do_not_depend_on_earlier_calls():
-    run = ledger(1.3, 0.03, 700)
-    first = risk(run)
-    for d in (1e-9, 0.01, 1e-4):
-        guarantee(run).epsilon(d)
-    assert risk(run) == first
-    assert (largest_tpr(run, 0.01), largest_advantage(run)) == (first.tpr[0.01], first.advantage)
 
 
 def test_next_to_no_noise_and_next_to_no_release():

@@ -128,11 +128,6 @@ def test_learning_rates_by_round(name, rates):
     assert found == pytest.approx(rates, abs=1e-6)
 
 
-def test_schedules_know_the_rounds(dpexp_job):
-    output = dpexp_job(*QUICK, "scheduler=cosine")
-    assert "rounds: 6" in (output / "config.yaml").read_text()
-
-
 def test_an_optimizer_for_a_module_that_has_its_own_is_refused(dpexp_job, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("""
 import pytorch_lightning as pl, torch

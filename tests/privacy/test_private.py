@@ -80,21 +80,6 @@ def test_a_loop_and_a_trainer_give_the_same_weights_and_ledger(tmp_path):
     assert loop.private.epsilon() == dpexp.epsilon(ledgers[0], delta=DELTA)
 
 
-def test_a_killed_loop_resumes_and_counts_the_lost_rounds(tmp_path):
-    loop = Loop(tmp_path / "ledger.jsonl")
-    loop.run(2)
-    weights, optimizer, private = loop.states()
-    for sample in itertools.islice(Loop(tmp_path / "other.jsonl").private.rounds(records()), 1):
-        assert int(sample.round) == 0
-    again = Loop(tmp_path / "ledger.jsonl")
-    again.model.load_state_dict(weights)
-    again.optimizer.load_state_dict(optimizer)
-    again.private.load_state_dict(private)
-    again.run()
-    assert again.private.rounds_done == 6
-    assert dpexp.read_ledger(tmp_path / "ledger.jsonl").training_rounds == 6
-
-
 def test_what_a_killed_loop_released_after_its_checkpoint_is_counted(tmp_path):
     loop = Loop(tmp_path / "ledger.jsonl")
     samples = loop.private.rounds(records())
