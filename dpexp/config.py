@@ -21,18 +21,26 @@ class Data:
     `id` names the data set, so that all runs on it can be composed. `n` is the published number of examples, `users`
     that of users. `class_weights`: a list of public numbers, one per class, or `counts`. `pad_to`: public lengths, to
     the next of which each record is padded by a `collate_fn` that pads. `path`, `test_path`: files or
-    folders of data of one's own. `module`: the `_target_` of a LightningDataModule, with its arguments."""
+    folders of data of one's own; `schema`, `target`, `person`, `test_hash`: of a table (conf/data/csv.yaml).
+    `released`: the release that filled the schema; `unsafe`: it was filled from the rows without noise. `module`: the
+    `_target_` of a LightningDataModule, with its arguments."""
 
     id: str | None = None
     n: int = MISSING
     users: int | None = None
-    shape: list[int] | None = None
+    shape: Any = None
     classes: int | None = None
     class_weights: Any = None
     pad_to: list[int] | None = None
     root: str | None = None
     path: str | None = None
     test_path: str | None = None
+    schema: str | None = None
+    target: str | None = None
+    person: str | None = None
+    test_hash: Any = None
+    released: Any = None
+    unsafe: bool = False
     module: dict[str, Any] = MISSING
 
 
@@ -148,6 +156,7 @@ class Config:
     audit: Audit | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     rounds: int | None = None
+    check: bool = False
     debug: bool = False
     verbose: bool = False
     group: Any = None
@@ -183,6 +192,8 @@ def register() -> None:
     OmegaConf.register_new_resolver("cwd", os.getcwd, replace=True)
     OmegaConf.register_new_resolver("tracking_uri", tracking_uri, replace=True)
     OmegaConf.register_new_resolver("artifact_folder", _artifact_folder, replace=True)
+    OmegaConf.register_new_resolver("table", _table, replace=True)
+    OmegaConf.register_new_resolver("batch_size_for", _batch_size_for, replace=True)
     OmegaConf.register_new_resolver("power_of_ten_below", _power_of_ten_below, replace=True)
 
 
@@ -192,6 +203,8 @@ def not_private_reason(cfg: Any) -> str | None:
         return "trained without privacy"
     if cfg.privacy.noise_seed is not None:
         return "the noise seed is known"
+    if cfg.data.unsafe:
+        return "data.schema was filled in from the rows without noise"
     return "unsafe diagnostics" if cfg.diagnostics == "unsafe" else None
 
 
@@ -209,6 +222,23 @@ def _unless(*values: Any) -> Any:
     """The last value, a default, if all alternatives before it are None; else None."""
     *others, default = values
     return default if all(other is None for other in others) else None
+
+
+def _table(fact: str, schema: str, target: str, person: str) -> Any:
+    """What the schema of a table says; see `tables.facts_of`."""
+    from dpexp.training.data.tables import facts_of  # imports torch
+
+    return facts_of(schema, target, person)[fact]
+
+
+def _batch_size_for(n: int) -> int:
+    """The power of two nearest to 8√n, and at most n/2: how many of n records a sample has by default."""
+    return max(1, min(2 ** round(math.log2(8 * math.sqrt(max(n, 1)))), n // 2))
+
+
+def refusal_of_resolver(error: Exception) -> str:
+    """The message of a ConfigError that a resolver raised, of which OmegaConf keeps only the text; else empty."""
+    return str(error).splitlines()[0].partition("ConfigError raised while resolving interpolation: ")[2]
 
 
 def _power_of_ten_below(n: int) -> float:

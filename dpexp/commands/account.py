@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -237,6 +237,27 @@ def account_data_set(arguments: Sequence[str]) -> dict[str, float]:
             )
             _print_budget(other, costs, cfg.data.id)
     return found | _print_budget(kept, costs, cfg.data.id)
+
+
+def earlier_on_data(cfg: DictConfig) -> list[Ledger]:
+    """The ledgers of all earlier runs on a job's `data.id`, as far as its tracking store knows them."""
+    if cfg.data.id is None or cfg.tracking.uri is None:
+        return []
+    from dpexp.tracking import run_costs
+
+    costs = run_costs.distinct_runs(run_costs.costs_in(cfg.tracking.uri, cfg.data.id))
+    return [cost.ledger for cost in costs if cost.ledger is not None and cost.ledger.rounds]
+
+
+def with_earlier(earlier: Sequence[Ledger], own: Ledger, delta: float) -> str:
+    """ε of all runs on the same data together, in words; "" if there is no earlier one."""
+    if not earlier:
+        return ""
+    try:
+        total = epsilon(concatenate([*earlier, own]), delta)
+    except ConfigError:  # they have different adjacencies
+        return f"with the {len(earlier)} earlier runs on these data no single ε can be stated"
+    return f"with the {len(earlier)} earlier runs on these data, ε = {up(total, 4)}"
 
 
 def _print_run(cost: Any, at: float, accountant: str) -> None:

@@ -64,6 +64,16 @@ RUN is a job's folder or an MLflow run id. FILE has inputs, one per row: .npy, .
 
 RUN is a job's folder, or the MLflow run id of a job of this machine. Options:
     uri=sqlite:///outputs/mlflow.db   the store that has the run""",
+    "schema": """\
+`python -m dpexp schema data.path=FILE` writes the schema of a table for data=csv: a YAML file of public facts.
+
+Options:
+    out=FILE.yaml     where the schema goes; default: the name of the table, here
+    data.person=…     the column that identifies a person, if ε shall protect people
+    epsilon=0.5       release the number of rows and the ranges of numbers, rounded outwards to powers of two, with this
+                      ε; each job with the schema accounts for it
+    delta=1e-6        of that release
+    unsafe=true       fill in everything from the rows without noise; jobs with the schema are tagged as not private""",
     "version": "`python -m dpexp version` prints the version of dpexp.",
     "help": """\
 `python -m dpexp help [NAME]` lists the options, with the comments of the YAML files.
@@ -166,6 +176,8 @@ def sentence(error: HydraException | OmegaConfBaseException) -> str:
             advice = f" For an option of Lightning's Trainer, write +{cause.full_key}."
         where = f"{section} has" if section else "there is"
         return f"{cause.full_key}: {where} no key {cause.key!r}{_nearest(str(cause.key), known)}{advice}"
+    if refusal := config.refusal_of_resolver(error):
+        return refusal
     override = str(error).splitlines()[0].removeprefix("Error merging override ").rstrip(".")
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {override}; quote values with brackets or spaces for the shell."

@@ -129,6 +129,7 @@ def _configuration(folder: Path) -> DictConfig:
 
 def _trainer_of(cfg: DictConfig) -> pl.Trainer:
     """A Trainer that computes at the job's precision, on the CPU."""
+    silence_lightning()
     try:
         return pl.Trainer(
             accelerator="cpu", precision=cfg.trainer.precision, logger=False, enable_checkpointing=False,
@@ -155,7 +156,6 @@ def bare(module: pl.LightningModule) -> nn.Module:
 def evaluate(arguments: Sequence[str]) -> dict[str, float]:
     """Prints and returns the metrics of the test set."""
     run, options = _run_and_options("evaluate", arguments, ["uri"])
-    silence_lightning()
     with _located(run, options.get("uri")) as folder:
         cfg = _configuration(folder)
         trainer = _trainer_of(cfg)

@@ -4,10 +4,11 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpexp._lightning_compat import MisconfigurationException, pl
 from dpexp.accounting.ledger import Ledger, concatenate, ledger_so_far, read_ledger
 from dpexp.commands import processes, sweep
+from dpexp.commands.account import earlier_on_data, with_earlier
 from dpexp.commands.build import (
     accountants,
     add_scheduler,
@@ -45,6 +47,7 @@ from dpexp.commands.trainer import callback_for, sentence, trainer_for
 from dpexp.commands.validate import check, refuse_taken, reported, taken
 from dpexp.errors import ClaimRefuted, ConfigError
 from dpexp.privacy.plan.plan import PrivacyPlan
+from dpexp.privacy.training import DryRunDone
 from dpexp.reporting import terminal
 from dpexp.tracking.job_folder import training_marker
 from dpexp.tracking.provenance import without_passwords
@@ -107,6 +110,9 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         if earlier is not None and (earlier / CHECKPOINT).exists():
             output, cfg.checkpoint.resume = earlier, True
     processes.use_threads(cfg)
+    if cfg.check:
+        _check(cfg)
+        return None
     processes.broadcast((output, cfg.checkpoint.resume))
     if not cfg.checkpoint.resume:
         refuse_taken(output)
@@ -116,12 +122,17 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
         check_resumable(cfg, output)
     (output / "config.yaml").write_text(OmegaConf.to_yaml(_without_passwords(cfg), resolve=True))
     plan = job.plan
+    others = earlier_on_data(cfg) if plan and not cfg.checkpoint.resume else []
     if trial is None:
         terminal.print_plan(cfg, plan, joint_note(cfg, plan))
+        if plan and (together := with_earlier(others, plan.ledger(), cfg.privacy.delta)):
+            terminal.console.print(f"After this job, {together}.")
         terminal.print_trained_parameters(job.module)
+    else:
+        warnings.filterwarnings("ignore", "the clipped gradients and noise of a round take")
     with _track(cfg, plan, output, stop) as tracked:
         if cfg.train:
-            result = _train(cfg, job, output, tracked, stop)
+            result = _train(cfg, job, output, tracked, stop, others)
         elif plan is not None:
             result = result_of(cfg, plan, plan.ledger(), plan.rounds, {}, 0.0)
         else:
@@ -152,6 +163,22 @@ def _run(cfg: DictConfig, stop: Stop) -> float | None:
             f"{output} could not be written to at the end; the trained weights are in {result['weights']}"
         )
     return objective(cfg, plan, result)
+
+
+def _check(cfg: DictConfig) -> None:
+    """Does everything but the rounds: reads the data, plans, tries the step, and prints what the job will take."""
+    if not cfg.privacy.enabled or processes.number_of(cfg) > 1:
+        raise ConfigError("check=true tries a private step in one process; leave check out.")
+    with TemporaryDirectory() as folder:
+        job = _make_job(cfg, Path(folder), plan_for)
+        assert job.plan and job.privacy
+        terminal.print_plan(cfg, job.plan, joint_note(cfg, job.plan))
+        terminal.print_trained_parameters(job.module)
+        job.privacy.dry_run_only = True
+        try:
+            job.trainer.fit(job.module, datamodule=job.data)
+        except DryRunDone as done:
+            terminal.print_check(str(done.step.mode), done.step.seconds_of_round, job.plan.rounds)
 
 
 def _write(result: dict[str, Any], output: Path) -> None:
@@ -235,7 +262,9 @@ def _without_passwords(cfg: DictConfig) -> DictConfig:
     return shown
 
 
-def _train(cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop) -> dict[str, Any]:
+def _train(
+    cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None", stop: Stop, others: Sequence[Ledger]
+) -> dict[str, Any]:  # fmt: skip
     module, data, plan, privacy, trainer, metadata = job
     trainer.callbacks.append(stop)  # type: ignore[attr-defined]
     if tracked:
@@ -263,6 +292,8 @@ def _train(cfg: DictConfig, job: _Job, output: Path, tracked: "TrackedRun | None
     metrics = measure(module, data, trainer)
     ledger = read_ledger(output / "ledger.jsonl") if plan else None
     result = result_of(cfg, plan, ledger, trainer.global_step, metrics, seconds)
+    if ledger and (together := with_earlier(others, ledger, cfg.privacy.delta)):
+        result["all_runs"] = together
     if privacy and privacy.compiling:
         result["step"] = privacy.compiling
     result |= released_values(module, privacy, output)

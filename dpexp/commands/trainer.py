@@ -83,8 +83,13 @@ def trainer_for(
         callbacks.append(LastWeights())
     callbacks += [*configured, Checkpoints(output / CHECKPOINT, cfg.checkpoint.every_n_rounds)]
     label, launcher = sweep.trial_label(cfg), HydraConfig.get().runtime.choices.get("hydra/launcher", "basic")
-    bar = options.pop("enable_progress_bar", True) and (label is None or launcher == "basic") and processes.rank() == 0
-    if bar:
+    bar = (
+        options.pop("enable_progress_bar", True)
+        and not cfg.check
+        and (label is None or launcher == "basic")
+        and processes.rank() == 0
+    )
+    if bar and not cfg.check:
         callbacks.append(RoundBar(rounds, privacy, label))
     defaults = {
         "limit_val_batches": 1.0 if cfg.trainer.num_evaluations else 0,
@@ -101,7 +106,7 @@ def trainer_for(
             callbacks=callbacks,
             default_root_dir=output,
             enable_checkpointing=False,
-            enable_progress_bar=bar,
+            enable_progress_bar=bar and not cfg.check,
             **defaults | options | _placement(cfg, count),
         )
     except Exception as error:  # Lightning raises many types for a wrong value

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from dpexp.accounting.coverage import NAMES, check_covered, check_delta, check_names, is_bound
-from dpexp.config import Config, Trainer, not_private_reason
+from dpexp.config import Config, Trainer, not_private_reason, refusal_of_resolver
 from dpexp.errors import ConfigError
 from dpexp.privacy.plan.options import Noise, Sampling, Schedules, Target, resolve_adjacency
 from dpexp.privacy.sampling.policies import policy_class
@@ -83,7 +83,7 @@ def _check_complete(cfg: DictConfig) -> None:
     except InterpolationToMissingValueError as error:
         raise ConfigError(f"{str(error).splitlines()[0].rpartition(' ')[2]} must be given.") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+        raise ConfigError(refusal_of_resolver(error) or f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given.")
     for key in _nan_keys(values):
@@ -135,6 +135,8 @@ def _check_single_values(cfg: DictConfig) -> None:
         ("data.shape", all(length >= 1 for length in cfg.data.shape or ()), "must hold integers of at least 1"),
         ("data.id", plain and (name is None or 0 < len(name) <= 250),
          "must be a name of 1 to 250 printable characters in Unicode's form NFC, without blanks at its ends"),
+        ("data.person", cfg.data.person in (None, "row") or cfg.privacy_unit.kind == "user" or not cfg.privacy.enabled,
+         "identifies people, whose rows belong together; add privacy_unit=user, or give the word row"),
         ("register", cfg.register is None or cfg.tracking.uri is not None,
          "needs MLflow's registry; choose tracking=mlflow"),
         ("trainer.max_physical_batch_size", at_once == "auto" or (isinstance(at_once, int) and at_once >= 1),

@@ -66,7 +66,7 @@ def dry_run(step: Step, rounds: RoundLoader, loss_of: LossOf, module: nn.Module,
                 "public constants."
             )
     if step.mode == TRACED:
-        _warn_of_duration(step, chunk, module, device)
+        _measure_duration(step, chunk, module, device)
     if constants := step.graphs.tracer.constant_shapes:
         warnings.warn(
             f"the step holds tensors that are neither parameters nor buffers, {', '.join(constants[:4])}; they must be "
@@ -85,14 +85,16 @@ def _as_batch(chunk: Chunk) -> Any:
 _SLOW = 1.5  # times a plain step; what else a round does is not measured
 
 
-def _warn_of_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
-    """Says how long the job takes if its gradients and noise take over 1.5 times a plain step's gradients."""
+def _measure_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch.device) -> None:
+    """Measures the seconds of a round, and warns if they are over 1.5 times those of a plain step's gradients."""
     assert step.synthetic is not None
     job = step.graphs.compiling
     trained = [p for p in module.parameters() if p.requires_grad]
     sums = [(torch.zeros_like(p, memory_format=torch.contiguous_format, dtype=torch.float32), 0.0) for p in trained]
     records = step.synthetic.records(chunk, max(2, round(job.sample_size)), 0)
     key = KeyStream.known(0, "duration", 0)
+    private = step.graphs.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
+    step.seconds_of_round = private
     try:
         with own_randomness(device, key):
             plain = seconds(
@@ -100,7 +102,6 @@ def _warn_of_duration(step: Step, chunk: Chunk, module: nn.Module, device: torch
             )
     except Exception:  # the step does not accept such a batch
         return
-    private = step.graphs.seconds_of_round + seconds(lambda: GaussianNoise(key).add_to(sums), device)
     if private > _SLOW * plain:
         total = timedelta(seconds=round(private * job.rounds))
         warnings.warn(

@@ -19,7 +19,7 @@ from dpexp.privacy.distributed import Processes, SharedLedger, digest_of_plan, l
 from dpexp.privacy.dry_run import dry_run
 from dpexp.privacy.gradients.chunk import LossOf
 from dpexp.privacy.gradients.per_example import loss_of_step
-from dpexp.privacy.gradients.step import TRACED
+from dpexp.privacy.gradients.step import TRACED, Step
 from dpexp.privacy.muted_logging import collectives_refused, later_settings, signals_deferred
 from dpexp.privacy.noise.continuous import GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream, own_randomness
@@ -74,6 +74,14 @@ class Loop:
         """Refuses what would read private values later."""
 
 
+class DryRunDone(Exception):
+    """The dry run has found no mistake in the step, and the training ends before its first round."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+
 class PrivateTraining:
     """Carries out a plan round by round; see `PrivacyCallback` and `Private`, which run it, for the arguments."""
 
@@ -106,6 +114,7 @@ class PrivateTraining:
         for length in pad_to or ():
             positive_integer("data.pad_to", length)
         self.pad_to = pad_to
+        self.dry_run_only = False
         self.estimates = MetricEstimates()
         self.signals = GradientSignal()
         self.adaptive_state = AdaptiveState(plan.adaptive) if plan.adaptive else None
@@ -214,7 +223,7 @@ class PrivateTraining:
                 stream.key = KeyStream.known(self._noise_seed, purpose, begun).key
         processes.share(sampling)
         processes.share(dealing)
-        if self.plan.preprocessing:
+        if self.plan.preprocessing and not self.dry_run_only:
             self._preprocessing = prepare(
                 module, self.plan, loader, max_records, self._ledger, noise, randomness, self._preprocessed, processes
             )
@@ -263,6 +272,8 @@ class PrivateTraining:
             self._search_batch_size = False
             if engine.step.mode is None:
                 self._dry_run(module, loss_of, loop)
+                if self.dry_run_only:
+                    raise DryRunDone(engine.step)
                 step_digest = engine.step.digest
             else:
                 engine.step.trace_again(loss_of, self.rounds_done, epoch_begins=epoch_begins)

@@ -46,7 +46,8 @@ def card(
     elif "epsilon" in result:
         adjacency = neighbours(plan.adjacency, str(plan.privacy_unit))
         spent = next(iter(result["epsilon"].values()))
-        lines += [f"**ε = {up(spent, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.", ""]
+        together = f" All runs: {result['all_runs']}." if "all_runs" in result else ""
+        lines += [f"**ε = {up(spent, 4)}** at δ = {up(result['delta'], 4)}, {adjacency}.{together}", ""]
     metrics = result.get("metrics", {})
     if metrics:
         lines += ["| measured on the test set | |", "|---|---|"]

@@ -3,9 +3,11 @@
 import itertools
 import json
 import math
+import resource
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,14 @@ def print_plan(cfg: DictConfig, plan: PrivacyPlan | None, note: str = "") -> Non
         console.print("[bold red]privacy.noise_seed is set: whoever knows it can subtract the noise.[/]")
     if cfg.diagnostics == "unsafe":
         console.print("[bold red]diagnostics=unsafe: this run shows private training statistics.[/]")
+
+
+def print_check(step: str, seconds: float, rounds: int) -> None:
+    """Prints what a job that was only checked will take; `seconds`: of a round, 0 if unknown."""
+    total = timedelta(seconds=round(seconds * rounds))
+    takes = f"{rounds} rounds of {1e3 * seconds:.3g} ms take about {total} (h:mm:ss)" if seconds else f"{rounds} rounds"
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    _print(f"Checked: each record's step is {step}; {takes}; {memory:.1f} GiB of memory so far. Nothing was released.")
 
 
 def print_trained_parameters(module: pl.LightningModule) -> None:

@@ -1,5 +1,6 @@
 """A LightningModule for classifiers, and augmentation: several random views of each record."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torchmetrics.functional import r2_score
+from torchmetrics.functional.classification import multiclass_auroc, multiclass_calibration_error, multiclass_f1_score
 
 import dpexp
 from dpexp._lightning_compat import pl
@@ -75,8 +78,8 @@ def _mirrored(index: Tensor, size: int) -> Tensor:
 
 
 class Classifier(pl.LightningModule):
-    """Trains `model` with cross entropy on batches (x, y), or on mappings with the loss that the model computes from
-    them, passed by keyword, as models of transformers do.
+    """Trains `model` on batches (x, y), with cross entropy if y are classes and the mean squared error if they are
+    numbers; or on mappings with the loss that the model computes from them, as models of transformers do.
 
     Args:
         optimizer: parameters -> optimizer.
@@ -87,7 +90,7 @@ class Classifier(pl.LightningModule):
             loss. In private training a record's clipped gradient is multiplied by its weight divided by the largest.
     """
 
-    METRICS = ("test_loss", "test_accuracy")
+    METRICS = ("test_loss", "test_accuracy", "test_auc", "test_f1", "test_calibration_error", "test_r2")
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class Classifier(pl.LightningModule):
         self.multiplicity = multiplicity
         self._weights_now = class_weights if callable(class_weights) else None
         self.register_buffer("class_weights", None if callable(class_weights) else class_weights, persistent=False)
+        self._tested: list[tuple[Tensor, Tensor]] = []  # scores and labels
 
     def forward(self, x: Tensor) -> Tensor:
         return scores_of(self.model(x))
@@ -115,6 +119,8 @@ class Classifier(pl.LightningModule):
         if not isinstance(batch, Mapping):
             x, y = batch
             scores = self(x)
+            if y.is_floating_point():
+                return F.mse_loss(scores.reshape(y.shape), y), scores.reshape(y.shape)
             return F.cross_entropy(scores, y), scores
         outputs = self.model(**batch)
         loss = getattr(outputs, "loss", None)
@@ -135,12 +141,21 @@ class Classifier(pl.LightningModule):
         self.log_dict(_metrics("train", batch, loss, scores))
         return loss
 
-    def validation_step(self, batch: Any) -> None:
+    def validation_step(self, batch: Any) -> Tensor | None:
         loss, scores = self.loss_and_scores(batch)
         metrics = _metrics("test", batch, loss, scores)
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=len(_labels(batch)))
+        return scores
 
-    test_step = validation_step
+    def test_step(self, batch: Any) -> None:
+        scores = self.validation_step(batch)
+        if scores is not None and scores.dim() < 3:
+            self._tested.append((scores.float(), _labels(batch)))
+
+    def on_test_epoch_end(self) -> None:
+        if self._tested:
+            self.log_dict(_metrics_of_all(*map(torch.cat, zip(*self._tested, strict=True))))
+        self._tested = []
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.parameters())
@@ -171,6 +186,25 @@ def _metrics(stage: str, batch: Any, loss: Tensor, scores: Tensor | None) -> dic
     if scores is not None and scores.dim() == y.dim() + 1 and not y.is_floating_point():
         metrics[f"{stage}_accuracy"] = (scores.argmax(1) == y).float().mean()
     return metrics
+
+
+def _metrics_of_all(scores: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Metrics of a test set that are no mean over its records; of AUC and F1, the mean over the classes.
+
+    The calibration error compares confidence and accuracy in 15 bins (Naeini et al. 2015).
+    """
+    if y.is_floating_point() and scores.shape == y.shape and len(y) > 1:
+        return {"test_r2": r2_score(scores, y)}
+    if y.dim() != 1 or y.is_floating_point() or scores.dim() != 2 or scores.shape[1] < 2 or len(y.unique()) < 2:
+        return {}
+    p, classes = scores.softmax(1), scores.shape[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes that the test set lacks
+        return {
+            "test_auc": multiclass_auroc(p, y, classes),
+            "test_f1": multiclass_f1_score(p, y, classes, average="macro"),
+            "test_calibration_error": multiclass_calibration_error(p, y, classes, n_bins=15),
+        }
 
 
 def scores_of(outputs: Any) -> Tensor:

@@ -369,7 +369,7 @@ def test_help_lists_commands_groups_and_values(dpexp_job, capsys):
         "group: conv_fc, custom, flat, per_layer",
         "mechanism: joint, separate",
         "clip_norm: adaptive, dimension, fixed, uniform",
-        "`python -m dpexp predict RUN data=inputs.npy` lets a trained model predict.",
+        "`python -m dpexp predict RUN FILE` lets a trained model predict.",
         "  noise_multiplier: null                         # z itself",
     ):
         assert line in shown[0].splitlines()

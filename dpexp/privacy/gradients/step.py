@@ -73,6 +73,7 @@ class Step:
         is_random: whether the step draws random numbers; True while unknown.
         synthetic: how synthetic records are drawn, once that is decided.
         public: a batch of one public record, on which the step is tried; None: there is none.
+        seconds_of_round: estimated in the dry run; 0: unknown.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Step:
         self._calls = 1
         self._last_traced_round = 0  # rounds completed then
         self._step_changes = 0
-        self._tracing = self._checking = self._seconds_of_record = 0.0
+        self._tracing = self._checking = self._seconds_of_record = self.seconds_of_round = 0.0
         self._began = time.perf_counter()
 
     @property
@@ -420,7 +421,8 @@ class Step:
             how = "by vmap of training_step in every round, which is slower than a traced graph"
         elif self.mode != TRACED and not self._training:
             job = self.graphs.compiling
-            total = timedelta(seconds=round(self._seconds_of_record * job.sample_size * job.rounds))
+            self.seconds_of_round = self._seconds_of_record * job.sample_size
+            total = timedelta(seconds=round(self.seconds_of_round * job.rounds))
             how = (
                 f"one at a time, which is slow: about {1 / max(self._seconds_of_record, 1e-6):.0f} records a second, "
                 f"and about {total} (h:mm:ss) for this job"

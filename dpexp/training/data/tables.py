@@ -1,0 +1,307 @@
+"""Tables of one's own, in CSV or Parquet, encoded by a schema of public facts.
+
+A row is encoded by itself. A value that is missing, no number, or in no category contributes zeros, and a row without a
+target or a person contributes nothing, so that no refusal depends on the values of a single row.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpexp.errors import ConfigError
+from dpexp.training.data.raw import RawData
+
+if TYPE_CHECKING:  # slow to import
+    from pandas import DataFrame, Series
+
+_ROWS = 2**18  # read at once
+_DELIMITERS = ",;\t|"
+KINDS = {"number": ("min", "max"), "category": ("values",), "ignored": ()}  # with the facts that each needs
+
+
+class Table(RawData):
+    """The rows of a table, for classification if the target is a category, and regression if it is a number.
+
+    A number x becomes 2 (x - min)/(max - min) - 1, clipped to [-1, 1], and an indicator of missing values; a category
+    becomes one indicator for each of its values.
+
+    Args:
+        path: the training rows.
+        columns: name -> {kind: number, min, max}, {kind: category, values} or {kind: ignored}; all are public facts.
+        target: the column to predict.
+        person: `row`, or the column that identifies a person, whose rows are then one user's (`user_of`).
+        test_path: the test rows, which are taken as public; or
+        test_hash: {column, fraction}: rows with a hash of this column below the fraction are test rows.
+    """
+
+    def __init__(
+        self, path: str | None, columns: Mapping[str, Mapping[str, Any]], target: str, person: str,
+        test_path: str | None = None, test_hash: Mapping[str, Any] | None = None, batch_size: int = 256,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if path is None:
+            raise ConfigError("data.path must be given: a file with the training rows.")
+        self.batch_size, self._path, self._target, self._person = batch_size, path, target, person
+        self._test_path, self._test_hash = test_path, test_hash
+        self._columns = {name: facts for name, facts in columns.items() if name not in (target, person)}
+        self._facts = columns[target]
+        self.class_names = self._facts.get("values")
+        if (test_path is None) == (test_hash is None):
+            raise ConfigError(
+                "data.test_path or data.test_hash must be given, and not both: a file of test rows, or "
+                "{column: NAME, fraction: 0.2}, by a hash of which rows are test rows; test rows are not protected."
+            )
+        if test_hash is not None and not ({*test_hash} == {"column", "fraction"} and 0 < test_hash["fraction"] < 1):
+            raise ConfigError(f"data.test_hash={dict(test_hash)} must be {{column: NAME, fraction: 0.2}}.")
+        if test_hash is not None and person not in ("row", test_hash["column"]):
+            raise ConfigError(f"data.test_hash.column={test_hash['column']} must be the person, {person}.")
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.test_dataloader()
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.test, 1000)
+
+    @cached_property
+    def train(self) -> TensorDataset:
+        return self._data_set("data.path", self._path, in_test=False)
+
+    @cached_property
+    def test(self) -> TensorDataset:
+        if self._test_path is not None:
+            return self._data_set("data.test_path", self._test_path, in_test=None)
+        return self._data_set("data.path", self._path, in_test=True)
+
+    def read_inputs(self, path: Path) -> "DataFrame":
+        from pandas import concat
+
+        return concat(rows_of("data", str(path)), ignore_index=True)
+
+    def example(self) -> "DataFrame":
+        key, path = ("data.path", self._path) if self._test_path is None else ("data.test_path", self._test_path)
+        rows = next(self._split(key, path, None if self._test_path else True))
+        return rows[[*self._columns]].head(2)
+
+    def encode(self, inputs: "DataFrame") -> Tensor:
+        """x [N, features]."""
+        missing = [name for name, facts in self._columns.items() if facts["kind"] != "ignored" and name not in inputs]
+        if missing:
+            raise ConfigError(f"data: there is no column {missing[0]}; the columns are {', '.join(inputs.columns)}.")
+        parts = [_encoded(inputs[name], facts) for name, facts in self._columns.items() if facts["kind"] != "ignored"]
+        return torch.cat([torch.from_numpy(part) for part in parts], 1)
+
+    def decode(self, outputs: Tensor) -> Tensor:
+        low, high = self._facts["min"], self._facts["max"]
+        return low + (outputs + 1) / 2 * (high - low)
+
+    def _data_set(self, key: str, path: str, in_test: bool | None) -> TensorDataset:
+        found: list[tuple[Tensor, Tensor]] = []
+        people: list[Series] = []
+        seen: dict[str, bool] = {}  # whether a column has a known value
+        for rows in self._split(key, path, in_test):
+            self._check_columns(key, path, rows)
+            y = _encoded(rows[self._target], self._facts)
+            known = y.any(1) if self.class_names else y[:, 1] == 0
+            if self._person != "row":
+                known &= rows[self._person].str.strip().ne("").to_numpy()
+                people.append(rows.loc[known, self._person].str.strip())
+            rows = rows[known]
+            for name, facts in self._columns.items():
+                seen[name] = seen.get(name, False) or facts["kind"] == "ignored" or _has_value(rows[name], facts)
+            labels = torch.from_numpy(y[known])
+            found.append((self.encode(rows), labels.argmax(1) if self.class_names else labels[:, 0]))
+        self._check_values(key, path, sum(len(y) for _, y in found), seen)
+        data = TensorDataset(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        if people:
+            from pandas import concat, factorize
+
+            data.user_of = torch.from_numpy(factorize(concat(people))[0])  # type: ignore[attr-defined]
+        return data
+
+    def _split(self, key: str, path: str, in_test: bool | None) -> Iterator["DataFrame"]:
+        """The rows of a file; only those in the test set, or not in it."""
+        for rows in rows_of(key, path):
+            if self._test_hash is not None and in_test is not None:
+                from pandas.util import hash_pandas_object
+
+                column = self._test_hash["column"]
+                if column not in rows:
+                    raise ConfigError(f"data.test_hash.column={column} is no column of {path}: {', '.join(rows)}.")
+                hashed = hash_pandas_object(rows[column].astype(object), index=False).to_numpy()
+                rows = rows[(hashed < self._test_hash["fraction"] * 2.0**64) == in_test]
+            yield rows
+
+    def _check_columns(self, key: str, path: str, rows: "DataFrame") -> None:
+        wanted = {name: "data.schema" for name, facts in self._columns.items() if facts["kind"] != "ignored"}
+        wanted |= {self._target: "data.target"} | ({} if self._person == "row" else {self._person: "data.person"})
+        for name, origin in wanted.items():
+            if name not in rows:
+                raise ConfigError(
+                    f"{key}={path} has no column {name}, which {origin} names; its columns are "
+                    f"{', '.join(map(str, rows.columns))}."
+                )
+
+    def _check_values(self, key: str, path: str, count: int, seen: Mapping[str, bool]) -> None:
+        if not count:
+            wanted = f"one of {', '.join(self.class_names)}" if self.class_names else "a number"
+            raise ConfigError(f"{key}={path} has no row whose {self._target} is {wanted}.")
+        for name, has_values in seen.items():
+            if not has_values:
+                facts = self._columns[name]
+                wanted = f"one of {', '.join(facts['values'])}" if facts["kind"] == "category" else "a number, as 1.5"
+                raise ConfigError(f"{key}={path}: in no row is {name} {wanted}; correct data.schema or the file.")
+
+
+def _encoded(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
+    """[N, 2]: a scaled number and whether it is missing; or [N, values]: indicators of a category's values."""
+    if facts["kind"] == "number":
+        x, low, high = numbers_of(values), facts["min"], facts["max"]
+        is_missing = ~np.isfinite(x)
+        scaled = np.clip(2 * (x - low) / (high - low) - 1, -1, 1)
+        return np.stack([np.where(is_missing, 0, scaled), is_missing], 1).astype(np.float32)
+    codes = _codes(values, facts)
+    return (codes[:, None] == np.arange(len(facts["values"]))).astype(np.float32)
+
+
+def _has_value(values: "Series", facts: Mapping[str, Any]) -> bool:
+    known = np.isfinite(numbers_of(values)) if facts["kind"] == "number" else _codes(values, facts) >= 0
+    return bool(known.any())
+
+
+def numbers_of(values: "Series") -> np.ndarray:
+    """float64 [N]; NaN for what is no number."""
+    from pandas import to_numeric
+
+    return to_numeric(values, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+
+
+def _codes(values: "Series", facts: Mapping[str, Any]) -> np.ndarray:
+    from pandas import Categorical
+
+    return np.asarray(Categorical(values.astype(str).str.strip(), categories=facts["values"]).codes)
+
+
+def rows_of(key: str, path: str) -> Iterator["DataFrame"]:
+    """The rows of a CSV or Parquet file, in parts; every value of a CSV file is a text.
+
+    Args:
+        key: the configuration key of the path, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read as a table with a header.
+    """
+    import pandas as pd
+
+    file = Path(path).expanduser()
+    try:
+        if file.suffix == ".parquet":
+            from pyarrow import parquet
+
+            for batch in parquet.ParquetFile(file).iter_batches(_ROWS):
+                yield batch.to_pandas()
+            return
+        header = _header(key, file)
+        with pd.read_csv(
+            file, sep=header, dtype=str, keep_default_na=False, skipinitialspace=True, chunksize=_ROWS,
+            encoding="utf-8-sig", index_col=False,
+        ) as parts:  # fmt: skip
+            yield from (part.fillna("") for part in parts)
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}={path} is not in UTF-8; convert it, as by iconv -f latin1 -t utf-8.") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200].rstrip(".")
+        raise ConfigError(f"{key}={path} cannot be read as a table: {reason}.") from error
+
+
+def _header(key: str, file: Path) -> str:
+    """The delimiter of a CSV file, which occurs most often in its header."""
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        first = lines.readline().rstrip("\r\n")
+    if not first:
+        raise ConfigError(f"{key}={file} is empty; its first line must name the columns.")
+    delimiter = max(_DELIMITERS, key=first.count)
+    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or "" in names:
+        raise ConfigError(
+            f"{key}={file}: its first line must name each column once, and {twice[0] or 'a name without letters'} "
+            "occurs twice." if twice else f"{key}={file}: a column has no name in the first line."
+        )  # fmt: skip
+    return delimiter
+
+
+def facts_of(schema: str | None, target: str | None, person: str | None) -> dict[str, Any]:
+    """What a schema file says: `columns` of a `Table`, `n`, `users`, `shape` and `classes`, and `released`.
+
+    Raises:
+        ConfigError: the file is no schema, or something that is needed is empty; names it.
+    """
+    for key, value, what in (
+        ("schema", schema, "a file that python -m dpexp schema writes"), ("target", target, "the column to predict"),
+        ("person", person, "the word row, or the column that identifies a person, as whom ε protects"),
+    ):  # fmt: skip
+        if value is None:
+            raise ConfigError(f"data.{key} must be given: {what}.")
+    assert schema and target and person
+    try:
+        content = yaml.safe_load(Path(schema).expanduser().read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise ConfigError(f"data.schema={schema} cannot be read: {reason}.") from error
+    columns = content.get("columns") if isinstance(content, dict) else None
+    if not isinstance(columns, dict) or not columns:
+        raise ConfigError(f"data.schema={schema} has no columns; python -m dpexp schema writes one.")
+    for key, name in (("target", target), ("person", person)):
+        if name not in columns and not (key == "person" and name == "row"):
+            raise ConfigError(f"data.{key}={name} is no column of {schema}; its columns are {', '.join(columns)}.")
+    for name, facts in columns.items():
+        _check_facts(f"{schema}: columns.{name}", facts, name == target)
+    counted = ["rows"] if person == "row" else ["rows", "persons"]
+    for key in counted:
+        if not isinstance(content.get(key), int) or content[key] < 1:
+            raise ConfigError(f"{schema}: {key}={content.get(key)} must be the published number of training {key}.")
+    used = [facts for name, facts in columns.items() if name not in (target, person)]
+    features = sum({"number": 2, "ignored": 0}.get(facts["kind"], len(facts.get("values") or ())) for facts in used)
+    if not features:
+        raise ConfigError(f"{schema}: all columns but the target are ignored.")
+    if person != "row":
+        columns[person] = {"kind": "ignored"}
+    return {
+        "columns": columns, "n": content["rows"], "users": content["persons"] if person != "row" else None,
+        "shape": [features], "classes": len(columns[target].get("values") or [0]),
+        "released": content.get("released"), "unsafe": bool(content.get("unsafe")),
+    }  # fmt: skip
+
+
+def _check_facts(where: str, facts: Any, is_target: bool) -> None:
+    kind = facts.get("kind") if isinstance(facts, dict) else None
+    if kind not in KINDS or (is_target and kind == "ignored"):
+        raise ConfigError(f"{where}.kind={kind} must be number or category{'' if is_target else ', or ignored'}.")
+    for key in KINDS[kind]:
+        if facts.get(key) is None:
+            raise ConfigError(f"{where}.{key} is empty; fill it in from public knowledge, not from the rows.")
+    if kind == "number":
+        low, high = facts["min"], facts["max"]
+        if not all(isinstance(x, int | float) and np.isfinite(x) for x in (low, high)) or not low < high:
+            raise ConfigError(f"{where}: min={low} and max={high} must be numbers, the first the smaller one.")
+    elif kind == "category":
+        values = facts["values"]
+        if not isinstance(values, list) or any(isinstance(v, bool | dict | list) or v is None for v in values):
+            raise ConfigError(f"{where}.values={values} must be a list of texts; quote yes, no, true, false and null.")
+        facts["values"] = texts = [str(value) for value in values]
+        if len({*texts}) < len(texts) or len(texts) < (2 if is_target else 1):
+            least = "at least two different texts" if is_target else "different texts"
+            raise ConfigError(f"{where}.values={texts} must be {least}.")
