@@ -286,7 +286,11 @@ def the_true_size_as_divisor(patch):
 
     patch.setattr(round.PrivateRound, "add_chunk", counting)
     patch.setattr(round.PrivateRound, "begin", from_zero)
-    patch.setattr(GaussianNoise, "add_to", lambda self, sums, divisor=1.0: add_to(self, sums, max(1, self.size)))
+    patch.setattr(
+        GaussianNoise,
+        "add_to",
+        lambda self, sums, divisor=1.0: add_to(self, sums, max(1, getattr(self, "size", divisor))),
+    )
 
 
 def no_noise_for_an_empty_sample(patch):

@@ -24,8 +24,13 @@ ALLOCATIONS = ("proportional", "dimension_adjusted", "min_variance", "weighted",
 
 @pytest.mark.parametrize(
     ("group", "mechanism", "allocation"),
-    [(g, ("separate", "joint")[(i + k) % 2], a) for i, g in enumerate(NAMES) for k, a in enumerate(ALLOCATIONS)],
-)  # each pair of them
+    [
+        (g, ("separate", "joint")[(i + k) % 2], a)
+        for i, g in enumerate(NAMES)
+        for k, a in enumerate(ALLOCATIONS)
+        if g == "conv_fc" or (i + k) % 3 == 0
+    ],
+)
 def test_the_ledger_says_what_was_asked_for(group, mechanism, allocation, dpexp_job, read_lines):
     noise = [f"privacy.noise_multiplier={Z}"]
     if allocation == "weighted":

@@ -227,7 +227,7 @@ def test_a_users_training_depends_on_no_other(tmp_path, quiet, in_order):
 
     def total(some):
         dataset = a_data_set(TensorDataset, x[some], y[some], [user_of[i] for i in some])
-        record = User(8, "user_of", LocalTraining(lr=2.0, steps=30))
+        record = User(8, "user_of", LocalTraining(lr=2.0, steps=12))
         return released(tmp_path, dataset, record, users=4, precision="32-true")[0]
 
     apart = [total([i for i in range(12) if user_of[i] == user]) for user in range(4)]
@@ -326,7 +326,7 @@ TRAINED = User(3, "user_of", LocalTraining(lr=0.1, steps=2, batch_size=2))
 
 
 def test_an_honest_training_of_users_refutes_no_claim(tmp_path):
-    found = attacked(tmp_path, canaries=400, **choices_of("user", privacy_unit=TRAINED, steps=1, noise_multiplier=1.0))
+    found = attacked(tmp_path, canaries=200, **choices_of("user", privacy_unit=TRAINED, steps=1, noise_multiplier=1.0))
     assert not found.exceeded
     assert abs(found.mu_estimate - 2) < 4 * found.mu_error
 
@@ -336,5 +336,5 @@ def test_users_who_train_unclipped_are_caught(tmp_path, monkeypatch):
 
     twice_the_bound(monkeypatch)
     assert attacked(
-        tmp_path, canaries=400, **choices_of("user", privacy_unit=TRAINED, steps=1, noise_multiplier=1.0)
+        tmp_path, canaries=200, **choices_of("user", privacy_unit=TRAINED, steps=1, noise_multiplier=1.0)
     ).exceeded

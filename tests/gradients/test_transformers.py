@@ -159,7 +159,7 @@ def test_a_model_and_data_by_name_train(model, dpexp_job, tmp_path, monkeypatch,
             (tmp_path / title).write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
     _, arguments = commands(DOCS / "own.md")
-    output = dpexp_job(*arguments, f"model={model}", "sampling.steps=8", "tracking=none")
+    output = dpexp_job(*arguments, f"model={model}", "sampling.steps=3", "tracking=none")
     assert not [w for w in recwarn if "training_step" in str(w.message) or "one at a time" in str(w.message)]
     trained = dpexp.load(output)
     scores = trained(torch.arange(1, 13)[None], torch.ones(1, 12, dtype=torch.long)).logits

@@ -27,7 +27,7 @@ import dpexp
 from dpexp.accounting.ledger import ledger_so_far, read_ledger
 from dpexp.accounting.releases import releases
 from dpexp.errors import ConfigError
-from dpexp.privacy.noise.continuous import GaussianNoise
+from dpexp.privacy.noise.continuous import CorrelatedNoise, GaussianNoise
 from dpexp.privacy.noise.randomness import KeyStream
 from dpexp.privacy.plan import clipping, groups
 from dpexp.privacy.sampling.policies import Poisson
@@ -270,13 +270,13 @@ def test_the_module_is_as_before_afterwards(tmp_path):
 
 
 def test_a_round_is_in_the_ledger_before_its_noise_is_drawn(tmp_path, monkeypatch):
-    add_to, known = GaussianNoise.add_to, set()
+    add_to, known = CorrelatedNoise.add_to, set()
 
     def noted(self, sums, divisor=1.0):
         known.add(len(ledger_so_far(tmp_path / "l.jsonl")))
         add_to(self, sums, divisor)
 
-    monkeypatch.setattr(GaussianNoise, "add_to", noted)
+    monkeypatch.setattr(CorrelatedNoise, "add_to", noted)  # the dry run's noise, for time, is Gaussian
     fit(tmp_path, plan=plan_for(Model(), steps=3))
     assert known == {1, 2, 3}
 

@@ -187,8 +187,8 @@ CHANGES = {  # the factor; what a hook does after round t, given a value of that
         lambda m, i: 1.0,
         lambda m, t, _: t == 3 and m.net[0].register_forward_hook(lambda layer, given, found: 3 * found),
     ),
-    "a late round": (lambda m, i: 3 if m.global_step >= 12 else 1,),
-    "a late epoch": (lambda m, i: 3 if m.current_epoch >= 12 else 1,),
+    "a late round": (lambda m, i: 3 if m.global_step >= 7 else 1,),
+    "a late epoch": (lambda m, i: 3 if m.current_epoch >= 7 else 1,),
     "the number of the batch": (lambda m, i: 1 + i,),
     "the learning rate": (lambda m, i: 1 + m.optimizers().param_groups[0]["lr"],),
 }
@@ -219,8 +219,8 @@ class Expected(pl.Callback):
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_step_between_rounds_changes_what_is_released(tmp_path, change):
     expected, modes = Expected(rows(5)), Modes()
-    found, _ = trained(tmp_path, Changing(*CHANGES[change]), rows(5), steps=14, callbacks=[expected, modes])
-    assert len(found) == len(expected.sums) == 14
+    found, _ = trained(tmp_path, Changing(*CHANGES[change]), rows(5), steps=9, callbacks=[expected, modes])
+    assert len(found) == len(expected.sums) == 9
     for one, by_hand in zip(found, expected.sums, strict=True):
         assert torch.allclose(one, by_hand, atol=1e-6)
     often = change in ("hparams", "options", "plain", "a dataclass", "a late round", "a late epoch")

@@ -118,10 +118,7 @@ class Normalise:
         return x / last, y
 
 
-@pytest.mark.parametrize(
-    "collate, name, workers",
-    [(by_all_seen, "by_all_seen", 0), (Normalise(), "Normalise", 0), (Normalise(), "Normalise", 2)],
-)
+@pytest.mark.parametrize("collate, name, workers", [(by_all_seen, "by_all_seen", 0), (Normalise(), "Normalise", 2)])
 def test_a_collate_fn_with_state_is_refused(tmp_path, collate, name, workers):
     loader = DataLoader(Items(rows(6)), 2, collate_fn=collate, num_workers=workers)
     assert_refused(tmp_path, loader, f"the collate_fn {name}")
