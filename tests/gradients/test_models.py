@@ -37,7 +37,8 @@ MODELS = {family: importlib.import_module(f"zoo.{family}").MODELS for family in 
 
 ALWAYS = {
     "LSTM, packed", "early exits", "weight-standardized convolutions", "Fourier layer, complex", "DeBERTa",
-    "GPT-2, mask", "Mixtral", "Wav2Vec2, CTC", "LoRA on Llama", "timm ViT", "timm ResNet", "torchvision ResNet, GroupNorm",
+    "GPT-2, mask", "Mixtral", "Wav2Vec2, CTC", "LoRA on Llama", "timm ViT", "timm ResNet",
+    "torchvision ResNet, GroupNorm",
 }  # fmt: skip
 # All others are traced.
 EXPECTED = {

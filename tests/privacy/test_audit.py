@@ -49,9 +49,8 @@ def test_an_honest_training_refutes_no_claim(sampling, mechanism, vectors, alloc
         assert check(found, f"contribution to {group}").found == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize("released", ["metrics", "adaptive, joint"])
-def test_metrics_and_counts_refute_no_claim(released, tmp_path):
-    found = attacked(tmp_path, **RELEASED[released])
+def test_metrics_refute_no_claim(tmp_path):
+    found = attacked(tmp_path, **RELEASED["metrics"])
     assert not found.exceeded
     assert abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
 
@@ -159,14 +158,11 @@ def test_another_type_is_audited(tmp_path):
     assert not found.exceeded and abs(found.mu_estimate - 2) < 4 * found.mu_error
 
 
-def test_a_schedule_is_audited(tmp_path, monkeypatch):
+def test_a_schedule_is_audited(tmp_path):
     factors = {"z": [2, 1], "q": [1, 2], "S": [1, 3]}
     choices = {"sampling": "poisson", "q": 0.4, "steps": 2, "noise_multiplier": 1.0, "schedules": factors}
     found = attacked(tmp_path, **choices)
     assert not found.exceeded and abs(found.mu_estimate - found.mu_claimed) < 4 * found.mu_error
-    audited.half_the_noise(monkeypatch)
-    (tmp_path / "sabotaged").mkdir()
-    assert attacked(tmp_path / "sabotaged", **choices).exceeded
 
 
 SMALL = ("model=logistic", "sampling.steps=2", "sampling=full_batch", "audit.num_canaries=1000", "privacy.noise_seed=1")
