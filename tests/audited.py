@@ -47,10 +47,6 @@ RELEASED = {
         }
     },
     "adaptive": {"clip_norm": adaptive_clipping.AdaptiveClipNorm(initial=0.1, learning_rate=1.0, budget_share=0.2)},
-    "adaptive, joint": {
-        "clip_norm": adaptive_clipping.AdaptiveClipNorm(learning_rate=1.0, budget_share=0.2),
-        "mechanism": clipping.Joint(),
-    },
 }
 ALLOCATIONS = {
     "proportional": allocation.Proportional(),

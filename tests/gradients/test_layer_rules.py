@@ -14,7 +14,6 @@ from test_clipped_sums import relative_error
 from torch import nn
 from torch.nn import functional as F
 
-from dpexp.errors import ConfigError
 from dpexp.privacy.gradients import layer_gradients
 from dpexp.privacy.gradients.layer_gradients import (
     ConvolutionGradient,
@@ -288,36 +287,6 @@ MASKED = [
 def test_masked_attention(dtype, lead, mask, of):
     torch.manual_seed(0)
     assert_equals_reference(ScaledDotProduct(lead, mask, of), torch.randn(4, 5, 8), dtype)
-
-
-class Refused(nn.Module):
-    def __init__(self, call):
-        super().__init__()
-        self.call, self.attention = call, nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.call(self.attention, x)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda a, x: a(x, x, x, is_causal=True, need_weights=False)[0],
-        lambda a, x: a(x, x, x, attn_mask=torch.zeros(1, 5), need_weights=False)[0],
-        lambda a, x: F.scaled_dot_product_attention(*3 * [a.out_proj(x)[None]], torch.zeros(5)),
-        lambda a, x: F.scaled_dot_product_attention(*3 * [a.out_proj(x)], torch.zeros(5, 5), is_causal=True),
-    ],
-)
-def test_attention_that_pytorch_refuses_is_refused(call):
-    """Also where the records of a chunk are computed together, which needs other kernels, that accept it."""
-    module = Weighted(Refused(call))
-    x = torch.randn(4, 5, 8)
-    with pytest.raises((RuntimeError, AssertionError, IndexError)):
-        module.loss(x[:1])
-    engine = PrivateRound(plan_of(module, n=20, q=0.3, steps=1, noise_multiplier=1.0), module, GaussianNoise())
-    engine.begin()
-    with pytest.raises(ConfigError, match="fails for every synthetic record"):
-        engine.add_chunk(module.loss, stacked(x), 4)
 
 
 class Telling(nn.Linear):

@@ -419,21 +419,6 @@ def test_scripted_modules_are_refused(tmp_path):
         trained(tmp_path, Model(nn.Sequential(torch.jit.script(nn.Linear(4, CLASSES)))), rows(4))
 
 
-def test_torch_script_may_prepare_the_data(tmp_path):
-    @torch.jit.script
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    class PreprocessedModel(list):
-        def __getitem__(self, index):
-            x, y = super().__getitem__(index)
-            return doubled(x), y
-
-    data = torch.utils.data.DataLoader(PreprocessedModel(rows(5)), batch_size=2)
-    (released,), _ = trained(tmp_path, Model(), data)
-    assert torch.allclose(released, sum_of_clipped(Model(), [(2 * x, y) for x, y in rows(5)]), atol=1e-6)
-
-
 # torch.compile
 
 

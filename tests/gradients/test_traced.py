@@ -1,6 +1,5 @@
 """The traced pass: graphs do what the step does, keep records apart, and refuse what they cannot prove."""
 
-import enum
 import os
 import subprocess
 import sys
@@ -489,70 +488,6 @@ def test_a_new_shape_writes_to_nothing(into):
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items()) and not own
     engine.step.trace_again(loss_of, 1, epoch_begins=True)
     assert all(torch.equal(total, usual[name]) for name, total in sums_of(engine, loss_of, rows()).items())
-
-
-def test_a_doubtful_record_does_not_change_the_step_of_others():
-    """Its graph in float64 is not of the same step then: the job ends, as not private."""
-    torch.manual_seed(0)
-    module = nn.Linear(256, 256, bias=False)
-    module.count, signs = 0, torch.tensor([1.0, -1.0]).repeat(128)
-
-    def loss_of(one):
-        factor = 2.0 if module.count > 8 else 1.0
-        return factor * (module(one[0]) * one[1]).sum()
-
-    x, g = torch.randn(4, 1, 2, 256), torch.randn(4, 1, 2, 256)
-    cancelling = x.clone(), g.clone()
-    cancelling[0][0, 0, 1], cancelling[1][0, 0, 1] = x[0, 0, 0], -g[0, 0, 0] * (1 + 1e-7 * signs)
-    engine = engine_of(module, clip_norm=1e-3)
-    for t in range(8):
-        sums_of(engine, loss_of, cancelling if t % 2 else (x, g), 4)
-        module.count += 1
-        engine.step.trace_again(loss_of, t)
-    whole = sums_of(engine, loss_of, (x, g), 4)
-    module.count += 1
-    engine.step.trace_again(loss_of, 9)
-    assert engine.mode == "traced"
-    assert relative_error(sums_of(engine, loss_of, (x, g), 4), whole) < 1e-6
-    mixed = sums_of(engine, loss_of, cancelling, 4)
-    alone = sums_of(engine, loss_of, tuple(part[1:] for part in cancelling), 3)
-    others = sums_of(engine, loss_of, tuple(part[1:] for part in (x, g)), 3)
-    assert relative_error(alone, others) < 1e-6 and float((mixed["weight"] - others["weight"]).norm()) <= 1e-3 * 1.0001
-
-
-class Kind(enum.Enum):
-    OTHER = 0
-
-
-def test_a_buffer_that_a_hook_makes_larger_is_read_again():
-    """And constants that cannot be assigned do no harm to a trace that is undone."""
-    module, _ = classifier()
-    module.register_buffer("table", torch.ones(1))
-
-    def loss_of(one):
-        return flat_loss(module, one) / module.table.sum() if Kind.OTHER else None
-
-    engine = engine_of(module, clip_norm=100.0)
-    whole = sums_of(engine, loss_of, rows())
-    engine.step.trace_again(loss_of, 1)
-    module.table = torch.ones(2)
-    engine.step.trace_again(loss_of, 2)
-    half = sums_of(engine, loss_of, rows())
-    sums_of(engine, loss_of, longer(), 2)
-    assert relative_error({name: 2 * total for name, total in half.items()}, whole) < 1e-6
-
-
-def test_of_a_shape_that_alone_draws_numbers_too_what_is_not_finite_adds_nothing():
-    module, _ = classifier()
-
-    def loss_of(one):
-        return flat_loss(module, (F.dropout(one[0], 0.5) if one[0].dim() > 2 else one[0], one[1]))
-
-    engine, (x, y) = engine_of(module), longer(3)
-    sums_of(engine, loss_of, rows())
-    assert engine.mode == "traced", engine.reason
-    found = sums_of(engine, loss_of, (torch.cat([x[:2], x[2:] * torch.nan]), y), 3)
-    assert all(total.isfinite().all() for total in found.values()) and found["0.weight"].any()
 
 
 @pytest.mark.parametrize("modes", [("traced", "vmap"), ("vmap", "one at a time"), ("traced", "one at a time")])
