@@ -1,21 +1,17 @@
 """`python -m dpexp account`, and what it draws."""
 
 import json
-import math
 import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
-from scipy.stats import norm
 from test_accountants import ledger, of
 
 from dpexp.__main__ import main
 from dpexp.accounting.accountants import delta, epsilon
 from dpexp.accounting.ledger import LedgerWriter, concatenate, read_ledger
 from dpexp.accounting.ledger.integrity import end_of
-from dpexp.accounting.tradeoff import type_two_errors
 from dpexp.commands.account import account
 from dpexp.errors import ConfigError
 from dpexp.reporting.run_figures import epsilon_over_rounds, trade_off
@@ -118,14 +114,6 @@ def test_mistakes_are_one_sentence(arguments, message, written, tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["dpexp", "account", *(path if a == "LEDGER" else a for a in arguments)])
     with pytest.raises(SystemExit, match=f"(?s)^dpexp: [^\n]*{message}"):
         main()
-
-
-def test_the_trade_off_of_a_gaussian_mechanism():
-    """f(α) = Φ(Φ^-1(1-α) - μ) (Dong, Roth & Su 2022, equation 6)."""
-    alpha = np.linspace(0.001, 0.999, 41)
-    exact = norm.cdf(norm.ppf(1 - alpha) - math.sqrt(9) / 4)
-    found = type_two_errors(ledger(4.0, 1.0, 9), alpha.tolist())
-    assert np.all(found <= exact + 1e-9) and np.max(exact - found) < 1e-3
 
 
 def test_figures_show_what_was_computed():

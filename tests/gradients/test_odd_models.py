@@ -212,18 +212,6 @@ def test_sparse_gradients_are_made_dense(tmp_path):
     assert torch.allclose(sparse, dense, atol=1e-6)
 
 
-class Checkpointed(Model):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        x = torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
-        return F.cross_entropy(self.net(x), y)
-
-
-def test_reentrant_checkpoints_train_as_by_hand(tmp_path):
-    (released,), _ = trained(tmp_path, Checkpointed(), rows(5))
-    assert torch.allclose(released, sum_of_clipped(Checkpointed(), rows(5)), atol=1e-6)
-
-
 class Computed(Model):
     """Token embeddings of a weight that is computed, with padding."""
 

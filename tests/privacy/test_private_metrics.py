@@ -107,23 +107,6 @@ def test_float64_equals_one_record_at_a_time(name, tmp_path, recwarn):
     assert engine.mode == name
 
 
-def test_records_processed_one_at_a_time_have_their_own_values(tmp_path, recwarn):
-    """In a step that converts to NumPy."""
-
-    class Gives(nn.Module):
-        def forward(self, x):
-            dpexp.release("loss", x.sum())
-            return x * float(x.sum().detach().numpy())  # not under vmap
-
-    model = nn.Sequential(nn.Linear(3, 4), Gives(), nn.Linear(4, 2)).double()
-    plan = own_plan(model, {"loss": {"clip_norm": 1, "budget_share": 0.1}})
-    x, y = data()
-    loss_of = lambda b: F.cross_entropy(model(b[0][None]), b[1][None])  # noqa: E731
-    found = released(PrivateRound(plan, model, GaussianNoise()), tmp_path / "ledger", (x, y), loss_of)
-    expected = sum(model[0](one).sum().clamp(-1, 1) for one in x)
-    assert float(found[".value loss"]) == pytest.approx(float(expected), abs=1e-6)
-
-
 def test_a_value_inside_a_transform_is_refused(tmp_path, recwarn):
 
     class Gives(nn.Module):
@@ -222,29 +205,6 @@ def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job,
         z = sum(ratios[spec["spec"]].values()) ** -0.5
         q = spec["sampling"]["q"]
         accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), times)
-    epsilon = json.loads((output / "result.json").read_text())["epsilon"]["pld"]
-    assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
-
-
-def test_gradients_a_metric_and_counts_are_one_round(dpexp_job, read_lines):
-    output = dpexp_job(
-        "group=per_layer", "model=mlp", "clip_norm=adaptive", "allocation=adaptive_min_variance",
-        "private_metrics.release={train_loss: {clip_norm: 4, budget_share: 0.1}}", *SMALL[1:],
-        "privacy.noise_multiplier=1.0",
-    )  # fmt: skip
-    lines = read_lines(output / "ledger.jsonl")
-    specs = [line for line in lines if isinstance(line, dict) and "spec" in line]
-    assert [line[1] for line in lines if isinstance(line, list)] == [0, 1, 2, 3] and len(specs) == 4
-    for spec in specs:
-        assert spec["sampling"]["policy"] == "poisson"
-        assert [query["group"] for query in spec["queries"]] == [
-            "model.1", "model.3", "train_loss", "fraction_within_clip_norm",
-        ]  # fmt: skip
-        ratios = [(query["S"] / query["sigma"]) ** 2 for query in spec["queries"]]
-        assert sum(ratios) == pytest.approx(1.0) and ratios[2:] == pytest.approx([0.1, 0.01])
-    accountant = PLDAccountant()
-    q = specs[0]["sampling"]["q"]
-    accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(1.0)), 4)
     epsilon = json.loads((output / "result.json").read_text())["epsilon"]["pld"]
     assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
 

@@ -14,8 +14,6 @@ from dpexp.tracking.provenance import provenance, write_patch
 
 QUICK = ("sampling.steps=4", "privacy.noise_multiplier=1.0", "trainer.num_evaluations=0", "model=logistic")
 
-GROUPS = ("data", "model", "group", "mechanism")
-
 
 def runs(folder):
     return MlflowClient(f"sqlite:///{folder}/outputs/mlflow.db").search_runs(["1"])
