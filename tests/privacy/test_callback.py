@@ -239,23 +239,6 @@ def test_the_denominator_is_the_plans_n(tmp_path):
         assert torch.allclose(p - s, 2 * (q - s), rtol=1e-9)
 
 
-def test_epsilon_comes_from_the_ledger(tmp_path):
-    seen = []
-
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            seen.append(trainer.callback_metrics.get("epsilon"))
-
-    module = Model()
-    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", delta=1e-3, noise_seed=0)
-    trainer(privacy, Watch()).fit(module, Data())
-    spent = dpexp.epsilon(read_ledger(tmp_path / "l.jsonl"), 1e-3)
-    assert privacy.readings.epsilon == spent
-    assert spent <= float(seen[-1]) <= 1.01 * spent, "rounded up, for progress bars"
-    for done, shown in enumerate(seen, 1):
-        assert float(shown) >= dpexp.epsilon(replace(privacy.plan, rounds=done).ledger(), 1e-3) - 1e-12
-
-
 def test_what_training_step_logs_is_dropped(tmp_path):
     _, run, _ = fit(tmp_path)
     assert "train_loss" not in run.callback_metrics | run.logged_metrics
@@ -279,20 +262,6 @@ def test_a_round_is_in_the_ledger_before_its_noise_is_drawn(tmp_path, monkeypatc
     monkeypatch.setattr(CorrelatedNoise, "add_to", noted)  # the dry run's noise, for time, is Gaussian
     fit(tmp_path, plan=plan_for(Model(), steps=3))
     assert known == {1, 2, 3}
-
-
-def test_a_crash_leaves_a_valid_ledger(tmp_path):
-    class Crash(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 5:
-                raise RuntimeError("crash")
-
-    module = Model()
-    privacy = dpexp.PrivacyCallback(plan_for(module), tmp_path / "l.jsonl", noise_seed=0)
-    with pytest.raises(RuntimeError, match="crash"):
-        trainer(privacy, Crash()).fit(module, Data())
-    assert len(read_ledger(tmp_path / "l.jsonl")) == 5
-    assert "training_step" not in module.__dict__
 
 
 def test_resuming_continues_the_ledger_and_stops_at_the_plans_rounds(tmp_path):
@@ -588,34 +557,6 @@ def test_resuming_with_a_known_seed_draws_other_noise_and_samples(tmp_path):
     assert len(first.released) == len(second.released) == len(third.released) == 2
     every = [*first.released, *second.released, *third.released]
     assert not any(torch.equal(a, b) for k, a in enumerate(every) for b in every[:k])
-
-
-class LogsLater(Model):
-    """Keeps its losses and logs in later hooks."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.last = loss.detach()
-        return loss
-
-    def on_train_batch_end(self, *args):
-        self.log("train_loss", 1.0)
-
-    def on_train_epoch_end(self):
-        self.log("later", 1.0)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
-
-
-def test_values_logged_by_training_hooks_are_dropped(tmp_path):
-    class WithTest(Data):
-        def val_dataloader(self):
-            return DataLoader(dataset())
-
-    _, run, _ = fit(tmp_path, LogsLater(), WithTest())
-    assert "val_loss" in run.callback_metrics, "validation may log"
-    assert not {"train_loss", "later"} & set(run.callback_metrics | run.logged_metrics)
 
 
 class Centred(Model):
