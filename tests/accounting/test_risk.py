@@ -1,13 +1,12 @@
 """Attack risk and Gaussian DP of a ledger: against riskcal, closed forms, dp-accounting, and the definitions."""
 
-import json
 import math
 from functools import partial
 
 import numpy as np
 import pytest
 from dp_accounting import pld
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from scipy.optimize import brentq
 from scipy.stats import norm
 from test_accountants import ledger, of
@@ -185,9 +184,9 @@ def test_a_job_shows_it_everywhere(dpexp_job, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     expected = risk(read_ledger(output / "ledger.jsonl")).figures()
     assert set(expected) == set(FIGURES) and 0.0499 < expected["tpr_at_fpr_0.01"] <= 0.05
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert result["risk"] == expected and result["epsilon"]["pld"] > 0
-    client = MlflowClient(f"sqlite:///{output.parents[1] / 'mlflow.db'}")
+    client = store_of(output.parents[2])
     (run,) = client.search_runs(["1"])
     assert {name: run.data.metrics[name] for name in FIGURES} == expected
     assert run.data.metrics["tried tpr"] <= 1.01 and "epsilon" in run.data.metrics

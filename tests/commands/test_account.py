@@ -1,11 +1,11 @@
 """`python -m dpexp account`, and what it draws."""
 
-import json
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from jobs import result_of
 from test_accountants import ledger, of
 
 from dpexp.__main__ import main
@@ -83,7 +83,7 @@ def test_a_ledger_that_ends_early_is_read_so_far_and_said_once(written, capsys, 
 def test_a_run_of_mlflow_and_its_folder_say_the_same_and_remember_delta(dpexp_job, capsys):
     quick = ("model=logistic", "sampling.steps=3", "trainer.num_evaluations=0", "privacy.noise_multiplier=3")
     output = dpexp_job(*quick, "privacy.delta=1e-6")
-    run_id = json.loads((output / "result.json").read_text())["mlflow_run_id"]
+    run_id = result_of(output)["mlflow_run_id"]
     expected = epsilon(read_ledger(output / "ledger.jsonl"), 1e-6, "rdp")
     assert account([str(output), "accountant=rdp"]) == {"rdp": expected}
     assert account([run_id, "accountant=rdp"]) == {"rdp": expected}

@@ -1,8 +1,6 @@
 """Jobs with correlated noise, from the command line."""
 
-import json
-
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 
 from dpexp.accounting.ledger import read_ledger
 from dpexp.accounting.releases import releases
@@ -12,7 +10,7 @@ SMALL = ("model=logistic", "trainer.num_evaluations=0", "sampling.expected_batch
 
 def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
     output = dpexp_job(*SMALL, "noise=banded", "sampling.steps=40", "noise.momentum=0")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     ledger = read_ledger(output / "ledger.jsonl")
     ((round_, count),) = ledger.rounds.items()
     b = round_.bands
@@ -21,7 +19,7 @@ def test_noise_banded_is_all_that_a_job_needs(dpexp_job, tmp_path, capsys):
     assert result["bands"] == list(round_.queries[0].bands) and result["epsilon"]["pld"] <= 3.0
     assert f"noise correlated over b = {b} rounds, c = (" in (output / "card.md").read_text()
     assert f"noise correlated over {b} rounds" in capsys.readouterr().out
-    run = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db").get_run(result["mlflow_run_id"])
+    run = store_of(tmp_path).get_run(result["mlflow_run_id"])
     assert run.data.params["plan.bands"] == str(b) and run.data.params["noise.bands"] == "auto"
 
 

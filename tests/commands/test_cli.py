@@ -8,6 +8,7 @@ import sys
 import warnings
 
 import pytest
+from jobs import result_of, store_of
 
 from dpexp import config
 from dpexp.accounting.ledger import read_ledger
@@ -70,12 +71,8 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def result_in(output):
-    return json.loads((output / "result.json").read_text())
-
-
 def test_the_default_job_leaves_a_result(dpexp_job, capsys):
-    result = result_in(dpexp_job("group=conv_fc", "mechanism=joint", *SMALL, "accountant=all"))
+    result = result_of(dpexp_job("group=conv_fc", "mechanism=joint", *SMALL, "accountant=all"))
     assert result["rounds"] == 3 and result["delta"] == 1e-4 and result["private"] is True
     assert list(result["epsilon"]) == ["pld", "rdp", "moments", "strong", "basic", "gdp"]
     assert set(result["groups"]) == {"conv", "fc"}
@@ -93,7 +90,7 @@ def test_the_non_private_baseline_takes_batches_of_the_same_size(dpexp_job, monk
         Classifier, "training_step", lambda self, batch: (sizes.append(len(batch[0])), step(self, batch))[1]
     )
     output = dpexp_job("tracking=none", "sampling.steps=3", "sampling.expected_batch_size=100", "privacy.enabled=false")
-    result = result_in(output)
+    result = result_of(output)
     assert result["private"] is False and result["rounds"] == 3 and "epsilon" not in result
     assert not (output / "ledger.jsonl").exists() and sizes == [100, 100, 100]
 
@@ -105,13 +102,13 @@ def test_loader_processes_are_started_and_change_nothing_and_a_known_noise_seed_
     monkeypatch.setattr(
         TensorData, "train_dataloader", lambda self: (workers.append(self.num_workers), loader(self))[1]
     )
-    results = [result_in(dpexp_job(*QUICK, "privacy.noise_seed=1", f"trainer.num_workers={count}")) for count in (0, 2)]
+    results = [result_of(dpexp_job(*QUICK, "privacy.noise_seed=1", f"trainer.num_workers={count}")) for count in (0, 2)]
     assert set(workers) == {0, 2} and results[0]["metrics"] == results[1]["metrics"]
     assert results[0]["private"] is False
 
 
 def test_another_optimizer_and_bf16_train(dpexp_job):
-    assert result_in(dpexp_job(*SMALL, "model=mlp", "optimizer=adam", "trainer.precision=bf16-mixed"))["rounds"] == 3
+    assert result_of(dpexp_job(*SMALL, "model=mlp", "optimizer=adam", "trainer.precision=bf16-mixed"))["rounds"] == 3
 
 
 def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, own):
@@ -124,14 +121,14 @@ def test_users_bring_their_own_model_group_and_scheduler(dpexp_job, tmp_path, ow
     scheduler = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 0.9}"
     plain = dpexp_job(*chosen, "model._target_=own_for_test.plain", scheduler)
     whole = dpexp_job(*chosen, "model._target_=own_for_test.Whole")
-    assert set(result_in(plain)["groups"]) == set(result_in(whole)["groups"]) == {"early", "late"}
+    assert set(result_of(plain)["groups"]) == set(result_of(whole)["groups"]) == {"early", "late"}
 
 
 @pytest.mark.parametrize("callbacks, data", [("ema", "NoTestSet"), ("[]", "TestSetOfNone")])
 def test_data_without_a_test_set_trains_and_leaves_a_model(dpexp_job, own, callbacks, data):
     with pytest.warns(UserWarning, match="could not be tested, and is kept: .*dataloader"):
         output = dpexp_job(*QUICK, f"data.module={{_target_: own_for_test.{data}}}", f"callbacks={callbacks}")
-    result = result_in(output)
+    result = result_of(output)
     assert result["metrics"] == {} and result["rounds"] == len(read_ledger(output / "ledger.jsonl"))
     assert (output / "weights.safetensors").exists() and (output / "card.md").exists()
     if data == "NoTestSet":
@@ -287,11 +284,10 @@ def test_a_second_job_in_a_folder_changes_nothing(dpexp_job, tmp_path):
 
 @pytest.mark.parametrize("lr, said", [("inf", "are not finite"), ("3e38", "test_loss was NaN at 2 eval")])
 def test_a_training_that_diverges_fails(dpexp_job, tmp_path, lr, said):
-    from mlflow import MlflowClient
 
     with pytest.raises(SystemExit, match=said):
         dpexp_job("sampling.steps=30", "model=logistic", "privacy.noise_multiplier=1", f"optimizer.lr={lr}")
-    (run,) = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db").search_runs(["1"])
+    (run,) = store_of(tmp_path).search_runs(["1"])
     assert run.info.status == "FAILED" and said in run.data.tags["dpexp.error"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import signal_after
 from dp_accounting import rdp
-from mlflow import MlflowClient
+from jobs import store_of
 from scipy.stats import chisquare
 from test_accountants import ledger
 
@@ -31,7 +31,7 @@ class Store:
     """What the jobs in a folder have left in MLflow."""
 
     def __init__(self, folder):
-        self.client = MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
+        self.client = store_of(folder)
 
     def parents(self):
         return self.client.search_runs(["1"], "tags.`dpexp.sweep_hash` != ''")

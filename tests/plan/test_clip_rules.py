@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from plans import plan_of
 from reference import clipped_sums, factor
 from test_clipped_sums import KINDS, MECHANISMS, B, case, cross_entropy, relative_error, sums_of
@@ -287,8 +287,8 @@ def test_a_job_is_told_to_by_its_configuration(dpexp_job, capsys):
         plan["groups"]
     )
     assert "clip global (threshold = 8), noise multiplier" in (output / "card.md").read_text()
-    client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
-    result = json.loads((output / "result.json").read_text())
+    client = store_of(output.parents[2])
+    result = result_of(output)
     assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.clip_rule"] == "global"
 
 

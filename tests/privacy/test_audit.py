@@ -1,7 +1,6 @@
 """Audits of the real training refute no claim; audits of sabotaged code do, or a named test fails."""
 
 import itertools
-import json
 import math
 
 import audited
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import test_callback
 import torch
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from rich.progress import Progress
 from torch import nn
 from torch.utils.data import DataLoader
@@ -173,7 +172,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     output = dpexp_job("audit", "audit=dirac", *SMALL)
     said = capsys.readouterr().out
     assert "μ claimed" in said and "contribution to all" in said and "That proves no ε" in said
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert not result["trained"] and result["audit"]["refuted"] == 0 and result["audit"]["canaries"] == 1000
     assert 0.98 < result["audit"]["noise"] < 1.02 and 0.98 < result["audit"]["contribution_to_all"] < 1.02
     assert (output / "audit.png").read_bytes().startswith(b"\x89PNG")
@@ -183,7 +182,7 @@ def test_the_command_shows_what_the_attacker_got(dpexp_job, capsys):
     (of_plan,), (of_attack,), (of_samples,) = planned.rounds, attacked.rounds, samples.rounds
     assert of_attack == of_plan and samples.rounds[of_samples] == planned.rounds[of_plan] == 2
     assert of_samples.queries[0].sigma == pytest.approx(0.05 * of_plan.queries[0].S)
-    client = MlflowClient(tracking_uri=f"sqlite:///{output.parent.parent}/mlflow.db")
+    client = store_of(output.parents[2])
     run = client.get_run(result["mlflow_run_id"])
     assert run.data.metrics["audit/mu_estimate"] == pytest.approx(result["audit"]["mu_estimate"])
     assert run.info.status == "FINISHED"
@@ -213,7 +212,7 @@ def test_an_audit_shows_nothing_that_all_records_had_a_part_in(dpexp_job, monkey
 def test_a_job_is_trained_and_then_audited(dpexp_job, capsys):
     output = dpexp_job("audit=dirac", *FEW, "sampling=poisson", "sampling.epochs=null", "tracking=none")
     assert "rate of inclusion" in capsys.readouterr().out
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert result["trained"] and "test_accuracy" in result["metrics"] and result["audit"]["refuted"] == 0
     weights = dpexp.load(output).state_dict()
     assert not any("canaries" in name for name in weights)

@@ -1,11 +1,11 @@
 """Weights of clipped gradients, and what is said of losses that mean something else among other records."""
 
-import json
 import math
 import re
 
 import pytest
 import torch
+from jobs import result_of
 from plans import plan_of
 from test_isolation import CLASSES, Items, Model, rows, trained
 from torch import nn
@@ -259,7 +259,7 @@ QUICK = ("data=synthetic", "model=logistic", "tracking=none", "sampling.steps=2"
 def test_a_job_takes_class_weights(weights, dpexp_job, recwarn):
     asked = ("preprocessing=[class_counts]",) if weights == "counts" else ()
     output = dpexp_job(*QUICK, *asked, f"data.class_weights={weights}")
-    assert json.loads((output / "result.json").read_text())["rounds"] == 2
+    assert result_of(output)["rounds"] == 2
     assert not [w for w in recwarn if "weights of" in str(w.message) or "neither parameters" in str(w.message)]
 
 

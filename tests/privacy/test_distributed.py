@@ -1,11 +1,11 @@
 """Several processes release what one does, for the same key, and one ledger says so."""
 
-import json
 import re
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from jobs import result_of
 from plans import plan_of
 from pytorch_lightning.strategies import DDPStrategy
 from several import ROUNDS, N, Net, all_of, layers, mistaken, start
@@ -100,7 +100,7 @@ JOB = (
 
 def test_a_job_of_two_processes_leaves_one_folder(dpexp_job, tmp_path):
     output = dpexp_job(*JOB, "trainer.strategy=ddp", "trainer.devices=2")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert result["rounds"] == 3 == len(read_ledger(output / "ledger.jsonl")) and result["private"]
     assert len([*tmp_path.rglob("config.yaml")]) == 2, "Hydra's, and the job's"
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import json
 import shutil
 import signal
 
@@ -11,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from conftest import signal_after
 from filelock import FileLock
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from safetensors import safe_open
 
 import dpexp
@@ -28,10 +27,6 @@ HONOURED = {
     "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "deterministic": True, "benchmark": False,
     "inference_mode": False, "detect_anomaly": True,
 }  # fmt: skip
-
-
-def result_of(output):
-    return json.loads((output / "result.json").read_text())
 
 
 def test_every_option_of_the_trainer_is_honoured_or_refused_by_name():
@@ -170,7 +165,7 @@ def test_a_killed_training_goes_on_in_its_folder_ledger_and_run(dpexp_job, forke
     assert (folder / "ledger.jsonl").read_bytes().startswith(kept)
     assert result["rounds"] == 150 <= len(ledger) and not (folder / "last.ckpt").exists()
     assert result["epsilon"]["pld"] == pytest.approx(dpexp.epsilon(ledger, 1e-4))
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    client = store_of(tmp_path)
     (run,) = client.search_runs(["1"])
     assert run.info.status == "FINISHED" and run.info.run_id == result["mlflow_run_id"]
     assert run.data.metrics["epsilon"] == pytest.approx(result["epsilon"]["pld"])
@@ -194,10 +189,6 @@ def stopped_before_it_kept_its_model(dpexp_job, tmp_path, monkeypatch):
         return tmp_path / "job"
 
     return job
-
-
-def client(folder):
-    return MlflowClient(tracking_uri=f"sqlite:///{folder}/outputs/mlflow.db")
 
 
 def test_a_job_stopped_after_its_last_round_keeps_its_model_when_resumed(
@@ -238,7 +229,7 @@ def test_a_copied_folder_has_a_run_of_its_own(stopped_before_it_kept_its_model, 
     folders = (folder, tmp_path / "copy")
     for path in folders:
         dpexp_job("resume", str(path))
-    runs = client(tmp_path).search_runs(["1"])
+    runs = store_of(tmp_path).search_runs(["1"])
     assert {run.info.run_id for run in runs} == {
         result_of(path)["mlflow_run_id"] for path in (folder, tmp_path / "copy")
     }
@@ -250,7 +241,7 @@ def test_a_second_resume_leaves_the_run_of_the_first_alone(stopped_before_it_kep
     folder = stopped_before_it_kept_its_model()
     with FileLock(folder / "mlflow_run_id.lock"), pytest.raises(SystemExit, match="running in another process"):
         dpexp_job("resume", str(folder))
-    (run,) = client(tmp_path).search_runs(["1"])
+    (run,) = store_of(tmp_path).search_runs(["1"])
     assert run.info.status == "KILLED" and run.data.tags["dpexp.error"] == "interrupted by the keyboard"
 
 
@@ -264,7 +255,7 @@ def test_no_edit_of_the_configuration_makes_a_run_private(
     overrides.write_text(overrides.read_text().replace(f"- {given}\n", ""))
     dpexp_job("resume", str(folder))
     assert result_of(folder)["private"] is False and "**Not private**" in (folder / "card.md").read_text()
-    (run,) = client(tmp_path).search_runs(["1"])
+    (run,) = store_of(tmp_path).search_runs(["1"])
     assert run.data.tags["dpexp.private"].startswith("no") and word in run.data.tags["dpexp.private"]
 
 

@@ -1,10 +1,10 @@
 """Batch normalization with private statistics, with fixed ones, or by groups of channels."""
 
 import copy
-import json
 
 import pytest
 import torch
+from jobs import result_of
 from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
@@ -181,7 +181,7 @@ QUICK = (
 
 def test_a_job_with_private_statistics(dpexp_job):
     output = dpexp_job(*QUICK, "batchnorm=private")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert result["groups"]["batchnorm"]["share"] == 0.1
     weights = dpexp.load(output).state_dict()
     assert weights["1.num_batches_tracked"] == 4 and not torch.equal(weights["1.running_mean"], torch.zeros(16))

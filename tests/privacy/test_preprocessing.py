@@ -1,7 +1,6 @@
 """Private preprocessing: sensitivity, noise, fitted layers, plans and ledgers."""
 
 import copy
-import json
 import math
 import warnings
 
@@ -11,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from dp_accounting import pld
+from jobs import result_of
 from plans import plan_of, trainer
 from scipy.stats import kstest, laplace
 from torch import nn
@@ -549,7 +549,7 @@ def test_a_job_saves_a_model_of_raw_inputs(dpexp_job, tmp_path, capsys):
     assert "Before the first round: pca: S = 1, σ = 3.868" in said and "of 10 disjoint parts by class" in said
     ledger = read_ledger(output / "ledger.jsonl")
     assert [r.one_time_query.query for r in ledger.rounds if r.one_time_query] == ["class_counts", "standardize", "pca"]
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert result["epsilon"]["pld"] == pytest.approx(epsilon(ledger, 1e-4), rel=1e-9) and result["epsilon"]["pld"] <= 3
     assert len(result["preprocessing"]["class_counts"]) == 10 and (output / "class_counts.png").exists()
     assert sum(result["preprocessing"]["class_counts"]) == pytest.approx(1437, abs=400)
@@ -576,7 +576,7 @@ def test_two_trainings_get_different_noise_and_those_with_a_seed_the_same(tmp_pa
 
 def test_the_non_private_baseline_has_preprocessing_without_noise(dpexp_job):
     output = dpexp_job(*JOB, *QUICK, "privacy.enabled=false")
-    counts = json.loads((output / "result.json").read_text())["preprocessing"]["class_counts"]
+    counts = result_of(output)["preprocessing"]["class_counts"]
     assert sum(counts) == 1437 and all(count == round(count) for count in counts)
     assert not (output / "ledger.jsonl").exists()
 

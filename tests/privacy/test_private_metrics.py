@@ -1,13 +1,12 @@
 """Private metrics: clipped, summed, noised and accounted like gradients."""
 
-import json
 import math
 
 import pytest
 import torch
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
-from mlflow import MlflowClient
+from jobs import result_of, store_of
 from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
@@ -205,16 +204,16 @@ def test_one_round_in_the_ledger_has_gradients_metrics_and_their_cost(dpexp_job,
         z = sum(ratios[spec["spec"]].values()) ** -0.5
         q = spec["sampling"]["q"]
         accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), times)
-    epsilon = json.loads((output / "result.json").read_text())["epsilon"]["pld"]
+    epsilon = result_of(output)["epsilon"]["pld"]
     assert epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=2e-3)
 
 
 def test_a_run_shows_what_it_released(dpexp_job, tmp_path):
     output = dpexp_job(ASKED, *SMALL[:3], "privacy.noise_multiplier=1.0")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert set(result["released"]) == {"train_loss", "train_accuracy"}
     assert (output / "released.png").read_bytes().startswith(b"\x89PNG")
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
+    client = store_of(tmp_path)
     run = client.get_run(result["mlflow_run_id"])
     history = client.get_metric_history(run.info.run_id, "private/train_accuracy")
     assert [point.step for point in history] == [2, 4]

@@ -8,6 +8,7 @@ import audited
 import pytest
 import pytorch_lightning as pl
 import torch
+from jobs import result_of, store_of
 from plans import plan_of, trainer
 from torch import nn
 from torch.nn import functional as F
@@ -323,13 +324,12 @@ def test_what_a_data_set_does_not_say_is_asked_for(tmp_path):
 def test_a_job_tells_its_unit(dpexp_job):
     quick = ("model=logistic", "privacy.noise_multiplier=1", "sampling.steps=2", "trainer.num_evaluations=0")
     output = dpexp_job("privacy_unit=user", *quick, "sampling.epochs=null", "tracking.experiment=units")
-    result = json.loads((output / "result.json").read_text())
+    result = result_of(output)
     assert (result["unit"], result["n"]) == ("user", 200)
     assert "for adding or removing one user" in (output / "card.md").read_text()
     assert json.loads((output / "plan.json").read_text())["privacy_unit"]["kind"] == "user"
-    from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{output.parent.parent}/mlflow.db")
+    client = store_of(output.parents[2])
     assert client.get_run(result["mlflow_run_id"]).data.tags["dpexp.privacy_unit"] == "user"
 
 
