@@ -320,16 +320,6 @@ def test_a_job_in_a_process_of_its_own(tmp_path):
     assert "x.py:7: UserWarning: theirs" in warnings.formatwarning("theirs", UserWarning, "x.py", 7)
 
 
-def test_a_full_disk_is_told_in_one_sentence(forked):
-    """Files of at most 4 kB: no room for the model."""
-    import resource
-
-    job = forked(*QUICK, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)))
-    printed = job.ended()
-    assert job.exitcode == 1 and "Traceback" not in printed
-    assert "weights.reserved cannot be written: File too large" in printed
-
-
 def test_a_disk_that_is_full_in_a_round_is_told_with_what_is_spent(dpexp_job, own, capsys):
     """As a copy says it, with the file that it read and the one that it could not write."""
     with pytest.raises(SystemExit, match=r"^dpexp: here/last.part cannot be written: No space left on device\.$"):

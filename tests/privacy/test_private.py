@@ -121,11 +121,6 @@ def never(loop):
     list(loop.private.rounds(records()))
 
 
-def another_optimizer(loop):
-    loop.private.optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    loop.run()
-
-
 def batch_norm(loop):
     loop.model.append(nn.BatchNorm1d(3))
     loop.run()
@@ -155,14 +150,6 @@ def another_plan(loop):
         loop.private.plan = plan_of(loop.model)
 
 
-def streamed(loop):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(records())
-
-    loop.run(dataset=Stream())
-
-
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -170,13 +157,11 @@ def streamed(loop):
         (late, "takes the present sample"),
         (of_another, "takes the present sample"),
         (never, "round 1 ended without private.step"),
-        (another_optimizer, "not among the module's own"),
         (batch_norm, "mixes the records of a batch"),
         (stateful, "changed inside training_step"),
         (annealed, "a number that it uses has changed"),
         (another_head, "it is not the model's"),
         (another_plan, "the plan was replaced"),
-        (streamed, "streams its records in an order of its own"),
     ],
 )
 def test_mistakes_are_refused(tmp_path, mistake, words):
