@@ -72,8 +72,8 @@ def test_nothing_private_is_logged_unless_asked_for(dpexp_job, tmp_path):
     planned = read_ledger(output / "planned_ledger.jsonl")
     assert len(planned) == 4 and planned == read_ledger(output / "ledger.jsonl")
     run = only_run(tmp_path)
-    public = {"epsilon", "epsilon_planned", "delta", "rounds", "test_accuracy", "test_loss",
-              "noise_multiplier", "sampling_rate", *FIGURES}  # fmt: skip
+    public = {"epsilon", "epsilon_planned", "delta", "rounds", "noise_multiplier", "sampling_rate", "test_accuracy",
+              "test_loss", "test_auc", "test_f1", "test_calibration_error", *FIGURES}  # fmt: skip
     assert set(run.data.metrics) == public
 
 
